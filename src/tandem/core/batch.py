@@ -1,0 +1,82 @@
+"""One forward pass: what to run (`BatchPlan`) and what came of it (`BatchOutcome`). Both immutable, integers only.
+
+A worker keeps, per request, its tokens and its page table, and the ordered *decode set*: the requests that get one
+token from every batch with `decodes=True`. A plan carries changes, never the running set. It is applied in this
+order: `leave`, `join`, `grow`, then the forward pass over `rows` and, when `decodes`, over the decode set.
+
+    page table    Row, Join and Grow say `first_page`: the table is cut to that length, then `pages` are appended.
+    row order     outcome buffers have one entry per *sampling* row: first `rows` with `samples=True`, in order, then
+                  the decode set in join order.
+    decode rows   a member's input is its last token, known or still being sampled by the batch before (that is what
+                  overlap needs); it sits at position `tokens so far - 1`, and its KV is written there.
+    iteration     the launch number of the batch, frozen in the plan and repeated in the outcome.
+"""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from tandem.core.values import BatchId, Nanos, PageHash, PageId, RequestId
+
+
+class BatchKind(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class Row(Struct, frozen=True):
+    """A span of known tokens (prompt, or prompt and output after a retraction) whose KV this batch writes."""
+
+    request: RequestId
+    start: int  # token span [start, stop); KV of [0, start) is already in the pages
+    stop: int
+    first_page: int
+    pages: tuple[PageId, ...]
+    samples: bool  # True for the last span: sample the token that follows `stop - 1`
+
+
+class Join(Struct, frozen=True):
+    """A request enters the decode set. Its KV covers all its tokens but the last one."""
+
+    request: RequestId
+    first_page: int
+    pages: tuple[PageId, ...]
+    token: bytes = b""  # int32 little endian: first token sampled elsewhere, to append before it runs
+
+
+class Grow(Struct, frozen=True):
+    """A decode row has come to a page border."""
+
+    request: RequestId
+    first_page: int
+    pages: tuple[PageId, ...]
+
+
+class BatchPlan(Struct, frozen=True):
+    id: BatchId
+    iteration: int
+    kind: BatchKind
+    rows: tuple[Row, ...] = ()
+    decodes: bool = False
+    join: tuple[Join, ...] = ()
+    leave: tuple[RequestId, ...] = ()  # out of the decode set; tokens and page table are kept
+    grow: tuple[Grow, ...] = ()
+
+
+class TokenFlag:
+    """Bits of `BatchOutcome.flags`, set by the worker, which alone knows token ids and sampling parameters."""
+
+    EOS = 1
+    STOP = 2  # one of the request's stop token ids
+    INVALID = 4  # logits were not finite: there is no token
+
+
+class BatchOutcome(Struct, frozen=True):
+    batch: BatchId
+    iteration: int
+    tokens: bytes  # int32 little endian, one per sampling row
+    flags: bytes  # one byte of TokenFlag bits per sampling row
+    hashes: tuple[tuple[RequestId, PageHash], ...] = ()  # pages that decode rows completed in this batch
+    extras: tuple[tuple[RequestId, bytes], ...] = ()  # opaque to the core: logprobs of the sampled token
+    duration_ns: Nanos = Nanos(0)

@@ -1,0 +1,156 @@
+"""Everything a node can ask for: imperatives. They begin in order; completions come back as events, or never."""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from tandem.core.batch import BatchPlan
+from tandem.core.pd.messages import Message
+from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
+
+
+class LaunchBatch(Struct, frozen=True, tag=True):
+    """Run on every shard; answered by `BatchReturned` or `BatchFailed`, in launch order."""
+
+    plan: BatchPlan
+
+
+class ForgetRequests(Struct, frozen=True, tag=True):
+    """No batch will speak of these requests again: workers drop tokens, tables and their place in the decode set."""
+
+    requests: tuple[RequestId, ...]
+
+
+class EmitTokens(Struct, frozen=True, tag=True):
+    """New tokens of one step, all rows in one message."""
+
+    requests: tuple[RequestId, ...]
+    tokens: bytes  # int32 little endian, one per request
+    extras: tuple[tuple[RequestId, bytes], ...] = ()
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # end of sequence, stop token or stop string
+    LENGTH = "length"
+
+
+class Path(StrEnum):
+    """Where the prompt's KV came from."""
+
+    UNIFIED = "unified"
+    REMOTE = "remote"  # set by the commit of a transfer and nowhere else
+    LOCAL = "local"
+    FALLBACK = "fallback"  # a transfer was meant, it failed, decode computed the prompt
+
+
+class Ledger(Struct, frozen=True):
+    """Where the time to the first token went: stages partition [arrival, first token] on this node's clock."""
+
+    stages: tuple[tuple[str, Nanos], ...] = ()
+
+
+class StartRequest(Struct, frozen=True, tag=True):
+    """The first token is here; comes right before the first `EmitTokens` that names the request."""
+
+    request: RequestId
+    path: Path
+    cached_tokens: int
+    ledger: Ledger
+
+
+class FinishRequest(Struct, frozen=True, tag=True):
+    """The one terminal event of an accepted request that got its tokens."""
+
+    request: RequestId
+    reason: FinishReason
+    path: Path
+    cached_tokens: int
+    computed_tokens: int  # prompt tokens computed on this node
+    kv_pages: int  # pages that were pulled from a peer
+    ledger: Ledger
+    retries: int = 0
+
+
+class FailRequest(Struct, frozen=True, tag=True):
+    """The one terminal event of a request that was refused or did not get its tokens."""
+
+    request: RequestId
+    cause: Cause
+    stage: str  # the wait it was in
+    detail: str = ""
+
+
+class LearnPeer(Struct, frozen=True, tag=True):
+    """Ask the bootstrap server at `address` who is there."""
+
+    address: Address
+
+
+class Tell(Struct, frozen=True, tag=True):
+    """Send a message of the rendezvous. Lost if there is no connection: the sender's timer says it again."""
+
+    peer: Incarnation
+    message: Message
+
+
+class PublishPages(Struct, frozen=True, tag=True):
+    """Every shard: digest these pages, then let the peer read them. Answered by `PagesDigested`, once per shard."""
+
+    request: RequestId
+    attempt: int
+    first_page: int  # index in the request's table
+    pages: tuple[PageId, ...]
+    generations: tuple[int, ...]
+    room: int
+
+
+class RevokePages(Struct, frozen=True, tag=True):
+    """Every shard: no new read of this request's pages. Answered by `ReadsDrained`, once per shard."""
+
+    request: RequestId
+    attempt: int
+    room: int
+
+
+class PullPages(Struct, frozen=True, tag=True):
+    """Every shard: read pages of a peer into own pages, compare digests. Answered by `PagesLanded`/`TransferFailed`."""
+
+    request: RequestId
+    attempt: int
+    room: int
+    peer: Incarnation
+    first_wanted: int  # how many wanted pages earlier commands of this attempt have named
+    sources: tuple[int, ...]
+    generations: tuple[int, ...]
+    destinations: tuple[PageId, ...]
+    digests: tuple[bytes, ...]  # one per shard, 8 bytes per page
+
+
+class CancelPull(Struct, frozen=True, tag=True):
+    """Every shard: stop; answered by `TransferDrained` once no byte can land any more."""
+
+    request: RequestId
+    attempt: int
+
+
+Command = (
+    LaunchBatch
+    | ForgetRequests
+    | EmitTokens
+    | StartRequest
+    | FinishRequest
+    | FailRequest
+    | LearnPeer
+    | Tell
+    | PublishPages
+    | RevokePages
+    | PullPages
+    | CancelPull
+)
+
+
+class Effects(Struct, frozen=True):
+    """What a step wants: commands in the order in which they must begin, and when to call it again at the latest."""
+
+    commands: tuple[Command, ...]
+    wake_at: Nanos | None

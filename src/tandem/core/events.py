@@ -1,0 +1,151 @@
+"""Everything that can happen to a node: facts, in the past tense.
+
+Events may be duplicated, may overtake the request they speak of, and may outlive it. A node never raises for one that
+comes from a peer, a user or a device.
+"""
+
+from msgspec import Struct
+
+from tandem.core.batch import BatchOutcome
+from tandem.core.pd.messages import Message
+from tandem.core.request import Request
+from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, ShardId
+
+
+class RequestArrived(Struct, frozen=True, tag=True):
+    request: Request
+
+
+class AbortRequested(Struct, frozen=True, tag=True):
+    """The client left, an operator asked, or the edge found it invalid."""
+
+    request: RequestId
+    cause: Cause = Cause.ABORTED
+
+
+class StopMatched(Struct, frozen=True, tag=True):
+    """The edge saw a stop string in the text: end the request as finished, not as aborted."""
+
+    request: RequestId
+
+
+class BatchReturned(Struct, frozen=True, tag=True):
+    """In launch order."""
+
+    outcome: BatchOutcome
+
+
+class BatchFailed(Struct, frozen=True, tag=True):
+    """The forward pass raised. Its requests end with `cause`; the worker goes on."""
+
+    batch: BatchId
+    cause: Cause
+    detail: str
+
+
+class PeerLearned(Struct, frozen=True, tag=True):
+    """The bootstrap server at `address` told who is there. Answers `LearnPeer`."""
+
+    address: Address
+    peer: Incarnation
+    layout: str
+
+
+class PeerUnknown(Struct, frozen=True, tag=True):
+    """Nobody, or nobody ready, at `address`. Answers `LearnPeer`; asking again is the node's business."""
+
+    address: Address
+    detail: str
+
+
+class PeerSaid(Struct, frozen=True, tag=True):
+    """A message of the rendezvous has come in."""
+
+    peer: Incarnation
+    message: Message
+
+
+class PeerLost(Struct, frozen=True, tag=True):
+    """The connection to this life of the peer broke and could not be made again, or it restarted."""
+
+    peer: Incarnation
+    cause: Cause = Cause.PEER_LOST
+
+
+class PagesDigested(Struct, frozen=True, tag=True):
+    """A shard made the digests that `PublishPages` asked for; from here on its pages may be read."""
+
+    request: RequestId
+    attempt: int
+    shard: ShardId
+    first_page: int
+    digests: bytes  # 8 bytes per page
+
+
+class PageRead(Struct, frozen=True, tag=True):
+    """A peer has read a page of this request: renews the lease. Sent at most once per second and shard."""
+
+    request: RequestId
+    shard: ShardId
+
+
+class ReadsDrained(Struct, frozen=True, tag=True):
+    """After `RevokePages`: no read of this request's pages runs on this shard any more, and none will start."""
+
+    request: RequestId
+    attempt: int
+    shard: ShardId
+
+
+class PagesLanded(Struct, frozen=True, tag=True):
+    """A shard's landed-through watermark: the first `landed` wanted pages are here and their digests were equal."""
+
+    request: RequestId
+    attempt: int
+    shard: ShardId
+    landed: int
+
+
+class TransferFailed(Struct, frozen=True, tag=True):
+    request: RequestId
+    attempt: int
+    shard: ShardId
+    cause: Cause
+    detail: str = ""
+
+
+class TransferDrained(Struct, frozen=True, tag=True):
+    """After `CancelPull`: no byte of this transfer can land on this shard any more."""
+
+    request: RequestId
+    attempt: int
+    shard: ShardId
+
+
+class DrainRequested(Struct, frozen=True, tag=True):
+    """Shut down: accept no more, finish what runs."""
+
+
+class FlushRequested(Struct, frozen=True, tag=True):
+    """Drop every cached page that nobody holds."""
+
+
+Event = (
+    RequestArrived
+    | AbortRequested
+    | StopMatched
+    | BatchReturned
+    | BatchFailed
+    | PeerLearned
+    | PeerUnknown
+    | PeerSaid
+    | PeerLost
+    | PagesDigested
+    | PageRead
+    | ReadsDrained
+    | PagesLanded
+    | TransferFailed
+    | TransferDrained
+    | DrainRequested
+    | FlushRequested
+)

@@ -1,0 +1,78 @@
+"""What the two sides of a rendezvous say to each other (contract section 7). Decode pulls; nothing remote ever writes.
+
+Delivery is at most once and in order per connection; a connection may break at any time. Whoever waits for an answer
+says its own message again (`Ready` by decode, the last `Offer` by prefill), so every message is idempotent: it states
+a fact about the room, cumulative from page 0, and a repetition changes nothing.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from tandem.core.values import Cause, Incarnation, Nanos, Room
+
+LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """decode -> prefill: pages are reserved for this room and somebody will collect. This is the bootstrap."""
+
+    room: Room
+    attempt: int
+    source: Incarnation  # the decode
+    target: Incarnation  # the prefill this READY was meant for; another epoch refuses it
+    layout: str  # digest of protocol version, weights, dtype, page size, heads, shard map; must be equal
+    prompt_len: int  # a prompt of another length is refused: both halves must mean the same request
+    held_pages: int = 0  # decode already holds this many leading pages
+    known_pages: int = 0  # offers seen so far reach up to here; after a loss prefill goes on from here
+
+
+class ResultRow(Struct, frozen=True):
+    """What prefill sampled, read by decode once at the commit: a row of the prefill's bounded result table."""
+
+    room: Room
+    token: bytes  # int32 little endian
+    flags: int  # TokenFlag bits
+    extra: bytes  # opaque to the core: logprobs and top logprobs of the first token
+    cached_tokens: int  # prompt tokens that prefill found in its prefix tree
+    queue_ns: Nanos = Nanos(0)  # prefill's own durations, for the TTFT ledger on decode's clock
+    compute_ns: Nanos = Nanos(0)
+
+
+class Offer(Struct, frozen=True, tag="offer"):
+    """prefill -> decode: pages [first_page, first_page + len(pages)) are final and may be read under this lease.
+
+    An offer that extends an earlier one is what the contract calls PUBLISH. The last one carries the result row.
+    """
+
+    room: Room
+    attempt: int  # of the READY it answers
+    source: Incarnation
+    first_page: int
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, xxh3-64 of the page's bytes
+    lease_ns: Nanos
+    total_pages: int
+    result: ResultRow | None = None
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """decode -> prefill: no read of these pages will follow."""
+
+    room: Room
+    source: Incarnation
+    outcome: Literal["done", "aborted", "not_needed"]
+    cause: Cause | None = None
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """prefill -> decode: the pages will not come, and why."""
+
+    room: Room
+    source: Incarnation
+    cause: Cause
+    detail: str = ""
+
+
+Message = Ready | Offer | Release | Abort

@@ -1,0 +1,173 @@
+"""The two ends of one KV transfer: what each has said, what each knows, and the states of contract section 7.
+
+A `Sender` lives with a request on the prefill side, a `Receiver` with its twin on the decode side. Both are plain
+records with a state that only the tables below move; deciding what to say is `sched.prefill` and `sched.decode`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from tandem.core.machine import Machine
+from tandem.core.pd.messages import ResultRow
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, ShardId
+
+DIGEST_BYTES = 8
+
+
+class TransferState(IntEnum):
+    """Ordered: agreement of many shards is the minimum, so a failure anywhere is a failure."""
+
+    FAILED = 0
+    BOOTSTRAPPING = 1
+    WAITING_FOR_INPUT = 2
+    TRANSFERRING = 3
+    SUCCESS = 4
+
+
+class TransferTrigger(Enum):
+    READY_CHECKED = "ready checked"  # sender: decode's READY was for us and fits
+    READY_SENT = "ready sent"  # receiver: pages are reserved
+    PAGE_MOVED = "page moved"  # read by the peer / landed here
+    RELEASED = "released"  # sender: decode has everything
+    COMMITTED = "committed"  # receiver: every shard landed, result row read
+    FAULT = "fault"
+
+
+_S, _T = TransferState, TransferTrigger
+_OPEN = (_S.BOOTSTRAPPING, _S.WAITING_FOR_INPUT, _S.TRANSFERRING)
+_FAULTS = {(state, _T.FAULT): _S.FAILED for state in _OPEN}
+_TERMINAL = frozenset({_S.FAILED, _S.SUCCESS})
+
+SENDER: Machine[TransferState, TransferTrigger] = Machine(
+    name="sender",
+    initial=(_S.BOOTSTRAPPING,),
+    terminal=_TERMINAL,
+    rules={
+        (_S.BOOTSTRAPPING, _T.READY_CHECKED): _S.WAITING_FOR_INPUT,
+        (_S.BOOTSTRAPPING, _T.RELEASED): _S.SUCCESS,  # decode did not need us
+        (_S.WAITING_FOR_INPUT, _T.READY_CHECKED): _S.WAITING_FOR_INPUT,  # said again
+        (_S.WAITING_FOR_INPUT, _T.PAGE_MOVED): _S.TRANSFERRING,
+        (_S.WAITING_FOR_INPUT, _T.RELEASED): _S.SUCCESS,  # decode held the whole prefix
+        (_S.TRANSFERRING, _T.READY_CHECKED): _S.TRANSFERRING,
+        (_S.TRANSFERRING, _T.PAGE_MOVED): _S.TRANSFERRING,
+        (_S.TRANSFERRING, _T.RELEASED): _S.SUCCESS,
+        **_FAULTS,
+    },
+    foreign=frozenset({_T.READY_CHECKED, _T.PAGE_MOVED, _T.RELEASED}),
+)
+
+RECEIVER: Machine[TransferState, TransferTrigger] = Machine(
+    name="receiver",
+    initial=(_S.BOOTSTRAPPING,),
+    terminal=_TERMINAL,
+    rules={
+        (_S.BOOTSTRAPPING, _T.READY_SENT): _S.WAITING_FOR_INPUT,
+        (_S.WAITING_FOR_INPUT, _T.PAGE_MOVED): _S.TRANSFERRING,
+        (_S.WAITING_FOR_INPUT, _T.COMMITTED): _S.SUCCESS,  # nothing had to move
+        (_S.TRANSFERRING, _T.PAGE_MOVED): _S.TRANSFERRING,
+        (_S.TRANSFERRING, _T.COMMITTED): _S.SUCCESS,
+        **_FAULTS,
+    },
+)
+
+
+@dataclass(slots=True)
+class Sender:
+    """Prefill's end. Page indices count from the start of the prompt."""
+
+    state: TransferState = TransferState.BOOTSTRAPPING
+    peer: Incarnation | None = None  # the decode that said READY
+    attempt: int = 0  # of that READY
+    held_pages: int = 0  # decode has these already
+    published: int = 0  # pages [held, published) were given to the shards for digests
+    digests: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of pages [held, ...)
+    offered: int = 0  # pages [held, offered) were offered
+    result: ResultRow | None = None
+    result_offered: bool = False
+    ready_at: Nanos | None = None
+    offered_at: Nanos | None = None  # first offer
+    lease_until: Nanos = ZERO_NS
+    resend_at: Nanos = ZERO_NS
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state in (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
+
+    def move(self, trigger: TransferTrigger) -> None:
+        self.state = SENDER.next(self.state, trigger)
+
+    def begin(self, peer: Incarnation, *, attempt: int, held_pages: int) -> None:
+        """READY has come for the first time."""
+        self.move(TransferTrigger.READY_CHECKED)
+        self.peer = peer
+        self.attempt = attempt
+        self.held_pages = self.published = self.offered = held_pages
+
+    def digested(self, shards: Iterable[ShardId]) -> int:
+        """Pages [held, here) have a digest from every shard: their slowest decides."""
+        shortest = min(len(self.digests.get(shard, b"")) for shard in shards)
+        return self.held_pages + shortest // DIGEST_BYTES
+
+    def digest_slices(self, shards: Iterable[ShardId], start: int, stop: int) -> tuple[bytes, ...]:
+        low, high = ((index - self.held_pages) * DIGEST_BYTES for index in (start, stop))
+        return tuple(self.digests.get(shard, b"")[low:high] for shard in shards)
+
+
+@dataclass(slots=True)
+class Receiver:
+    """Decode's end."""
+
+    address: Address
+    state: TransferState = TransferState.BOOTSTRAPPING
+    peer: Incarnation | None = None
+    attempt: int = 1
+    held_pages: int = 0
+    total_pages: int = 0
+    offered: int = 0  # pages [held, offered) were offered and a pull for them was asked
+    landed: dict[ShardId, int] = field(default_factory=dict[ShardId, int])
+    result: ResultRow | None = None
+    ready_at: Nanos | None = None
+    offered_at: Nanos | None = None
+    ask_at: Nanos = ZERO_NS  # when to ask the bootstrap server (again)
+    resend_at: Nanos = ZERO_NS
+    pulling: bool = False  # a PullPages of this attempt was given out, so it has to be drained
+
+    def move(self, trigger: TransferTrigger) -> None:
+        self.state = RECEIVER.next(self.state, trigger)
+
+    def is_complete(self, shards: Iterable[ShardId]) -> bool:
+        """Every shard has every wanted page, and the result row is here."""
+        wanted = self.total_pages - self.held_pages
+        return self.result is not None and all(self.landed.get(shard, 0) >= wanted for shard in shards)
+
+
+@dataclass(slots=True)
+class ResultTable:
+    """The prefill's bounded table of result rows; the seeds call a row a metadata buffer.
+
+    A row is taken before the first forward pass and given back exactly once, when the request ends or falls back.
+    """
+
+    num_rows: int
+    free_rows: list[int] = field(default_factory=list[int])
+    owners: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
+
+    @classmethod
+    def empty(cls, num_rows: int) -> "ResultTable":
+        return cls(num_rows, free_rows=list(range(num_rows - 1, -1, -1)))
+
+    def ensure_metadata_buffer(self, request: RequestId) -> bool:
+        """True if the request has a row now. Exhaustion is an answer: the caller goes on with the next request."""
+        if request in self.owners:
+            return True
+        if not self.free_rows:
+            return False
+        self.owners[request] = self.free_rows.pop()
+        return True
+
+    def maybe_release_metadata_buffer(self, request: RequestId) -> None:
+        """Give the row back if there is one; idempotent."""
+        row = self.owners.pop(request, None)
+        if row is not None:
+            self.free_rows.append(row)

@@ -1,0 +1,21 @@
+"""What was asked. A `Request` is frozen; where it is now is `Progress`.
+
+The core never sees token ids: it knows the prompt by its length and one keyed hash per full page.
+Prompt tokens and sampling parameters go from the edge to the workers beside the core, under the same id.
+"""
+
+from msgspec import Struct
+
+from tandem.core.values import Address, Nanos, PageHash, RequestId, Room
+
+
+class Request(Struct, frozen=True):
+    id: RequestId
+    rid: str  # the client's name for it; only compared and hashed
+    prompt_len: int  # tokens, >= 1
+    page_hashes: tuple[PageHash, ...]  # one per full page of the prompt: prompt_len // page_size
+    max_new_tokens: int  # >= 1
+    timeout_ns: Nanos  # time remaining at arrival; bounds everything until the first token
+    room: Room | None = None  # both halves of a disaggregated pair carry the same
+    peer: Address | None = None  # decode only: the bootstrap server of the prefill that holds the room
+    priority: int = 0

@@ -1,0 +1,95 @@
+"""Who may start: slots, pages, result rows and the chunk budget, in queue order, and for those who may not, why."""
+
+from itertools import islice
+
+from tandem.core.sched import decode, prefill
+from tandem.core.sched.progress import Progress, State, Trigger, WaitingFor
+from tandem.core.sched.state import NodeState, enter, pages_for, take_pages
+from tandem.core.values import ceil_div
+
+LOOK_AHEAD = 64  # queued requests looked at in one step
+
+
+def admit(node: NodeState) -> None:
+    """Move queued requests on, in order, until one does not fit.
+
+    Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
+    row of the result table is passed over: those behind it may not need one (seed 1: `continue`, not `break`).
+    """
+    queue = node.queues[State.QUEUED]
+    if not queue:
+        return
+    reserve = reserved_pages(node)
+    backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
+    for request in list(islice(queue, LOOK_AHEAD)):
+        progress = node.requests[request]
+        if progress.receiver is None and backlog >= node.settings.chunk_tokens:
+            return
+        lacks = try_admit(node, progress, reserve)
+        progress.lacks = lacks
+        if lacks is WaitingFor.METADATA_SLOT:
+            continue
+        if lacks is not None:
+            return
+        if progress.state is State.COMPUTING:
+            backlog += progress.length - progress.launched
+
+
+def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
+    """What is missing, or None: then the request has left the queue."""
+    if node.num_slots_used >= node.settings.max_running and not prefill.yield_parked(node):
+        return WaitingFor.SLOT
+    needs_row = progress.sender is not None
+    if needs_row and not ensure_metadata_buffer(node, progress):
+        return WaitingFor.METADATA_SLOT
+    has_pages = reserve_pages(node, progress, reserve)
+    while not has_pages and prefill.yield_parked(node):
+        has_pages = reserve_pages(node, progress, reserve)
+    if not has_pages:
+        if needs_row:
+            node.results.maybe_release_metadata_buffer(progress.id)
+        return WaitingFor.PAGES
+    if progress.receiver is not None:
+        decode.await_arrival(node, progress)
+    else:
+        progress.computing_since = node.now
+        enter(node, progress, Trigger.COMPUTE)
+    return None
+
+
+def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
+    """A row of the result table. When all are taken and this one is READY, the newest parked request yields its own."""
+    if node.results.ensure_metadata_buffer(progress.id):
+        return True
+    is_ready = progress.sender is not None and progress.sender.is_ready
+    return is_ready and prefill.yield_parked(node) and node.results.ensure_metadata_buffer(progress.id)
+
+
+def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
+    """Pages for all known tokens. At least one token has to be computed here, unless the rest comes from a peer."""
+    length = progress.length
+    matchable = length if progress.receiver is not None else length - 1
+    is_alone = node.num_slots_used == 0
+    is_first = progress.retractions == 0 and progress.prefill_retry_count == 0
+    if not take_pages(
+        node,
+        progress,
+        num_pages=pages_for(node, length),
+        match_pages=min(matchable // node.settings.page_size, len(progress.hashes)),
+        reserve=0 if is_alone else reserve,
+    ):
+        return False
+    if is_first:
+        progress.cached_tokens = progress.computed
+        node.tally.input_tokens += progress.request.prompt_len
+        node.tally.hit_tokens += progress.computed
+    return True
+
+
+def reserved_pages(node: NodeState) -> int:
+    """Pages that admission keeps free for the output of those who run: a share of what they may still need."""
+    clip = node.settings.reserved_decode_tokens
+    expected = sum(
+        min(progress.request.max_new_tokens - progress.generated, clip) for progress in node.live(State.RUNNING)
+    )
+    return ceil_div(int(expected * node.settings.conservativeness), node.settings.page_size)

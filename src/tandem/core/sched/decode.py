@@ -1,0 +1,310 @@
+"""The decode half of a rendezvous: gets the KV of a prompt from the prefill that computed it (contract section 7).
+
+A request with a room and a peer address has a `Receiver` until its KV has arrived or the transfer has failed. It
+learns who the peer is, reserves pages, says READY, pulls what is offered, and commits once: every page of every shard
+landed, result row read. A failed transfer is drained first; then the request is queued like any other, and its prompt
+is computed here.
+"""
+
+from tandem.core.commands import CancelPull, FailRequest, LearnPeer, Path, PullPages, Tell
+from tandem.core.events import PagesLanded, PeerLearned, PeerUnknown, TransferFailed
+from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release
+from tandem.core.pd.transfer import Receiver, TransferState, TransferTrigger
+from tandem.core.sched.progress import Progress, State, Trigger
+from tandem.core.sched.state import (
+    KnownPeer,
+    NodeState,
+    add_stage,
+    bury,
+    end,
+    enter,
+    give_back_pages,
+    pages_for,
+    schedule,
+)
+from tandem.core.settings import LoadFailurePolicy
+from tandem.core.values import Address, Cause, Incarnation, Nanos
+
+# Causes that another attempt on this node cannot mend, or that the user wanted.
+FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG})
+
+
+def key(address: Address) -> str:
+    return f"{address.host}:{address.port}"
+
+
+# --- bootstrap -------------------------------------------------------------------------------------------------------
+
+
+def create_receiver(node: NodeState, progress: Progress) -> None:
+    room, address = progress.request.room, progress.request.peer
+    assert room is not None
+    assert address is not None
+    progress.receiver = Receiver(address, total_pages=pages_for(node, progress.request.prompt_len))
+    node.rooms[room] = progress.id
+    known = node.peers.get(key(address))
+    if known is not None:
+        meet(node, progress, known)
+    else:
+        ask(node, progress)
+
+
+def ask(node: NodeState, progress: Progress) -> None:
+    """One question per address and interval, however many requests wait for the answer."""
+    assert progress.receiver is not None
+    address = progress.receiver.address
+    asked = node.asked.get(key(address))
+    if asked is None or asked + node.settings.learn_peer_ns <= node.now:
+        node.asked[key(address)] = node.now
+        node.out.append(LearnPeer(address))
+    progress.receiver.ask_at = Nanos(node.asked[key(address)] + node.settings.learn_peer_ns)
+    schedule(node, progress)
+
+
+def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
+    node.asked.pop(key(event.address), None)
+    known = node.peers[key(event.address)] = KnownPeer(event.peer, event.layout)
+    for progress in node.live(State.BOOTSTRAPPING):
+        if progress.receiver is not None and progress.receiver.address == event.address:
+            meet(node, progress, known)
+
+
+def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
+    """Asked again at the next timer of those who wait; they end at their deadline at the latest."""
+    for progress in node.live(State.BOOTSTRAPPING):
+        if progress.receiver is not None and progress.receiver.address == event.address:
+            progress.first_cause = event.detail
+
+
+def meet(node: NodeState, progress: Progress, known: KnownPeer) -> None:
+    assert progress.receiver is not None
+    progress.receiver.peer = known.incarnation
+    if known.layout != node.settings.layout:
+        fail_transfer(node, progress, Cause.LAYOUT_MISMATCH, LAYOUT_DIFFERS)
+    elif progress.state is State.BOOTSTRAPPING:
+        enter(node, progress, Trigger.PEER_READY)
+
+
+# --- arrival ---------------------------------------------------------------------------------------------------------
+
+
+def await_arrival(node: NodeState, progress: Progress) -> None:
+    """Pages and slot are reserved: tell prefill that somebody will collect."""
+    receiver = progress.receiver
+    assert receiver is not None
+    receiver.held_pages = progress.inserted
+    receiver.offered = progress.inserted
+    receiver.ready_at = node.now
+    receiver.move(TransferTrigger.READY_SENT)
+    enter(node, progress, Trigger.ARRIVE)
+    say_ready(node, progress)
+
+
+def say_ready(node: NodeState, progress: Progress) -> None:
+    receiver, room = progress.receiver, progress.request.room
+    assert receiver is not None
+    assert receiver.peer is not None
+    assert room is not None
+    receiver.resend_at = Nanos(node.now + node.settings.resend_ns)
+    message = Ready(
+        room=room,
+        attempt=receiver.attempt,
+        source=node.settings.incarnation,
+        target=receiver.peer,
+        layout=node.settings.layout,
+        prompt_len=progress.request.prompt_len,
+        held_pages=receiver.held_pages,
+        known_pages=receiver.offered,
+    )
+    node.out.append(Tell(receiver.peer, message))
+    schedule(node, progress)
+
+
+def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
+    """Pull what is new. What was offered before, or leaves a gap after a lost message, changes nothing."""
+    request = node.rooms.get(offer.room)
+    progress = node.requests.get(request) if request is not None else None
+    receiver = progress.receiver if progress is not None else None
+    if progress is None or receiver is None or progress.state is not State.ARRIVING:
+        tombstone = node.tombstones.get(offer.room)
+        if tombstone is not None:
+            node.out.append(Tell(peer, tombstone))
+        return
+    if offer.source != receiver.peer or offer.attempt != receiver.attempt or offer.first_page > receiver.offered:
+        return
+    complaint = misfit(node, receiver, offer)
+    if complaint is not None:
+        fail_transfer(node, progress, Cause.PROTOCOL, complaint)
+        return
+    if receiver.offered_at is None:
+        receiver.offered_at = node.now
+    pull(node, progress, offer)
+    if offer.result is not None:
+        receiver.result = offer.result
+
+
+def misfit(node: NodeState, receiver: Receiver, offer: Offer) -> str | None:
+    num_pages = len(offer.pages)
+    stop = offer.first_page + num_pages
+    if offer.total_pages != receiver.total_pages or stop > receiver.total_pages:
+        return f"prefill offers up to page {stop} of {offer.total_pages}, want {receiver.total_pages}"
+    if len(offer.generations) != num_pages or offer.first_page < receiver.held_pages:
+        return "offer is malformed"
+    if len(offer.digests) != len(node.settings.shards) or any(len(d) != 8 * num_pages for d in offer.digests):
+        return "offer has the wrong number of digests"
+    if offer.result is not None and offer.result.room != offer.room:
+        return "result row belongs to another room"
+    return None
+
+
+def pull(node: NodeState, progress: Progress, offer: Offer) -> None:
+    receiver = progress.receiver
+    assert receiver is not None
+    assert receiver.peer is not None
+    skip = receiver.offered - offer.first_page
+    if skip >= len(offer.pages):
+        return
+    start, stop = receiver.offered, offer.first_page + len(offer.pages)
+    receiver.offered = stop
+    receiver.pulling = True
+    node.out.append(
+        PullPages(
+            request=progress.id,
+            attempt=receiver.attempt,
+            room=offer.room,
+            peer=receiver.peer,
+            first_wanted=start - receiver.held_pages,
+            sources=offer.pages[skip:],
+            generations=offer.generations[skip:],
+            destinations=tuple(progress.pages[start:stop]),
+            digests=tuple(digests[8 * skip :] for digests in offer.digests),
+        )
+    )
+
+
+def on_landed(node: NodeState, event: PagesLanded) -> None:
+    progress = node.requests.get(event.request)
+    if progress is None or progress.receiver is None or progress.state is not State.ARRIVING:
+        return
+    receiver = progress.receiver
+    if event.attempt != receiver.attempt:
+        return
+    receiver.move(TransferTrigger.PAGE_MOVED)
+    receiver.landed[event.shard] = max(receiver.landed.get(event.shard, 0), event.landed)
+
+
+def is_landed(node: NodeState, progress: Progress) -> bool:
+    return progress.receiver is not None and progress.receiver.is_complete(node.settings.shards)
+
+
+def commit(node: NodeState, progress: Progress) -> tuple[bytes, int, bytes]:
+    """Everything is here: one step from 'arriving' to 'the prompt is known'. Returns the first token, flags, extra."""
+    receiver, room = progress.receiver, progress.request.room
+    assert receiver is not None
+    assert receiver.peer is not None
+    assert receiver.result is not None
+    assert room is not None
+    receiver.move(TransferTrigger.COMMITTED)
+    release = Release(room, node.settings.incarnation, "done")
+    node.out.append(Tell(receiver.peer, release))
+    bury(node, room, release)
+    split_arrival_stage(node, progress, receiver)
+    progress.path = Path.REMOTE
+    progress.computed = progress.launched = progress.request.prompt_len
+    progress.cached_tokens = max(progress.cached_tokens, receiver.result.cached_tokens)
+    return receiver.result.token, receiver.result.flags, receiver.result.extra
+
+
+def split_arrival_stage(node: NodeState, progress: Progress, receiver: Receiver) -> None:
+    """READY sent to first offer is prefill's own time by its own clock; the rest is the wire."""
+    assert receiver.ready_at is not None
+    assert receiver.result is not None
+    offered_at = receiver.offered_at if receiver.offered_at is not None else node.now
+    answer_ns = offered_at - receiver.ready_at
+    queue_ns = min(receiver.result.queue_ns, answer_ns)
+    compute_ns = min(receiver.result.compute_ns, answer_ns - queue_ns)
+    add_stage(progress, "prefill_waiting", Nanos(queue_ns))
+    add_stage(progress, "prefill_forward", Nanos(compute_ns))
+    add_stage(progress, "peer_wire", Nanos(answer_ns - queue_ns - compute_ns))
+    progress.entered_at = offered_at  # the rest of the state is charged as usual
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
+    progress = node.requests.get(event.request)
+    if progress is None or progress.receiver is None or event.attempt != progress.receiver.attempt:
+        return
+    if progress.state is State.ARRIVING:
+        fail_transfer(node, progress, event.cause, event.detail)
+
+
+def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
+    request = node.rooms.get(abort.room)
+    progress = node.requests.get(request) if request is not None else None
+    if progress is None or progress.receiver is None or progress.receiver.peer != peer:
+        return
+    if progress.state in (State.QUEUED, State.ARRIVING, State.BOOTSTRAPPING):
+        fail_transfer(node, progress, abort.cause, abort.detail or "prefill gave up")
+
+
+def fail_transfer(node: NodeState, progress: Progress, cause: Cause, detail: str) -> None:
+    """The KV will not come. By policy the request ends, or its prompt is computed here once its pages are drained."""
+    recompute = node.settings.load_failure is LoadFailurePolicy.RECOMPUTE and cause not in FINAL_CAUSES
+    if not recompute:
+        shown = Cause.PEER_ABORTED if cause is Cause.ABORTED else cause
+        fail(node, progress, shown, detail)
+        return
+    progress.first_cause = f"{cause}: {detail}"
+    progress.path = Path.FALLBACK
+    if progress.state is State.ARRIVING:
+        enter(node, progress, Trigger.PEER_FAILED)
+        let_go(node, progress, cause)
+        recover_if_drained(node, progress)
+    else:
+        let_go(node, progress, cause)
+        progress.receiver = None
+        enter(node, progress, Trigger.PEER_FAILED)
+
+
+def recover_if_drained(node: NodeState, progress: Progress) -> None:
+    if progress.state is State.RECOVERING and not progress.drains:
+        give_back_pages(node, progress)
+        enter(node, progress, Trigger.REQUEUE, first=True)
+        progress.receiver = None
+
+
+def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
+    """Stop reading and tell the peer that nobody will collect. Idempotent."""
+    receiver, room = progress.receiver, progress.request.room
+    assert receiver is not None
+    assert room is not None
+    if receiver.state in (TransferState.FAILED, TransferState.SUCCESS):
+        return
+    receiver.move(TransferTrigger.FAULT)
+    node.tally.transfer_failed += receiver.ready_at is not None
+    node.tally.bootstrap_failed += receiver.ready_at is None
+    release = Release(room, node.settings.incarnation, "aborted", cause)
+    if receiver.peer is not None:
+        node.out.append(Tell(receiver.peer, release))
+    bury(node, room, release)
+    if receiver.pulling:
+        progress.drains = dict.fromkeys(node.settings.shards)
+        node.out.append(CancelPull(progress.id, receiver.attempt))
+
+
+def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
+    stage = progress.waiting_for or progress.state
+    if progress.receiver is not None:
+        let_go(node, progress, cause)
+    end(node, progress, FailRequest(progress.id, cause, str(stage), detail or progress.first_cause))
+
+
+def on_timer(node: NodeState, progress: Progress) -> None:
+    receiver = progress.receiver
+    assert receiver is not None
+    if progress.state is State.BOOTSTRAPPING and receiver.ask_at <= node.now:
+        ask(node, progress)
+    elif progress.state is State.ARRIVING and receiver.resend_at <= node.now:
+        say_ready(node, progress)

@@ -1,0 +1,89 @@
+"""What a node shows of itself: for `/metrics`, `/debug/waits` and `/debug/state`. Reads, never changes."""
+
+from tandem.core.kv.pool import PageState
+from tandem.core.sched.node import EngineNode
+from tandem.core.sched.progress import State
+from tandem.core.values import SECOND, Nanos
+
+
+def gauges(node: EngineNode) -> dict[str, float]:
+    """Numbers for the metrics, computed from state now. Names as in contract section 5, without prefix."""
+    state = node.state
+    queues, pool, tally = state.queues, state.pool, state.tally
+    senders = [p for p in state.requests.values() if p.sender is not None]
+    receivers = [p for p in state.requests.values() if p.receiver is not None]
+    used = pool.num_pages - pool.num_free - state.tree.num_evictable
+    page_size = state.settings.page_size
+    numbers: dict[str, float] = {
+        "num_running_reqs": len(queues[State.RUNNING]) + len(queues[State.COMPUTING]),
+        "num_queue_reqs": len(queues[State.QUEUED]),
+        "num_used_tokens": used * page_size,
+        "max_total_num_tokens": pool.num_pages * page_size,
+        "token_usage": used / pool.num_pages,
+        "cache_hit_rate": tally.hit_tokens / tally.input_tokens if tally.input_tokens else 0.0,
+        "num_retracted_reqs": len(queues[State.RETRACTING]),
+        "num_retracted_requests_total": tally.retractions,
+        "num_prefill_bootstrap_queue_reqs": sum(p.state is State.BOOTSTRAPPING for p in senders),
+        "num_prefill_inflight_queue_reqs": len(queues[State.SENDING]) + len(queues[State.PARKED]),
+        "num_decode_prealloc_queue_reqs": sum(p.state in (State.BOOTSTRAPPING, State.QUEUED) for p in receivers),
+        "num_decode_transfer_queue_reqs": len(queues[State.ARRIVING]) + len(queues[State.RECOVERING]),
+        "num_bootstrap_failed_reqs_total": tally.bootstrap_failed,
+        "num_transfer_failed_reqs_total": tally.transfer_failed,
+        "page_size": page_size,
+        "num_pages": pool.num_pages,
+    }
+    for reason in ("not_ready", "forced", "yield"):
+        numbers[f"num_prefill_retries_total{{reason={reason}}}"] = tally.prefill_retries.get(reason, 0)
+    return numbers
+
+
+def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
+    """Every request that is not running: what it waits for, who owns that, since when, until when (seconds)."""
+    shown: list[dict[str, object]] = []
+    for progress in node.state.requests.values():
+        if progress.waiting_for is None or progress.state is State.RUNNING:
+            continue
+        shown.append(
+            {
+                "request": progress.id,
+                "rid": progress.request.rid,
+                "room": progress.request.room,
+                "state": str(progress.state),
+                "waiting_for": str(progress.waiting_for),
+                "owner": wait_owner(node, progress.id),
+                "age_seconds": (now - progress.entered_at) / SECOND,
+                "deadline_in_seconds": (progress.deadline - now) / SECOND,
+            }
+        )
+    return shown
+
+
+def wait_owner(node: EngineNode, request: int) -> str:
+    """Who ends this wait: a peer, a shard, or this node."""
+    progress = next(p for p in node.state.requests.values() if p.id == request)
+    for end in (progress.sender, progress.receiver):
+        if end is not None and end.peer is not None and progress.state is not State.QUEUED:
+            return end.peer.instance
+    return "worker" if progress.in_flight or progress.drains else "node"
+
+
+def state(node: EngineNode) -> dict[str, object]:
+    """Pools by owner, queues, window."""
+    own = node.state
+    return {
+        "role": str(own.settings.role),
+        "instance": own.settings.incarnation.instance,
+        "epoch": own.settings.incarnation.epoch,
+        "steps": own.steps,
+        "forward_ct": own.forward_ct,
+        "window": [{"batch": f.batch, "iteration": f.forward_iter} for f in own.window],
+        "queues": {str(queue): [int(request) for request in ids] for queue, ids in own.queues.items()},
+        "pages": {page_state.name.lower(): own.pool.counts[page_state] for page_state in PageState},
+        "pages_pinned_by_tree": own.tree.num_pinned,
+        "result_rows": {"total": own.results.num_rows, "free": len(own.results.free_rows)},
+        "rooms": len(own.rooms),
+        "stashed": len(own.stash),
+        "tombstones": len(own.tombstones),
+        "peers": {address: known.incarnation.instance for address, known in own.peers.items()},
+        "draining": own.draining,
+    }

@@ -1,0 +1,144 @@
+"""What the next batch is: prompt chunks first, else one token for every running request.
+
+Plans are made before the results of the batches in flight are known. A decode row refers to 'the last token of this
+request', so that costs nothing but one useless row when the token before turns out to be the last.
+"""
+
+from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
+from tandem.core.commands import FailRequest, LaunchBatch
+from tandem.core.sched.progress import Flight, Progress, State
+from tandem.core.sched.retraction import retract, victims
+from tandem.core.sched.state import NodeState, end, leave_decode_set, make_room
+from tandem.core.values import BatchId, Cause
+
+# States whose requests will give their pages back without a decode batch.
+GIVING_BACK = (State.DRAINING, State.RETRACTING, State.RECOVERING, State.PARKED, State.SENDING)
+
+
+def plan(node: NodeState) -> None:
+    """Launch batches until the window is full or there is nothing to run."""
+    while len(node.window) < node.settings.window_depth:
+        wants_decode = any_decodable(node)
+        rows: tuple[Row, ...] = ()
+        if not wants_decode or node.streak < node.settings.prefill_streak:
+            rows = prompt_rows(node)
+        grow: tuple[Grow, ...] | None = None
+        if wants_decode and (not rows or node.settings.mixed_chunk):
+            grow = decode_rows(node)
+        if not rows and grow is None:
+            return
+        launch(node, rows, grow)
+
+
+def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None) -> None:
+    """`grow` is None for a batch without decode rows. The iteration is frozen here, in plan and flight alike."""
+    decodes = grow is not None
+    node.forward_ct += 1
+    node.streak = node.streak + 1 if rows and not decodes else 0
+    members = tuple(node.decode_set) if decodes else ()
+    for request in members:
+        progress = node.requests[request]
+        progress.pending += 1
+        progress.in_flight += 1
+    kind = BatchKind.MIXED if rows and decodes else BatchKind.DECODE if decodes else BatchKind.PREFILL
+    batch = BatchPlan(
+        id=BatchId(node.forward_ct),
+        iteration=node.forward_ct,
+        kind=kind,
+        rows=rows,
+        decodes=decodes,
+        join=tuple(node.joins.values()) if decodes else (),
+        leave=tuple(node.leaves),
+        grow=grow or (),
+    )
+    node.leaves = []
+    if decodes:
+        node.joins = {}
+    node.window.append(Flight(batch.id, batch.iteration, rows, members))
+    node.out.append(LaunchBatch(batch))
+
+
+def prompt_rows(node: NodeState) -> tuple[Row, ...]:
+    """Spans of known tokens, oldest request first, until the chunk budget is used up."""
+    budget = node.settings.chunk_tokens
+    rows: list[Row] = []
+    for progress in node.live(State.COMPUTING):
+        if budget <= 0:
+            break
+        if progress.launched >= progress.length:
+            continue
+        row = prompt_row(node, progress, budget)
+        if row is None:
+            break
+        rows.append(row)
+        budget -= row.stop - row.start
+    return tuple(rows)
+
+
+def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
+    """The next span; one that is not the last ends at a page border, so that no page is written by two batches."""
+    start, stop = progress.launched, min(progress.length, progress.launched + budget)
+    if stop < progress.length:
+        stop -= stop % node.settings.page_size
+        if stop <= start:
+            return None
+    is_last = stop == progress.length
+    first = progress.told_pages
+    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last)
+    progress.told_pages = len(progress.pages)
+    progress.launched = stop
+    progress.in_flight += 1
+    progress.pending += is_last
+    progress.computed_tokens += max(0, min(stop, progress.request.prompt_len) - start)
+    return row
+
+
+def any_decodable(node: NodeState) -> bool:
+    """Take those out of the decode set whose last token is being sampled already; is anybody left?"""
+    done = [
+        progress
+        for progress in map(node.requests.__getitem__, node.decode_set)
+        if progress.generated + progress.pending >= progress.request.max_new_tokens
+    ]
+    for progress in done:
+        leave_decode_set(node, progress)
+    return bool(node.decode_set)
+
+
+def decode_rows(node: NodeState) -> tuple[Grow, ...] | None:
+    """Make sure that every member has a page for its next token. None: not now, pages have to come back first."""
+    page_size = node.settings.page_size
+    short: list[Progress] = []
+    for request in node.decode_set:
+        progress = node.requests[request]
+        if progress.length + progress.pending > len(progress.pages) * page_size:
+            short.append(progress)
+    if not short:
+        return ()
+    if not make_room(node, len(short)):
+        relieve(node, len(short))
+        return None
+    return tuple(grow(node, progress) for progress in short)
+
+
+def grow(node: NodeState, progress: Progress) -> Grow:
+    first = len(progress.pages)
+    progress.pages += node.pool.allocate(1, progress.id)
+    progress.told_pages = len(progress.pages)
+    return Grow(progress.id, first, tuple(progress.pages[first:]))
+
+
+def relieve(node: NodeState, num_pages: int) -> None:
+    """Too few pages for the next decode batch: retract, or wait for pages on their way back, or end the last one."""
+    coming_back = node.window or any(node.queues[state] for state in GIVING_BACK)
+    chosen = victims(node.live(State.RUNNING), num_pages - node.pool.num_free)
+    for progress in chosen:
+        retract(node, progress)
+    if not chosen and not coming_back:
+        for progress in node.live(State.RUNNING)[:1]:
+            fail_for_lack_of_pages(node, progress)
+
+
+def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:
+    detail = f"{progress.length} tokens need more than the {node.pool.num_pages} pages of the pool"
+    end(node, progress, FailRequest(progress.id, Cause.OUT_OF_PAGES, "running", detail))

@@ -1,0 +1,60 @@
+"""Ids and units of the core, and the small arithmetic on them."""
+
+from enum import StrEnum
+from typing import NewType
+
+from msgspec import Struct
+
+RequestId = NewType("RequestId", int)  # local to one node, made by its edge; never travels to a peer
+PageId = NewType("PageId", int)
+ShardId = NewType("ShardId", int)  # a TP x PP x CP part of a replica
+BatchId = NewType("BatchId", int)
+Room = NewType("Room", int)  # non-zero 63-bit id that pairs one request on both sides
+Nanos = NewType("Nanos", int)  # integer nanoseconds on the injected monotonic clock
+
+PageHash = bytes  # 16 bytes: keyed chain over (parent, tenant, tokens of the page); made outside the core
+
+ZERO_NS = Nanos(0)
+MILLISECOND = 1_000_000
+SECOND = 1_000_000_000
+
+
+class Cause(StrEnum):
+    """Why a request ended without its tokens, or why a transfer failed. A closed list: `docs/errors.md`."""
+
+    ABORTED = "aborted"  # the client left or asked for it
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    STALLED = "stalled"  # no token within the stall timeout
+    PROMPT_TOO_LONG = "prompt_too_long"
+    QUEUE_FULL = "queue_full"
+    DUPLICATE_ROOM = "duplicate_room"
+    DRAINING = "draining"  # the server is shutting down
+    OUT_OF_PAGES = "out_of_pages"  # alone in the pool and still too large to go on
+    PEER_LOST = "peer_lost"
+    PEER_UNKNOWN = "peer_unknown"  # nobody answers at the bootstrap address
+    PEER_ABORTED = "peer_aborted"
+    LAYOUT_MISMATCH = "layout_mismatch"
+    LEASE_EXPIRED = "lease_expired"
+    CORRUPT_PAGES = "corrupt_pages"  # digest or generation differs
+    TRANSFER_FAILED = "transfer_failed"
+    PROTOCOL = "protocol"  # a peer said what it may not say in this state
+    INVALID_LOGITS = "invalid_logits"
+    WORKER_LOST = "worker_lost"
+
+
+class Incarnation(Struct, frozen=True, order=True):
+    """One life of one server: a restart keeps `instance` and raises `epoch`, so old messages are told apart."""
+
+    instance: str
+    epoch: int
+
+
+class Address(Struct, frozen=True, order=True):
+    """Where a prefill's bootstrap server listens, as the request names it."""
+
+    host: str
+    port: int
+
+
+def ceil_div(amount: int, unit: int) -> int:
+    return -(-amount // unit)

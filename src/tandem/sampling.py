@@ -1,0 +1,42 @@
+"""How a request wants its tokens sampled, and what is said about a sampled token.
+
+Goes from the edge to the workers beside the core, which never looks at it.
+"""
+
+from msgspec import Struct
+
+
+class SamplingParams(Struct, frozen=True):
+    """Sampling is a pure function of (logits, these, seed, position): no generator state exists, so none travels."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    seed: int = 0  # drawn at the edge when the user gave none
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
+    logprobs: bool = False  # report the logprob of each sampled token ...
+    top_logprobs: int = 0  # ... and this many of the best alternatives
+
+
+class TokenScore(Struct, frozen=True, array_like=True):
+    """The `extra` of one sampled token, msgpack: log-softmax of the raw logits in fp32 (before temperature)."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+class Payload(Struct, frozen=True, tag=True):
+    """What workers know of a request and the core does not."""
+
+    request: int  # RequestId
+    tokens: bytes  # prompt, int32 little endian
+    sampling: SamplingParams
+    last_hash: bytes  # hash of the last full prompt page, or the tenant's root: parent of the next page to fill

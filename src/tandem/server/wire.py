@@ -1,0 +1,130 @@
+"""What the processes of one server say to each other: API process - node process - worker process.
+
+One stream socket between two neighbours, frames of a 4-byte big-endian length and one msgpack object. Commands and
+events of the core travel as they are; here are the few messages that only the shell knows.
+"""
+
+from msgspec import Struct
+
+from tandem.core import commands, events
+from tandem.core.request import Request
+from tandem.core.values import Incarnation
+from tandem.sampling import Payload
+
+MAX_FRAME_BYTES = 256 << 20
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """API -> node: a validated request. The node forwards `payload` to its workers before the core hears of it."""
+
+    request: Request
+    payload: Payload
+
+
+class Query(Struct, frozen=True, tag=True):
+    """API -> node: one of `state`, `waits`, `metrics`, `flush`."""
+
+    id: int
+    what: str
+
+
+class Answer(Struct, frozen=True, tag=True):
+    id: int
+    body: bytes  # JSON
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    """Parent -> child: end now."""
+
+
+class DataEndpoint(Struct, frozen=True):
+    """Where a worker's KV can be pulled from. `unix` is tried first when the peer is on the same host."""
+
+    host: str
+    port: int
+    unix: str = ""
+
+
+class ReplicaInfo(Struct, frozen=True):
+    """What a bootstrap server tells about its replica (`GET /route`), and what decode needs to reach it."""
+
+    incarnation: Incarnation
+    role: str
+    layout: str  # digest, compared; `layout_fields` say which field differs
+    layout_fields: dict[str, str]
+    control_host: str
+    control_port: int
+    shards: tuple[DataEndpoint, ...]
+    http_port: int = 0
+
+
+class Connect(Struct, frozen=True, tag=True):
+    """API -> node -> worker: how to reach a peer. Comes before the `PeerLearned` that names it."""
+
+    replica: ReplicaInfo
+
+
+class EngineReady(Struct, frozen=True, tag=True):
+    """worker -> node -> API: the model is loaded."""
+
+    num_pages: int
+    page_bytes: int
+    layout: str
+    layout_fields: dict[str, str]
+    data: DataEndpoint
+    load_seconds: float
+
+
+class NodeReady(Struct, frozen=True, tag=True):
+    """node -> API: the core runs; `replica.control_port` and its shards listen."""
+
+    replica: ReplicaInfo
+    num_pages: int
+    page_bytes: int
+
+
+class Died(Struct, frozen=True, tag=True):
+    """child -> parent, last words: one line with cause and remedy."""
+
+    who: str
+    reason: str
+
+
+ApiToNode = (
+    Submit
+    | Query
+    | Connect
+    | Shutdown
+    | events.AbortRequested
+    | events.StopMatched
+    | events.PeerLearned
+    | events.PeerUnknown
+    | events.DrainRequested
+    | events.FlushRequested
+)
+NodeToApi = (
+    NodeReady | Answer | Died | commands.StartRequest | commands.EmitTokens | commands.FinishRequest | commands.FailRequest | commands.LearnPeer
+)
+NodeToWorker = (
+    Payload
+    | Connect
+    | Shutdown
+    | commands.LaunchBatch
+    | commands.ForgetRequests
+    | commands.PublishPages
+    | commands.RevokePages
+    | commands.PullPages
+    | commands.CancelPull
+)
+WorkerToNode = (
+    EngineReady
+    | Died
+    | events.BatchReturned
+    | events.BatchFailed
+    | events.PagesDigested
+    | events.PageRead
+    | events.ReadsDrained
+    | events.PagesLanded
+    | events.TransferFailed
+    | events.TransferDrained
+)
