@@ -1,0 +1,243 @@
+"""How fast KV pages travel between two processes, as a share of what one core copies in memory.
+
+One round publishes `--pages` pages in random order in the serving process (digests made there), hands the digests over,
+pulls the pages into other random places of the reading process and checks them. The clock runs, in the reading
+process, from asking for the publication until the last page has landed. Between the rounds the same page-sized pieces
+are copied by one core from random to random places, in the same minute on the same machine: the ratio is the result.
+`pull` is the same round without publishing, which in real life overlaps with the forward passes.
+
+    python bench/transfer.py [--rounds 15] [--pages 1024] [--json]
+
+Three threads want two cores at the same time, a copy wants one: on a machine with other work the ratio tells about
+that work. `chrt -f 10 python bench/transfer.py` keeps it away (needs root); scheduler and load are in the JSON line,
+and so are the CPU seconds of each side, which depend on it less.
+"""
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import platform
+import queue
+import random
+import statistics
+import subprocess
+import time
+from multiprocessing.connection import Connection
+
+from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
+from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.transfer.sock import SockTransfer
+
+PEER = Incarnation("bench-prefill", 1)
+SCHEDULERS = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
+POOL_FACTOR = 2  # the pool has twice as many pages as are moved, so that they lie scattered
+
+
+def make_pool(num_pages: int, page_bytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, num_pages * page_bytes))
+
+
+def wait_for(events: "queue.SimpleQueue[Event]", kind: type) -> Event:
+    while True:
+        event = events.get(timeout=60)
+        if isinstance(event, kind):
+            return event
+        if isinstance(event, TransferFailed):
+            raise RuntimeError(f"{event.cause}: {event.detail}")
+
+
+def serve(control: Connection, num_pages: int, page_bytes: int) -> None:
+    """The prefill side: publishes what the reading process asks for, until it hangs up."""
+    pool = make_pool(num_pages, page_bytes)
+    rng = random.Random(1)
+    for page in range(num_pages):
+        pool[page * page_bytes : (page + 1) * page_bytes] = rng.randbytes(page_bytes)
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    transfer = SockTransfer(
+        pool, page_bytes, incarnation=PEER, shard=ShardId(0), host="127.0.0.1", report=events.put, unix_dir=None
+    )
+    control.send((transfer.host, transfer.port, transfer.unix))
+    try:
+        while True:
+            command = control.recv()
+            if command == "cpu":
+                control.send(time.process_time())
+            elif isinstance(command, PublishPages):
+                transfer.publish(command)
+                control.send(wait_for(events, PagesDigested))
+            else:
+                transfer.revoke(command)
+                control.send(wait_for(events, ReadsDrained))
+    except EOFError:
+        transfer.close()
+
+
+class Reading:
+    """The decode side, and the memory that the copies are compared in."""
+
+    def __init__(self, control: Connection, *, pages: int, page_bytes: int, fabric: str) -> None:
+        self.control, self.num_pages, self.page_bytes = control, pages, page_bytes
+        self.pool_pages = POOL_FACTOR * pages
+        self.pool = make_pool(self.pool_pages, page_bytes)
+        self.source_pool = make_pool(self.pool_pages, page_bytes)
+        for pool in (self.pool, self.source_pool):  # touched, so that no page fault is measured
+            for page in range(self.pool_pages):
+                pool[page * page_bytes] = 1
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.transfer = SockTransfer(
+            self.pool,
+            page_bytes,
+            incarnation=Incarnation("bench-decode", 1),
+            shard=ShardId(0),
+            host="127.0.0.1",
+            report=self.events.put,
+            unix_dir=None,
+        )
+        host, port, unix = control.recv()
+        self.transfer.connect(PEER, host, port, unix if fabric == "unix" else "")
+        self.rng = random.Random(2)
+        self.request = 0
+
+    def choose(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        everywhere = range(self.pool_pages)
+        return tuple(self.rng.sample(everywhere, self.num_pages)), tuple(self.rng.sample(everywhere, self.num_pages))
+
+    def copy_round(self) -> float:
+        """Seconds that one core needs to copy the pages inside this process."""
+        sources, destinations = self.choose()
+        size = self.page_bytes
+        pairs = [
+            (self.pool[d * size : (d + 1) * size], self.source_pool[s * size : (s + 1) * size])
+            for d, s in zip(destinations, sources, strict=True)
+        ]
+        begin = time.perf_counter()
+        for destination, source in pairs:
+            destination[:] = source
+        return time.perf_counter() - begin
+
+    def cpu(self) -> tuple[float, float]:
+        """CPU seconds that owner and reader have used so far."""
+        self.control.send("cpu")
+        return self.control.recv(), time.process_time()
+
+    def transfer_round(self) -> tuple[float, float]:
+        """Seconds from asking for the publication, and from asking for the pull, until all has landed."""
+        sources, destinations = self.choose()
+        self.request += 1
+        request, room = RequestId(self.request), self.request + (1 << 40)
+        generations = tuple([self.request] * self.num_pages)
+        begin = time.perf_counter()
+        self.control.send(PublishPages(request, 0, 0, tuple(map(PageId, sources)), generations, room))
+        digested = self.control.recv()
+        pull_begin = time.perf_counter()
+        pull = PullPages(
+            request=request,
+            attempt=0,
+            room=room,
+            peer=PEER,
+            first_wanted=0,
+            sources=sources,
+            generations=generations,
+            destinations=tuple(map(PageId, destinations)),
+            digests=(digested.digests,),
+        )
+        self.transfer.pull(pull)
+        while wait_for(self.events, PagesLanded).landed < self.num_pages:  # type: ignore[attr-defined]
+            pass
+        end = time.perf_counter()
+        self.transfer.cancel(CancelPull(request, 0))
+        wait_for(self.events, TransferDrained)
+        self.control.send(RevokePages(request, 0, room))
+        self.control.recv()
+        return end - begin, end - pull_begin
+
+
+def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: int) -> dict:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    server = context.Process(target=serve, args=(theirs, POOL_FACTOR * pages, page_bytes), daemon=True)
+    server.start()
+    theirs.close()
+    reading = Reading(ours, pages=pages, page_bytes=page_bytes, fabric=fabric)
+    samples = []
+    cpu_s = [0.0, 0.0]  # owner, reader: all rounds with everything around them
+    for _ in range(warm_up + rounds):
+        copy_s = reading.copy_round()
+        before = reading.cpu()
+        both_s, pull_s = reading.transfer_round()
+        cpu_s = [total + after - b for total, after, b in zip(cpu_s, reading.cpu(), before, strict=True)]
+        samples.append((copy_s, both_s, pull_s))
+    reading.transfer.close()
+    ours.close()
+    server.join(10)
+    copies, boths, pulls = zip(*samples[warm_up:], strict=True)
+    gigabytes = pages * page_bytes / 1e9
+    return {
+        "fabric": fabric,
+        "page_kib": page_bytes // 1024,
+        "memcpy_gb_s": round(gigabytes / statistics.median(copies), 2),
+        "publish_and_pull_gb_s": round(gigabytes / statistics.median(boths), 2),
+        "pull_gb_s": round(gigabytes / statistics.median(pulls), 2),
+        "ratio": round(statistics.median(copies) / statistics.median(boths), 3),
+        "ratio_quartiles": [
+            round(q, 3) for q in statistics.quantiles([c / b for c, b, _ in samples[warm_up:]], n=4)[::2]
+        ],
+        "pull_ratio": round(statistics.median(copies) / statistics.median(pulls), 3),
+        "cpu_s_per_gb": {
+            side: round(total / (len(samples) * gigabytes), 2)
+            for side, total in zip(("owner", "reader"), cpu_s, strict=True)
+        },
+    }
+
+
+def conditions(pages: int, rounds: int, warm_up: int) -> dict:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "machine": platform.machine(),
+        "kernel": platform.release(),
+        "cores": os.cpu_count(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "scheduler": SCHEDULERS.get(os.sched_getscheduler(0), "other"),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip() or "none",
+        "pages": pages,
+        "rounds": rounds,
+        "warm_up": warm_up,
+        "seed": 2,
+    }
+
+
+def as_row(r: dict) -> str:
+    low, high = r["ratio_quartiles"]
+    speeds = f"{r['memcpy_gb_s']:5.2f} GB/s  {r['publish_and_pull_gb_s']:5.2f} GB/s    {r['pull_gb_s']:5.2f} GB/s"
+    ratios = f"{r['ratio']:5.3f} ({low:5.3f}-{high:5.3f})   {r['pull_ratio']:5.3f}"
+    return f"{r['fabric']:6} {r['page_kib']:3} KiB  {speeds}   {ratios}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warm-up", type=int, default=3)
+    parser.add_argument("--pages", type=int, default=1024)
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--fabric", nargs="+", default=["unix", "tcp"], choices=["unix", "tcp"])
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    args = parser.parse_args()
+    results = [
+        measure(fabric, pages=args.pages, page_bytes=kib * 1024, rounds=args.rounds, warm_up=args.warm_up)
+        for kib in args.page_kib
+        for fabric in args.fabric
+    ]
+    if not args.json:
+        print(f"{args.pages} pages, random to random, median of {args.rounds} rounds; ratio = of one core's memcpy")
+        print("fabric  page     memcpy    publish+pull  pull alone   ratio (quartiles)     of pull alone")
+        for r in results:
+            print(as_row(r))
+    print(json.dumps({"bench": "transfer", **conditions(args.pages, args.rounds, args.warm_up), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

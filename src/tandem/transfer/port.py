@@ -1,0 +1,42 @@
+"""What the worker process needs of a KV data plane, whatever carries the bytes.
+
+PULL only: decode reads; nothing remote ever writes, and nobody holds an address in somebody else's memory. The calls
+mirror the commands of `core/commands.py`: they return at once and never fail for anything a peer does. Results are
+events, handed to `report` from threads of the transfer (so `report` is thread-safe and short). After `close` has
+returned no event follows and no byte lands.
+
+    publish   -> PagesDigested         per command; the pages may be read from then on
+                 PageRead              at the first read of a request and then at most once per second
+    revoke    -> ReadsDrained          the pages may be overwritten. A revoke while this answer is due adds none
+    pull      -> PagesLanded*          watermarks; only pages whose digest was equal count
+                 TransferFailed        at most once per attempt, which is over by then: later pulls of it are ignored
+    cancel    -> TransferDrained       exactly once per attempt, also for one that ended, failed or never began;
+                                       the last event of the attempt: the destination pages may be reused
+"""
+
+from typing import Protocol
+
+from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
+from tandem.core.values import Incarnation
+
+
+class KvTransfer(Protocol):
+    """One shard's data plane. `host`, `port` and `unix` say where peers can pull from it."""
+
+    host: str
+    port: int
+    unix: str
+
+    def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
+        """Remember where the shard of `peer` that corresponds to this one listens. Opens nothing."""
+        ...
+
+    def publish(self, command: PublishPages) -> None: ...
+
+    def revoke(self, command: RevokePages) -> None: ...
+
+    def pull(self, command: PullPages) -> None: ...
+
+    def cancel(self, command: CancelPull) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,287 @@
+"""Builders for the tests of the KV data plane: two sides in one process, a serving process, and a faulty network."""
+
+import json
+import mmap
+import random
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
+from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.transfer.sock import SockTransfer
+
+E = TypeVar("E")
+DEADLINE_S = 10.0
+PREFILL = Incarnation("prefill", 7)
+DECODE = Incarnation("decode", 1)
+
+
+def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
+    give_up_at = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"never happened: {what}"
+        time.sleep(0.001)
+
+
+class Side:
+    """A data plane with its own memory, and everything it has reported."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        *,
+        num_pages: int = 256,
+        page_bytes: int = 4096,
+        seed: int = 0,
+        **options: object,
+    ) -> None:
+        self.page_bytes, self.num_pages = page_bytes, num_pages
+        self.memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
+        self.memory[:] = random.Random(seed).randbytes(len(self.memory))
+        self.events: list[Event] = []
+        self._arrived = threading.Condition()
+        self.transfer = SockTransfer(
+            self.memory,
+            page_bytes,
+            incarnation=incarnation,
+            shard=ShardId(0),
+            host="127.0.0.1",
+            report=self._report,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def _report(self, event: Event) -> None:
+        with self._arrived:
+            self.events.append(event)
+            self._arrived.notify_all()
+
+    def page(self, page: int) -> bytes:
+        return bytes(self.memory[page * self.page_bytes : (page + 1) * self.page_bytes])
+
+    def write(self, page: int, content: bytes) -> None:
+        self.memory[page * self.page_bytes : (page + 1) * self.page_bytes] = content
+
+    def all(self, kind: type[E], request: int) -> list[E]:
+        with self._arrived:
+            return [e for e in self.events if isinstance(e, kind) and e.request == request]  # type: ignore[attr-defined]
+
+    def wait(
+        self,
+        kind: type[E],
+        request: int,
+        *,
+        where: Callable[[E], bool] = lambda _: True,
+        deadline_s: float = DEADLINE_S,
+    ) -> E:
+        """The first event of that kind about the request, now or within the deadline."""
+
+        def found() -> list[E]:
+            about = [e for e in self.events if isinstance(e, kind) and e.request == request]  # type: ignore[attr-defined]
+            return [e for e in about if where(e)]
+
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: bool(found()), deadline_s), (
+                f"no {kind.__name__} for request {request}; events: {self.events[-20:]}"
+            )
+            return found()[0]
+
+    def publish(
+        self,
+        request: int,
+        pages: Sequence[int],
+        *,
+        attempt: int = 0,
+        generation: int = 1,
+        first_page: int = 0,
+        room: int | None = None,
+    ) -> bytes:
+        """Publish, wait, and return the digests."""
+        command = PublishPages(
+            RequestId(request),
+            attempt,
+            first_page,
+            tuple(map(PageId, pages)),
+            (generation,) * len(pages),
+            room or request,
+        )
+        self.transfer.publish(command)
+        return self.wait(
+            PagesDigested, request, where=lambda e: (e.attempt, e.first_page) == (attempt, first_page)
+        ).digests
+
+    def revoke(self, request: int, *, attempt: int = 0, room: int | None = None) -> None:
+        self.transfer.revoke(RevokePages(RequestId(request), attempt, room or request))
+
+    def pull(
+        self,
+        request: int,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        digests: bytes,
+        *,
+        attempt: int = 0,
+        generation: int = 1,
+        first_wanted: int = 0,
+        peer: Incarnation = PREFILL,
+        room: int | None = None,
+    ) -> None:
+        self.transfer.pull(
+            PullPages(
+                request=RequestId(request),
+                attempt=attempt,
+                room=room or request,
+                peer=peer,
+                first_wanted=first_wanted,
+                sources=tuple(sources),
+                generations=(generation,) * len(sources),
+                destinations=tuple(map(PageId, destinations)),
+                digests=(digests,),
+            )
+        )
+
+    def cancel(self, request: int, *, attempt: int = 0) -> None:
+        self.transfer.cancel(CancelPull(RequestId(request), attempt))
+
+    def wait_landed(self, request: int, count: int, deadline_s: float = DEADLINE_S) -> None:
+        self.wait(PagesLanded, request, where=lambda e: e.landed >= count, deadline_s=deadline_s)
+
+    def wait_failed(self, request: int, deadline_s: float = DEADLINE_S) -> TransferFailed:
+        return self.wait(TransferFailed, request, deadline_s=deadline_s)
+
+    def wait_drained(self, request: int, attempt: int = 0) -> None:
+        self.wait(TransferDrained, request, where=lambda e: e.attempt == attempt)
+
+    def wait_reads_drained(self, request: int, deadline_s: float = DEADLINE_S) -> ReadsDrained:
+        return self.wait(ReadsDrained, request, deadline_s=deadline_s)
+
+
+@contextmanager
+def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]:
+    """(owner, reader), connected over `fabric`."""
+    owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
+    reader.transfer.connect(
+        PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix if fabric == "unix" else ""
+    )
+    try:
+        yield owner, reader
+    finally:
+        reader.transfer.close()
+        owner.transfer.close()
+
+
+def transfer_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("kv-")]
+
+
+class Gate:
+    """A TCP hop before an owner that lets only so many bytes through towards the reader, until it is opened."""
+
+    def __init__(self, owner: Side, *, pass_bytes: int) -> None:
+        self._target = (owner.transfer.host, owner.transfer.port)
+        self._pass_bytes = pass_bytes
+        self._opened = threading.Event()
+        self.is_full = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+        self._spawn(self._accept)
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._opened.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(DEADLINE_S)
+        self._listener.close()
+
+    def _spawn(self, run: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=run, args=args, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            self._spawn(self._forward, near)
+
+    def _forward(self, near: socket.socket) -> None:
+        with near, socket.create_connection(self._target) as far:
+            while not self._is_closed:
+                held = self._pass_bytes <= 0 and not self._opened.is_set()
+                if held:
+                    self.is_full.set()
+                ready, _, _ = select.select([near] if held else [near, far], [], [], 0.02)
+                for source, sink in ((near, far), (far, near)):
+                    if source not in ready:
+                        continue
+                    try:
+                        is_counted = source is far and not self._opened.is_set()
+                        data = source.recv(min(65536, self._pass_bytes) if is_counted else 65536)
+                        sink.sendall(data)
+                    except OSError:
+                        return
+                    if not data:
+                        return
+                    if is_counted:
+                        self._pass_bytes -= len(data)
+
+
+SERVE = """
+import json, mmap, random, sys, threading, time
+from tandem.core.commands import PublishPages
+from tandem.core.values import Incarnation
+from tandem.transfer import link
+from tandem.transfer.sock import SockTransfer
+
+instance, epoch, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
+send = link.send
+def slow_send(*args, **options):
+    time.sleep(frame_ms / 1000)
+    send(*args, **options)
+link.send = slow_send
+memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
+memory[:] = random.Random(1).randbytes(len(memory))
+def report(event):
+    if type(event).__name__ == "PagesDigested":
+        print(json.dumps([transfer.host, transfer.port, transfer.unix, event.digests.hex()]), flush=True)
+transfer = SockTransfer(memory, page_bytes, incarnation=Incarnation(instance, epoch), shard=0, host="127.0.0.1",
+                        report=report)
+transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
+sys.stdin.read()
+"""
+
+
+class ServingProcess:
+    """A real process that has published all its pages as request 1, room 1, and sends slowly, frame by frame."""
+
+    def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float) -> None:
+        settings = json.dumps([PREFILL.instance, PREFILL.epoch, num_pages, page_bytes, frame_ms])
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVE, settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._process.stdout is not None
+        self.host, self.port, self.unix, digests = json.loads(self._process.stdout.readline())
+        self.digests = bytes.fromhex(digests)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
