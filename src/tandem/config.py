@@ -111,6 +111,11 @@ def environment_switch(name: str) -> bool:
     return value.lower() in ("1", "true", "yes", "on")
 
 
+def environment_number(name: str) -> float:
+    """`TANDEM_<name>`, with `SGLANG_<name>` as an alias; 0 when it is not set. Raises ValueError."""
+    return float(os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or 0)
+
+
 def flags() -> list[tuple[str, Any]]:
     """(`--flag-name`, field) in the order of declaration."""
     return [("--" + f.name.replace("_", "-"), f) for f in fields(ServerConfig) if f.name != "model"]

@@ -21,6 +21,11 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()[:HASH_BYTES]
 
 
+def prompt_digest(tokens: Sequence[int]) -> bytes:
+    """Of the whole prompt and without a key, so that two servers agree on it; compared, never used to find pages."""
+    return hashlib.sha256(b"prompt\0" + array("i", tokens).tobytes()).digest()[:HASH_BYTES]
+
+
 def prompt_hashes(root: bytes, tokens: Sequence[int], *, page_size: int) -> list[bytes]:
     """One hash per full page of `tokens`."""
     hashes: list[bytes] = []

@@ -34,6 +34,7 @@ class Row(Struct, frozen=True):
     first_page: int
     pages: tuple[PageId, ...]
     samples: bool  # True for the last span: sample the token that follows `stop - 1`
+    token: bytes = b""  # as in `Join`: a first token sampled elsewhere, when a retraction came before the join
 
 
 class Join(Struct, frozen=True):

@@ -19,3 +19,4 @@ class Request(Struct, frozen=True):
     room: Room | None = None  # both halves of a disaggregated pair carry the same
     peer: Address | None = None  # decode only: the bootstrap server of the prefill that holds the room
     priority: int = 0
+    prompt_digest: bytes = b""  # `pagehash.prompt_digest`: equal on both halves, or they do not mean the same prompt

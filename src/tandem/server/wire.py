@@ -103,7 +103,14 @@ ApiToNode = (
     | events.FlushRequested
 )
 NodeToApi = (
-    NodeReady | Answer | Died | commands.StartRequest | commands.EmitTokens | commands.FinishRequest | commands.FailRequest | commands.LearnPeer
+    NodeReady
+    | Answer
+    | Died
+    | commands.StartRequest
+    | commands.EmitTokens
+    | commands.FinishRequest
+    | commands.FailRequest
+    | commands.LearnPeer
 )
 NodeToWorker = (
     Payload

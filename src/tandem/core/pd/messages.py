@@ -25,6 +25,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     prompt_len: int  # a prompt of another length is refused: both halves must mean the same request
     held_pages: int = 0  # decode already holds this many leading pages
     known_pages: int = 0  # offers seen so far reach up to here; after a loss prefill goes on from here
+    prompt_digest: bytes = b""  # another one is refused: a room that was used twice must not show a foreign prompt
 
 
 class ResultRow(Struct, frozen=True):
@@ -51,7 +52,7 @@ class Offer(Struct, frozen=True, tag="offer"):
     first_page: int
     pages: tuple[int, ...]
     generations: tuple[int, ...]
-    digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, xxh3-64 of the page's bytes
+    digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, made by the data plane
     lease_ns: Nanos
     total_pages: int
     result: ResultRow | None = None

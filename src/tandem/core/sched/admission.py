@@ -4,8 +4,8 @@ from itertools import islice
 
 from tandem.core.sched import decode, prefill
 from tandem.core.sched.progress import Progress, State, Trigger, WaitingFor
-from tandem.core.sched.state import NodeState, enter, pages_for, take_pages
-from tandem.core.values import ceil_div
+from tandem.core.sched.state import NodeState, enter, lacks_page, pages_for, take_pages
+from tandem.core.values import RequestId, ceil_div
 
 LOOK_AHEAD = 64  # queued requests looked at in one step
 
@@ -20,10 +20,12 @@ def admit(node: NodeState) -> None:
     if not queue:
         return
     reserve = reserved_pages(node)
+    enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.window))
     backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
-    for request in list(islice(queue, LOOK_AHEAD)):
+    for request in candidates(node):
         progress = node.requests[request]
-        if progress.receiver is None and backlog >= node.settings.chunk_tokens:
+        if progress.receiver is None and backlog >= enough:
+            progress.lacks = WaitingFor.WINDOW
             return
         lacks = try_admit(node, progress, reserve)
         progress.lacks = lacks
@@ -33,6 +35,21 @@ def admit(node: NodeState) -> None:
             return
         if progress.state is State.COMPUTING:
             backlog += progress.length - progress.launched
+
+
+def candidates(node: NodeState) -> list[RequestId]:
+    """The head of the queue. When result rows are short, also those READY further back: one of them may have to run
+    before a parked request, which holds the row, finds its taker."""
+    queue = node.queues[State.QUEUED]
+    chosen = list(islice(queue, LOOK_AHEAD))
+    if len(queue) > LOOK_AHEAD and not node.results.free_rows:
+        behind = islice(queue, LOOK_AHEAD, None)
+        chosen += islice((request for request in behind if has_taker(node.requests[request])), LOOK_AHEAD)
+    return chosen
+
+
+def has_taker(progress: Progress) -> bool:
+    return progress.sender is not None and progress.sender.is_ready
 
 
 def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
@@ -61,8 +78,7 @@ def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
     """A row of the result table. When all are taken and this one is READY, the newest parked request yields its own."""
     if node.results.ensure_metadata_buffer(progress.id):
         return True
-    is_ready = progress.sender is not None and progress.sender.is_ready
-    return is_ready and prefill.yield_parked(node) and node.results.ensure_metadata_buffer(progress.id)
+    return has_taker(progress) and prefill.yield_parked(node) and node.results.ensure_metadata_buffer(progress.id)
 
 
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
@@ -87,9 +103,9 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
 
 
 def reserved_pages(node: NodeState) -> int:
-    """Pages that admission keeps free for the output of those who run: a share of what they may still need."""
+    """Pages that admission keeps free for the output of those who run: what they lack now, and a share of the rest."""
     clip = node.settings.reserved_decode_tokens
-    expected = sum(
-        min(progress.request.max_new_tokens - progress.generated, clip) for progress in node.live(State.RUNNING)
-    )
-    return ceil_div(int(expected * node.settings.conservativeness), node.settings.page_size)
+    running = node.live(State.RUNNING)
+    expected = sum(min(progress.request.max_new_tokens - progress.generated, clip) for progress in running)
+    lacking = sum(lacks_page(node, progress) for progress in running)
+    return lacking + ceil_div(int(expected * node.settings.conservativeness), node.settings.page_size)

@@ -27,6 +27,7 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG})
+TOKEN_BYTES = 4
 
 
 def key(address: Address) -> str:
@@ -96,8 +97,8 @@ def await_arrival(node: NodeState, progress: Progress) -> None:
     receiver.offered = progress.inserted
     receiver.ready_at = node.now
     receiver.move(TransferTrigger.READY_SENT)
-    enter(node, progress, Trigger.ARRIVE)
     say_ready(node, progress)
+    enter(node, progress, Trigger.ARRIVE)
 
 
 def say_ready(node: NodeState, progress: Progress) -> None:
@@ -115,6 +116,7 @@ def say_ready(node: NodeState, progress: Progress) -> None:
         prompt_len=progress.request.prompt_len,
         held_pages=receiver.held_pages,
         known_pages=receiver.offered,
+        prompt_digest=progress.request.prompt_digest,
     )
     node.out.append(Tell(receiver.peer, message))
     schedule(node, progress)
@@ -130,7 +132,7 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         if tombstone is not None:
             node.out.append(Tell(peer, tombstone))
         return
-    if offer.source != receiver.peer or offer.attempt != receiver.attempt or offer.first_page > receiver.offered:
+    if peer != receiver.peer or offer.source != peer or offer.attempt != receiver.attempt or offer.first_page > receiver.offered:
         return
     complaint = misfit(node, receiver, offer)
     if complaint is not None:
@@ -154,6 +156,8 @@ def misfit(node: NodeState, receiver: Receiver, offer: Offer) -> str | None:
         return "offer has the wrong number of digests"
     if offer.result is not None and offer.result.room != offer.room:
         return "result row belongs to another room"
+    if offer.result is not None and (len(offer.result.token) != TOKEN_BYTES or not 0 <= offer.result.flags < 256):
+        return "result row is malformed"
     return None
 
 
@@ -210,6 +214,7 @@ def commit(node: NodeState, progress: Progress) -> tuple[bytes, int, bytes]:
     bury(node, room, release)
     split_arrival_stage(node, progress, receiver)
     progress.path = Path.REMOTE
+    progress.kv_pages = receiver.total_pages - receiver.held_pages
     progress.computed = progress.launched = progress.request.prompt_len
     progress.cached_tokens = max(progress.cached_tokens, receiver.result.cached_tokens)
     return receiver.result.token, receiver.result.flags, receiver.result.extra

@@ -82,7 +82,8 @@ class EngineNode:
         for progress in due(node):
             expire(node, progress)
         admit(node)
-        plan(node)
+        while plan(node):
+            admit(node)
         forget_command(node)
         commands, node.out = tuple(node.out), []
         return Effects(commands, earliest_timer(node))
@@ -299,6 +300,8 @@ def take_token(node: NodeState, progress: Progress, emitted: Emission, token: by
     progress.length += 1
     progress.generated += 1
     progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
+    if progress.generated == 1:
+        schedule(node, progress)  # the stall timeout may end before the deadline that bounded the first token
     emitted.requests.append(progress.id)
     emitted.tokens.append(token)
     if extra:
@@ -421,14 +424,13 @@ def drained(node: NodeState, request: RequestId, shard: ShardId) -> None:
 
 def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
     checkpoint(node, progress)
-    receiver = progress.receiver
     verdict = FinishRequest(
         progress.id,
         reason,
         progress.path,
         progress.cached_tokens,
         progress.computed_tokens,
-        receiver.total_pages - receiver.held_pages if receiver is not None else 0,
+        progress.kv_pages,
         Ledger(tuple(progress.stages.items())),
         progress.retractions,
     )

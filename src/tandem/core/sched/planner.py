@@ -8,15 +8,19 @@ from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
 from tandem.core.commands import FailRequest, LaunchBatch
 from tandem.core.sched.progress import Flight, Progress, State
 from tandem.core.sched.retraction import retract, victims
-from tandem.core.sched.state import NodeState, end, leave_decode_set, make_room
+from tandem.core.sched.state import NodeState, end, forget_command, lacks_page, leave_decode_set, make_room
 from tandem.core.values import BatchId, Cause
 
-# States whose requests will give their pages back without a decode batch.
-GIVING_BACK = (State.DRAINING, State.RETRACTING, State.RECOVERING, State.PARKED, State.SENDING)
+# States whose requests will give their pages back, or become victims, without a decode batch.
+GIVING_BACK = (State.DRAINING, State.RETRACTING, State.RECOVERING, State.PARKED, State.SENDING, State.ARRIVING)
 
 
-def plan(node: NodeState) -> None:
-    """Launch batches until the window is full or there is nothing to run."""
+def plan(node: NodeState) -> bool:
+    """Launch batches until the window is full or there is nothing to run.
+
+    True if running requests were pushed back or ended for lack of pages: somebody who waits may start now.
+    """
+    num_running = len(node.queues[State.RUNNING])
     while len(node.window) < node.settings.window_depth:
         wants_decode = any_decodable(node)
         rows: tuple[Row, ...] = ()
@@ -26,8 +30,9 @@ def plan(node: NodeState) -> None:
         if wants_decode and (not rows or node.settings.mixed_chunk):
             grow = decode_rows(node)
         if not rows and grow is None:
-            return
+            break
         launch(node, rows, grow)
+    return len(node.queues[State.RUNNING]) < num_running
 
 
 def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None) -> None:
@@ -55,6 +60,7 @@ def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None
     if decodes:
         node.joins = {}
     node.window.append(Flight(batch.id, batch.iteration, rows, members))
+    forget_command(node)  # first: who has ended is still in the workers' decode set
     node.out.append(LaunchBatch(batch))
 
 
@@ -84,7 +90,8 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
             return None
     is_last = stop == progress.length
     first = progress.told_pages
-    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last)
+    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last, progress.untold_token)
+    progress.untold_token = b""
     progress.told_pages = len(progress.pages)
     progress.launched = stop
     progress.in_flight += 1
@@ -106,19 +113,14 @@ def any_decodable(node: NodeState) -> bool:
 
 
 def decode_rows(node: NodeState) -> tuple[Grow, ...] | None:
-    """Make sure that every member has a page for its next token. None: not now, pages have to come back first."""
-    page_size = node.settings.page_size
-    short: list[Progress] = []
-    for request in node.decode_set:
-        progress = node.requests[request]
-        if progress.length + progress.pending > len(progress.pages) * page_size:
-            short.append(progress)
-    if not short:
-        return ()
-    if not make_room(node, len(short)):
-        relieve(node, len(short))
-        return None
-    return tuple(grow(node, progress) for progress in short)
+    """Make sure that every member has a page for its next token. None: nobody is left, or pages have to come back."""
+    while node.decode_set:
+        short = [progress for progress in map(node.requests.__getitem__, node.decode_set) if lacks_page(node, progress)]
+        if make_room(node, len(short)):
+            return tuple(grow(node, progress) for progress in short)
+        if not relieve(node, len(short)):
+            return None
+    return None
 
 
 def grow(node: NodeState, progress: Progress) -> Grow:
@@ -128,15 +130,23 @@ def grow(node: NodeState, progress: Progress) -> Grow:
     return Grow(progress.id, first, tuple(progress.pages[first:]))
 
 
-def relieve(node: NodeState, num_pages: int) -> None:
-    """Too few pages for the next decode batch: retract, or wait for pages on their way back, or end the last one."""
-    coming_back = node.window or any(node.queues[state] for state in GIVING_BACK)
-    chosen = victims(node.live(State.RUNNING), num_pages - node.pool.num_free)
-    for progress in chosen:
-        retract(node, progress)
-    if not chosen and not coming_back:
-        for progress in node.live(State.RUNNING)[:1]:
-            fail_for_lack_of_pages(node, progress)
+def relieve(node: NodeState, num_pages: int) -> bool:
+    """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
+    coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
+    members = [node.requests[request] for request in node.decode_set]
+    chosen = victims(members, num_pages - node.pool.num_free - coming)
+    if chosen:
+        for progress in chosen:
+            retract(node, progress)
+        return True
+    if node.window or any(node.queues[state] for state in GIVING_BACK):
+        return False
+    (last,) = members
+    if node.num_slots_used > 1:
+        retract(node, last)  # those who compute or arrive hold the rest of the pool
+    else:
+        fail_for_lack_of_pages(node, last)
+    return True
 
 
 def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:

@@ -26,6 +26,7 @@ from tandem.core.sched.state import (
     NodeState,
     StashedReady,
     bury,
+    checkpoint,
     end,
     enter,
     give_back_pages,
@@ -33,6 +34,7 @@ from tandem.core.sched.state import (
     pages_for,
     schedule,
 )
+from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import Cause, Incarnation, Nanos
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -45,7 +47,10 @@ def create_sender(node: NodeState, progress: Progress) -> None:
     progress.sender = Sender()
     node.rooms[room] = progress.id
     stashed = node.stash.pop(room, None)
-    if stashed is not None and stashed.expires_at > node.now:
+    tombstone = node.tombstones.get(room)
+    if isinstance(tombstone, Abort) and tombstone.cause is Cause.PEER_ABORTED:
+        fail(node, progress, Cause.PEER_ABORTED, "decode gave up before the request came")
+    elif stashed is not None and stashed.expires_at > node.now:
         on_ready(node, stashed.peer, stashed.message)
 
 
@@ -75,6 +80,9 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     tombstone = node.tombstones.get(ready.room)
     if tombstone is not None:
         node.out.append(Tell(peer, tombstone))
+    elif ready.target != node.settings.incarnation:
+        detail = f"READY is for epoch {ready.target.epoch}, this is {node.settings.incarnation.epoch}"
+        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_LOST, detail)))
     elif ready.room in node.stash or len(node.stash) < node.settings.stashed_readies:
         node.stash[ready.room] = StashedReady(peer, ready, Nanos(node.now + node.settings.stash_ns))
 
@@ -88,9 +96,11 @@ def refuse(node: NodeState, progress: Progress, ready: Ready) -> tuple[Cause, st
         return Cause.LAYOUT_MISMATCH, LAYOUT_DIFFERS
     if ready.prompt_len != progress.request.prompt_len:
         return Cause.PROTOCOL, f"decode means {ready.prompt_len} prompt tokens, prefill {progress.request.prompt_len}"
+    if ready.prompt_digest != progress.request.prompt_digest:
+        return Cause.PROTOCOL, "decode means another prompt"
     if sender.peer is not None and sender.peer != ready.source:
         return Cause.PEER_LOST, "another decode has said READY for this room"
-    if ready.held_pages > pages_for(node, ready.prompt_len):
+    if not 0 <= ready.held_pages <= pages_for(node, ready.prompt_len):
         return Cause.PROTOCOL, "decode claims to hold more pages than the prompt has"
     return None
 
@@ -106,6 +116,7 @@ def finalize_bootstrap(node: NodeState, progress: Progress, peer: Incarnation, r
     else:
         sender.begin(peer, attempt=ready.attempt, held_pages=ready.held_pages)
         sender.ready_at = node.now
+        sender.resend_at = Nanos(node.now + node.settings.resend_ns)
         sender.lease_until = Nanos(node.now + node.settings.lease_ns)
         if progress.state is State.BOOTSTRAPPING:
             enter(node, progress, Trigger.PEER_READY)
@@ -131,7 +142,8 @@ def policy_view(node: NodeState, progress: Progress) -> View:
 
 
 def is_forced(node: NodeState, progress: Progress) -> bool:
-    return should_force_retry(
+    """Without optimistic prefill there is nothing to retry, and a forced one would never be published."""
+    return node.settings.optimistic is not OptimisticPolicy.OFF and should_force_retry(
         progress.request.rid,
         prob=node.settings.force_retry_prob,
         prefill_retry_count=progress.prefill_retry_count,
@@ -184,6 +196,7 @@ def give_back(node: NodeState, progress: Progress, reason: str) -> None:
 def finish_give_back(node: NodeState, progress: Progress) -> None:
     if progress.state is not State.RETRACTING or progress.in_flight:
         return
+    checkpoint(node, progress)  # chunks that returned meanwhile
     give_back_pages(node, progress)
     progress.length = progress.request.prompt_len + progress.generated
     if progress.sender is None:

@@ -126,12 +126,14 @@ class Progress:
     pending: int = 0  # tokens that launched batches will sample
     in_flight: int = 0  # launched batches that know this request
     pages: list[PageId] = field(default_factory=list[PageId])
+    untold_token: bytes = b""  # a first token from the peer that no plan has told the workers
     told_pages: int = 0  # leading pages that the workers know
     hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
     inserted: int = 0  # leading pages that the prefix tree knows under these hashes
     locked: PageHash | None = None
     cached_tokens: int = 0  # found in the prefix tree at the first admission
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
+    kv_pages: int = 0  # pulled from a peer
     prefill_retry_count: int = 0  # times its pages were given back before READY
     retractions: int = 0
     path: Path = Path.LOCAL

@@ -27,6 +27,7 @@ def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
 def retract(node: NodeState, progress: Progress) -> None:
     checkpoint(node, progress)
     leave_decode_set(node, progress)
+    progress.receiver = None  # its KV had arrived and was released: from here on it is computed here
     progress.retractions += 1
     node.tally.retractions += 1
     give_back(node, progress, "retracted")

@@ -215,6 +215,11 @@ def give_back_pages(node: NodeState, progress: Progress) -> None:
     progress.inserted = progress.told_pages = progress.computed = progress.launched = 0
 
 
+def lacks_page(node: NodeState, progress: Progress) -> bool:
+    """Of a running request: its next token's input has no page yet."""
+    return progress.length + progress.pending > len(progress.pages) * node.settings.page_size
+
+
 def pages_for(node: NodeState, num_tokens: int) -> int:
     return ceil_div(num_tokens, node.settings.page_size)
 
@@ -237,6 +242,7 @@ def leave_decode_set(node: NodeState, progress: Progress) -> None:
     if progress.id in node.joins:
         join = node.joins.pop(progress.id)
         progress.told_pages = join.first_page
+        progress.untold_token = join.token
     else:
         node.leaves.append(progress.id)
 

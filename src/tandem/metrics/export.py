@@ -1,0 +1,129 @@
+"""`/metrics`: the sums of `Fold` and the node's own numbers, in Prometheus' text format.
+
+Names are `sglang:*` where the meaning is SGLang's, so that existing boards, gateways and benchmarks find them, and
+`tandem:*` otherwise. The node's numbers come as a flat mapping whose keys are metric names without prefix, optionally
+with labels (`num_prefill_retries_total{reason=forced}`): whatever the node counts is exported, nothing else is.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from tandem.metrics.fold import Fold, Histogram
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank")
+KEY = re.compile(r"^([A-Za-z_][\w:]*?)(?:\{([^}]*)\})?$")
+
+HELP = {
+    "num_running_reqs": "Requests in the running batch.",
+    "num_queue_reqs": "Requests that wait to be computed.",
+    "num_used_tokens": "Tokens of KV in use.",
+    "max_total_num_tokens": "Tokens of KV that fit the pool.",
+    "token_usage": "Share of the KV pool in use, 0 to 1.",
+    "cache_hit_rate": "Share of prompt tokens found in the prefix cache, without reprocessed tokens.",
+    "num_prefill_bootstrap_queue_reqs": "Prefill: requests without READY of their decode.",
+    "num_prefill_inflight_queue_reqs": "Prefill: requests whose pages are being collected.",
+    "num_decode_prealloc_queue_reqs": "Decode: requests that wait for pages or for their peer.",
+    "num_decode_transfer_queue_reqs": "Decode: requests whose pages are arriving.",
+    "num_bootstrap_failed_reqs_total": "Requests that failed before the two sides had met.",
+    "num_transfer_failed_reqs_total": "Requests whose transfer failed.",
+    "num_prefill_retries_total": "Prefills that gave their pages back and ran again.",
+    "num_retracted_reqs": "Requests pushed back from the running batch.",
+    "gen_throughput": "Tokens generated per second.",
+}
+
+
+class Exporter:
+    """Renders one server's metrics with its labels."""
+
+    def __init__(self, fold: Fold, *, model_name: str, engine_type: str) -> None:
+        self._fold = fold
+        self._labels = (model_name, engine_type, "0", "0", "0")
+
+    def render(self, node: Mapping[str, float]) -> bytes:
+        """The whole page. `node` is the node's mapping at this moment, empty when it could not be asked."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(Page([*self._edge(), *self._node(node)]))
+        return generate_latest(registry)
+
+    def _edge(self) -> Iterable[Metric]:
+        fold = self._fold
+        yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", fold.ttft)
+        yield self._histogram("sglang:inter_token_latency_seconds", "Gap between two tokens.", fold.gap)
+        yield self._histogram("sglang:e2e_request_latency_seconds", "Arrival to last token.", fold.e2e)
+        yield self._histogram(
+            "sglang:request_time_per_output_token_seconds", "Mean gap between tokens of a request.", fold.per_token
+        )
+        yield self._stages()
+        yield self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.", fold.prompt_tokens)
+        yield self._counter("sglang:generation_tokens", "Tokens generated for ended requests.", fold.generation_tokens)
+        yield self._counter("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", fold.cached_tokens)
+        yield self._counter("sglang:num_requests", "Requests that ended, one per sample.", fold.requests)
+        yield self._counter(
+            "sglang:num_aborted_requests", "Requests that the client or an operator ended.", fold.aborted
+        )
+        yield self._counters(
+            "tandem:requests_failed", "Requests that ended without their tokens.", "cause", fold.failures
+        )
+        yield self._counters(
+            "tandem:requests_path", "Requests by where their prompt's KV came from.", "path", fold.paths
+        )
+
+    def _node(self, node: Mapping[str, float]) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for key, value in node.items():
+            name, labels = parse_key(key)
+            family = families.get(name)
+            if family is None:
+                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                full = name if ":" in name else "sglang:" + name
+                text = HELP.get(name, name.replace("_", " ") + ".")
+                family = families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
+            family.add_metric((*self._labels, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
+        yield from families.values()
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, histogram.buckets(), histogram.total)
+        return family
+
+    def _stages(self) -> Metric:
+        text = "Parts of the time to the first token."
+        family = HistogramMetricFamily("sglang:per_stage_req_latency_seconds", text, labels=(*LABELS, "stage"))
+        for stage, histogram in self._fold.stages.items():
+            family.add_metric((*self._labels, stage), histogram.buckets(), histogram.total)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self._labels, key), value)
+        return family
+
+
+class Page(Collector):
+    """Hands ready families to a registry."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def parse_key(key: str) -> tuple[str, dict[str, str]]:
+    """`name{label=value,...}` in its parts. The node is ours, so a malformed key is a bug."""
+    found = KEY.match(key)
+    assert found is not None, f"malformed metric key {key!r}"
+    pairs = [pair.split("=", 1) for pair in (found.group(2) or "").split(",") if pair]
+    return found.group(1), {label.strip(): value.strip().strip('"') for label, value in pairs}

@@ -1,0 +1,61 @@
+"""One line on stderr per finished request: the same record that the metrics add up."""
+
+import sys
+import time
+from typing import TextIO
+
+import msgspec
+
+from tandem.metrics.fold import RequestRecord
+
+MILLISECOND_NS = 1_000_000
+
+
+class RequestLog:
+    """`format` is `text` or `json`. A stream that is gone (closed pipe) is given up silently: serving goes on."""
+
+    def __init__(self, format: str, stream: TextIO | None = None) -> None:
+        self._line = json_line if format == "json" else text_line
+        self._stream = stream or sys.stderr
+        self._is_gone = False
+
+    def write(self, record: RequestRecord) -> None:
+        if self._is_gone:
+            return
+        try:
+            print(self._line(record), file=self._stream, flush=True)
+        except (OSError, ValueError):
+            self._is_gone = True
+
+
+def json_line(record: RequestRecord) -> str:
+    fields = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "process": "api",
+        "event": "request",
+        **{name: value for name in record.__struct_fields__ if (value := getattr(record, name)) not in (None, "")},
+        "ledger": dict(record.ledger),
+    }
+    return msgspec.json.encode(fields).decode()
+
+
+def text_line(record: RequestRecord) -> str:
+    parts = [
+        f"[{time.strftime('%H:%M:%S')} api] request {record.rid} {record.endpoint} {record.outcome}",
+        f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.completion_tokens}",
+        f"e2e={record.e2e_ns / MILLISECOND_NS:.1f}ms",
+    ]
+    if record.ttft_ns is not None:
+        stages = " ".join(f"{stage}={ns / MILLISECOND_NS:.1f}" for stage, ns in record.ledger)
+        parts.append(f"ttft={record.ttft_ns / MILLISECOND_NS:.1f}ms ({stages})")
+    if record.path is not None:
+        parts.append(f"path={record.path}")
+    if record.room is not None:
+        parts.append(f"room={record.room}")
+    if record.retries:
+        parts.append(f"retries={record.retries}")
+    if record.stage is not None:
+        parts.append(f"stage={record.stage}")
+    if record.detail:
+        parts.append(f"detail={record.detail!r}")
+    return " ".join(parts)

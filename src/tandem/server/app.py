@@ -1,0 +1,281 @@
+"""The HTTP application of one server, and the small one of a prefill's bootstrap server.
+
+A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and wishes) - `ask_all`
+(rooms, seeds, deadlines) - `submission` - `NodeClient.start` - `TokenResponse`. Everything before `start` may refuse.
+"""
+
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar  # a chat message
+
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.config import ServerConfig
+from tandem.metrics.export import Exporter
+from tandem.metrics.fold import Fold
+from tandem.metrics.log import RequestLog
+from tandem.server import wire
+from tandem.server.ask import Ask, Facts, Prompt, Wish, ask_all, submission
+from tandem.server.body import ChatBody, CompletionBody, NativeBody, Routing, decode_body
+from tandem.server.client import NodeClient
+from tandem.server.detokenizer import detokenizer
+from tandem.server.errors import Failure, Problem, Refusal, invalid
+from tandem.server.facts import ModelFacts, facts_of
+from tandem.server.gate import Gate, error_response, read_body
+from tandem.server.generate import GenerateReply, read_native
+from tandem.server.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
+from tandem.server.ops import Ops, check_model, json_response
+from tandem.server.stream import Reply, Sample, TokenResponse
+from tandem.server.text import TextStream
+from tandem.server.tokenizer import Tokenizer
+
+logger = logging.getLogger("tandem.server")
+Body = TypeVar("Body", bound=Struct)
+Reader = Callable[[Body, Routing, Tokenizer, Facts], Awaitable[tuple[list[Prompt], list[Wish]]]]
+
+
+def build_app(
+    config: ServerConfig, client: NodeClient, model: ModelFacts, tokenizer: Tokenizer, *, log: RequestLog | None = None
+) -> Starlette:
+    """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
+    facts = facts_of(config, model)
+    fold = Fold()
+    exporter = Exporter(fold, model_name=config.model_name, engine_type=config.role)
+    generation = Endpoints(
+        config=config,
+        client=client,
+        facts=facts,
+        tokenizer=tokenizer,
+        fold=fold,
+        log=log or RequestLog(config.log_format),
+    )
+    ops = Ops(config=config, client=client, model=model, facts=facts, tokenizer=tokenizer, exporter=exporter)
+    generation_paths = frozenset(route.path for route in generation.routes())
+
+    async def on_refusal(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        if request.url.path in generation_paths:
+            fold.refuse(error.failure.code.value)
+        return error_response(error.failure, request.state.request_id)
+
+    app = Starlette(
+        routes=[*generation.routes(), *ops.routes()],
+        middleware=[Middleware(Gate, config=config)],
+        exception_handlers={
+            Refusal: on_refusal,
+            HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
+            Exception: on_bug,
+        },
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def build_bootstrap_app(replica: Callable[[], wire.ReplicaInfo | None]) -> Starlette:
+    """What decode servers ask a prefill server: who are you, how are you reached. 503 while `replica` gives None."""
+
+    async def route(request: Request) -> Response:
+        found = replica()
+        return Response(status_code=503) if found is None else json_response(found)
+
+    async def health(request: Request) -> Response:
+        return Response(status_code=503 if replica() is None else 200)
+
+    return Starlette(routes=[Route("/route", route, methods=["GET"]), Route("/health", health, methods=["GET"])])
+
+
+class TokenizeBody(Struct):
+    """`prompt` (or `text`) is text; `messages` go through the chat template."""
+
+    prompt: str | list[str] | None = None
+    text: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    tokens: list[int | list[int]] | None = None
+    skip_special_tokens: bool | None = None
+
+
+class Endpoints:
+    """Generation and tokenization."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        client: NodeClient,
+        facts: Facts,
+        tokenizer: Tokenizer,
+        fold: Fold,
+        log: RequestLog,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._fold = fold
+        self._log = log
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/generate", self.generate, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def chat(self, request: Request) -> TokenResponse:
+        def reply(body: ChatBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+            return ChatReply(self._shape(body, routing, asks, "chatcmpl-"), self._tokenizer)
+
+        return await self._answer(request, ChatBody, read_chat, reply)
+
+    async def complete(self, request: Request) -> TokenResponse:
+        def reply(body: CompletionBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+            return CompletionReply(self._shape(body, routing, asks, "cmpl-"), self._tokenizer, echo=bool(body.echo))
+
+        return await self._answer(request, CompletionBody, read_completion, reply)
+
+    async def generate(self, request: Request) -> TokenResponse:
+        def reply(body: NativeBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+            is_single = isinstance(body.text, str) or (body.input_ids and isinstance(body.input_ids[0], int))
+            return GenerateReply(
+                self._tokenizer,
+                is_list=not is_single or len(asks) > 1,
+                shows_text=bool(body.return_text_in_logprobs),
+                shows_tops=bool(body.top_logprobs_num),
+            )
+
+        return await self._answer(request, NativeBody, read_native, reply, checks_model=False)
+
+    async def _answer(
+        self,
+        request: Request,
+        kind: type[Body],
+        read: Reader[Body],
+        reply: Callable[[Body, Routing, Sequence[Ask]], Reply],
+        *,
+        checks_model: bool = True,
+    ) -> TokenResponse:
+        self._client.check_acceptable()
+        raw = await read_body(request)
+        routing, body = decode_body(raw, Routing), decode_body(raw, kind)
+        if checks_model:
+            check_model(routing.model, self._config)
+        prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
+        timeout_ms = request.headers.get("x-request-timeout-ms")
+        asks = ask_all(
+            routing, prompts, wishes, self._facts, self._config, own_rid=uuid.uuid4().hex, timeout_ms=timeout_ms
+        )
+        writer = reply(body, routing, asks)
+        samples = self._start(asks, request.state.arrival_ns)
+        return TokenResponse(
+            client=self._client,
+            generation=samples[0].live.generation,
+            samples=samples,
+            reply=writer,
+            is_streamed=bool(routing.stream),
+            sends_head_first=self._facts.role == "prefill",
+            endpoint=request.url.path,
+            request_id=request.state.request_id,
+            fold=self._fold,
+            log=self._log,
+        )
+
+    def _start(self, asks: Sequence[Ask], arrival_ns: int) -> list[Sample]:
+        """Send everything to the node. From here on the requests are live and somebody must see them end."""
+        submits = [submission(ask, self._client.next_request_id(), arrival_ns, self._facts) for ask in asks]
+        generation = self._client.start(submits, [ask.names for ask in asks])
+        submitted_ns = submits[0][0].timeout_ns
+        page_bytes = 0 if self._client.node is None else self._client.node.page_bytes
+        return [
+            Sample(ask, live, self._text(ask), page_bytes, arrival_ns, arrival_ns + ask.timeout_ns - submitted_ns)
+            for ask, live in zip(asks, generation.lives, strict=True)
+        ]
+
+    def _text(self, ask: Ask) -> TextStream:
+        eos = frozenset() if ask.sampling.ignore_eos else self._facts.eos_token_ids
+        return TextStream(
+            detokenizer(self._tokenizer, skip_special_tokens=ask.wish.skip_special_tokens),
+            stops=ask.wish.stop,
+            stop_tokens=eos | frozenset(ask.sampling.stop_token_ids),
+            keeps_stop=ask.wish.keeps_stop,
+            min_tokens=ask.sampling.min_tokens,
+        )
+
+    def _shape(self, body: ChatBody | CompletionBody, routing: Routing, asks: Sequence[Ask], prefix: str) -> Shape:
+        name = routing.rid if isinstance(routing.rid, str) else None
+        return Shape.of(
+            body, id=name or prefix + asks[0].rid, model=routing.model or self._config.model_name, n=len(asks)
+        )
+
+    async def tokenize(self, request: Request) -> Response:
+        body = decode_body(await read_body(request), TokenizeBody)
+        adds = body.add_special_tokens is not False
+        value = body.text if body.prompt is None else body.prompt
+        if body.messages is not None:
+            messages = [flat_message(message) for message in body.messages]
+            adds_prompt = body.add_generation_prompt is not False
+            value = self._tokenizer.render_chat(messages, add_generation_prompt=adds_prompt, variables={})
+            adds = False
+        if value is None:
+            raise invalid("prompt", "is missing")
+        texts = [value] if isinstance(value, str) else value
+        rows = [await self._tokenizer.encode_anywhere(text, add_special_tokens=adds) for text in texts]
+        is_single = isinstance(value, str)
+        return json_response(
+            {
+                "tokens": rows[0] if is_single else rows,
+                "count": len(rows[0]) if is_single else [len(row) for row in rows],
+                "max_model_len": self._facts.context_length,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode_body(await read_body(request), DetokenizeBody)
+        if body.tokens is None:
+            raise invalid("tokens", "is missing")
+        rows: list[Any] = [body.tokens] if all(isinstance(item, int) for item in body.tokens) else body.tokens
+        if not all(isinstance(row, list) for row in rows):
+            raise invalid("tokens", "mixes ids and lists")
+        if any(not 0 <= id < self._facts.vocab_size for row in rows for id in row):
+            raise invalid("tokens", f"an id is outside of the vocabulary of {self._facts.vocab_size}")
+        skips = body.skip_special_tokens is not False
+        texts = [self._tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
+        text = texts[0] if rows == [body.tokens] else texts
+        return json_response({"text": text, "prompt": text})
+
+
+# errors that are raised outside of the endpoints
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 405:
+        response = error_response(
+            Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {request.method}"), request.state.request_id
+        )
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(Failure(Problem.NOT_FOUND, f"there is no {path}"), request.state.request_id)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    return error_response(Failure(Problem.INTERNAL, "the server made a mistake"), request.state.request_id)

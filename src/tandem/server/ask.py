@@ -1,0 +1,448 @@
+"""From fields of a body to what the node is asked: checked numbers, prompts, rooms and seeds.
+
+Both halves of a disaggregated pair get the same body and do this each on its own, so everything here is a function of
+the body: two halves that disagree about a prompt, a seed or a room would not meet. Whatever is wrong with a request is
+found here, before anything is reserved.
+"""
+
+import hashlib
+import math
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from ipaddress import ip_address
+from typing import Any  # a value that may be one or one per prompt
+
+import msgspec
+from msgspec import Struct
+
+from tandem.config import ServerConfig
+from tandem.core.request import Request
+from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
+from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
+from tandem.sampling import Payload, SamplingParams
+from tandem.server.body import Routing, SamplingFields, per_prompt
+from tandem.server.errors import Problem, Refusal, invalid
+
+MAX_N = 128
+MAX_TOP_LOGPROBS = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_RID_CHARS = 256
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+MAX_ROOM = (1 << 63) - 1
+HASH_SECRET = b"tandem"  # page hashes never leave a server's own processes
+
+
+class Facts(Struct, frozen=True):
+    """What the edge must know of model and server to check a request."""
+
+    role: str
+    context_length: int
+    page_size: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_samples: int  # core requests that one HTTP request may become
+    bootstrap_port: int
+    bootstrap_hosts: frozenset[str]  # beside loopback
+
+
+class Prompt(Struct, frozen=True):
+    tokens: list[int]
+    text: str | None = None  # as the user wrote it, when it was text
+
+
+class Wish(Struct, frozen=True):
+    """Checked numbers of one prompt, still without room and seed per sample."""
+
+    sampling: SamplingParams
+    seed: int | None
+    max_new_tokens: int | None  # None: whatever fits the context
+    n: int
+    stop: tuple[str, ...]
+    keeps_stop: bool  # the text includes the stop string or token that ended it
+    skip_special_tokens: bool
+
+
+class Ask(Struct, frozen=True):
+    """One sample of one prompt: becomes one request of the core."""
+
+    index: int  # among all samples of the HTTP request: prompt * n + sample
+    prompt_index: int
+    prompt: Prompt
+    wish: Wish
+    sampling: SamplingParams  # `wish.sampling` with the seed of this sample
+    max_new_tokens: int
+    rid: str
+    names: tuple[str, ...]  # rids by which it can be aborted
+    room: Room | None
+    peer: Address | None
+    priority: int
+    tenant: str
+    timeout_ns: int  # from arrival
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.sampling.stop_token_ids)
+
+
+# numbers
+
+
+class Names(Struct, frozen=True):
+    """What an endpoint calls the fields that the two dialects name differently: for messages to the user."""
+
+    max_tokens: str = "max_tokens"
+    min_tokens: str = "min_tokens"
+    prefix: str = ""  # of all the others
+
+
+def check_wish(
+    fields: SamplingFields,
+    facts: Facts,
+    names: Names,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    seed: int | None,
+    top_logprobs: int | None,  # None: no logprobs wanted
+    keeps_stop: bool,
+) -> Wish:
+    """Check everything that does not depend on the prompt; raises `Refusal` for the first thing that is wrong."""
+    prefix = names.prefix
+    if max_tokens is not None and max_tokens < 1:
+        raise invalid(prefix + names.max_tokens, "must be at least 1")
+    if min_tokens is not None and min_tokens < 0:
+        raise invalid(prefix + names.min_tokens, "must not be negative")
+    if max_tokens is not None and (min_tokens or 0) > max_tokens:
+        raise invalid(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
+    top_k = fields.top_k
+    if top_k is not None and top_k < -1:
+        raise invalid(prefix + "top_k", "must be at least 1, or -1 or 0 for all tokens")
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MAX_N:
+        raise invalid(prefix + "n", f"must lie between 1 and {MAX_N}")
+    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
+        raise invalid("logprobs", f"the number of top logprobs must lie between 0 and {MAX_TOP_LOGPROBS}")
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise invalid(prefix + "seed", "must be a 64-bit integer")
+    sampling = SamplingParams(
+        temperature=number(fields.temperature, 1.0, prefix + "temperature", low=0.0, high=100.0),
+        top_k=max(top_k or 0, 0),
+        top_p=number(fields.top_p, 1.0, prefix + "top_p", low=0.0, high=1.0, open_low=True),
+        min_p=number(fields.min_p, 0.0, prefix + "min_p", low=0.0, high=1.0),
+        presence_penalty=number(fields.presence_penalty, 0.0, prefix + "presence_penalty", low=-2.0, high=2.0),
+        frequency_penalty=number(fields.frequency_penalty, 0.0, prefix + "frequency_penalty", low=-2.0, high=2.0),
+        repetition_penalty=number(
+            fields.repetition_penalty, 1.0, prefix + "repetition_penalty", low=0.0, high=2.0, open_low=True
+        ),
+        logit_bias=check_logit_bias(fields.logit_bias or {}, facts, prefix + "logit_bias"),
+        stop_token_ids=check_stop_ids(fields.stop_token_ids or [], facts, prefix + "stop_token_ids"),
+        ignore_eos=bool(fields.ignore_eos),
+        min_tokens=min_tokens or 0,
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+    )
+    return Wish(
+        sampling=sampling,
+        seed=seed,
+        max_new_tokens=max_tokens,
+        n=n,
+        stop=check_stops(fields.stop, prefix + "stop"),
+        keeps_stop=keeps_stop,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+    )
+
+
+def number(
+    value: float | None, default: float, param: str, *, low: float, high: float, open_low: bool = False
+) -> float:
+    if value is None:
+        return default
+    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
+        raise invalid(param, f"{value:g} is not {'above' if open_low else 'at least'} {low:g} and at most {high:g}")
+    return float(value)
+
+
+def check_stops(stop: str | list[str] | None, param: str) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise invalid(param, f"at most {MAX_STOPS} stop strings")
+    if any(len(text) > MAX_STOP_CHARS for text in stops):
+        raise invalid(param, f"a stop string has at most {MAX_STOP_CHARS} characters")
+    return tuple(text for text in stops if text)
+
+
+def check_stop_ids(ids: Sequence[int], facts: Facts, param: str) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid(param, f"at most {MAX_STOP_TOKEN_IDS} ids")
+    return tuple(check_id(id, facts, param) for id in ids)
+
+
+def check_logit_bias(bias: dict[int, float], facts: Facts, param: str) -> dict[int, float]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise invalid(param, f"at most {MAX_LOGIT_BIAS} entries")
+    return {check_id(id, facts, param): number(value, 0.0, param, low=-100.0, high=100.0) for id, value in bias.items()}
+
+
+def check_id(id: int, facts: Facts, param: str) -> int:
+    if not 0 <= id < facts.vocab_size:
+        raise invalid(param, f"{id} is not a token id; the vocabulary has {facts.vocab_size}")
+    return id
+
+
+def check_prompt(prompt: Prompt, facts: Facts, param: str) -> Prompt:
+    if not prompt.tokens:
+        raise invalid(param, "the prompt has no tokens")
+    if prompt.text is None:  # ids that did not come from our own tokenizer
+        low, high = min(prompt.tokens), max(prompt.tokens)
+        check_id(low, facts, param)
+        check_id(high, facts, param)
+    if len(prompt.tokens) >= facts.context_length:
+        raise Refusal(
+            Cause.PROMPT_TOO_LONG,
+            f"{param}: {len(prompt.tokens)} tokens leave no room for output in a context of {facts.context_length}",
+            param=param,
+        )
+    return prompt
+
+
+# the whole request
+
+
+def ask_all(
+    routing: Routing,
+    prompts: Sequence[Prompt],
+    wishes: Sequence[Wish],
+    facts: Facts,
+    config: ServerConfig,
+    *,
+    own_rid: str,
+    timeout_ms: str | None,
+) -> list[Ask]:
+    """All samples of all prompts, in order.
+
+    `wishes` has one per prompt, `timeout_ms` is the header as it came, `own_rid` is used if the client named none.
+    """
+    num_samples = sum(wish.n for wish in wishes)
+    if num_samples > facts.max_samples:
+        raise invalid("n", f"{num_samples} samples in one request; at most {facts.max_samples} are accepted")
+    check_dp_ranks(routing)
+    timeout_ns = check_timeout(routing.timeout, timeout_ms, config.request_timeout)
+    pairs = check_pairs(routing, [wish.n for wish in wishes], facts)
+    rids = check_rids(routing.rid, len(prompts), own_rid)
+    asks: list[Ask] = []
+    for prompt_index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
+        space = facts.context_length - len(prompt.tokens)
+        for sample in range(wish.n):
+            base = rids[prompt_index]
+            rid = base if wish.n == 1 else f"{base}_{sample}"
+            room, peer = pairs[len(asks)]
+            asks.append(
+                Ask(
+                    index=len(asks),
+                    prompt_index=prompt_index,
+                    prompt=prompt,
+                    wish=wish,
+                    sampling=with_seed(wish, sample, room),
+                    max_new_tokens=min(wish.max_new_tokens or space, space),
+                    rid=rid,
+                    names=tuple(dict.fromkeys((rid, base, *([routing.rid] if isinstance(routing.rid, str) else [])))),
+                    room=room,
+                    peer=peer,
+                    priority=routing.priority or 0,
+                    tenant=routing.cache_salt or "",
+                    timeout_ns=timeout_ns,
+                )
+            )
+    return asks
+
+
+def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> tuple[Request, Payload]:
+    """What goes to the node: the request, with what is left of its deadline, and the payload for the workers."""
+    remaining_ns = ask.timeout_ns - (time.monotonic_ns() - arrival_ns)
+    if remaining_ns <= 0:
+        raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
+    root = root_hash(secret=HASH_SECRET, tenant=ask.tenant)
+    hashes = prompt_hashes(root, ask.prompt.tokens, page_size=facts.page_size)
+    return (
+        Request(
+            id=request,
+            rid=ask.rid,
+            prompt_len=len(ask.prompt.tokens),
+            page_hashes=tuple(hashes),
+            max_new_tokens=ask.max_new_tokens,
+            timeout_ns=Nanos(remaining_ns),
+            room=ask.room,
+            peer=ask.peer,
+            priority=ask.priority,
+            prompt_digest=prompt_digest(ask.prompt.tokens),
+        ),
+        Payload(
+            request=request,
+            tokens=array("i", ask.prompt.tokens).tobytes(),
+            sampling=ask.sampling,
+            last_hash=hashes[-1] if hashes else root,
+        ),
+    )
+
+
+def check_timeout(seconds: float | None, milliseconds: str | None, default: float) -> int:
+    """Nanoseconds from arrival until the first token at the latest. The body wins over the header."""
+    param = "timeout"
+    if seconds is None and milliseconds is not None:
+        param = "X-Request-Timeout-Ms"
+        try:
+            seconds = float(milliseconds) / 1000
+        except ValueError:
+            raise invalid(param, f"{milliseconds!r} is not a number") from None
+    seconds = default if seconds is None else seconds
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
+        raise invalid(param, f"must be above 0 and at most {MAX_TIMEOUT_SECONDS:g} seconds")
+    return int(seconds * SECOND)
+
+
+def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[str]:
+    """One name per prompt: the client's or else `own_rid`, numbered when there are several prompts."""
+    if isinstance(rid, list):
+        if len(rid) != count or len(set(rid)) != count:
+            raise invalid("rid", f"a list must hold one distinct name for each of the {count} prompts")
+        rids = rid
+    else:
+        base = rid or own_rid
+        rids = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
+    if any(not 0 < len(name) <= MAX_RID_CHARS or not name.isprintable() for name in rids):
+        raise invalid("rid", f"must have 1 to {MAX_RID_CHARS} printable characters")
+    return rids
+
+
+def check_dp_ranks(routing: Routing) -> None:
+    for param in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"):
+        value = getattr(routing, param)
+        for rank in value if isinstance(value, list) else [value]:
+            if rank not in (None, 0):
+                raise invalid(param, f"there is no rank {rank}: this replica has 1 data-parallel rank")
+
+
+# pairing
+
+
+def check_pairs(routing: Routing, samples: Sequence[int], facts: Facts) -> list[tuple[Room | None, Address | None]]:
+    """(room, peer) of every sample of every prompt; `samples` counts them per prompt.
+
+    A list names one value per prompt or, as sglang-router writes it for a chat with n > 1, one per sample.
+    Unified servers ignore the fields; a decode without a room computes the prompt.
+    """
+    if facts.role == "unified":
+        return [(None, None)] * sum(samples)
+    hosts = per_sample(routing.bootstrap_host, samples, "bootstrap_host")
+    ports = per_sample(routing.bootstrap_port, samples, "bootstrap_port")
+    rooms = rooms_of(routing.bootstrap_room, samples)
+    pairs: list[tuple[Room | None, Address | None]] = []
+    for host, port, room in zip(hosts, ports, rooms, strict=True):
+        address = None if host is None else check_address(host, port, facts)
+        if room is None and facts.role == "prefill":
+            raise invalid(
+                "bootstrap_room", "a prefill server needs one; send requests through a router, or to a unified server"
+            )
+        if room is not None and address is None and facts.role == "decode":
+            raise invalid("bootstrap_host", "a room without the host of the prefill that holds it")
+        pairs.append((room, address if facts.role == "decode" and room is not None else None))
+    used = [room for room, _ in pairs if room is not None]
+    if len(set(used)) != len(used):
+        raise Refusal(
+            Cause.DUPLICATE_ROOM, "bootstrap_room: two prompts of one request share a room", param="bootstrap_room"
+        )
+    return pairs
+
+
+def per_sample(value: Any, samples: Sequence[int], param: str) -> list[Any]:
+    """One value per sample from a scalar, a list of one per prompt, or a list of one per sample."""
+    if isinstance(value, list) and len(value) == sum(samples):
+        return value
+    values = per_prompt(value, len(samples), param)
+    return [value for value, count in zip(values, samples, strict=True) for _ in range(count)]
+
+
+def rooms_of(value: int | str | list[int | str | None] | None, samples: Sequence[int]) -> list[Room | None]:
+    """The room of every sample. One room for several prompts gives each its own, and so does a prompt's to samples."""
+    if isinstance(value, list) and len(value) == sum(samples):
+        return [check_room(room) for room in value]
+    if isinstance(value, list):
+        rooms = [check_room(room) for room in per_prompt(value, len(samples), "bootstrap_room")]
+    else:
+        room = check_room(value)
+        indices = range(len(samples))
+        rooms = [room and derived_room(room, index, purpose=b"prompt") for index in indices]
+    return [
+        room and derived_room(room, sample)
+        for room, count in zip(rooms, samples, strict=True)
+        for sample in range(count)
+    ]
+
+
+def check_room(value: int | str | None) -> Room | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if not (value.isascii() and value.isdigit() and len(value) <= 19):
+            raise invalid("bootstrap_room", f"{value[:40]!r} is not a decimal integer")
+        value = int(value)
+    if not 0 < value <= MAX_ROOM:
+        raise invalid("bootstrap_room", f"must lie between 1 and {MAX_ROOM}")
+    return Room(value)
+
+
+def check_address(host: str, port: int | None, facts: Facts) -> Address:
+    """A request must not make this server open connections anywhere else than to prefills."""
+    bare = host.removeprefix("[").removesuffix("]")
+    if not is_loopback(bare) and bare not in facts.bootstrap_hosts:
+        raise invalid("bootstrap_host", f"{host!r} is neither loopback nor the address this server listens on")
+    port = facts.bootstrap_port if port is None else port
+    if not 0 < port < 1 << 16:
+        raise invalid("bootstrap_port", "must lie between 1 and 65535")
+    return Address(bare, port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# what both halves derive alike
+
+
+def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
+    """The room of the index-th sample (or prompt); the 0th has the room itself."""
+    return room if index == 0 else Room(hashed(purpose, room, index) or 1)
+
+
+def with_seed(wish: Wish, sample: int, room: Room | None) -> SamplingParams:
+    """The user's seed for sample 0, others from it; without one, from the room, so that both halves draw alike."""
+    if wish.seed is not None:
+        seed = wish.seed % (1 << 63)
+        seed = seed if sample == 0 else hashed(b"seed", seed, sample)
+    elif room is not None:
+        seed = hashed(b"seed", room, 0)
+    else:
+        seed = secrets.randbits(63)
+    return msgspec.structs.replace(wish.sampling, seed=seed)
+
+
+def hashed(purpose: bytes, value: int, index: int) -> int:
+    """63 bits."""
+    digest = hashlib.sha256(b"tandem/%s/%d/%d" % (purpose, value, index)).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def not_a_model(name: str, served: Sequence[str]) -> Refusal:
+    return Refusal(
+        Problem.MODEL_NOT_FOUND, f"the model {name!r} is not served here; it serves {served[0]!r}", param="model"
+    )

@@ -1,0 +1,207 @@
+"""Bodies of the generation endpoints as they come in: names and types, nothing checked beyond them.
+
+Every field may be null, because gateways fill in nulls; unknown fields are ignored. A field that would change the
+answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something.
+"""
+
+import re
+from typing import Any, TypeVar  # messages are the template's business, whatever they hold
+
+import msgspec
+from msgspec import Raw, Struct
+
+from tandem.server.errors import Problem, Refusal, invalid
+
+MAX_BODY_BYTES = 32 << 20
+NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw field that was not sent
+EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
+
+
+class Routing(Struct, kw_only=True):
+    """The fields that all generation endpoints share, read from the same body beside the endpoint's own."""
+
+    model: str | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    priority: int | None = None
+    timeout: float | None = None  # seconds
+    cache_salt: str | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | str | list[int | str | None] | None = None
+    routed_dp_rank: int | list[int | None] | None = None
+    data_parallel_rank: int | list[int | None] | None = None  # deprecated name of routed_dp_rank
+    disagg_prefill_dp_rank: int | list[int | None] | None = None
+    lora_path: Raw = NOTHING
+    session_params: Raw = NOTHING
+    return_hidden_states: Raw = NOTHING
+    return_routed_experts: Raw = NOTHING
+    custom_logit_processor: Raw = NOTHING
+
+
+class SamplingFields(Struct, kw_only=True):
+    """How to sample, as both dialects name it; the names that differ are mapped by the endpoint."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    stop_regex: Raw = NOTHING
+    regex: Raw = NOTHING
+    ebnf: Raw = NOTHING
+    json_schema: Raw = NOTHING
+    structural_tag: Raw = NOTHING
+
+
+class StreamOptions(Struct):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class OpenAIBody(SamplingFields, kw_only=True):
+    """What chat and completions share."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: dict[str, Any] | None = None
+    best_of: int | None = None
+    use_beam_search: Raw = NOTHING
+    prompt_logprobs: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    allowed_token_ids: Raw = NOTHING
+    bad_words: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    structured_outputs: Raw = NOTHING
+    guided_json: Raw = NOTHING
+    guided_regex: Raw = NOTHING
+    guided_choice: Raw = NOTHING
+    guided_grammar: Raw = NOTHING
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Raw = NOTHING
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Raw = NOTHING
+    function_call: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    modalities: list[str] | None = None
+    audio: Raw = NOTHING
+    prediction: Raw = NOTHING
+    web_search_options: Raw = NOTHING
+    chat_template: Raw = NOTHING
+    documents: Raw = NOTHING
+
+
+class CompletionBody(OpenAIBody, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    suffix: Raw = NOTHING
+    prompt_embeds: Raw = NOTHING
+
+
+class NativeSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of /generate."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    sampling_seed: int | None = None
+    beam_width: Raw = NOTHING
+
+
+class NativeBody(Struct, kw_only=True):
+    """SGLang's own dialect, `/generate`."""
+
+    text: str | list[str] | None = None
+    input_ids: list[int | list[int]] | None = None
+    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    token_ids_logprob: Raw = NOTHING
+    input_embeds: Raw = NOTHING
+    image_data: Raw = NOTHING
+    video_data: Raw = NOTHING
+    audio_data: Raw = NOTHING
+    background: Raw = NOTHING
+    return_bytes: Raw = NOTHING
+    return_entropy: Raw = NOTHING
+
+
+AnyBody = TypeVar("AnyBody", bound=Struct)
+
+
+def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+    """The body as a struct; `Refusal` for what is not JSON, not an object, of a wrong type, or not supported."""
+    try:
+        body = msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        param = param_of(str(error))
+        raise Refusal(Problem.INVALID_VALUE, f"{param}: {error}" if param else str(error), param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None
+    refuse_unsupported(body)
+    return body
+
+
+def refuse_unsupported(body: Struct, prefix: str = "") -> None:
+    """Refuse what was asked for in a field that is declared as raw JSON: such fields can only be empty here."""
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, Raw) and is_asked_for(value) and not is_waived(body, name):
+            raise unsupported(prefix + name)
+    sampling = getattr(body, "sampling_params", None)
+    for fields in sampling if isinstance(sampling, list) else [sampling]:
+        if fields is not None:
+            refuse_unsupported(fields, "sampling_params.")
+
+
+def is_asked_for(value: Raw) -> bool:
+    return bytes(value) not in EMPTY
+
+
+def is_waived(body: Struct, name: str) -> bool:
+    """Tools that the model may not call are as good as none."""
+    return name == "tools" and getattr(body, "tool_choice", None) == "none"
+
+
+def unsupported(param: str, detail: str = "") -> Refusal:
+    return Refusal(Problem.UNSUPPORTED, f"{param} is not supported by this server{detail}", param=param)
+
+
+def param_of(message: str) -> str | None:
+    """The field that msgspec complains of: `... - at `$.stop[0]`` gives `stop`."""
+    found = re.search(r"at `\$\.([\w.]+)", message)
+    return found.group(1) if found else None
+
+
+def per_prompt(value: Any, count: int, param: str) -> list[Any]:  # a scalar or a list of anything
+    """One value per prompt from a scalar or a list of `count`."""
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise invalid(param, f"a list of {len(value)} for {count} prompts")
+    return value

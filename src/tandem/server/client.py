@@ -1,0 +1,363 @@
+"""The API process's side of the node: who waits for tokens, and who is told.
+
+Everything here runs on the event loop. `NodeClient` owns the live requests: it numbers them, hands arriving tokens to
+the `Generation` that asked for them, and makes sure that each ends exactly once: by the node's terminal message, by
+the loss of the node, or, should the node keep silent past the deadline, by its own word.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import httpx
+import msgspec
+
+from tandem.core import commands, events
+from tandem.core.request import Request
+from tandem.core.values import MILLISECOND, SECOND, Address, Cause, RequestId
+from tandem.sampling import Payload
+from tandem.server import wire
+from tandem.server.errors import Problem, Refusal
+from tandem.server.facts import EVERY_HOST
+
+SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
+SWEEP_SECONDS = 0.25
+QUERY_SECONDS = 5.0
+LEARN_SECONDS = 2.0
+MAX_LEARNING = 16  # questions to bootstrap servers at a time ...
+MAX_ADDRESSES = 1024  # ... and waiting or running
+MAX_ROUTE_BYTES = 1 << 20
+
+logger = logging.getLogger("tandem.client")
+
+
+class NodePort(Protocol):
+    """The way to the node process. Its messages come back through `NodeClient.receive`."""
+
+    def send(self, message: wire.ApiToNode) -> None:
+        """Does not block and keeps the order; never raises for a node that is gone."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """One request from submission to its terminal message. `tokens` and `extras` hold what nobody has taken yet."""
+
+    request: Request
+    names: tuple[str, ...]  # the rids under which it can be aborted
+    generation: "Generation"
+    give_up_ns: int  # on time.monotonic_ns: by then the node must have spoken
+    tokens: list[int] = field(default_factory=list)
+    extras: list[bytes] = field(default_factory=list)  # extras[i] belongs to tokens[i]; shorter when the last have none
+    started: commands.StartRequest | None = None
+    ended: commands.FinishRequest | commands.FailRequest | None = None
+    is_told: bool = False  # the node knows that nobody wants more tokens
+    is_changed: bool = False
+
+
+class Generation:
+    """The live requests of one HTTP request, and the one task that waits for them."""
+
+    __slots__ = ("_changed", "_waiter", "is_abandoned", "lives")
+
+    def __init__(self) -> None:
+        self.lives: list[Live] = []
+        self.is_abandoned = False  # the client left
+        self._changed: list[Live] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def changed(self) -> list[Live]:
+        """Wait until there is news, and take the list of those who have some. Empty when the client left."""
+        if not self._changed and not self.is_abandoned:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        changed, self._changed = self._changed, []
+        for live in changed:
+            live.is_changed = False
+        return changed
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+        self.wake()
+
+    def note(self, live: Live) -> None:
+        if not live.is_changed:
+            live.is_changed = True
+            self._changed.append(live)
+        self.wake()
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class NodeClient:
+    """Talks to one node. `stall_timeout` in seconds bounds the gap between two tokens."""
+
+    def __init__(self, port: NodePort, *, stall_timeout: float) -> None:
+        self.node: wire.NodeReady | None = None  # None until the node is ready, and again when it is gone
+        self.loss = ""  # why the node is gone
+        self.is_draining = False
+        self._port = port
+        self._stall_ns = int(stall_timeout * SECOND)
+        self._request_ids = itertools.count(1)
+        self._query_ids = itertools.count(1)
+        self._live: dict[int, Live] = {}
+        self._named: dict[str, list[Live]] = {}
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._learning: dict[Address, asyncio.Task[None]] = {}
+        self._learn_slots = asyncio.Semaphore(MAX_LEARNING)
+        self._http: httpx.AsyncClient | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return self.node is not None and not self.is_draining
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    # requests
+
+    def next_request_id(self) -> RequestId:
+        return RequestId(next(self._request_ids))
+
+    def is_named(self, rid: str) -> bool:
+        """Whether a request with this rid is live."""
+        return rid in self._named
+
+    def check_acceptable(self) -> None:
+        """Raises `Refusal` while nothing can be accepted."""
+        if self.is_draining:
+            raise Refusal(Cause.DRAINING, "the server is shutting down")
+        if self.node is None:
+            raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
+
+    def start(self, submits: Sequence[tuple[Request, Payload]], names: Sequence[tuple[str, ...]]) -> Generation:
+        """Send requests to the node; `names[i]` are the rids by which the i-th can be aborted.
+
+        Raises `Refusal` when nothing can be accepted or a rid is live already; then nothing was sent.
+        """
+        self.check_acceptable()
+        for name in {name for group in names for name in group}:
+            if name in self._named:
+                raise Refusal(
+                    Problem.DUPLICATE_RID, f"rid {name!r} is in use by a request that is still running", param="rid"
+                )
+        generation = Generation()
+        now_ns = time.monotonic_ns()
+        for (request, payload), group in zip(submits, names, strict=True):
+            live = Live(request, group, generation, now_ns + request.timeout_ns + SILENCE_GRACE_NS)
+            generation.lives.append(live)
+            self._live[request.id] = live
+            for name in group:
+                self._named.setdefault(name, []).append(live)
+            self._port.send(wire.Submit(request, payload))
+        self._idle.clear()
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        return generation
+
+    def abort(self, live: Live) -> bool:
+        """Nobody wants this request any more. Its terminal message still comes. False if it was told to end before."""
+        if live.ended is not None or live.is_told:
+            return False
+        live.is_told = True
+        live.give_up_ns = time.monotonic_ns() + self._stall_ns
+        self._port.send(events.AbortRequested(live.request.id))
+        return True
+
+    def stop(self, live: Live) -> None:
+        """Its text is complete: a stop string was found. Its terminal message still comes."""
+        if live.ended is None and not live.is_told:
+            live.is_told = True
+            self._port.send(events.StopMatched(live.request.id))
+
+    def abort_named(self, rid: str) -> int:
+        """Abort by exact rid; the number of requests that were told to end."""
+        return sum([self.abort(live) for live in list(self._named.get(rid, ()))])
+
+    def abort_all(self) -> int:
+        return sum([self.abort(live) for live in list(self._live.values())])
+
+    # the server's life
+
+    def drain(self) -> None:
+        """Accept nothing any more; what runs goes on. `wait_idle` says when it has ended."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._port.send(events.DrainRequested())
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def lose(self, reason: str) -> None:
+        """The node is gone, with everything it ran."""
+        self.node = None
+        self.loss = reason
+        for live in list(self._live.values()):
+            self._end(live, commands.FailRequest(live.request.id, Cause.WORKER_LOST, "node", reason))
+        for answer in self._queries.values():
+            if not answer.done():
+                answer.set_exception(Refusal(Problem.NODE_SILENT, f"the node is gone: {reason}"))
+
+    async def close(self) -> None:
+        """End what runs on the event loop on behalf of this client."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            self._sweeper = None
+        tasks = list(self._learning.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    async def query(self, what: str, *, timeout: float = QUERY_SECONDS) -> bytes:
+        """Ask the node for one of `wire.Query`'s documents (JSON). Raises `Refusal` when it does not answer."""
+        if self.node is None:
+            raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
+        query_id = next(self._query_ids)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        self._port.send(wire.Query(query_id, what))
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except TimeoutError:
+            raise Refusal(Problem.NODE_SILENT, f"the node did not answer within {timeout:g} s") from None
+        finally:
+            del self._queries[query_id]
+
+    # messages from the node
+
+    def receive(self, message: wire.NodeToApi) -> None:
+        """Take one message of the node. Late news about a request that has ended changes nothing."""
+        match message:
+            case commands.EmitTokens():
+                self._take_tokens(message)
+            case commands.StartRequest():
+                if (live := self._live.get(message.request)) is not None:
+                    live.started = message
+                    live.generation.note(live)
+            case commands.FinishRequest() | commands.FailRequest():
+                if (live := self._live.get(message.request)) is not None:
+                    self._end(live, message)
+            case wire.Answer():
+                answer = self._queries.get(message.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.body)
+            case commands.LearnPeer():
+                self._learn(message.address)
+            case wire.NodeReady():
+                self.node = message
+            case wire.Died():
+                self.lose(f"{message.who}: {message.reason}")
+
+    def _take_tokens(self, message: commands.EmitTokens) -> None:
+        tokens = array("i")
+        tokens.frombytes(message.tokens)
+        give_up_ns = time.monotonic_ns() + self._stall_ns + SILENCE_GRACE_NS
+        lives = self._live
+        for request, token in zip(message.requests, tokens, strict=True):
+            live = lives.get(request)
+            if live is None:
+                continue
+            live.tokens.append(token)
+            live.give_up_ns = give_up_ns
+            if not live.is_changed:
+                live.generation.note(live)
+        for request, extra in message.extras:
+            if (live := lives.get(request)) is not None:
+                live.extras += [b""] * (len(live.tokens) - 1 - len(live.extras))
+                live.extras.append(extra)
+
+    def _end(self, live: Live, terminal: commands.FinishRequest | commands.FailRequest) -> None:
+        live.ended = terminal
+        del self._live[live.request.id]
+        for name in live.names:
+            self._named[name].remove(live)
+            if not self._named[name]:
+                del self._named[name]
+        live.generation.note(live)
+        if not self._live:
+            self._idle.set()
+
+    def _sweep(self) -> None:
+        """End requests on which the node keeps silent: a client never waits for a hung node."""
+        self._sweeper = None
+        now_ns = time.monotonic_ns()
+        for live in [live for live in self._live.values() if live.give_up_ns < now_ns]:
+            cause = Cause.DEADLINE_EXCEEDED if live.started is None else Cause.STALLED
+            self._port.send(events.AbortRequested(live.request.id, cause))
+            self._end(live, commands.FailRequest(live.request.id, cause, "node", "the node kept silent"))
+        if self._live:
+            self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    # bootstrap servers
+
+    def _learn(self, address: Address) -> None:
+        if address in self._learning:
+            return  # the question under way is the answer to this one too
+        if len(self._learning) >= MAX_ADDRESSES:
+            self._port.send(events.PeerUnknown(address, f"{MAX_ADDRESSES} other bootstrap servers are being asked"))
+            return
+        self._learning[address] = asyncio.get_running_loop().create_task(self._ask_bootstrap(address))
+
+    async def _ask_bootstrap(self, address: Address) -> None:
+        try:
+            async with self._learn_slots:
+                replica = await asyncio.wait_for(self._fetch_replica(address), LEARN_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, msgspec.MsgspecError, ValueError, OSError) as error:
+            self._port.send(events.PeerUnknown(address, describe(error)))
+        else:
+            self._port.send(wire.Connect(replica))
+            self._port.send(events.PeerLearned(address, replica.incarnation, replica.layout))
+        finally:
+            del self._learning[address]
+
+    async def _fetch_replica(self, address: Address) -> wire.ReplicaInfo:
+        if self._http is None:
+            # trust_env=False: a proxy meant for the outside must not see, or break, traffic between the two halves
+            # verify=False: there is no TLS here, and reading the CA store would cost the first request 30 ms
+            self._http = httpx.AsyncClient(timeout=LEARN_SECONDS, trust_env=False, follow_redirects=False, verify=False)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        async with self._http.stream("GET", f"http://{host}:{address.port}/route") as response:
+            peer_address = response.extensions["network_stream"].get_extra_info("server_addr")
+            body = b""
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_ROUTE_BYTES:
+                    raise ValueError(f"the answer is longer than {MAX_ROUTE_BYTES} bytes")
+        if response.status_code != 200:
+            raise ValueError(f"GET /route answered {response.status_code}")
+        replica = msgspec.json.decode(body, type=wire.ReplicaInfo)
+        if replica.role != "prefill":
+            raise ValueError(f"the server there has the role {replica.role}, not prefill")
+        return reachable(replica, peer_address[0])
+
+
+def reachable(replica: wire.ReplicaInfo, host: str) -> wire.ReplicaInfo:
+    """A server that listens everywhere cannot name an address of itself: it is the one where it was found."""
+
+    def named(own: str) -> str:
+        return host if own in EVERY_HOST else own
+
+    shards = tuple(msgspec.structs.replace(shard, host=named(shard.host)) for shard in replica.shards)
+    return msgspec.structs.replace(replica, control_host=named(replica.control_host), shards=shards)
+
+
+def describe(error: BaseException) -> str:
+    """One line; some exceptions of the network have no text of their own."""
+    return str(error) or type(error).__name__

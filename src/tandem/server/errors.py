@@ -1,0 +1,207 @@
+"""What a client is told when it does not get its tokens: one table from code to HTTP status and advice.
+
+The codes are a closed list: the causes of the core, and the few problems that only the HTTP edge or the router can
+see. The status is a signal to gateways: 4xx means "this request, never again", 5xx means "another pair may do better".
+So a user's mistake is never a 5xx and a passing trouble is never a 4xx. `docs/errors.md` is `errors_page()`; a test
+compares.
+"""
+
+from enum import StrEnum
+
+import msgspec
+from msgspec import Struct
+
+from tandem.core.commands import FailRequest
+from tandem.core.values import Cause
+
+EDGE_STAGE = "edge"  # the request never reached the node
+
+
+class Problem(StrEnum):
+    """What the edge refuses by itself, before the node hears of it."""
+
+    INVALID_JSON = "invalid_json"
+    INVALID_VALUE = "invalid_value"
+    UNSUPPORTED = "unsupported"
+    NO_CHAT_TEMPLATE = "no_chat_template"
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    BODY_TOO_LARGE = "body_too_large"
+    DUPLICATE_RID = "duplicate_rid"
+    NOT_READY = "not_ready"
+    NODE_SILENT = "node_silent"
+    NO_LIVE_PAIR = "no_live_pair"
+    WORKER_UNREACHABLE = "worker_unreachable"
+    CONNECTION_LOST = "connection_lost"
+    INTERNAL = "internal_error"
+
+
+Code = Problem | Cause
+
+
+class Rule(Struct, frozen=True):
+    """One row of the table."""
+
+    status: int
+    retryable: bool  # the same request may succeed elsewhere or a little later
+    said_by: str
+    remedy: str  # what the reader should do
+
+
+RULES: dict[Code, Rule] = {
+    Problem.INVALID_JSON: Rule(400, False, "edge", "send a JSON object; the message names the position"),
+    Problem.INVALID_VALUE: Rule(400, False, "edge", "correct the field named in `param`"),
+    Problem.UNSUPPORTED: Rule(400, False, "edge", "leave out the field named in `param`; this server cannot do it"),
+    Problem.NO_CHAT_TEMPLATE: Rule(
+        400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
+    ),
+    Problem.MODEL_NOT_FOUND: Rule(404, False, "edge", "GET /v1/models lists the served model"),
+    Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
+    Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
+    Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`"),
+    Problem.FORBIDDEN: Rule(403, False, "edge", "debug endpoints answer on the server's own machine only"),
+    Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
+    Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
+    Problem.NOT_READY: Rule(503, True, "edge", "wait until /ready answers 200"),
+    Problem.NODE_SILENT: Rule(503, True, "edge", "the node does not answer; see the server's log"),
+    Problem.NO_LIVE_PAIR: Rule(503, True, "router", "start the missing worker: the router finds it by itself"),
+    Problem.WORKER_UNREACHABLE: Rule(
+        502, True, "router", "`message` names a server that does not listen: is it running?"
+    ),
+    Problem.CONNECTION_LOST: Rule(502, True, "router", "`message` names a server that went away: see its log"),
+    Problem.INTERNAL: Rule(500, True, "edge", "a bug: report it with the request id and the server's log"),
+    Cause.ABORTED: Rule(499, False, "node", "nothing: the client left, or an operator ended the request"),
+    Cause.DEADLINE_EXCEEDED: Rule(504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"),
+    Cause.STALLED: Rule(504, True, "node", "no token within --stall-timeout; see the server's log"),
+    Cause.PROMPT_TOO_LONG: Rule(400, False, "edge or node", "shorten the prompt"),
+    Cause.QUEUE_FULL: Rule(503, True, "node", "try again later or on another server (--max-queued-requests)"),
+    Cause.DUPLICATE_ROOM: Rule(409, False, "node", "draw a new `bootstrap_room` for every prompt and attempt"),
+    Cause.DRAINING: Rule(503, True, "edge or node", "the server is shutting down: use another one"),
+    Cause.OUT_OF_PAGES: Rule(
+        413, False, "node", "shorten prompt or output, or raise --max-total-tokens: the KV pool is too small for it"
+    ),
+    Cause.PEER_LOST: Rule(502, True, "node", "try again: the other half went away"),
+    Cause.PEER_UNKNOWN: Rule(
+        502, True, "node", "check `bootstrap_host` and `bootstrap_port`: no prefill answers there"
+    ),
+    Cause.PEER_ABORTED: Rule(502, True, "node", "try again: the other half gave up, `message` says why"),
+    Cause.LAYOUT_MISMATCH: Rule(
+        502, False, "node", "run both halves with the same model, dtype and page size; `message` names the difference"
+    ),
+    Cause.LEASE_EXPIRED: Rule(502, True, "node", "try again: the pages were given back before they were read"),
+    Cause.CORRUPT_PAGES: Rule(
+        502, True, "node", "try again; if it returns, suspect memory or network of the two hosts"
+    ),
+    Cause.TRANSFER_FAILED: Rule(502, True, "node", "try again; `message` names the shard"),
+    Cause.PROTOCOL: Rule(502, True, "node", "run the same version on both halves"),
+    Cause.INVALID_LOGITS: Rule(500, False, "worker", "the model made no finite numbers: check weights and dtype"),
+    Cause.WORKER_LOST: Rule(503, True, "node", "the engine process ended; see the server's log"),
+}
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    499: "aborted_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class Failure(Struct, frozen=True):
+    """One refusal or failed request, as the client will read it."""
+
+    code: Code
+    message: str
+    param: str | None = None
+    stage: str = EDGE_STAGE
+
+    @property
+    def status(self) -> int:
+        return RULES[self.code].status
+
+
+class Refusal(Exception):
+    """Raised while a request is being checked; the outermost handler answers with the failure."""
+
+    def __init__(self, code: Code, message: str, *, param: str | None = None, stage: str = EDGE_STAGE) -> None:
+        super().__init__(message)
+        self.failure = Failure(code, message, param, stage)
+
+
+def invalid(param: str, message: str) -> Refusal:
+    return Refusal(Problem.INVALID_VALUE, f"{param}: {message}", param=param)
+
+
+def failure_of(command: FailRequest) -> Failure:
+    """What the node said, in words for a client."""
+    cause = str(command.cause).replace("_", " ")
+    return Failure(command.cause, f"{cause}: {command.detail}" if command.detail else cause, None, command.stage)
+
+
+def error_json(failure: Failure, request_id: str) -> bytes:
+    """The error envelope of every endpoint, OpenAI's shape with a few more fields."""
+    rule = RULES[failure.code]
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": failure.message,
+                "type": TYPES.get(rule.status, "server_error"),
+                "param": failure.param,
+                "code": failure.code,
+                "retryable": rule.retryable,
+                "stage": failure.stage,
+                "remedy": rule.remedy,
+                "request_id": request_id,
+            }
+        }
+    )
+
+
+def error_headers(failure: Failure) -> dict[str, str]:
+    headers = {"content-type": "application/json"}
+    if failure.status == 503:
+        headers["retry-after"] = "1"
+    if failure.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return headers
+
+
+def errors_page() -> str:
+    """The text of `docs/errors.md`."""
+    rows = [
+        f"| `{code.value}` | {rule.status} | {'yes' if rule.retryable else 'no'} | {rule.said_by} | {rule.remedy} |"
+        for code, rule in RULES.items()
+    ]
+    return "\n".join(
+        [
+            "# Errors",
+            "",
+            "Every request ends with its tokens or with one of these codes, in `error.code` of the body. Before the",
+            "first token the HTTP status is the one below; later the stream ends with a last event that holds the",
+            "same object. `stage` is the wait the request was in, `edge` when it never reached the node.",
+            "",
+            "```json",
+            '{"error": {"message": "...", "type": "...", "param": null, "code": "...", "retryable": true,',
+            '           "stage": "...", "remedy": "...", "request_id": "..."}}',
+            "```",
+            "",
+            "| code | status | retryable | who says it | what to do |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            "This page is generated from `src/tandem/server/errors.py`.",
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    print(errors_page(), end="")

@@ -1,0 +1,36 @@
+"""What the API process knows of the model it serves."""
+
+from msgspec import Struct
+
+from tandem.config import ServerConfig
+from tandem.server.ask import Facts
+
+EVERY_HOST = ("0.0.0.0", "::", "")
+
+
+class ModelFacts(Struct):
+    """Filled by whoever starts the server: from the model directory, and from the worker once it is ready."""
+
+    model_path: str
+    architectures: list[str]
+    model_type: str
+    context_length: int  # tokens, prompt and output together
+    page_size: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    dtype: str
+    num_pages: int = 0  # until the node is ready
+
+
+def facts_of(config: ServerConfig, model: ModelFacts) -> Facts:
+    """What requests are checked against."""
+    return Facts(
+        role=config.role,
+        context_length=model.context_length,
+        page_size=model.page_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        max_samples=config.max_queued_requests,
+        bootstrap_port=config.disaggregation_bootstrap_port,
+        bootstrap_hosts=frozenset({config.host}) - frozenset(EVERY_HOST),
+    )

@@ -1,0 +1,209 @@
+"""SGLang's native dialect, `/generate`, in and out.
+
+A stream's events are cumulative: each holds the whole text and all ids so far. What has been encoded once is kept as
+bytes and appended to, so that an event costs one copy and not the encoding of everything before it.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any  # values that may be one or one per prompt
+
+import msgspec
+
+from tandem.server.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
+from tandem.server.errors import invalid
+from tandem.server.openai import MAX_PROMPTS
+from tandem.server.stream import Sample
+from tandem.server.tokenizer import Tokenizer
+
+DEFAULT_NEW_TOKENS = 128  # SGLang's
+
+encode = msgspec.json.Encoder().encode
+
+
+# in
+
+
+async def read_native(
+    body: NativeBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
+) -> tuple[list[Prompt], list[Wish]]:
+    prompts = await read_prompts(body, tokenizer)
+    param = "text" if body.text is not None else "input_ids"
+    prompts = [check_prompt(prompt, facts, param) for prompt in prompts]
+    count = len(prompts)
+    columns = zip(
+        per_prompt(body.sampling_params, count, "sampling_params"),
+        per_prompt(body.return_logprob, count, "return_logprob"),
+        per_prompt(body.top_logprobs_num, count, "top_logprobs_num"),
+        per_prompt(body.logprob_start_len, count, "logprob_start_len"),
+        prompts,
+        strict=True,
+    )
+    return prompts, [native_wish(*column, facts) for column in columns]
+
+
+async def read_prompts(body: NativeBody, tokenizer: Tokenizer) -> list[Prompt]:
+    if (body.text is None) == (body.input_ids is None):
+        raise invalid("text", "exactly one of text and input_ids must be given")
+    if body.text is not None:
+        texts = [body.text] if isinstance(body.text, str) else body.text
+        check_count(len(texts), "text")
+        return [Prompt(await tokenizer.encode_anywhere(text), text) for text in texts]
+    ids: Any = body.input_ids
+    rows = [ids] if all(isinstance(item, int) for item in ids) else ids
+    check_count(len(rows), "input_ids")
+    if not all(isinstance(row, list) for row in rows):
+        raise invalid("input_ids", "mixes ids and lists")
+    return [Prompt(row) for row in rows]
+
+
+def check_count(count: int, param: str) -> None:
+    if not 0 < count <= MAX_PROMPTS:
+        raise invalid(param, f"must hold 1 to {MAX_PROMPTS} prompts")
+
+
+def native_wish(
+    sampling: NativeSampling | None,
+    returns_logprob: bool | None,
+    top_logprobs: int | None,
+    logprob_start: int | None,
+    prompt: Prompt,
+    facts: Facts,
+) -> Wish:
+    sampling = sampling or NativeSampling()
+    if returns_logprob and logprob_start is not None and 0 <= logprob_start < len(prompt.tokens):
+        raise unsupported("logprob_start_len", " before the end of the prompt: there are no logprobs of prompt tokens")
+    return check_wish(
+        sampling,
+        facts,
+        Names("max_new_tokens", "min_new_tokens", "sampling_params."),
+        max_tokens=DEFAULT_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens,
+        min_tokens=sampling.min_new_tokens,
+        seed=sampling.sampling_seed,
+        top_logprobs=(top_logprobs or 0) if returns_logprob else None,
+        keeps_stop=bool(sampling.no_stop_trim),
+    )
+
+
+# out
+
+
+@dataclass(slots=True)
+class Written:
+    """JSON of one streamed sample, without the closing bracket or quote."""
+
+    text: bytearray
+    ids: bytearray
+    logprobs: bytearray
+    tops: bytearray
+
+
+class GenerateReply:
+    """`is_list`: the client sent lists, or wants several samples, and gets a list."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_list: bool, shows_text: bool, shows_tops: bool) -> None:
+        self._tokenizer = tokenizer
+        self._is_list = is_list
+        self._shows_text = shows_text  # of tokens in logprobs
+        self._shows_tops = shows_tops
+        self._written: dict[int, Written] = {}
+
+    def begin(self, sample: Sample) -> bytes:
+        return b""
+
+    def delta(self, sample: Sample, text: str, start: int) -> bytes:
+        written = self._written.get(sample.ask.index)
+        if written is None:
+            written = Written(bytearray(b'"'), bytearray(b"["), bytearray(b"["), bytearray(b"["))
+            self._written[sample.ask.index] = written
+        written.text += encode(text)[1:-1]
+        extend(written.ids, encode(sample.tokens[start:]))
+        event = b'data: {"text":' + written.text + b'","output_ids":' + written.ids + b'],"meta_info":'
+        meta = encode(self._meta(sample))
+        if sample.ask.sampling.logprobs:
+            extend(written.logprobs, encode(self._scores(sample, start)))
+            meta = meta[:-1] + b',"output_token_logprobs":' + written.logprobs + b"]}"
+            if self._shows_tops:
+                extend(written.tops, encode(self._tops(sample, start)))
+                meta = meta[:-1] + b',"output_top_logprobs":' + written.tops + b"]}"
+        tail = b',"index":%d}\n\n' % sample.ask.index if self._is_list else b"}\n\n"
+        return bytes(event + meta + tail)
+
+    def end(self, sample: Sample, text: str, start: int) -> bytes:
+        return self.delta(sample, text, start)
+
+    def close(self, samples: Sequence[Sample]) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def whole(self, samples: Sequence[Sample]) -> bytes:
+        answers = [self._answer(sample) for sample in samples]
+        return encode(answers if self._is_list else answers[0])
+
+    def _answer(self, sample: Sample) -> dict[str, object]:
+        meta = self._meta(sample)
+        if sample.ask.sampling.logprobs:
+            meta["output_token_logprobs"] = self._scores(sample, 0)
+            if self._shows_tops:
+                meta["output_top_logprobs"] = self._tops(sample, 0)
+        return {"text": "".join(sample.parts), "output_ids": sample.tokens, "meta_info": meta}
+
+    def _meta(self, sample: Sample) -> dict[str, object]:
+        """Durations are seconds."""
+        is_ended = bool(sample.ended_ns)
+        until_ns = sample.ended_ns or time.monotonic_ns()
+        meta: dict[str, object] = {
+            "id": sample.ask.rid,
+            "finish_reason": finish_reason(sample) if is_ended else None,
+            "prompt_tokens": len(sample.ask.prompt.tokens),
+            "completion_tokens": sample.text.num_tokens,
+            "cached_tokens": sample.cached_tokens,
+            "weight_version": "default",
+            "dp_rank": 0,
+            "e2e_latency": (until_ns - sample.arrival_ns) / 1e9,
+            "path": sample.path,
+        }
+        if sample.first_ns is not None:
+            meta["ttft"] = (sample.first_ns - sample.arrival_ns) / 1e9
+            meta["ttft_ledger"] = {stage: duration_ns / 1e9 for stage, duration_ns in sample.ledger}
+        if is_ended:
+            record = sample.record(endpoint="", request_id="")
+            meta["kv_pages"] = record.kv_pages
+            meta["kv_bytes"] = record.kv_pages * sample.page_bytes
+            meta["computed_tokens"] = record.computed_tokens
+            meta["retries"] = record.retries
+        if sample.ask.sampling.logprobs:
+            meta["input_token_logprobs"] = []
+            if self._shows_tops:
+                meta["input_top_logprobs"] = []
+        return meta
+
+    def _scores(self, sample: Sample, start: int) -> list[tuple[float | None, int, str | None]]:
+        return [
+            (None if score is None else score.logprob, token, self._text(token))
+            for token, score in zip(sample.tokens[start:], sample.scores[start:], strict=True)
+        ]
+
+    def _tops(self, sample: Sample, start: int) -> list[list[tuple[float, int, str | None]] | None]:
+        return [
+            None
+            if score is None
+            else [(logprob, id, self._text(id)) for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)]
+            for score in sample.scores[start:]
+        ]
+
+    def _text(self, token: int) -> str | None:
+        return self._tokenizer.token_text(token) if self._shows_text else None
+
+
+def finish_reason(sample: Sample) -> dict[str, object]:
+    if sample.finish_reason == "length":
+        return {"type": "length", "length": sample.text.num_tokens}
+    return {"type": "stop", "matched": sample.text.matched}
+
+
+def extend(written: bytearray, array: bytes) -> None:
+    """Append the members of an encoded array to an open one."""
+    if len(array) > 2:
+        written += array[1:-1] if written.endswith(b"[") and len(written) == 1 else b"," + array[1:-1]

@@ -1,0 +1,410 @@
+"""OpenAI's dialect: chat and text completions, in and out.
+
+In: a body becomes prompts and wishes, or a `Refusal`. Out: `ChatReply` and `CompletionReply` write samples as JSON.
+Chunks of a stream are put together from bytes that are encoded once per request: this runs for every token.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any  # messages and template variables are whatever the template takes
+
+import msgspec
+from msgspec import Struct
+
+from tandem.sampling import TokenScore
+from tandem.server.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
+from tandem.server.errors import invalid
+from tandem.server.stream import Sample
+from tandem.server.tokenizer import Tokenizer
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 1024
+
+encode = msgspec.json.Encoder().encode
+
+
+# in
+
+
+async def read_chat(
+    body: ChatBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
+) -> tuple[list[Prompt], list[Wish]]:
+    """The one prompt of a chat request."""
+    refuse_formats(body, routing)
+    refuse_tool_choice(body)
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "; it answers in text only")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    wish = openai_wish(
+        body,
+        facts,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    text = chat_text(body, tokenizer)
+    prompt = Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=False), text)
+    return [check_prompt(prompt, facts, "messages")], [wish]
+
+
+async def read_completion(
+    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
+) -> tuple[list[Prompt], list[Wish]]:
+    refuse_formats(body, routing)
+    if body.echo and body.logprobs is not None:
+        raise unsupported("echo", " together with logprobs: there are no logprobs of prompt tokens")
+    wish = openai_wish(
+        body,
+        facts,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_name="max_tokens",
+        top_logprobs=body.logprobs,
+    )
+    adds_special = body.add_special_tokens is not False
+    prompts = [
+        check_prompt(prompt, facts, "prompt") for prompt in await read_prompts(body.prompt, tokenizer, adds_special)
+    ]
+    return prompts, [wish] * len(prompts)
+
+
+async def read_prompts(
+    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, adds_special: bool
+) -> list[Prompt]:
+    """A text, texts, ids, or lists of ids."""
+    if value is None or value == []:
+        raise invalid("prompt", "is missing or empty")
+    if isinstance(value, str):
+        items: Sequence[str | int | list[int]] = [value]
+    elif all(isinstance(item, int) for item in value):
+        items = [value]  # type: ignore[list-item]  # just checked: all ints
+    else:
+        items = value
+    if len(items) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts in one request")
+    prompts: list[Prompt] = []
+    for item in items:
+        if isinstance(item, str):
+            prompts.append(Prompt(await tokenizer.encode_anywhere(item, add_special_tokens=adds_special), item))
+        elif isinstance(item, list):
+            prompts.append(Prompt(item))
+        else:
+            raise invalid("prompt", "mixes texts, ids and lists")
+    return prompts
+
+
+def openai_wish(
+    body: OpenAIBody, facts: Facts, *, max_tokens: int | None, max_name: str, top_logprobs: int | None
+) -> Wish:
+    return check_wish(
+        body,
+        facts,
+        Names(max_tokens=max_name),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        seed=body.seed,
+        top_logprobs=top_logprobs,
+        keeps_stop=bool(body.no_stop_trim or body.include_stop_str_in_output),
+    )
+
+
+def refuse_formats(body: OpenAIBody, routing: Routing) -> None:
+    if body.stream_options is not None and not routing.stream:
+        raise invalid("stream_options", "needs stream: true")
+    format = (body.response_format or {}).get("type", "text")
+    if format != "text":
+        raise unsupported("response_format", f" with type {format!r}; only text")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise unsupported("best_of", " unless it equals n")
+
+
+def refuse_tool_choice(body: ChatBody) -> None:
+    """Tools themselves are refused where the body is decoded; here is a choice among none."""
+    if body.tool_choice not in (None, "none", "auto"):
+        raise invalid("tool_choice", "needs tools, which this server does not support")
+    if body.function_call not in (None, "none", "auto"):
+        raise invalid("function_call", "needs functions, which this server does not support")
+
+
+def chat_text(body: ChatBody, tokenizer: Tokenizer) -> str:
+    """The conversation as text. An unfinished last message of the assistant may be continued instead of answered."""
+    if not body.messages:
+        raise invalid("messages", "is missing or empty")
+    messages = [flat_message(message) for message in body.messages]
+    variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    for reserved in ("messages", "add_generation_prompt"):
+        if reserved in variables:
+            raise invalid("chat_template_kwargs", f"must not set {reserved}")
+    if not body.continue_final_message:
+        adds_prompt = body.add_generation_prompt is not False
+        return tokenizer.render_chat(messages, add_generation_prompt=adds_prompt, variables=variables)
+    last = messages[-1]
+    if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise invalid("continue_final_message", "the last message must be the assistant's, with text")
+    before = tokenizer.render_chat(messages[:-1], add_generation_prompt=True, variables=variables)
+    return before + last["content"]
+
+
+def flat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined, other parts refused."""
+    if not isinstance(message.get("role"), str):
+        raise invalid("messages", "every message needs a role")
+    content = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise invalid("messages", "content must be a string or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise unsupported("messages", f" with content of type {kind!r}; only text")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+# out
+
+
+class Shape(Struct, frozen=True):
+    """What every object of one answer says, and what the client wants to see."""
+
+    id: str
+    model: str
+    n: int
+    includes_usage: bool  # in an event of its own at the end
+    counts_on: bool  # usage in every event
+    returns_ids: bool
+
+    @classmethod
+    def of(cls, body: OpenAIBody, *, id: str, model: str, n: int) -> "Shape":
+        options = body.stream_options
+        return cls(
+            id=id,
+            model=model,
+            n=n,
+            includes_usage=options is not None and bool(options.include_usage),
+            counts_on=options is not None and bool(options.continuous_usage_stats),
+            returns_ids=bool(body.return_token_ids),
+        )
+
+
+class Writer:
+    """The parts of an answer that chat and completions share."""
+
+    def __init__(self, shape: Shape, tokenizer: Tokenizer, kind: str) -> None:
+        self.shape = shape
+        self.tokenizer = tokenizer
+        self.head = {"id": shape.id, "object": kind, "created": int(time.time()), "model": shape.model}
+        self._opening = b"data: " + encode(self.head)[:-1] + b',"choices":['
+
+    def event(self, choice: bytes, sample: Sample) -> bytes:
+        """One SSE event with one choice."""
+        if not self.shape.counts_on:
+            return self._opening + choice + b"]}\n\n"
+        return self._opening + choice + b'],"usage":' + encode(usage_of([sample])) + b"}\n\n"
+
+    def close(self, samples: Sequence[Sample]) -> bytes:
+        if not self.shape.includes_usage:
+            return b"data: [DONE]\n\n"
+        return self._opening + b'],"usage":' + encode(usage_of(samples)) + b"}\n\ndata: [DONE]\n\n"
+
+    def ids(self, sample: Sample, start: int) -> bytes:
+        """A member of a choice in a stream."""
+        return b',"token_ids":' + encode(sample.tokens[start:]) if self.shape.returns_ids else b""
+
+    def score(self, id: int, logprob: float | None) -> dict[str, object]:
+        """A token as chat logprobs show it."""
+        return {
+            "token": self.tokenizer.token_text(id),
+            "logprob": logprob,
+            "bytes": list(self.tokenizer.token_bytes(id)),
+        }
+
+
+class ChatReply:
+    def __init__(self, shape: Shape, tokenizer: Tokenizer, *, role: str = "assistant") -> None:
+        self._shape = shape
+        self._chunk = Writer(shape, tokenizer, "chat.completion.chunk")
+        self._whole = Writer(shape, tokenizer, "chat.completion")
+        self._role = role
+        self._openings = [b'{"index":%d,"delta":{"content":' % index for index in range(shape.n)]
+
+    def begin(self, sample: Sample) -> bytes:
+        choice = b'{"index":%d,"delta":{"role":%s,"content":""},"logprobs":null,"finish_reason":null' % (
+            sample.ask.index,
+            encode(self._role),
+        )
+        if self._shape.returns_ids:
+            choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
+        return self._chunk.event(choice + b"}", sample)
+
+    def delta(self, sample: Sample, text: str, start: int) -> bytes:
+        if not text and not sample.scores and not self._shape.returns_ids:
+            return b""
+        choice = self._openings[sample.ask.index] + encode(text)
+        choice += b'},"logprobs":' + self._logprobs(sample, start) + self._chunk.ids(sample, start)
+        return self._chunk.event(choice + b',"finish_reason":null}', sample)
+
+    def end(self, sample: Sample, text: str, start: int) -> bytes:
+        last = self.delta(sample, text, start) if len(sample.tokens) > start or text else b""
+        choice = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s","matched_stop":%s}' % (
+            sample.ask.index,
+            sample.finish_reason.encode(),
+            encode(sample.text.matched),
+        )
+        return last + self._chunk.event(choice, sample)
+
+    def close(self, samples: Sequence[Sample]) -> bytes:
+        return self._chunk.close(samples)
+
+    def whole(self, samples: Sequence[Sample]) -> bytes:
+        choices = [self._choice(sample) for sample in samples]
+        answer: dict[str, object] = {**self._whole.head, "choices": choices, "usage": usage_of(samples)}
+        if self._shape.returns_ids:
+            answer["prompt_token_ids"] = samples[0].ask.prompt.tokens
+        return encode(answer)
+
+    def _choice(self, sample: Sample) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": sample.ask.index,
+            "message": {
+                "role": self._role,
+                "content": "".join(sample.parts),
+                "tool_calls": None,
+                "reasoning_content": None,
+            },
+            "logprobs": {"content": self._entries(sample, 0)} if sample.ask.sampling.logprobs else None,
+            "finish_reason": sample.finish_reason,
+            "matched_stop": sample.text.matched,
+        }
+        if self._shape.returns_ids:
+            choice["token_ids"] = sample.tokens
+        return choice
+
+    def _logprobs(self, sample: Sample, start: int) -> bytes:
+        if not sample.ask.sampling.logprobs:
+            return b"null"
+        return encode({"content": self._entries(sample, start)})
+
+    def _entries(self, sample: Sample, start: int) -> list[dict[str, object]]:
+        pairs = zip(sample.tokens[start:], sample.scores[start:], strict=True)
+        return [self._entry(token, score) for token, score in pairs]
+
+    def _entry(self, token: int, score: TokenScore | None) -> dict[str, object]:
+        entry = self._chunk.score(token, None if score is None else score.logprob)
+        best = [] if score is None else zip(score.top_ids, score.top_logprobs, strict=True)
+        return {**entry, "top_logprobs": [self._chunk.score(id, logprob) for id, logprob in best]}
+
+
+class CompletionReply:
+    """`echo`: the prompt's text goes before the answer's."""
+
+    def __init__(self, shape: Shape, tokenizer: Tokenizer, *, echo: bool) -> None:
+        self._shape = shape
+        self._writer = Writer(shape, tokenizer, "text_completion")
+        self._tokenizer = tokenizer
+        self._echo = echo
+        self._openings = [b'{"index":%d,"text":' % index for index in range(shape.n)]
+        self._offsets: dict[int, int] = {}  # sample index -> characters of its tokens so far
+
+    def begin(self, sample: Sample) -> bytes:
+        if not self._echo and not self._shape.returns_ids:
+            return b""
+        choice = self._openings[sample.ask.index] + encode(self._prompt_text(sample))
+        if self._shape.returns_ids:
+            choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
+        return self._writer.event(choice + b',"logprobs":null,"finish_reason":null}', sample)
+
+    def delta(self, sample: Sample, text: str, start: int) -> bytes:
+        if not text and not sample.scores and not self._shape.returns_ids:
+            return b""
+        return self._writer.event(self._part(sample, text, start) + b',"finish_reason":null}', sample)
+
+    def end(self, sample: Sample, text: str, start: int) -> bytes:
+        choice = self._part(sample, text, start) + b',"finish_reason":"%s","matched_stop":%s}' % (
+            sample.finish_reason.encode(),
+            encode(sample.text.matched),
+        )
+        return self._writer.event(choice, sample)
+
+    def close(self, samples: Sequence[Sample]) -> bytes:
+        return self._writer.close(samples)
+
+    def whole(self, samples: Sequence[Sample]) -> bytes:
+        choices = [self._choice(sample) for sample in samples]
+        return encode({**self._writer.head, "choices": choices, "usage": usage_of(samples)})
+
+    def _part(self, sample: Sample, text: str, start: int) -> bytes:
+        logprobs = encode(self._logprobs(sample, start)) if sample.ask.sampling.logprobs else b"null"
+        return (
+            self._openings[sample.ask.index]
+            + encode(text)
+            + b',"logprobs":'
+            + logprobs
+            + self._writer.ids(sample, start)
+        )
+
+    def _choice(self, sample: Sample) -> dict[str, object]:
+        choice: dict[str, object] = {
+            "index": sample.ask.index,
+            "text": self._prompt_text(sample) + "".join(sample.parts),
+            "logprobs": self._logprobs(sample, 0) if sample.ask.sampling.logprobs else None,
+            "finish_reason": sample.finish_reason,
+            "matched_stop": sample.text.matched,
+        }
+        if self._shape.returns_ids:
+            choice |= {"token_ids": sample.tokens, "prompt_token_ids": sample.ask.prompt.tokens}
+        return choice
+
+    def _prompt_text(self, sample: Sample) -> str:
+        if not self._echo:
+            return ""
+        prompt = sample.ask.prompt
+        return self._tokenizer.decode(prompt.tokens) if prompt.text is None else prompt.text
+
+    def _logprobs(self, sample: Sample, start: int) -> dict[str, object]:
+        offset = self._offsets.get(sample.ask.index, 0)
+        names: list[str] = []
+        offsets: list[int] = []
+        tops: list[dict[str, float] | None] = []
+        scores = sample.scores[start:]
+        for token, score in zip(sample.tokens[start:], scores, strict=True):
+            names.append(self._tokenizer.token_text(token))
+            offsets.append(offset)
+            offset += len(names[-1])
+            tops.append(None if score is None else self._tops(token, score))
+        self._offsets[sample.ask.index] = offset
+        return {
+            "tokens": names,
+            "token_logprobs": [None if score is None else score.logprob for score in scores],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _tops(self, token: int, score: TokenScore) -> dict[str, float]:
+        """The best alternatives by text; the sampled token is always among them, as OpenAI has it."""
+        best = {
+            self._tokenizer.token_text(id): logprob
+            for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)
+        }
+        return best | {self._tokenizer.token_text(token): score.logprob}
+
+
+def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
+    """Prompts count once, however many samples they have."""
+    prompts = {sample.ask.prompt_index: sample for sample in samples}
+    prompt_tokens = sum(len(sample.ask.prompt.tokens) for sample in prompts.values())
+    completion_tokens = sum(sample.text.num_tokens for sample in samples)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(sample.cached_tokens for sample in prompts.values())},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }

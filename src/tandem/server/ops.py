@@ -1,0 +1,283 @@
+"""Endpoints for operators, gateways and probes: health, facts, load, metrics, flush, abort, debug."""
+
+import time
+from dataclasses import asdict
+from typing import Any  # JSON documents
+
+import msgspec
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem import __version__
+from tandem.config import ServerConfig
+from tandem.core.commands import FailRequest
+from tandem.metrics.export import CONTENT_TYPE, Exporter
+from tandem.sampling import SamplingParams
+from tandem.server.ask import Ask, Facts, Prompt, Wish, not_a_model, submission
+from tandem.server.body import decode_body
+from tandem.server.client import NodeClient
+from tandem.server.errors import Refusal, failure_of, invalid
+from tandem.server.facts import ModelFacts
+from tandem.server.gate import error_response, read_body
+from tandem.server.openapi import openapi_document
+from tandem.server.tokenizer import Tokenizer
+
+HEALTH_NS = 20_000_000_000
+SECRETS = ("api_key", "admin_api_key")
+
+
+class AbortBody(Struct):
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
+def json_response(document: Any) -> Response:
+    return Response(msgspec.json.encode(document), media_type="application/json")
+
+
+class Ops:
+    """One instance per application; the methods are its endpoints."""
+
+    def __init__(
+        self,
+        *,
+        config: ServerConfig,
+        client: NodeClient,
+        model: ModelFacts,
+        facts: Facts,
+        tokenizer: Tokenizer,
+        exporter: Exporter,
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._model = model
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._exporter = exporter
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.health, methods=["GET"]),
+            Route("/health_generate", self.health_generate, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{id:path}", self.one_model, methods=["GET"]),
+            Route("/server_info", self.server_info, methods=["GET"]),
+            Route("/get_server_info", self.server_info, methods=["GET"]),
+            Route("/model_info", self.model_info, methods=["GET"]),
+            Route("/get_model_info", self.model_info, methods=["GET"]),
+            Route("/v1/loads", self.loads, methods=["GET"]),
+            Route("/get_load", self.load_list, methods=["GET"]),
+            Route("/flush_cache", self.flush_cache, methods=["GET", "POST"]),
+            Route("/abort_request", self.abort_request, methods=["POST"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/debug/waits", self.waits, methods=["GET"]),
+            Route("/debug/state", self.state, methods=["GET"]),
+        ]
+
+    # probes
+
+    async def health(self, request: Request) -> Response:
+        """200 while new requests are accepted. Costs nothing: the node tells on its own when it is ready or gone."""
+        return Response(status_code=200 if self._client.is_ready else 503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """One token through node and engine. Where a prompt needs a peer to be answered, only the node is asked."""
+        self._client.check_acceptable()
+        if self._facts.role == "prefill" or self._config.strict_remote:
+            await self._client.query("state")
+            return json_response({"checked": "node"})
+        started_ns = time.monotonic_ns()
+        ask = probe(self._tokenizer, request.state.request_id)
+        submit = submission(ask, self._client.next_request_id(), started_ns, self._facts)
+        generation = self._client.start([submit], [ask.names])
+        live = generation.lives[0]
+        try:
+            while live.ended is None:
+                await generation.changed()
+        finally:
+            self._client.abort(live)
+        if isinstance(live.ended, FailRequest):
+            return error_response(failure_of(live.ended), request.state.request_id)
+        return json_response({"checked": "engine", "seconds": (time.monotonic_ns() - started_ns) / 1e9})
+
+    # facts
+
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card()]})
+
+    async def one_model(self, request: Request) -> Response:
+        from_path = request.path_params["id"]
+        check_model(from_path, self._config)
+        return json_response(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._config.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tandem",
+            "root": self._model.model_path,
+            "parent": None,
+            "max_model_len": self._model.context_length,
+        }
+
+    async def server_info(self, request: Request) -> Response:
+        """Settings without keys, and what gateways read at registration."""
+        numbers = await self.numbers()
+        state = dict(numbers)
+        if "gen_throughput" in numbers:
+            state["last_gen_throughput"] = numbers["gen_throughput"]
+        settings = {name: value for name, value in asdict(self._config).items() if name not in SECRETS}
+        return json_response(
+            settings
+            | {
+                "model_path": self._model.model_path,
+                "tokenizer_path": self._model.model_path,
+                "served_model_name": self._config.model_name,
+                "architectures": self._model.architectures,
+                "model_type": self._model.model_type,
+                "context_length": self._model.context_length,
+                "dtype": self._model.dtype,
+                "tp_size": 1,
+                "pp_size": 1,
+                "dp_size": 1,
+                "load_balance_method": "follow_bootstrap_room",
+                "disaggregation_bootstrap_port": self._facts.bootstrap_port,
+                "max_total_num_tokens": self._num_pages() * self._model.page_size,
+                "version": __version__,
+                "status": "ready" if self._client.is_ready else "not_ready",
+                "internal_states": [state],
+            }
+        )
+
+    async def model_info(self, request: Request) -> Response:
+        return json_response(
+            {
+                "model_path": self._model.model_path,
+                "tokenizer_path": self._model.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": None,
+                "weight_version": "default",
+                "architectures": self._model.architectures,
+                "model_type": self._model.model_type,
+                "context_length": self._model.context_length,
+                "vocab_size": self._model.vocab_size,
+                "has_chat_template": "default" in self._tokenizer.templates,
+            }
+        )
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(openapi_document())
+
+    def _num_pages(self) -> int:
+        return self._model.num_pages if self._client.node is None else self._client.node.num_pages
+
+    # load
+
+    async def numbers(self) -> dict[str, float]:
+        """The node's own numbers; none when it cannot be asked, so that a scrape never fails with it."""
+        try:
+            return msgspec.json.decode(await self._client.query("metrics"), type=dict[str, float])
+        except Refusal:
+            return {}
+
+    async def metrics(self, request: Request) -> Response:
+        page = self._exporter.render(await self.numbers())
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    async def loads(self, request: Request) -> Response:
+        if request.query_params.get("dp_rank", "0") != "0":
+            raise invalid("dp_rank", "this replica has 1 data-parallel rank, number 0")
+        if request.query_params.get("format") == "prometheus":
+            return await self.metrics(request)
+        load = await self._load()
+        return json_response(
+            {
+                "timestamp": time.time(),
+                "version": __version__,
+                "dp_rank_count": 1,
+                "loads": [load],
+                "aggregate": {name: value for name, value in load.items() if name != "dp_rank"},
+            }
+        )
+
+    async def load_list(self, request: Request) -> Response:
+        load = await self._load()
+        return json_response(
+            [
+                {
+                    "dp_rank": 0,
+                    "num_reqs": load["num_total_reqs"],
+                    "num_waiting_reqs": load["num_waiting_reqs"],
+                    "num_tokens": load["num_used_tokens"],
+                }
+            ]
+        )
+
+    async def _load(self) -> dict[str, float]:
+        """Raises `Refusal` when the node does not answer: a made-up zero would draw traffic here.
+
+        Counts are integers, since gateways parse them as such.
+        """
+        numbers = msgspec.json.decode(await self._client.query("metrics"), type=dict[str, float])
+        running = int(numbers.get("num_running_reqs", 0))
+        waiting = int(
+            numbers.get("num_prefill_bootstrap_queue_reqs", 0)
+            + max(numbers.get("num_queue_reqs", 0), numbers.get("num_decode_prealloc_queue_reqs", 0))  # they overlap
+            + numbers.get("num_decode_transfer_queue_reqs", 0)
+        )
+        return {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "num_total_reqs": running + waiting,
+            "num_used_tokens": int(numbers.get("num_used_tokens", 0)),
+            "max_total_num_tokens": int(numbers.get("max_total_num_tokens", 0)),
+            "token_usage": numbers.get("token_usage", 0),
+        }
+
+    # orders
+
+    async def flush_cache(self, request: Request) -> Response:
+        await self._client.query("flush")
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    async def abort_request(self, request: Request) -> Response:
+        """Exact rid only; the answer says how many requests were told to end."""
+        body = decode_body(await read_body(request) or b"{}", AbortBody)
+        if body.abort_all:
+            return json_response({"aborted": self._client.abort_all()})
+        if not body.rid:
+            raise invalid("rid", "is missing; to end every request send abort_all: true")
+        return json_response({"aborted": self._client.abort_named(body.rid)})
+
+    async def waits(self, request: Request) -> Response:
+        return Response(await self._client.query("waits"), media_type="application/json")
+
+    async def state(self, request: Request) -> Response:
+        return Response(await self._client.query("state"), media_type="application/json")
+
+
+def check_model(name: str | None, config: ServerConfig) -> None:
+    """Raises `Refusal` for a model that is not served here; no name means the one there is."""
+    served = (config.model_name, config.model)
+    if name and name not in served:
+        raise not_a_model(name, served)
+
+
+def probe(tokenizer: Tokenizer, request_id: str) -> Ask:
+    """A prompt of one token that wants one token."""
+    sampling = SamplingParams(temperature=0.0)
+    prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
+    rid = f"health-{request_id}-{time.monotonic_ns()}"
+    wish = Wish(sampling, None, 1, 1, (), False, True)
+    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), None, None, 0, "", HEALTH_NS)

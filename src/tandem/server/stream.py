@@ -1,0 +1,334 @@
+"""The HTTP answer of a generation: waits for tokens, writes them as they come or all at the end.
+
+`TokenResponse` is the task behind one HTTP request. Heads: a prefill server sends its 200 as soon as the request is
+valid, because a gateway waits for both halves' heads; the others send theirs with the first token, so that every
+failure before it has a proper status. The client's leaving is noticed at once and aborts everything.
+
+What tokens look like as JSON is the endpoint's business: a `Reply` for each dialect.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from tandem.core import commands
+from tandem.core.values import Cause
+from tandem.metrics.fold import SECOND_NS, Fold, RequestRecord
+from tandem.metrics.log import RequestLog
+from tandem.sampling import TokenScore
+from tandem.server.ask import Ask
+from tandem.server.client import Generation, Live, NodeClient
+from tandem.server.errors import Failure, Problem, error_headers, error_json, failure_of
+from tandem.server.text import TextStream
+
+logger = logging.getLogger("tandem.server")
+decode_score = msgspec.msgpack.Decoder(TokenScore).decode
+PATH_ORDER = ("unified", "remote", "local", "fallback")  # of several samples the head names the last of these
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One sample while it is being answered."""
+
+    ask: Ask
+    live: Live
+    text: TextStream
+    page_bytes: int
+    arrival_ns: int
+    submitted_ns: int
+    tokens: list[int] = field(default_factory=list)
+    scores: list[TokenScore | None] = field(default_factory=list)  # as long as `tokens` if logprobs were asked for
+    parts: list[str] = field(default_factory=list)  # text so far
+    first_ns: int | None = None
+    last_ns: int = 0
+    ended_ns: int = 0
+    has_begun: bool = False  # the stream has its opening
+
+    def absorb(self, now_ns: int, fold: Fold) -> str:
+        """Take over what has come; the text that may be shown for it."""
+        live = self.live
+        new = live.tokens
+        if not new or isinstance(self.text.matched, str):
+            return ""
+        live.tokens = []
+        before = self.text.num_tokens
+        text = self.text.feed(new)
+        count = self.text.num_tokens - before
+        self.tokens += new if count == len(new) else new[:count]
+        if self.ask.sampling.logprobs:
+            extras, live.extras = live.extras, []
+            self.scores += [decode_score(extra) if extra else None for extra in extras[:count]]
+            self.scores += [None] * (len(self.tokens) - len(self.scores))
+        if self.first_ns is None:
+            self.first_ns = now_ns
+            count -= 1
+        if count > 0:
+            fold.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
+        self.last_ns = now_ns
+        self.parts.append(text)
+        return text
+
+    def finish(self) -> str:
+        """The node has ended it well; the last of the text."""
+        self.ended_ns = time.monotonic_ns()
+        text = self.text.finish(is_stopped=self.finish_reason == "stop")
+        self.parts.append(text)
+        return text
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it ended without its tokens. After a stop string the text is complete, whatever happens then."""
+        ended = self.live.ended
+        if not isinstance(ended, commands.FailRequest) or isinstance(self.text.matched, str):
+            return None
+        return failure_of(ended)
+
+    @property
+    def finish_reason(self) -> str:
+        ended = self.live.ended
+        if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
+            return "stop"
+        return ended.reason.value
+
+    @property
+    def path(self) -> str | None:
+        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
+        return None if news is None else news.path.value
+
+    @property
+    def cached_tokens(self) -> int:
+        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
+        return 0 if news is None else news.cached_tokens
+
+    @property
+    def ledger(self) -> tuple[tuple[str, int], ...]:
+        """Stages from the request's head to its first token at the socket, in nanoseconds; empty before that."""
+        news = self.live.started or self.live.ended
+        if self.first_ns is None or not isinstance(news, commands.StartRequest | commands.FinishRequest):
+            return ()
+        node = news.ledger.stages
+        receive_ns = self.submitted_ns - self.arrival_ns
+        send_ns = self.first_ns - self.submitted_ns - sum(duration for _, duration in node)
+        return (("edge_receive", receive_ns), *node, ("edge_send", send_ns))
+
+    def record(self, *, endpoint: str, request_id: str) -> RequestRecord:
+        """What is said of it when it is over, or when its client has left."""
+        ended = self.live.ended
+        failure = self.failure
+        if ended is None:
+            has_left = self.live.generation.is_abandoned
+            failure = Failure(Cause.ABORTED, "the client left" if has_left else "another sample failed", None, "client")
+        finish = ended if isinstance(ended, commands.FinishRequest) else None
+        return RequestRecord(
+            rid=self.ask.rid,
+            request_id=request_id,
+            endpoint=endpoint,
+            outcome=self.finish_reason if failure is None else failure.code.value,
+            is_failed=failure is not None,
+            prompt_tokens=len(self.ask.prompt.tokens),
+            completion_tokens=self.text.num_tokens,
+            e2e_ns=(self.ended_ns or time.monotonic_ns()) - self.arrival_ns,
+            ttft_ns=None if self.first_ns is None else self.first_ns - self.arrival_ns,
+            path=self.path,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=0 if finish is None else finish.computed_tokens,
+            kv_pages=0 if finish is None else finish.kv_pages,
+            retries=0 if finish is None else finish.retries,
+            room=self.ask.room,
+            stage=None if failure is None else failure.stage,
+            detail="" if failure is None else failure.message,
+            ledger=self.ledger,
+        )
+
+
+class Reply(Protocol):
+    """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing."""
+
+    def begin(self, sample: Sample) -> bytes:
+        """Before the first text of a sample."""
+        ...
+
+    def delta(self, sample: Sample, text: str, start: int) -> bytes:
+        """New text and the tokens `sample.tokens[start:]`."""
+        ...
+
+    def end(self, sample: Sample, text: str, start: int) -> bytes:
+        """The last text, and how the sample ended."""
+        ...
+
+    def close(self, samples: Sequence[Sample]) -> bytes:
+        """After the last sample has ended."""
+        ...
+
+    def whole(self, samples: Sequence[Sample]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+class TokenResponse:
+    """An ASGI application that answers one generation request."""
+
+    def __init__(
+        self,
+        *,
+        client: NodeClient,
+        generation: Generation,
+        samples: Sequence[Sample],
+        reply: Reply,
+        is_streamed: bool,
+        sends_head_first: bool,
+        endpoint: str,
+        request_id: str,
+        fold: Fold,
+        log: RequestLog,
+    ) -> None:
+        self._client = client
+        self._generation = generation
+        self._samples = samples
+        self._by_live = {id(sample.live): sample for sample in samples}
+        self._reply = reply
+        self._is_streamed = is_streamed
+        self._sends_head_first = sends_head_first
+        self._endpoint = endpoint
+        self._request_id = request_id
+        self._fold = fold
+        self._log = log
+        self._is_head_sent = False
+        self._num_open = len(samples)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch_client(receive))
+        try:
+            if self._sends_head_first:
+                await self._send_head(send, "local")
+            if self._is_streamed:
+                await self._stream(send)
+            else:
+                await self._answer(send)
+        except Exception:  # the outermost frame of this task: the client gets an answer, the server goes on
+            logger.exception("request %s", self._request_id)
+            await self._fail(send, Failure(Problem.INTERNAL, "the server made a mistake"))
+        finally:
+            watch.cancel()
+            self._settle()
+
+    async def _watch_client(self, receive: Receive) -> None:
+        """Abort everything as soon as the client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.abandon()
+        self._abort()
+
+    def _abort(self) -> None:
+        for sample in self._samples:
+            self._client.abort(sample.live)
+
+    async def _stream(self, send: Send) -> None:
+        while self._num_open:
+            changed = await self._generation.changed()
+            if self._generation.is_abandoned:
+                return
+            events, failure = self._advance(changed)
+            if not self._is_head_sent and failure is None and self._is_started():
+                await self._send_head(send, self._path())
+            if events and failure is None:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            if failure is not None:
+                await self._fail(send, failure, events)
+                return
+        end = self._reply.close(self._samples)
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    def _advance(self, changed: Sequence[Live]) -> tuple[bytes, Failure | None]:
+        """Take all news: the events to write for it, and the first failure."""
+        events: list[bytes] = []
+        now_ns = time.monotonic_ns()
+        for live in changed:
+            sample = self._by_live[id(live)]
+            start = len(sample.tokens)
+            text = sample.absorb(now_ns, self._fold)
+            if isinstance(sample.text.matched, str):
+                self._client.stop(live)
+            if (failure := sample.failure) is not None:
+                return b"".join(events), failure
+            if not sample.has_begun and (sample.tokens or live.ended is not None):
+                sample.has_begun = True
+                events.append(self._reply.begin(sample))
+            if live.ended is None:
+                if len(sample.tokens) > start:
+                    events.append(self._reply.delta(sample, text, start))
+            elif not sample.ended_ns:
+                self._num_open -= 1
+                text += sample.finish()
+                events.append(self._reply.end(sample, text, start))
+        return b"".join(events), None
+
+    async def _answer(self, send: Send) -> None:
+        while self._num_open:
+            changed = await self._generation.changed()
+            if self._generation.is_abandoned:
+                return
+            now_ns = time.monotonic_ns()
+            for live in changed:
+                sample = self._by_live[id(live)]
+                sample.absorb(now_ns, self._fold)
+                if isinstance(sample.text.matched, str):
+                    self._client.stop(live)
+                if (failure := sample.failure) is not None:
+                    await self._fail(send, failure)
+                    return
+                if live.ended is not None and not sample.ended_ns:
+                    self._num_open -= 1
+                    sample.finish()
+        body = self._reply.whole(self._samples)
+        if not self._is_head_sent:
+            await self._send_head(send, self._path(), length=len(body))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _is_started(self) -> bool:
+        return any(sample.has_begun for sample in self._samples)
+
+    def _path(self) -> str | None:
+        """Where the prompt's KV came from; of several samples, the one that says most about trouble."""
+        paths = [path for sample in self._samples if (path := sample.path) is not None]
+        return max(paths, key=PATH_ORDER.index, default=None)
+
+    async def _send_head(self, send: Send, path: str | None, *, length: int | None = None) -> None:
+        headers = [(b"x-request-id", self._request_id.encode())]
+        if path is not None:
+            headers.append((b"x-tandem-path", path.encode()))
+        if length is not None:
+            headers.append((b"content-length", b"%d" % length))
+        if self._is_streamed:
+            headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        else:
+            headers.append((b"content-type", b"application/json"))
+        self._is_head_sent = True
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _fail(self, send: Send, failure: Failure, events: bytes = b"") -> None:
+        """Tell the client, in the way that is still open, and end what else runs for it."""
+        self._abort()
+        body = error_json(failure, self._request_id)
+        if not self._is_head_sent:
+            headers = [(name.encode(), value.encode()) for name, value in error_headers(failure).items()]
+            headers += [(b"x-request-id", self._request_id.encode()), (b"content-length", b"%d" % len(body))]
+            self._is_head_sent = True
+            await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+        elif self._is_streamed:
+            body = events + b"data: " + body + b"\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _settle(self) -> None:
+        """Leave nothing running, and count every sample once."""
+        self._abort()
+        for sample in self._samples:
+            record = sample.record(endpoint=self._endpoint, request_id=self._request_id)
+            self._fold.add(record)
+            self._log.write(record)

@@ -1,0 +1,208 @@
+"""Text to token ids and back, and conversations to text, from the files of a Hugging Face model directory.
+
+`tokenizer.json` is run by the `tokenizers` library; the chat template by a sandboxed jinja2, with the globals that
+published templates rely on. transformers is not needed.
+"""
+
+import asyncio
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn  # templates and JSON files hold values of any type
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.server.errors import Problem, Refusal
+
+LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
+SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one model, loaded once; every method but the constructor may be called from any thread."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `ValueError` with a remedy when the directory holds no usable tokenizer."""
+        path = directory / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path} does not exist: save the model with its fast tokenizer (tokenizer.json)")
+        definition = json.loads(path.read_text(encoding="utf-8"))
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._config = read_json(directory / "tokenizer_config.json")
+        self.special_tokens = special_tokens(self._config)
+        self.templates = read_templates(directory, self._config)
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(
+            id for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        decoder = definition.get("decoder") or {}
+        self.is_byte_level = decoder.get("type") == "ByteLevel"
+        self._drop_bos = None
+        if self._config.get("add_bos_token") is False and "bos_token" in self.special_tokens:
+            self._drop_bos = self._tokenizer.token_to_id(self.special_tokens["bos_token"])
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return self._ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_anywhere(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`encode`, but a long text does not hold up the event loop: `encode_batch` lets go of the interpreter lock."""
+        if len(text) < LONG_TEXT_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
+        return self._ids(encodings[0])
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, id: int) -> str:
+        """One token alone, as logprobs show it; incomplete characters appear as U+FFFD."""
+        return self._token_text(id)
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes of one token; exact for byte-level tokenizers, else those of `token_text`."""
+        if self.is_byte_level and id < len(self.byte_table):
+            return self.byte_table[id]
+        return self._token_text(id).encode()
+
+    def token_name(self, id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+        return self._tokenizer.id_to_token(id)
+
+    @cached_property
+    def byte_table(self) -> list[bytes]:
+        """Bytes of every token id of a byte-level vocabulary, as its decoder maps them; absent ids have none."""
+        assert self.is_byte_level
+        to_byte = byte_alphabet()
+        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        table = [b""] * (highest + 1)
+        for token, id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            try:
+                table[id] = bytes([to_byte[char] for char in token])
+            except KeyError:  # an added token, written as it is
+                table[id] = token.encode()
+        return table
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
+    ) -> str:
+        """The conversation as the model expects to read it. Raises `Refusal` when the template will not have it."""
+        template = self._template
+        if template is None:
+            raise Refusal(Problem.NO_CHAT_TEMPLATE, "this model has no chat template", param="messages")
+        try:
+            return template.render(
+                **{
+                    "tools": None,
+                    "documents": None,
+                    **self.special_tokens,
+                    **variables,
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+            raise Refusal(
+                Problem.INVALID_VALUE, f"messages: the chat template refuses them: {error}", param="messages"
+            ) from None
+
+    def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
+        ids = encoding.ids
+        if self._drop_bos is not None and ids and ids[0] == self._drop_bos and encoding.special_tokens_mask[0]:
+            return ids[1:]
+        return ids
+
+    @cached_property
+    def _token_text(self) -> Callable[[int], str]:
+        return lru_cache(1 << 16)(lambda id: self.decode([id], skip_special_tokens=False))
+
+    @cached_property
+    def _template(self) -> jinja2.Template | None:
+        source = self.templates.get("default")
+        return None if source is None else environment().from_string(source)
+
+
+# the files
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token` and so on, as templates name them; a file may hold the text or an object around it."""
+    found: dict[str, str] = {}
+    for key in SPECIAL_TOKEN_KEYS:
+        value = config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[key] = value
+    return found
+
+
+def read_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. A file of its own wins over `tokenizer_config.json`, as in transformers."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    template = read_json(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {}
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for the 256 bytes: printable bytes stand for themselves, the others for U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+# the templates
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's tokens for training; here it is just its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(1)
+def environment() -> jinja2.Environment:
+    """As transformers compiles chat templates."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    return made
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: jinja2's own filter escapes HTML characters."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)

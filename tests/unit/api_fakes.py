@@ -1,0 +1,206 @@
+"""A node for tests of the API: answers by a script, on the event loop that called it."""
+
+import asyncio
+import struct
+import tempfile
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from tandem.config import ServerConfig
+from tandem.core import commands, events
+from tandem.core.commands import FinishReason, Ledger
+from tandem.core.commands import Path as KvPath
+from tandem.core.request import Request
+from tandem.core.values import Cause, Incarnation
+from tandem.metrics.log import RequestLog
+from tandem.sampling import Payload, TokenScore
+from tandem.server import wire
+from tandem.server.app import build_app
+from tandem.server.client import NodeClient
+from tandem.server.facts import ModelFacts
+from tandem.server.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+END = 1  # id of </s>
+REPLICA = wire.ReplicaInfo(Incarnation("one", 7), "unified", "layout", {}, "127.0.0.1", 1, ())
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    """Byte level without merges: one token per byte, ids from 2 on; `<s>` is 0 and `</s>` is 1."""
+    return load_tokenizer(TEMPLATE)
+
+
+def load_tokenizer(template: str | None) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={char: id for id, char in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<s>", "</s>"])
+    directory = Path(tempfile.mkdtemp())
+    raw.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "</s>"} | ({} if template is None else {"chat_template": template})
+    (directory / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
+    return Tokenizer(directory)
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer().encode(text)
+
+
+@dataclass
+class Script:
+    """What the node does with one request. `tokens` run out: then it ends with `reason`, unless `failure` is set."""
+
+    tokens: Sequence[int] = ()
+    reason: FinishReason = FinishReason.STOP
+    failure: Cause | None = None
+    path: KvPath = KvPath.UNIFIED
+    is_silent: bool = False  # never ends by itself
+
+
+def says(text: str, **kwargs: object) -> Callable[[Request, Payload], Script]:
+    script = Script([*ids(text), END], **kwargs)  # type: ignore[arg-type]
+    return lambda request, payload: script
+
+
+@dataclass
+class FakeNode:
+    script: Callable[[Request, Payload], Script]
+    client: NodeClient | None = None
+    submits: list[wire.Submit] = field(default_factory=list)
+    sent: list[wire.ApiToNode] = field(default_factory=list)  # all but submits and queries
+    answers: dict[str, object] = field(default_factory=dict)  # by query
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+    def send(self, message: wire.ApiToNode) -> None:
+        match message:
+            case wire.Submit():
+                self.submits.append(message)
+                task = asyncio.get_running_loop().create_task(self.run(message))
+                self.running[message.request.id] = task
+            case wire.Query():
+                if message.what in self.answers:
+                    body = msgspec.json.encode(self.answers[message.what])
+                    asyncio.get_running_loop().call_soon(self.tell, wire.Answer(message.id, body))
+            case events.AbortRequested():
+                self.sent.append(message)
+                self.end(message.request, commands.FailRequest(message.request, message.cause, "decode"))
+            case events.StopMatched():
+                self.sent.append(message)
+                self.end(message.request, self.finish(message.request, Script()))
+            case _:
+                self.sent.append(message)
+
+    def tell(self, message: wire.NodeToApi) -> None:
+        assert self.client is not None
+        self.client.receive(message)
+
+    def end(self, request: int, terminal: commands.FinishRequest | commands.FailRequest) -> None:
+        task = self.running.pop(request, None)
+        if task is not None:
+            task.cancel()
+            asyncio.get_running_loop().call_soon(self.tell, terminal)
+
+    async def run(self, submit: wire.Submit) -> None:
+        request = submit.request
+        script = self.script(request, submit.payload)
+        wants_scores = submit.payload.sampling.logprobs
+        await asyncio.sleep(0)
+        tokens = list(script.tokens)[: request.max_new_tokens]
+        for index, token in enumerate(tokens):
+            if index == 0:
+                ledger = Ledger((("queue", 1000), ("forward", 2000)))
+                self.tell(commands.StartRequest(request.id, script.path, 3, ledger))
+            extras = ((request.id, score(token, submit.payload)),) if wants_scores else ()
+            self.tell(commands.EmitTokens((request.id,), struct.pack("<i", token), extras))
+            await asyncio.sleep(0)
+        if script.failure is not None:
+            self.tell(commands.FailRequest(request.id, script.failure, "transfer", "as scripted"))
+        elif script.is_silent:
+            return
+        else:
+            self.tell(self.finish(request.id, script, is_cut=len(tokens) < len(script.tokens)))
+        self.running.pop(request.id, None)
+
+    def finish(self, request: int, script: Script, *, is_cut: bool = False) -> commands.FinishRequest:
+        reason = FinishReason.LENGTH if is_cut else script.reason
+        ledger = Ledger((("queue", 1000), ("forward", 2000)))
+        return commands.FinishRequest(request, reason, script.path, 3, 5, 2, ledger)  # type: ignore[arg-type]
+
+
+def score(token: int, payload: Payload) -> bytes:
+    best = tuple(range(token, token + payload.sampling.top_logprobs))
+    return msgspec.msgpack.encode(TokenScore(-0.5, best, tuple(-0.5 - i for i in range(len(best)))))
+
+
+@dataclass
+class World:
+    """An application on top of a fake node."""
+
+    node: FakeNode
+    client: NodeClient
+    app: Starlette
+    log: StringIO
+
+    def http(self, **kwargs: object) -> TestClient:
+        return TestClient(self.app, client=("127.0.0.1", 4711), **kwargs)  # type: ignore[arg-type]
+
+
+def world(
+    script: Callable[[Request, Payload], Script] | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    is_ready: bool = True,
+    context_length: int = 4096,
+    answers: dict[str, object] | None = None,
+    **settings: object,
+) -> World:
+    config = ServerConfig(model="toy", log_format="json", **settings)  # type: ignore[arg-type]
+    node = FakeNode(script or says("ok"), answers={"metrics": {}} if answers is None else answers)
+    client = NodeClient(node, stall_timeout=config.stall_timeout)
+    node.client = client
+    if is_ready:
+        client.receive(wire.NodeReady(REPLICA, num_pages=100, page_bytes=64))
+    model = ModelFacts(
+        model_path="/models/toy",
+        architectures=["ToyForCausalLM"],
+        model_type="toy",
+        context_length=context_length,
+        page_size=config.page_size,
+        vocab_size=258,
+        eos_token_ids=frozenset({END}),
+        dtype="float32",
+    )
+    log = StringIO()
+    app = build_app(config, client, model, tokenizer or default_tokenizer(), log=RequestLog("json", log))
+    return World(node, client, app, log)
+
+
+def default_tokenizer() -> Tokenizer:
+    return tokenizer()
+
+
+def prompt_of(submit: wire.Submit) -> list[int]:
+    return list(array("i", submit.payload.tokens))
+
+
+def sse(text: str) -> list[dict]:
+    """The JSON events of a stream; `[DONE]` must be last and is left out."""
+    events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    if events and events[-1] == "[DONE]":
+        events.pop()
+    return [msgspec.json.decode(event) for event in events]

@@ -1,0 +1,242 @@
+"""OpenAI's endpoints over a fake node: what comes back, streamed and whole."""
+
+import pytest
+from api_fakes import END, Script, ids, prompt_of, says, sse, world
+
+from tandem.core import events
+from tandem.core.commands import FinishReason, Path
+from tandem.core.values import Cause
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat_text(events: list[dict], index: int = 0) -> str:
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content", "") for choice in choices)
+
+
+def test_a_chat_answer_holds_text_reason_and_usage() -> None:
+    with (w := world(says("Grüße 😀"))).http() as http:
+        answer = http.post("/v1/chat/completions", json=CHAT).json()
+    (choice,) = answer["choices"]
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": "Grüße 😀",
+        "tool_calls": None,
+        "reasoning_content": None,
+    }
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", END)
+    prompt_tokens, output_tokens = len(prompt_of(w.node.submits[0])), len(ids("Grüße 😀")) + 1
+    assert answer["usage"]["prompt_tokens"] == prompt_tokens
+    assert answer["usage"]["completion_tokens"] == output_tokens
+    assert answer["usage"]["total_tokens"] == prompt_tokens + output_tokens
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    assert (answer["object"], answer["model"]) == ("chat.completion", "toy")
+
+
+def test_a_chat_prompt_is_the_rendered_template() -> None:
+    with (w := world()).http() as http:
+        http.post("/v1/chat/completions", json=CHAT)
+    assert prompt_of(w.node.submits[0]) == ids("<s>user:hi</s><s>assistant:")
+
+
+def test_parts_of_text_are_joined_and_a_last_message_can_be_continued() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "Once"},
+    ]
+    with (w := world()).http() as http:
+        body = {"messages": messages, "continue_final_message": True}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert prompt_of(w.node.submits[0]) == ids("<s>user:a\nb</s><s>assistant:Once")
+
+
+def test_a_chat_stream_has_role_text_reason_usage_and_done() -> None:
+    body = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    with world(says("Grüße 😀")).http() as http:
+        response = http.post("/v1/chat/completions", json=body)
+    assert response.text.endswith("data: [DONE]\n\n")
+    events = sse(response.text)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chat_text(events) == "Grüße 😀"
+    assert events[-2]["choices"][0]["finish_reason"] == "stop"
+    assert (events[-1]["choices"], events[-1]["usage"]["completion_tokens"]) == ([], len(ids("Grüße 😀")) + 1)
+    assert all("usage" not in event for event in events[:-1])
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_usage_comes_with_every_event_when_asked() -> None:
+    body = {"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with world(says("abc")).http() as http:
+        events = sse(http.post("/v1/completions", json=body).text)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+def test_a_stream_without_the_option_has_no_usage() -> None:
+    with world().http() as http:
+        assert "usage" not in http.post("/v1/completions", json={"prompt": "x", "stream": True}).text
+
+
+def test_a_completion_counts_its_length_and_says_so() -> None:
+    with world(says("abcdef")).http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).json()
+    assert answer["choices"][0] == {
+        "index": 0,
+        "text": "abc",
+        "logprobs": None,
+        "finish_reason": "length",
+        "matched_stop": None,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_before_the_answer(stream: bool) -> None:
+    with world(says("ok")).http() as http:
+        response = http.post("/v1/completions", json={"prompt": "ask: ", "echo": True, "stream": stream})
+    events = sse(response.text) if stream else [response.json()]
+    assert "".join(event["choices"][0]["text"] for event in events) == "ask: ok"
+
+
+def test_prompts_may_be_text_texts_ids_or_lists_of_ids() -> None:
+    prompts = ["ab", ["ab"], ids("ab"), [ids("ab")], ["ab", "c"], [ids("ab"), ids("c")]]
+    with (w := world()).http() as http:
+        for prompt in prompts:
+            assert http.post("/v1/completions", json={"prompt": prompt}).status_code == 200
+    sent = [prompt_of(submit) for submit in w.node.submits]
+    assert sent == [ids("ab")] * 4 + [ids("ab"), ids("c")] * 2
+
+
+def test_samples_of_prompts_are_numbered_in_order() -> None:
+    def script(request, payload) -> Script:
+        return Script([*ids(str(request.id)), END])
+
+    with world(script).http() as http:
+        answer = http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 2}).json()
+    assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == [
+        (0, "1"),
+        (1, "2"),
+        (2, "3"),
+        (3, "4"),
+    ]
+    assert answer["usage"]["prompt_tokens"] == 2
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_a_stream_of_several_samples_keeps_them_apart() -> None:
+    def script(request, payload) -> Script:
+        return Script([*ids("sample" * int(request.id)), END])
+
+    with world(script).http() as http:
+        events = sse(http.post("/v1/chat/completions", json={**CHAT, "n": 3, "stream": True}).text)
+    assert [chat_text(events, index) for index in range(3)] == ["sample", "sample" * 2, "sample" * 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_ends_before_the_stop_string_even_across_tokens(stream: bool) -> None:
+    body = {**CHAT, "stop": ["STOP", "never"], "stream": stream}
+    with (w := world(says("keep STO this STOP and not this", is_silent=True))).http() as http:
+        response = http.post("/v1/chat/completions", json=body)
+    if stream:
+        parts = sse(response.text)
+        text, choice = chat_text(parts), parts[-1]["choices"][0]
+    else:
+        choice = response.json()["choices"][0]
+        text = choice["message"]["content"]
+    assert text == "keep STO this "
+    assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", "STOP")
+    assert w.node.sent == [events.StopMatched(w.node.submits[0].request.id)]
+
+
+def test_a_stop_string_is_kept_when_asked() -> None:
+    body = {"prompt": "x", "stop": "END", "no_stop_trim": True}
+    with world(says("the END of it")).http() as http:
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "the END"
+
+
+def test_no_stop_string_counts_before_min_tokens() -> None:
+    body = {"prompt": "x", "stop": "a", "min_tokens": 3}
+    with world(says("aaaaa")).http() as http:
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "aa"
+
+
+def test_a_stop_string_that_comes_as_the_node_fails_still_completes_the_answer() -> None:
+    def script(request, payload) -> Script:
+        return Script(ids("yes."), failure=Cause.PEER_LOST)
+
+    with world(script).http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "x", "stop": "."}).json()
+    assert answer["choices"][0]["text"] == "yes"
+
+
+def test_the_end_token_shows_only_when_special_tokens_are_kept() -> None:
+    def script(request, payload) -> Script:
+        return Script([*ids("a"), 0, *ids("b"), END])
+
+    shown = []
+    with world(script).http() as http:
+        for extra in ({}, {"skip_special_tokens": False}, {"skip_special_tokens": False, "no_stop_trim": True}):
+            shown.append(http.post("/v1/completions", json={"prompt": "x"} | extra).json()["choices"][0]["text"])
+    assert shown == ["ab", "a<s>b", "a<s>b</s>"]
+
+
+def test_ignored_end_tokens_do_not_end_the_text() -> None:
+    def script(request, payload) -> Script:
+        return Script([*ids("a"), END, *ids("b")], reason=FinishReason.LENGTH)
+
+    body = {"prompt": "x", "ignore_eos": True, "skip_special_tokens": False}
+    with world(script).http() as http:
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "a</s>b"
+
+
+def test_chat_logprobs_have_one_entry_per_token_whether_streamed_or_not() -> None:
+    body = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    with world(says("hé")).http() as http:
+        whole = http.post("/v1/chat/completions", json=body).json()["choices"][0]["logprobs"]["content"]
+        events = sse(http.post("/v1/chat/completions", json=body | {"stream": True}).text)
+    parts = [choice["logprobs"] for event in events for choice in event["choices"] if choice["logprobs"]]
+    assert [entry for part in parts for entry in part["content"]] == whole
+    assert [bytes(entry["bytes"]) for entry in whole] == [b"h", b"\xc3", b"\xa9", b"</s>"]
+    assert (whole[0]["token"], whole[0]["logprob"]) == ("h", -0.5)
+    assert [top["logprob"] for top in whole[0]["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_completion_logprobs_have_the_old_shape() -> None:
+    with world(says("ab")).http() as http:
+        body = {"prompt": "x", "logprobs": 2, "max_tokens": 2}
+        logprobs = http.post("/v1/completions", json=body).json()["choices"][0]["logprobs"]
+        events = sse(http.post("/v1/completions", json=body | {"stream": True}).text)
+    assert logprobs == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}],
+        "text_offset": [0, 1],
+    }
+    offsets = [event["choices"][0]["logprobs"] for event in events]
+    assert [offset for part in offsets for offset in part["text_offset"]] == [0, 1]
+
+
+def test_token_ids_come_when_asked() -> None:
+    body = {"prompt": "x", "return_token_ids": True}
+    with world(says("ab")).http() as http:
+        whole = http.post("/v1/completions", json=body).json()["choices"][0]
+        events = sse(http.post("/v1/completions", json=body | {"stream": True}).text)
+    assert (whole["token_ids"], whole["prompt_token_ids"]) == ([*ids("ab"), END], ids("x"))
+    assert [id for event in events for id in event["choices"][0].get("token_ids", [])] == whole["token_ids"]
+    assert events[0]["choices"][0]["prompt_token_ids"] == ids("x")
+
+
+def test_the_path_is_in_the_head_of_streams_and_answers() -> None:
+    with world(says("a", path=Path.REMOTE)).http() as http:
+        for stream in (False, True):
+            response = http.post("/v1/completions", json={"prompt": "x", "stream": stream})
+            assert response.headers["x-tandem-path"] == "remote"
+
+
+def test_the_request_id_of_the_client_comes_back() -> None:
+    with world().http() as http:
+        for path in ("/v1/completions", "/nowhere"):
+            response = http.post(path, json={"prompt": "x"}, headers={"x-request-id": "mine-1"})
+            assert response.headers["x-request-id"] == "mine-1"
+        assert http.get("/health").headers["x-request-id"]

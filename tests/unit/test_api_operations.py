@@ -1,0 +1,198 @@
+"""Endpoints for operators and gateways, the keys, and what the pages are generated from."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from api_fakes import END, Script, ids, says, world
+from starlette.testclient import TestClient
+
+from tandem.core.values import Cause
+from tandem.server.errors import RULES, Problem, errors_page
+from tandem.server.openapi import openapi_document
+
+NUMBERS = {
+    "num_running_reqs": 2,
+    "num_queue_reqs": 3,
+    "num_used_tokens": 160,
+    "max_total_num_tokens": 1600,
+    "token_usage": 0.1,
+    "gen_throughput": 50.5,
+    "num_prefill_retries_total{reason=forced}": 4,
+    "num_prefill_retries_total{reason=not_ready}": 1,
+}
+
+
+def test_health_follows_readiness_and_draining() -> None:
+    w = world()
+    with w.http() as http:
+        assert [http.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert http.get("/health").content == b""
+        w.client.drain()
+        assert [http.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+
+
+def test_health_generate_generates_a_token() -> None:
+    w = world()
+    with w.http() as http:
+        answer = http.get("/health_generate")
+    assert (answer.status_code, answer.json()["checked"]) == (200, "engine")
+    assert w.node.submits[0].request.max_new_tokens == 1
+    assert w.log.getvalue() == ""
+
+
+def test_health_generate_says_why_it_failed() -> None:
+    with world(lambda request, payload: Script(failure=Cause.WORKER_LOST)).http() as http:
+        answer = http.get("/health_generate")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_lost")
+
+
+def test_health_generate_asks_the_node_where_a_prompt_would_need_a_peer() -> None:
+    w = world(disaggregation_mode="prefill", answers={"state": {}})
+    with w.http() as http:
+        assert http.get("/health_generate").json() == {"checked": "node"}
+    assert w.node.submits == []
+
+
+def test_server_info_has_what_gateways_read_and_no_keys() -> None:
+    with world(api_key="s3cret", admin_api_key="t0p", answers={"metrics": NUMBERS}).http() as http:
+        for path in ("/server_info", "/get_server_info"):
+            response = http.get(path, headers={"authorization": "Bearer s3cret"})
+            info = response.json()
+            assert "s3cret" not in response.text
+            assert "t0p" not in response.text
+            assert (info["disaggregation_mode"], info["dp_size"], info["tp_size"]) == ("null", 1, 1)
+            assert (info["served_model_name"], info["tokenizer_path"]) == ("toy", "/models/toy")
+            assert info["max_total_num_tokens"] == 1600
+            assert info["internal_states"][0]["last_gen_throughput"] == 50.5
+
+
+def test_model_info_and_models_describe_the_model() -> None:
+    with world(served_model_name="small").http() as http:
+        assert http.get("/model_info").json() == http.get("/get_model_info").json()
+        assert http.get("/model_info").json()["is_generation"] is True
+        (card,) = http.get("/v1/models").json()["data"]
+        assert (card["id"], card["root"], card["max_model_len"]) == ("small", "/models/toy", 4096)
+        assert http.get("/v1/models/small").json() == card
+        assert http.get("/v1/models/other").status_code == 404
+
+
+def test_loads_come_from_the_node() -> None:
+    with world(answers={"metrics": NUMBERS}).http() as http:
+        (load,) = http.get("/v1/loads?include=core,queues").json()["loads"]
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (2, 3, 5)
+        assert http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 160}]
+        assert http.get("/get_load").text.count(".") == 0  # gateways parse integers
+        assert http.get("/v1/loads?dp_rank=1").status_code == 400
+        assert "sglang:num_running_reqs" in http.get("/v1/loads?format=prometheus").text
+
+
+def test_flush_and_debug_ask_the_node() -> None:
+    with world(answers={"flush": {}, "waits": [{"reason": "PEER"}], "state": {"pages": 1}}).http() as http:
+        assert http.get("/flush_cache").status_code == http.post("/flush_cache").status_code == 200
+        assert http.get("/debug/waits").json() == [{"reason": "PEER"}]
+        assert http.get("/debug/state").json() == {"pages": 1}
+
+
+def test_debug_is_for_the_own_machine_only() -> None:
+    with TestClient(world(answers={"state": {}}).app, client=("10.1.2.3", 9)) as http:
+        assert http.get("/debug/state").status_code == 403
+        assert http.get("/version").status_code == 200
+
+
+# keys
+
+OPEN = ["/health", "/health_generate", "/ready", "/metrics"]
+GUARDED = ["/v1/models", "/server_info", "/version", "/get_load"]
+ADMIN = ["/flush_cache", "/debug/state"]
+ANSWERS = {"metrics": {}, "flush": {}, "state": {}}
+
+
+def statuses(paths: list[str], key: str | None, **settings: object) -> set[int]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    with world(answers=ANSWERS, **settings).http() as http:
+        return {http.get(path, headers=headers).status_code for path in paths}
+
+
+def test_without_keys_everything_is_open() -> None:
+    assert statuses([*OPEN, *GUARDED, *ADMIN], None) == {200}
+
+
+@pytest.mark.parametrize("key", [None, "wrong", "", "us", "user2", "üser"])
+def test_a_missing_or_wrong_key_opens_only_probes_and_metrics(key: str | None) -> None:
+    headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
+    with world(answers=ANSWERS, api_key="user").http() as http:
+        assert {http.get(path, headers=headers).status_code for path in OPEN} == {200}
+        for path in [*GUARDED, *ADMIN]:
+            response = http.get(path, headers=headers)
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "unauthorized")
+        refused = http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+        assert refused.status_code == 401
+        assert http.options("/v1/completions").status_code != 401
+
+
+def test_the_key_opens_and_the_admin_key_is_needed_for_orders() -> None:
+    assert statuses([*OPEN, *GUARDED, *ADMIN], "user", api_key="user") == {200}
+    both = {"api_key": "user", "admin_api_key": "boss"}
+    assert statuses(GUARDED, "user", **both) == {200}
+    assert statuses(ADMIN, "user", **both) == {401}
+    assert statuses([*GUARDED, *ADMIN], "boss", **both) == {200}
+
+
+def test_an_admin_key_alone_guards_only_orders() -> None:
+    assert statuses(GUARDED, None, admin_api_key="boss") == {200}
+    assert statuses(ADMIN, None, admin_api_key="boss") == {401}
+
+
+# tokens
+
+
+def test_tokenize_and_detokenize_are_inverse() -> None:
+    with world().http() as http:
+        for text in ("Grüße 😀", ["a", "bc"]):
+            answer = http.post("/tokenize", json={"prompt": text}).json()
+            assert answer["max_model_len"] == 4096
+            assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json()["text"] == text
+        assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
+
+
+def test_tokenize_renders_messages() -> None:
+    with world().http() as http:
+        body = {"messages": [{"role": "user", "content": "x"}]}
+        assert http.post("/tokenize", json=body).json()["tokens"] == ids("<s>user:x</s><s>assistant:")
+
+
+def test_detokenize_can_show_special_tokens_and_refuses_what_is_no_token() -> None:
+    with world().http() as http:
+        tokens = [*ids("a"), END]
+        assert http.post("/detokenize", json={"tokens": tokens}).json()["text"] == "a"
+        shown = http.post("/detokenize", json={"tokens": tokens, "skip_special_tokens": False})
+        assert shown.json()["text"] == "a</s>"
+        for bad in ({}, {"tokens": [999]}, {"tokens": [-1]}, {"tokens": [1, [2]]}, {"tokens": "a"}):
+            assert http.post("/detokenize", json=bad).status_code == 400
+        assert http.post("/tokenize", json={}).status_code == 400
+
+
+# pages
+
+
+def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_date() -> None:
+    assert set(RULES) == {*Cause, *Problem}
+    page = Path(__file__).parents[2] / "docs" / "errors.md"
+    assert page.read_text() == errors_page(), "run: python -m tandem.server.errors > docs/errors.md"
+
+
+def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
+    w = world(says("x"), answers=ANSWERS | {"waits": []})
+    with w.http() as http:
+        document = http.get("/openapi.json").json()
+        assert document == msgspec.json.decode(msgspec.json.encode(openapi_document()))
+        for path, methods in document["paths"].items():
+            for method in methods:
+                assert http.request(method, path.replace("{id}", "toy"), json={}).status_code not in (404, 405), path
+    served = {route.path.replace("{id:path}", "{id}") for route in w.app.routes}
+    aliases = {"/get_server_info", "/get_model_info", "/openapi.json"}
+    assert set(document["paths"]) == served - aliases
+    chat = document["components"]["schemas"]["ChatBody"]["properties"]
+    assert "messages" in chat
+    assert "tools" not in chat

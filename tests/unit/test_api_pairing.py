@@ -1,0 +1,164 @@
+"""The fields of a disaggregated pair: rooms, peers and seeds that both halves derive alike."""
+
+import pytest
+from api_fakes import World, ids, world
+
+from tandem.core.request import Request
+from tandem.core.values import Address
+
+PAIR = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 77}
+ROOM = 6_148_914_691_236_517_205
+
+
+def decode(**settings: object) -> World:
+    return world(disaggregation_mode="decode", **settings)
+
+
+def prefill(**settings: object) -> World:
+    return world(disaggregation_mode="prefill", **settings)
+
+
+def requests_of(w: World, body: dict, path: str = "/v1/completions") -> list[Request]:
+    with w.http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return [submit.request for submit in w.node.submits]
+
+
+def refusal_of(w: World, body: dict) -> dict:
+    with w.http() as http:
+        response = http.post("/v1/completions", json={"prompt": "x"} | body)
+    assert response.status_code == 400, response.text
+    assert w.node.submits == []
+    return response.json()["error"]
+
+
+def test_decode_is_told_the_peer_and_prefill_is_not() -> None:
+    body = {"prompt": "x", **PAIR}
+    (at_decode,) = requests_of(decode(), body)
+    (at_prefill,) = requests_of(prefill(), body)
+    assert (at_decode.room, at_decode.peer) == (77, Address("127.0.0.1", 9001))
+    assert (at_prefill.room, at_prefill.peer) == (77, None)
+
+
+def test_a_unified_server_ignores_the_fields() -> None:
+    (request,) = requests_of(world(), {"prompt": "x", **PAIR})
+    assert (request.room, request.peer) == (None, None)
+
+
+def test_a_missing_port_means_the_usual_one_and_a_room_may_be_text() -> None:
+    body = {"prompt": "x", "bootstrap_host": "[::1]", "bootstrap_port": None, "bootstrap_room": str(ROOM)}
+    (request,) = requests_of(decode(disaggregation_bootstrap_port=1234), body)
+    assert (request.room, request.peer) == (ROOM, Address("::1", 1234))
+
+
+def test_lists_name_room_and_peer_of_each_prompt() -> None:
+    body = {
+        "prompt": ["x", "y"],
+        "bootstrap_host": ["localhost", "127.0.0.2"],
+        "bootstrap_port": [1, None],
+        "bootstrap_room": [5, "6"],
+    }
+    requests = requests_of(decode(), body)
+    assert [(r.room, r.peer) for r in requests] == [(5, Address("localhost", 1)), (6, Address("127.0.0.2", 8998))]
+
+
+@pytest.mark.parametrize("extra", [{"prompt": "x", "n": 3}, {"prompt": ["x", "y"], "n": 2}])
+def test_both_halves_derive_the_same_rooms_and_seeds(extra: dict) -> None:
+    worlds = (prefill(), decode())
+    rooms, seeds = [], []
+    for w in worlds:
+        rooms.append([request.room for request in requests_of(w, extra | PAIR)])
+        seeds.append([submit.payload.sampling.seed for submit in w.node.submits])
+    assert rooms[0] == rooms[1]
+    assert seeds[0] == seeds[1]
+    assert rooms[0][0] == 77
+    assert len(set(rooms[0])) == len(set(seeds[0])) == len(rooms[0])
+    assert all(0 < room < 1 << 63 for room in rooms[0])
+
+
+def test_lists_with_one_entry_per_sample_name_the_room_of_each() -> None:
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "n": 2,
+        "bootstrap_host": ["127.0.0.1", "127.0.0.1"],
+        "bootstrap_port": [9001, 9001],
+        "bootstrap_room": [5, 6],
+    }
+    requests = requests_of(decode(), body, "/v1/chat/completions")
+    assert [(r.room, r.peer) for r in requests] == [(5, Address("127.0.0.1", 9001)), (6, Address("127.0.0.1", 9001))]
+
+
+def test_a_seed_of_the_user_wins_and_samples_still_differ() -> None:
+    w = decode()
+    requests_of(w, {"prompt": "x", "n": 2, "seed": 9, **PAIR})
+    first, second = (submit.payload.sampling.seed for submit in w.node.submits)
+    assert first == 9
+    assert second != 9
+
+
+def test_without_room_and_seed_every_request_draws_its_own() -> None:
+    w = world()
+    with w.http() as http:
+        for _ in range(2):
+            http.post("/v1/completions", json={"prompt": "x"})
+    first, second = (submit.payload.sampling.seed for submit in w.node.submits)
+    assert first != second
+
+
+def test_decode_computes_a_request_without_room_itself() -> None:
+    (request,) = requests_of(decode(), {"prompt": "x"})
+    assert (request.room, request.peer) == (None, None)
+
+
+def test_prefill_refuses_a_request_without_room_and_says_what_to_do() -> None:
+    error = refusal_of(prefill(), {})
+    assert error["param"] == "bootstrap_room"
+    assert "router" in error["message"]
+
+
+@pytest.mark.parametrize("room", [0, -1, 1 << 63, "abc", "", "1.5", "-4", 1.5, True, [1, 2], "9" * 30])
+@pytest.mark.parametrize("half", [prefill, decode])
+def test_a_bad_room_is_refused_by_both_halves(room: object, half) -> None:
+    assert refusal_of(half(), PAIR | {"bootstrap_room": room})["param"] == "bootstrap_room"
+
+
+@pytest.mark.parametrize("host", ["8.8.8.8", "169.254.169.254", "example.org", "", "127.0.0.1.example.org", "0.0.0.0"])
+@pytest.mark.parametrize("half", [prefill, decode])
+def test_a_host_that_is_neither_loopback_nor_this_server_is_refused(host: str, half) -> None:
+    assert refusal_of(half(), PAIR | {"bootstrap_host": host})["param"] == "bootstrap_host"
+
+
+def test_the_address_this_server_listens_on_is_a_good_host() -> None:
+    body = {"prompt": "x", **PAIR, "bootstrap_host": "10.0.0.5"}
+    (request,) = requests_of(decode(host="10.0.0.5"), body)
+    assert request.peer == Address("10.0.0.5", 9001)
+
+
+@pytest.mark.parametrize("port", [0, -1, 65536, "80"])
+def test_a_bad_port_is_refused(port: object) -> None:
+    assert refusal_of(decode(), PAIR | {"bootstrap_port": port})["param"] == "bootstrap_port"
+
+
+def test_a_room_without_host_is_refused_by_decode() -> None:
+    assert refusal_of(decode(), {"bootstrap_room": 3})["param"] == "bootstrap_host"
+
+
+def test_two_prompts_may_not_share_a_room() -> None:
+    with decode().http() as http:
+        body = {"prompt": ["x", "y"], "bootstrap_host": "::1", "bootstrap_room": [3, 3]}
+        response = http.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "duplicate_room")
+
+
+def test_generate_takes_the_same_fields() -> None:
+    body = {"input_ids": [ids("a"), ids("b")], "bootstrap_host": "::1", "bootstrap_room": [3, 4]}
+    requests = requests_of(decode(), body, "/generate")
+    assert [request.room for request in requests] == [3, 4]
+
+
+def test_every_sample_is_a_request_of_its_own() -> None:
+    w = decode()
+    requests = requests_of(w, {"prompt": "x", "n": 2, "rid": "mine", **PAIR})
+    assert [(request.id, request.rid) for request in requests] == [(1, "mine_0"), (2, "mine_1")]
+    assert [submit.payload.request for submit in w.node.submits] == [1, 2]

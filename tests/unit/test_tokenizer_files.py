@@ -1,0 +1,131 @@
+"""What is read from a model directory, against transformers where it is the authority."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+import tandem
+from tandem.server.errors import Refusal
+from tandem.server.tokenizer import Tokenizer
+
+BUNDLED = Path(tandem.__file__).parent / "bundled" / "mini"
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 12 + 30? <b>é😀</b>"},
+]
+
+
+def made(directory: Path, config: dict, *, bos: bool = False, template_file: str | None = None) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={t: i for i, t in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens(["<s>", "</s>"])
+    if bos:
+        raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    raw.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    if template_file is not None:
+        (directory / "chat_template.jinja").write_text(template_file)
+    return Tokenizer(directory)
+
+
+def render(tokenizer: Tokenizer, **variables: object) -> str:
+    return tokenizer.render_chat(MESSAGES, add_generation_prompt=True, variables=variables)
+
+
+def test_the_bundled_tokenizer_agrees_with_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(BUNDLED))
+    ours = Tokenizer(BUNDLED)
+    for add in (True, False):
+        assert ours.render_chat(MESSAGES, add_generation_prompt=add, variables={}) == theirs.apply_chat_template(
+            MESSAGES, tokenize=False, add_generation_prompt=add
+        )
+    for text in ("Question: 1 + 2?\nAnswer: 3", "é😀 日本", "<|im_start|>user", "", "  two  spaces"):
+        ids = ours.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.special_ids == set(theirs.all_special_ids)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | tojson }}",
+        "{{ messages[1]['content'] | tojson(indent=2) }}{{ bos_token }}{{ eos_token }}",
+        "{%- for m in messages %}\n  {%- if loop.first %}\n  {%- continue %}\n {%- endif %}\n{{ m.role }}{%- endfor %}",
+        "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 2 %}{% endfor %}{{ ns.n }}",
+        "{{ messages[0]['content'].split('.')[0] }}{% if thinking is defined %}{{ thinking }}{% endif %}",
+    ],
+)
+def test_templates_render_as_in_transformers(tmp_path: Path, template: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": template}
+    ours = made(tmp_path, config)
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<s>", eos_token="</s>"
+    )
+    theirs.chat_template = template
+    assert render(ours, thinking="on") == theirs.apply_chat_template(
+        MESSAGES, tokenize=False, add_generation_prompt=True, thinking="on"
+    )
+
+
+def test_a_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
+    assert render(made(tmp_path, {"chat_template": "old"}, template_file="new")) == "new"
+
+
+def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert render(made(tmp_path, {"chat_template": templates})) == "plain"
+
+
+def test_a_template_can_refuse(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="no system message"):
+        render(made(tmp_path, {"chat_template": "{{ raise_exception('no system message') }}"}))
+
+
+def test_a_template_knows_the_date(tmp_path: Path) -> None:
+    assert len(render(made(tmp_path, {"chat_template": "{{ strftime_now('%Y') }}"}))) == 4
+
+
+def test_special_tokens_are_added_for_completions_only(tmp_path: Path) -> None:
+    tokenizer = made(tmp_path, {"bos_token": "<s>"}, bos=True)
+    assert tokenizer.encode("a")[0] == 0
+    assert tokenizer.encode("a", add_special_tokens=False) == tokenizer.encode("a")[1:]
+
+
+def test_a_configuration_can_switch_the_first_token_off(tmp_path: Path) -> None:
+    tokenizer = made(tmp_path, {"bos_token": "<s>", "add_bos_token": False}, bos=True)
+    assert 0 not in tokenizer.encode("a")
+    assert tokenizer.encode("<s>a")[0] == 0  # the user's own
+
+
+def test_a_long_text_is_encoded_as_a_short_one(tmp_path: Path) -> None:
+    import asyncio
+
+    tokenizer = made(tmp_path, {"bos_token": "<s>"}, bos=True)
+    text = "lorem ipsum " * 5000
+    assert asyncio.run(tokenizer.encode_anywhere(text)) == tokenizer.encode(text)
+
+
+def test_a_directory_without_tokenizer_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json does not exist: save the model"):
+        Tokenizer(tmp_path)
+
+
+def test_transformers_is_not_imported_by_the_server() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tandem.server.app; "
+        "bad = {'transformers', 'torch', 'numpy'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
