@@ -1,0 +1,69 @@
+"""Where the KV of all pages lives: one allocation that torch computes in and other processes can read.
+
+On CPU it is a memfd: the transfer side maps or sends its bytes, no copy in between. A page is one contiguous block;
+in it heads come before layers, so a split by heads is one contiguous run per page.
+
+On another device it is a plain tensor there: `fd` and `buffer` are None and a transfer has to copy through the host.
+
+Rule: slots of a page that were never written hold zeros. Attention masks them, but 0 x NaN is NaN, and what another
+request left there must not reach this one. So a page is cleared when its first slot is written (`clear`).
+"""
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from tandem.engine.model_config import ModelConfig
+
+
+class KvMemory:
+    """tensor: [num_pages, num_kv_heads, num_layers, 2 (key, value), page_size, head_dim]"""
+
+    def __init__(
+        self, config: ModelConfig, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.num_kv_heads = config.num_kv_heads
+        self.num_layers = config.num_layers
+        self.head_dim = config.head_dim
+        self.page_bytes = page_bytes(config, page_size=page_size, dtype=dtype)
+        self.fd: int | None = None
+        self.buffer: memoryview | None = None
+        shape = (num_pages, config.num_kv_heads, config.num_layers, 2, page_size, config.head_dim)
+        if device == "cpu":
+            self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, num_pages * self.page_bytes)
+            self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
+            self.tensor = torch.frombuffer(self.buffer, dtype=dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.token_rows: Tensor = self.tensor.view(-1, config.head_dim)
+        self.page_rows: Tensor = self.tensor.view(-1, page_size * config.head_dim)
+
+    def page(self, page_id: int) -> memoryview:
+        """The bytes of one page, writable. Valid as long as this object is."""
+        assert self.buffer is not None, "pages of device memory have no host view"
+        assert 0 <= page_id < self.num_pages
+        return self.buffer[page_id * self.page_bytes : (page_id + 1) * self.page_bytes]
+
+    def clear(self, pages: list[int]) -> None:
+        for page_id in pages:
+            self.tensor[page_id].zero_()
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes with the last view of it."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
+    return config.num_kv_heads * config.num_layers * 2 * page_size * config.head_dim * dtype.itemsize
+
+
+def pages_for_memory(config: ModelConfig, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
+    """How many pages fit into so many bytes; 0 when not even one does."""
+    return budget_bytes // page_bytes(config, page_size=page_size, dtype=dtype)

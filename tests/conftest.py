@@ -1,0 +1,73 @@
+"""Hypothesis in a reproducible profile, and a table at the end: how long each part of the suite took, and may take."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("hunt", deadline=None, max_examples=2_000, stateful_step_count=80, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tests whose path starts with one of `prefixes` belong here; the first part that matches takes them."""
+
+    name: str
+    prefixes: tuple[str, ...]
+    budget_s: float
+
+
+PARTS = (
+    Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
+    Part("engine", ("engine/", "e2e_cpu/test_engine", "e2e_cpu/test_model"), 120),
+    Part("processes and clients", ("e2e_cpu/", "clients/"), 240),
+    Part("simulation", ("sim/", "mutants/"), 120),
+    Part("rest", ("",), 60),
+)
+
+
+def part_of(path: str) -> Part:
+    return next(part for part in PARTS if path.startswith(part.prefixes))
+
+
+class PartTimes:
+    """Sums set-up, call and tear-down of every test by part."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.tests: dict[str, int] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path = Path(report.nodeid.partition("::")[0]).as_posix().removeprefix("tests/")
+        name = part_of(path).name
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+        self.tests[name] = self.tests.get(name, 0) + (report.when == "call")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        terminalreporter.section("time per part", sep="-")
+        terminalreporter.write_line(f"{'part':<26}{'tests':>7}{'seconds':>10}{'budget':>9}")
+        for part in PARTS:
+            if part.name not in self.seconds:
+                continue
+            seconds = self.seconds[part.name]
+            late = "  OVER BUDGET" if seconds > part.budget_s else ""
+            line = f"{part.name:<26}{self.tests[part.name]:>7}{seconds:>10.1f}{part.budget_s:>9.0f}{late}"
+            terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(PartTimes(), "part-times")

@@ -1,0 +1,196 @@
+"""The engine against transformers, on tiny random checkpoints: logits, KV, greedy continuations."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine_world import (
+    LLAMA3_ROPE,
+    YARN_ROPE,
+    EngineWorld,
+    make_llama,
+    make_qwen3,
+    prompt_of,
+    reference_logits,
+    reference_tokens,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Maker = Callable[[Path], PreTrainedModel]
+
+CHECKPOINTS: dict[str, Maker] = {
+    "llama": lambda where: make_llama(where),
+    "llama3_scaling": lambda where: make_llama(where, rope_parameters=LLAMA3_ROPE),
+    "linear_scaling": lambda where: make_llama(
+        where, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}
+    ),
+    "dynamic_scaling_within_trained_length": lambda where: make_llama(
+        where, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    ),
+    "yarn_scaling": lambda where: make_llama(where, rope_parameters=YARN_ROPE),
+    "yarn_with_its_own_factors": lambda where: make_llama(
+        where, rope_parameters={**YARN_ROPE, "beta_fast": 16.0, "mscale": 0.7, "mscale_all_dim": 0.5}
+    ),
+    "tied": lambda where: make_llama(where, tie_word_embeddings=True),
+    "biases": lambda where: make_llama(where, attention_bias=True, mlp_bias=True),
+    "one_kv_head_per_head": lambda where: make_llama(where, num_key_value_heads=6),
+    "explicit_head_dim": lambda where: make_llama(where, head_dim=32),
+    "sharded": lambda where: make_llama(where, max_shard_size="40KB"),
+    "qwen3": lambda where: make_qwen3(where),
+    "qwen3_yarn_untied": lambda where: make_qwen3(where, rope_parameters=YARN_ROPE, tie_word_embeddings=False),
+}
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_logits_are_those_of_transformers(tmp_path: Path, checkpoint: str) -> None:
+    theirs = CHECKPOINTS[checkpoint](tmp_path)
+    world = EngineWorld(tmp_path)
+    request = world.add(prompt_of(150))
+    world.prefill(request, chunk=64)
+    ours = [world.logits[request]]
+    world.run(decodes=True, join=[request])
+    ours.append(world.logits[request])
+    for _ in range(18):
+        world.run(decodes=True)
+        ours.append(world.logits[request])
+
+    expected = reference_logits(theirs, world.tokens[request][:-1])[149:]
+
+    assert relative_error(torch.stack(ours), expected) < 1e-4
+
+
+def test_sharded_checkpoints_come_in_more_than_one_file(tmp_path: Path) -> None:
+    CHECKPOINTS["sharded"](tmp_path)
+
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+
+
+def test_the_older_spelling_of_rotary_settings_means_the_same(tmp_path: Path) -> None:
+    theirs = CHECKPOINTS["llama3_scaling"](tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_scaling"] = config.pop("rope_parameters")
+    config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
+    config["torch_dtype"] = config.pop("dtype")
+    path.write_text(json.dumps(config))
+    world = EngineWorld(tmp_path)
+    request = world.add(prompt_of(100))
+
+    world.prefill(request)
+
+    assert relative_error(world.logits[request], reference_logits(theirs, prompt_of(100))[-1]) < 1e-4
+
+
+@pytest.mark.parametrize("maker", [make_llama, make_qwen3])
+def test_bfloat16_differs_from_transformers_by_rounding_only(tmp_path: Path, maker: Maker) -> None:
+    theirs = maker(tmp_path)
+    exact = reference_logits(theirs, prompt_of(60))[-1]
+    rounded = reference_logits(theirs.to(torch.bfloat16), prompt_of(60))[-1].float()
+    world = EngineWorld(tmp_path, dtype="bfloat16")
+    request = world.add(prompt_of(60))
+
+    world.prefill(request, chunk=23)
+
+    assert world.logits[request].dtype == torch.float32
+    assert relative_error(world.logits[request], exact) < 2 * relative_error(rounded, exact) < 0.2
+
+
+def test_the_kv_of_ten_prompts_is_that_of_transformers_page_by_page(tmp_path: Path) -> None:
+    theirs = make_llama(tmp_path, rope_parameters=LLAMA3_ROPE)
+    world = EngineWorld(tmp_path)
+    size = world.page_size
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 70, 128]
+    requests = [world.add(prompt_of(length)) for length in lengths]
+
+    world.run(*[(request, 0, length) for request, length in zip(requests, lengths, strict=True)])
+
+    for request, length in zip(requests, lengths, strict=True):
+        with torch.inference_mode():
+            cache = theirs(torch.tensor([prompt_of(length)]), use_cache=True).past_key_values
+        for index, page in enumerate(world.tables[request]):
+            start, stop = index * size, min(length, (index + 1) * size)
+            ours = world.engine.kv.tensor[page]  # [kv_heads, layers, 2, page_size, head_dim]
+            for layer, cached in enumerate(cache.layers):
+                torch.testing.assert_close(ours[:, layer, 0, : stop - start], cached.keys[0, :, start:stop])
+                torch.testing.assert_close(ours[:, layer, 1, : stop - start], cached.values[0, :, start:stop])
+            assert not ours[:, :, :, stop - start :].any(), "slots behind the last token hold zeros"
+
+
+def test_a_page_of_bytes_is_a_page_of_the_tensor(tmp_path: Path) -> None:
+    make_llama(tmp_path)
+    world = EngineWorld(tmp_path)
+    request = world.add(prompt_of(16))
+    world.prefill(request)
+    page = world.tables[request][0]
+
+    seen = torch.frombuffer(world.engine.kv.page(page), dtype=torch.float32).view(world.engine.kv.tensor[page].shape)
+
+    assert seen.any()
+    assert torch.equal(seen, world.engine.kv.tensor[page])
+
+
+@pytest.mark.parametrize("maker", [make_llama, make_qwen3])
+def test_greedy_continuations_are_those_of_transformers_whatever_else_runs(tmp_path: Path, maker: Maker) -> None:
+    theirs = maker(tmp_path)
+    world = EngineWorld(tmp_path)
+    lengths = [1, 15, 16, 17, 32, 100, 200]
+    requests = [world.add(prompt_of(length)) for length in lengths]
+    late = world.add(prompt_of(50))
+
+    world.run(*[(request, 0, length) for request, length in zip(requests[:5], lengths[:5], strict=True)])
+    world.run((requests[5], 0, 30), (requests[6], 0, 77), decodes=True, join=requests[:5])
+    world.run((requests[5], 30, 100), (requests[6], 77, 200), decodes=True)
+    world.run((late, 0, 1), decodes=True, join=requests[5:])
+    world.run((late, 1, 50), decodes=True, leave=[requests[2]])
+    world.run(decodes=True, join=[late])
+    world.decode(3)
+    world.run(decodes=True, join=[requests[2]])
+    world.decode(33)
+
+    for request, length in zip([*requests, late], [*lengths, 50], strict=True):
+        generated = world.tokens[request][length:]
+        assert len(generated) >= 33
+        assert generated == reference_tokens(theirs, prompt_of(length), len(generated))
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 32])
+def test_the_page_size_changes_nothing(tmp_path: Path, page_size: int) -> None:
+    theirs = make_llama(tmp_path)
+    world = EngineWorld(tmp_path, page_size=page_size)
+
+    tokens = world.generate(prompt_of(33), 20, chunk=10)
+
+    assert tokens == reference_tokens(theirs, prompt_of(33), 20)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 64])
+def test_chunks_give_the_same_tokens_as_one_piece(tmp_path: Path, chunk: int) -> None:
+    make_llama(tmp_path)
+
+    whole = EngineWorld(tmp_path).generate(prompt_of(90), 20)
+    chunked = EngineWorld(tmp_path).generate(prompt_of(90), 20, chunk=chunk)
+
+    assert chunked == whole
+
+
+def test_hundreds_of_rows_of_very_different_lengths_decode_together(tmp_path: Path) -> None:
+    theirs = make_llama(tmp_path)
+    world = EngineWorld(tmp_path, num_pages=1400)
+    lengths = [1 + (37 * index) % 90 for index in range(240)]
+    lengths[7] = 400
+    requests = [world.add(prompt_of(length, seed=i)) for i, length in enumerate(lengths)]
+    for first in range(0, 240, 60):
+        world.run(*[(r, 0, lengths[r]) for r in requests[first : first + 60]])
+    world.run(decodes=True, join=requests)
+    world.decode(5)
+
+    for request in (0, 7, 8, 100, 239):
+        expected = reference_tokens(theirs, prompt_of(lengths[request], seed=request), 7)
+        assert world.tokens[request][lengths[request] :] == expected
