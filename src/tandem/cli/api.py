@@ -1,0 +1,146 @@
+"""What the client commands share: reaching an OpenAI-compatible server, reading its streams, naming what went wrong."""
+
+import argparse
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any  # JSON documents of servers
+
+import httpx
+import msgspec
+
+from tandem.cli.failure import CommandFailed
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+CONNECT_SECONDS = 5.0
+PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
+PROGRESS_SECONDS_PLAIN = 10.0
+
+
+class ServerTrouble(CommandFailed):
+    """The server is not there, or has answered with an error: one line for the user."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"server or router (default: {DEFAULT_URL})")
+    parser.add_argument("--model", help="model name (default: the first that the server lists)")
+    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+
+
+def base_url(url: str) -> str:
+    """Without a slash or /v1 at the end, with a scheme at the front."""
+    full = url if "://" in url else f"http://{url}"
+    return full.rstrip("/").removesuffix("/v1")
+
+
+def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = None) -> dict[str, Any]:
+    """For `httpx.Client` and `httpx.AsyncClient` alike."""
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    return {
+        "base_url": base_url(args.url),
+        "headers": headers,
+        "timeout": httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+        "trust_env": "127.0.0.1" not in args.url and "localhost" not in args.url,
+    }
+
+
+def find_model(args: argparse.Namespace) -> str:
+    """The model to name in requests; also the first thing asked, so a missing server is noticed here."""
+    if args.model:
+        return args.model
+    with httpx.Client(**client_options(args, timeout_seconds=30)) as client:
+        try:
+            response = client.get("/v1/models")
+        except httpx.HTTPError as error:
+            raise trouble(error, args.url) from None
+    raise_for_status(response.status_code, response.content)
+    try:
+        return str(msgspec.json.decode(response.content)["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        raise ServerTrouble(f"{args.url} lists no model; name one with --model") from None
+
+
+def trouble(error: Exception, url: str) -> ServerTrouble:
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return ServerTrouble(f"no server answers at {url}; start one with `tandem up`, or name it with --url")
+    if isinstance(error, (httpx.InvalidURL, httpx.UnsupportedProtocol)):
+        return ServerTrouble(f"{url} is not the URL of a server")
+    return ServerTrouble(f"{url}: {type(error).__name__} {error}".strip())
+
+
+def raise_for_status(status: int, body: bytes) -> None:
+    if status >= 300:
+        raise ServerTrouble(f"{status}: {_message(body)}")
+
+
+def chunks_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """JSON objects of an event stream up to `[DONE]`. Raises ServerTrouble for an error event or a torn stream.
+
+    Reads to the end of the body, after which the connection can be used again: closing it earlier looks like leaving.
+    """
+    is_done = False
+    for line in lines:
+        data = _data(line)
+        is_done = is_done or data == "[DONE]"
+        if data and not is_done:
+            yield _chunk(data)
+    if not is_done:
+        raise ServerTrouble("the stream broke off")
+
+
+async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+    """The same for asyncio."""
+    is_done = False
+    async for line in lines:
+        data = _data(line)
+        is_done = is_done or data == "[DONE]"
+        if data and not is_done:
+            yield _chunk(data)
+    if not is_done:
+        raise ServerTrouble("the stream broke off")
+
+
+class Progress:
+    """One line on stderr that tells how far things are."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._is_terminal = sys.stderr.isatty()
+        self._pause = PROGRESS_SECONDS if self._is_terminal else PROGRESS_SECONDS_PLAIN
+        self._shown_at = time.monotonic()
+
+    def show(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        if now < self._shown_at + self._pause and done < self._total:
+            return
+        self._shown_at = now
+        line = f"{done}/{self._total} {text}"
+        end = "\n" if done == self._total or not self._is_terminal else ""
+        print(f"\r{line:<78}" if self._is_terminal else line, end=end, file=sys.stderr, flush=True)
+
+
+def _data(line: str) -> str:
+    return line.removeprefix("data:").strip() if line.startswith("data:") else ""
+
+
+def _chunk(data: str) -> dict[str, Any]:
+    try:
+        chunk = msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        raise ServerTrouble(f"the stream holds something that is not JSON: {data[:80]}") from None
+    if not isinstance(chunk, dict) or chunk.get("error"):
+        raise ServerTrouble(_message(data.encode()))
+    return chunk
+
+
+def _message(body: bytes) -> str:
+    """The sentence inside an error body of any dialect."""
+    try:
+        document = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body[:200].decode(errors="replace").strip() or "no explanation"
+    error = document.get("error", document) if isinstance(document, dict) else document
+    if not isinstance(error, dict):
+        return str(error)
+    code = f"{error['code']}: " if isinstance(error.get("code"), str) else ""
+    return f"{code}{error.get('message') or error}"

@@ -1,0 +1,185 @@
+"""`tandem eval`: greedy accuracy of a server on questions whose answer is a number.
+
+A data set has one JSON object per line, `question` and `answer`; the answer is a number, or a worked answer that ends
+with `#### NUMBER` (GSM8K). The number after the last `####` of what the server says is compared with it.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from decimal import Decimal, InvalidOperation
+from importlib import resources
+from pathlib import Path
+from typing import Any  # JSON documents of servers
+
+import httpx
+from msgspec import Struct
+
+from tandem.cli.api import (
+    Progress,
+    ServerTrouble,
+    add_server_arguments,
+    client_options,
+    find_model,
+    raise_for_status,
+    trouble,
+)
+from tandem.cli.failure import CommandFailed
+from tandem.server.http_pool import PooledTransport
+
+FINAL = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+SHOWN = 5  # wrong answers and failures that are printed
+
+
+class Problem(Struct, frozen=True):
+    question: str
+    answer: Decimal
+
+
+class Result(Struct, frozen=True):
+    problem: Problem
+    text: str = ""
+    failure: str = ""  # why there is no answer
+
+    @property
+    def given(self) -> Decimal | None:
+        return final_number(self.text)
+
+    @property
+    def is_correct(self) -> bool:
+        return not self.failure and self.given == self.problem.answer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Ask a server questions with known answers, and count the right ones."
+    add_server_arguments(parser)
+    parser.add_argument("--dataset", metavar="FILE", help="JSON lines (default: the held-out questions of tandem/mini)")
+    parser.add_argument("--num", type=int, metavar="N", help="only the first N questions")
+    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at a time (default: 8)")
+    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
+    parser.add_argument("--min-accuracy", type=float, metavar="F", help="exit with 1 below this share of right answers")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.concurrency < 1:
+        raise CommandFailed("--concurrency must be at least 1", is_wrong_usage=True)
+    problems = read_problems(args.dataset)[: args.num]
+    model = find_model(args)
+    began = time.monotonic()
+    results = asyncio.run(ask_all(args, model, problems))
+    report = make_report(results, model, time.monotonic() - began)
+    print(json.dumps(report) if args.json else report_text(report))
+    if all(result.failure for result in results):
+        raise CommandFailed(f"no request succeeded: {results[0].failure}")
+    if args.min_accuracy is not None and report["accuracy"] < args.min_accuracy:
+        raise CommandFailed(f"accuracy {report['accuracy']:.4f} is below {args.min_accuracy:g}")
+    return 0
+
+
+def read_problems(path: str | None) -> list[Problem]:
+    """At least one. Raises CommandFailed with the line that is wrong."""
+    file = Path(path) if path is not None else resources.files("tandem").joinpath("bundled/mini/heldout.jsonl")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"cannot read the data set: {error}", is_wrong_usage=True) from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise CommandFailed(f"{file} holds no question", is_wrong_usage=True)
+    return [_read_problem(line, f"{file}:{number}") for number, line in lines]
+
+
+def _read_problem(line: str, place: str) -> Problem:
+    try:
+        row = json.loads(line)
+        question, answer = str(row["question"]), str(row["answer"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = f"{place}: no question and answer ({type(error).__name__}: {error})"
+        raise CommandFailed(reason, is_wrong_usage=True) from None
+    number = final_number(answer) if "####" in answer else to_number(answer)
+    if number is None:
+        raise CommandFailed(f"{place}: the answer {answer[:40]!r} is not a number", is_wrong_usage=True)
+    return Problem(question, number)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last `####`; None when there is none."""
+    found = FINAL.findall(text[text.rfind("####") :]) if "####" in text else []
+    return to_number(found[0]) if found else None
+
+
+def to_number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").replace("$", "").strip())
+    except InvalidOperation:
+        return None
+
+
+async def ask_all(args: argparse.Namespace, model: str, problems: list[Problem]) -> list[Result]:
+    """Results in the order of the problems."""
+    progress = Progress(len(problems))
+    slots = asyncio.Semaphore(args.concurrency)
+    done: list[Result] = []
+
+    async def ask(client: httpx.AsyncClient, problem: Problem) -> Result:
+        async with slots:
+            result = await ask_one(client, args, model, problem)
+        done.append(result)
+        progress.show(
+            len(done), f"asked, {sum(r.is_correct for r in done)} right, {sum(bool(r.failure) for r in done)} failed"
+        )
+        return result
+
+    async with httpx.AsyncClient(**client_options(args), transport=PooledTransport()) as client:
+        return await asyncio.gather(*(ask(client, problem) for problem in problems))
+
+
+async def ask_one(client: httpx.AsyncClient, args: argparse.Namespace, model: str, problem: Problem) -> Result:
+    messages = [{"role": "user", "content": problem.question}]
+    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": args.max_tokens}
+    try:
+        response = await client.post("/v1/chat/completions", json=body)
+        raise_for_status(response.status_code, response.content)
+        return Result(problem, text=str(response.json()["choices"][0]["message"]["content"]))
+    except httpx.HTTPError as error:
+        return Result(problem, failure=str(trouble(error, args.url)))
+    except ServerTrouble as error:
+        return Result(problem, failure=str(error))
+    except (ValueError, LookupError, TypeError) as error:
+        return Result(problem, failure=f"not an answer of the chat API: {type(error).__name__} {error}")
+
+
+def make_report(results: list[Result], model: str, seconds: float) -> dict[str, Any]:
+    """`failed` requests count as not right; `unanswered` ones have answered, but without `#### NUMBER`."""
+    correct = sum(result.is_correct for result in results)
+    wrong = [result for result in results if not result.is_correct and not result.failure]
+    return {
+        "model": model,
+        "num": len(results),
+        "correct": correct,
+        "accuracy": correct / len(results),
+        "unanswered": sum(result.given is None for result in wrong),
+        "failed": sum(bool(result.failure) for result in results),
+        "seconds": round(seconds, 3),
+        "wrong": [
+            {"question": r.problem.question, "expected": str(r.problem.answer), "given": str(r.given), "text": r.text}
+            for r in wrong
+        ],
+        "failures": [{"question": r.problem.question, "failure": r.failure} for r in results if r.failure],
+    }
+
+
+def report_text(report: dict[str, Any]) -> str:
+    lines = [
+        f"accuracy {report['accuracy']:.4f}: {report['correct']} of {report['num']} right, "
+        f"{report['unanswered']} without a final answer, {report['failed']} failed, {report['seconds']:.1f} s"
+    ]
+    lines += [
+        f"  wrong: expected {row['expected']}, given {row['given']}: {row['question']}"
+        for row in report["wrong"][:SHOWN]
+    ]
+    lines += [f"  failed: {row['failure']}: {row['question']}" for row in report["failures"][:SHOWN]]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Who serves, and which prefill and decode serve one request together."""

@@ -1,0 +1,158 @@
+"""Who is alive: the health of every worker, from probes and from what dispatches met.
+
+    JOINING   never seen alive: not used, probed often
+    LIVE      used, probed every interval
+    SUSPECT   missed one probe: still used, probed again soon
+    DEAD      missed `misses` probes, said itself that it takes no requests, or refused a connection; probed often
+
+One good probe makes a worker LIVE from any state, unless it began before the worker was found dead: it says nothing
+about the time after. A worker that starts later than the router thus joins by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NewType
+
+from msgspec import Struct
+
+from tandem.core.settings import Role
+from tandem.core.values import MILLISECOND, SECOND, Nanos
+
+WorkerId = NewType("WorkerId", int)  # position in the router's list of workers
+
+
+class Worker(Struct, frozen=True):
+    """One server as the router was told of it."""
+
+    id: WorkerId
+    role: Role
+    url: str  # no slash at the end
+    host: str  # of the URL, IPv6 in brackets: what decode is told as `bootstrap_host`
+    bootstrap_port: int | None = None  # prefill only; None: decode uses its own default
+
+
+class Health(StrEnum):
+    JOINING = "joining"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class ProbeResult(StrEnum):
+    OK = "ok"
+    MISSED = "missed"  # no answer, or not the answer of a healthy server
+    DECLINED = "declined"  # 503: the worker itself says that it takes no requests (starting, draining)
+
+
+class HealthSettings(Struct, frozen=True):
+    interval_ns: Nanos = Nanos(5 * SECOND)  # between two probes of a live worker
+    fast_interval_ns: Nanos = Nanos(500 * MILLISECOND)  # of any other
+    probe_timeout_ns: Nanos = Nanos(3 * SECOND)  # an unanswered probe is a miss
+    misses: int = 2  # in a row, until dead
+
+
+@dataclass(slots=True)
+class _Entry:
+    worker: Worker
+    next_probe: Nanos
+    health: Health = Health.JOINING
+    misses: int = 0
+    probing_since: Nanos | None = None
+    dead_since: Nanos | None = None
+    silent_since: Nanos | None = None
+
+
+class Registry:
+    """Owns the health of a fixed list of workers. Time comes in with each call and never goes back."""
+
+    def __init__(self, workers: Sequence[Worker], settings: HealthSettings, now: Nanos) -> None:
+        self._settings = settings
+        self._entries = {worker.id: _Entry(worker, next_probe=now) for worker in workers}
+        assert len(self._entries) == len(workers), "worker ids must be distinct"
+
+    def workers(self) -> list[Worker]:
+        return [entry.worker for entry in self._entries.values()]
+
+    def worker(self, worker: WorkerId) -> Worker:
+        return self._entries[worker].worker
+
+    def health(self, worker: WorkerId) -> Health:
+        return self._entries[worker].health
+
+    def silent_since(self, worker: WorkerId) -> Nanos | None:
+        """Since when a dead worker answers nothing, None for others: one that declines still serves what it has."""
+        entry = self._entries[worker]
+        return entry.silent_since if entry.health is Health.DEAD else None
+
+    def live(self, role: Role) -> list[Worker]:
+        """Workers that may get requests, in order of their ids."""
+        return [e.worker for e in self._entries.values() if e.worker.role is role and _is_live(e)]
+
+    def due(self, now: Nanos) -> list[WorkerId]:
+        """Workers to probe now; each is answered by `probed`. At most one probe of a worker is under way."""
+        due = [e for e in self._entries.values() if e.probing_since is None and e.next_probe <= now]
+        for entry in due:
+            entry.probing_since = now
+        return [entry.worker.id for entry in due]
+
+    def overdue(self, now: Nanos) -> list[WorkerId]:
+        """Workers whose probe has not been answered in time: the caller counts it as missed."""
+        limit = self._settings.probe_timeout_ns
+        return [
+            e.worker.id
+            for e in self._entries.values()
+            if e.probing_since is not None and e.probing_since + limit <= now
+        ]
+
+    def probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> bool:
+        """Take in the answer to a probe. Returns whether the worker died of it."""
+        entry = self._entries[worker]
+        began = entry.probing_since
+        if began is None:
+            return False  # answered twice, or counted as missed before
+        entry.probing_since = None
+        was_live = _is_live(entry)
+        if result is not ProbeResult.MISSED:
+            entry.silent_since = None
+        elif entry.silent_since is None:
+            entry.silent_since = now
+        if result is not ProbeResult.OK:
+            self._miss(entry, result, now)
+        elif entry.dead_since is None or began >= entry.dead_since:
+            entry.health, entry.misses, entry.dead_since = Health.LIVE, 0, None
+        settled = entry.health is Health.LIVE
+        interval = self._settings.interval_ns if settled else self._settings.fast_interval_ns
+        entry.next_probe = Nanos(now + interval)
+        return was_live and not _is_live(entry)
+
+    def refused(self, worker: WorkerId, now: Nanos) -> None:
+        """A dispatch could not connect: nobody listens there."""
+        entry = self._entries[worker]
+        if entry.health is not Health.DEAD:
+            entry.health, entry.dead_since = Health.DEAD, now
+        if entry.silent_since is None:
+            entry.silent_since = now
+        entry.next_probe = min(entry.next_probe, Nanos(now + self._settings.fast_interval_ns))
+
+    def wake_at(self) -> Nanos:
+        """When the next probe is to be sent or given up."""
+        return min(self._next(entry) for entry in self._entries.values())
+
+    def _next(self, entry: _Entry) -> Nanos:
+        if entry.probing_since is None:
+            return entry.next_probe
+        return Nanos(entry.probing_since + self._settings.probe_timeout_ns)
+
+    def _miss(self, entry: _Entry, result: ProbeResult, now: Nanos) -> None:
+        entry.misses += 1
+        if entry.health in (Health.JOINING, Health.DEAD):
+            return
+        if result is ProbeResult.DECLINED or entry.misses >= self._settings.misses:
+            entry.health, entry.dead_since = Health.DEAD, now
+        else:
+            entry.health = Health.SUSPECT
+
+
+def _is_live(entry: _Entry) -> bool:
+    return entry.health in (Health.LIVE, Health.SUSPECT)

@@ -1,0 +1,126 @@
+"""Answers of workers on their way to the client: whole, in pieces, or merged from both halves."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+import httpx
+import msgspec
+
+from tandem.core.fleet.messages import Fail
+
+PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A whole answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """An answer that comes in pieces; the last thing in the pipe may be a failure."""
+
+    status: int
+    headers: dict[str, str]
+    pipe: "Pipe"
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """The client has left."""
+
+
+Outcome = Document | Stream | Fail | Gone
+
+
+class Pipe:
+    """Bytes on their way to the client. The writer waits while the reader is slow; ending never waits."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._has_changed = asyncio.Event()
+        self._is_ended = False
+        self.failure: Fail | None = None
+
+    async def put(self, chunk: bytes) -> None:
+        while self._size >= PIPE_BYTES and not self._is_ended:
+            self._has_changed.clear()
+            await self._has_changed.wait()
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        self._has_changed.set()
+
+    def end(self, failure: Fail | None = None) -> None:
+        if not self._is_ended:
+            self.failure = failure
+        self._is_ended = True
+        self._has_changed.set()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            while self._chunks:
+                chunk = self._chunks.popleft()
+                self._size -= len(chunk)
+                self._has_changed.set()
+                yield chunk
+            if self._is_ended:
+                return
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+
+def passed_headers(headers: httpx.Headers) -> dict[str, str]:
+    """What of a worker's head the client gets to see."""
+    passed = ("content-type", "retry-after", "cache-control")
+    return {name: value for name, value in headers.items() if name in passed or name.startswith("x-tandem-")}
+
+
+def ends_with_error(tail: bytes) -> bool:
+    """Whether a body, or the last event of a stream, is an object with `error`. A longer object has none."""
+    events = [line for line in tail.splitlines() if line.strip() not in (b"", b"data: [DONE]")]
+    last = events[-1].removeprefix(b"data:") if events else b""
+    try:
+        document = msgspec.json.decode(last)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(document, dict) and bool(document.get("error"))
+
+
+def merge_input_logprobs(*, prefill: bytes, decode: bytes) -> bytes:
+    """Decode's JSON with prefill's `input_token_logprobs` before its own, item by item for a batch.
+
+    Decode's bytes unchanged when there is nothing to merge: then decode has computed the prompt itself.
+    """
+    try:
+        ours, theirs = msgspec.json.decode(decode), msgspec.json.decode(prefill)
+    except msgspec.DecodeError:
+        return decode
+    pairs = (
+        list(zip(ours, theirs, strict=False))
+        if isinstance(ours, list) and isinstance(theirs, list)
+        else [(ours, theirs)]
+    )
+    merged = [_merge_one(into, given) for into, given in pairs]
+    return msgspec.json.encode(ours) if any(merged) else decode
+
+
+def _merge_one(into: object, given: object) -> bool:
+    found, own = _input_logprobs(given), _input_logprobs(into)
+    if not found or own is None:
+        return False
+    own[:0] = found
+    return True
+
+
+def _input_logprobs(answer: object) -> list[object] | None:
+    """The list inside `answer`, made when decode has left it out; None when this is not an answer."""
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
+        return None
+    if meta.get("input_token_logprobs") is None:
+        meta["input_token_logprobs"] = []
+    logprobs = meta["input_token_logprobs"]
+    return logprobs if isinstance(logprobs, list) else None

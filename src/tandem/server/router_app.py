@@ -1,0 +1,352 @@
+"""The router's HTTP face: generation through a prefill and a decode, the rest proxied, fanned out or answered here.
+
+    through a pair      /v1/chat/completions /v1/completions /generate
+    to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /openapi.json
+    to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
+    answered here       /health /ready /metrics /version
+
+Error bodies are those of `errors.py`. `/health*`, `/ready` and `/metrics` need no key.
+"""
+
+import asyncio
+import logging
+import resource
+import secrets
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any  # JSON documents of workers, passed on
+
+import httpx
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+import tandem
+from tandem.core.fleet.registry import Worker
+from tandem.core.fleet.router import Router
+from tandem.core.fleet.routing import POLICIES
+from tandem.core.settings import Role
+from tandem.core.values import Nanos
+from tandem.server.errors import Failure, Problem, Refusal, error_headers, error_json
+from tandem.server.http_pool import PooledTransport
+from tandem.server.router_answer import passed_headers
+from tandem.server.router_config import RouterConfig
+from tandem.server.router_generate import GENERATION_PATHS, Generate, read_body, request_id_of
+from tandem.server.router_metrics import RouterMetrics
+from tandem.server.router_shell import CONNECT_SECONDS, RouterShell
+
+STAGE = "router"
+CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
+OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
+ADMIN_PATHS = ("/flush_cache", "/abort_request")
+LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
+
+log = logging.getLogger("tandem.router")
+
+
+class RouterApp:
+    """`app` is the ASGI application; its lifespan starts and stops everything."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._metrics = RouterMetrics()
+        self._client = make_client()
+        self.router = Router(
+            config.workers,
+            prefill_policy=POLICIES[config.policy](),
+            decode_policy=POLICIES[config.policy](),
+            draw=lambda: secrets.randbits(64),
+            settings=config.settings(),
+            now=Nanos(time.monotonic_ns()),
+        )
+        self._shell = RouterShell(self.router, self._client, self._metrics, stall_seconds=config.stall_timeout)
+        self.app = Starlette(
+            routes=self._routes(),
+            lifespan=self._lifespan,
+            middleware=[Middleware(KeyGate, config=config)],
+            exception_handlers={Refusal: refused, HTTPException: not_served, Exception: our_bug},
+        )
+
+    def _routes(self) -> list[Route]:
+        generate = Generate(
+            self._shell,
+            self._metrics,
+            timeout_seconds=self._config.request_timeout,
+            worker_key=self._config.api_key,
+        )
+        return [
+            *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/version", self._version),
+            Route("/metrics", self._export),
+            *(Route(path, self._to_decode) for path in ("/v1/models", "/v1/models/{id:path}", "/openapi.json")),
+            *(Route(path, self._to_decode) for path in ("/model_info", "/get_model_info")),
+            *(Route(path, self._to_decode, methods=["POST"]) for path in ("/tokenize", "/detokenize")),
+            *(Route(path, self._server_info) for path in ("/server_info", "/get_server_info")),
+            Route("/v1/loads", self._loads),
+            Route("/get_load", self._get_load),
+            Route("/health_generate", self._health_generate),
+            Route("/flush_cache", self._flush_cache, methods=["GET", "POST"]),
+            Route("/abort_request", self._abort_request, methods=["POST"]),
+        ]
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._shell.start()
+        yield
+        await self._shell.close()
+        await self._client.aclose()
+
+    # --- answered here --------------------------------------------------------------------------------------------
+
+    async def _health(self, request: Request) -> Response:
+        return Response()
+
+    async def _ready(self, request: Request) -> Response:
+        self._require_pair()
+        return Response()
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": tandem.__version__})
+
+    async def _export(self, request: Request) -> Response:
+        return PlainTextResponse(self._metrics.export(self.router))
+
+    # --- one worker -----------------------------------------------------------------------------------------------
+
+    async def _to_decode(self, request: Request) -> Response:
+        live = self.router.registry.live(Role.DECODE)
+        if not live:
+            raise Refusal(Problem.NO_LIVE_PAIR, "no live decode worker", stage=STAGE)
+        query = f"?{request.url.query}" if request.url.query else ""
+        answer = await self._ask(live[0], request, request.url.path + query, await read_body(request))
+        if isinstance(answer, str):
+            raise Refusal(Problem.CONNECTION_LOST, f"{live[0].url}: {answer}", stage=STAGE)
+        return Response(answer.content, answer.status_code, passed_headers(answer.headers))
+
+    async def _ask(self, worker: Worker, request: Request, path: str, body: bytes = b"") -> httpx.Response | str:
+        """The worker's answer, or why there is none."""
+        headers = {"x-request-id": request_id_of(request)}
+        if self._config.api_key:
+            headers["authorization"] = f"Bearer {self._config.api_key}"
+        for name in ("authorization", "content-type"):
+            if name in request.headers:
+                headers[name] = request.headers[name]
+        try:
+            return await self._client.request(
+                request.method, worker.url + path, content=body, headers=headers, timeout=CONTROL_SECONDS
+            )
+        except httpx.HTTPError as error:
+            return f"{type(error).__name__} {error}".strip()
+
+    # --- all workers ----------------------------------------------------------------------------------------------
+
+    async def _ask_all(self, request: Request, path: str) -> list[tuple[Worker, httpx.Response | str]]:
+        """The live ones, prefills first."""
+        workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
+        body = await read_body(request)
+        answers = await asyncio.gather(*(self._ask(worker, request, path, body) for worker in workers))
+        return list(zip(workers, answers, strict=True))
+
+    async def _documents(self, request: Request, path: str) -> list[tuple[Worker, Any]]:
+        """JSON of all live workers; None for one that gave none."""
+        answers = await self._ask_all(request, path)
+        return [(worker, document_of(answer)) for worker, answer in answers]
+
+    async def _server_info(self, request: Request) -> Response:
+        """Lists of the workers' own documents, as SGLang's load balancer gives them, and who is alive."""
+        documents = await self._documents(request, "/server_info")
+        infos: dict[Role, list[Any]] = {
+            role: [document for worker, document in documents if worker.role is role and document is not None]
+            for role in (Role.PREFILL, Role.DECODE)
+        }
+        decodes = [info for info in infos[Role.DECODE] if isinstance(info, dict)]
+        shared = ("served_model_name", "model_path", "tokenizer_path")
+        return JSONResponse(
+            {
+                **{name: decodes[0][name] for name in shared if decodes and name in decodes[0]},
+                "version": tandem.__version__,
+                "disaggregation_mode": "null",
+                "prefill": infos[Role.PREFILL],
+                "decode": infos[Role.DECODE],
+                "internal_states": [state for info in decodes for state in info.get("internal_states") or []],
+                "workers": [self._describe(worker) for worker in self.router.registry.workers()],
+            }
+        )
+
+    def _describe(self, worker: Worker) -> dict[str, object]:
+        return {
+            "url": worker.url,
+            "role": worker.role.value,
+            "bootstrap_port": worker.bootstrap_port,
+            "health": self.router.registry.health(worker.id).value,
+            "active_prompts": self.router.load(worker.id),
+        }
+
+    async def _loads(self, request: Request) -> Response:
+        documents = await self._documents(request, "/v1/loads")
+        loads = [
+            {"url": worker.url, "role": worker.role.value, **load}
+            for worker, document in documents
+            if isinstance(document, dict)
+            for load in document.get("loads") or []
+        ]
+        aggregate = {name: sum(load.get(name) or 0 for load in loads) for name in LOAD_SUMS}
+        return JSONResponse(
+            {
+                "timestamp": time.time(),
+                "version": tandem.__version__,
+                "dp_rank_count": len(loads),
+                "loads": loads,
+                "aggregate": aggregate,
+            }
+        )
+
+    async def _get_load(self, request: Request) -> Response:
+        documents = await self._documents(request, "/get_load")
+        return JSONResponse([load for _, document in documents if isinstance(document, list) for load in document])
+
+    async def _health_generate(self, request: Request) -> Response:
+        self._require_pair()
+        self._require_all_good(await self._ask_all(request, "/health_generate"))
+        return Response()
+
+    async def _flush_cache(self, request: Request) -> Response:
+        answers = await self._ask_all(request, "/flush_cache")
+        self._require_all_good(answers)
+        return PlainTextResponse(f"Cache flushed on {len(answers)} workers.\n")
+
+    async def _abort_request(self, request: Request) -> Response:
+        """Both halves of a request know it, one of them perhaps no more: the larger count is the answer."""
+        answers = await self._ask_all(request, "/abort_request")
+        given = [answer for _, answer in answers if isinstance(answer, httpx.Response)]
+        if not given:
+            raise Refusal(Problem.NO_LIVE_PAIR, "no worker answers", stage=STAGE)
+        best = max(given, key=lambda answer: (answer.is_success, num_aborted(answer)))
+        return Response(best.content, best.status_code, passed_headers(best.headers))
+
+    def _require_pair(self) -> None:
+        if not self.router.has_live_pair():
+            raise Refusal(Problem.NO_LIVE_PAIR, "there must be a live prefill and a live decode", stage=STAGE)
+
+    def _require_all_good(self, answers: list[tuple[Worker, httpx.Response | str]]) -> None:
+        bad = [
+            f"{worker.url}: {answer if isinstance(answer, str) else answer.status_code}"
+            for worker, answer in answers
+            if isinstance(answer, str) or not answer.is_success
+        ]
+        if not answers:
+            raise Refusal(Problem.NO_LIVE_PAIR, "no live worker", stage=STAGE)
+        if bad:
+            raise Refusal(Problem.NOT_READY, "; ".join(bad), stage=STAGE)
+
+
+class KeyGate:
+    """Middleware: who may ask. Without keys, everybody."""
+
+    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
+        self._app = app
+        self._key = config.api_key
+        self._admin_key = config.admin_api_key or config.api_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._may_pass(Request(scope)):
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        failure = Failure(Problem.UNAUTHORIZED, "this server needs an API key", None, STAGE)
+        await error_response(failure, request_id_of(request))(scope, receive, send)
+
+    def _may_pass(self, request: Request) -> bool:
+        if request.url.path in OPEN_PATHS or request.method == "OPTIONS":
+            return True
+        wanted = self._admin_key if request.url.path in ADMIN_PATHS else self._key
+        if wanted is None:
+            return True
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), wanted.encode())
+
+
+def make_client() -> httpx.AsyncClient:
+    """One client for all workers, with no timeout but the core's."""
+    return httpx.AsyncClient(
+        transport=PooledTransport(),  # no proxy of the environment: these are one's own workers
+        timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
+        headers={"accept-encoding": "identity", "user-agent": f"tandem-router/{tandem.__version__}"},
+    )
+
+
+def document_of(answer: httpx.Response | str) -> Any:
+    if isinstance(answer, str) or not answer.is_success:
+        return None
+    try:
+        return msgspec.json.decode(answer.content)
+    except msgspec.DecodeError:
+        return None
+
+
+def num_aborted(answer: httpx.Response) -> int:
+    document = document_of(answer)
+    count = document.get("aborted") if isinstance(document, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def error_response(failure: Failure, request_id: str) -> Response:
+    headers = error_headers(failure) | {"x-request-id": request_id}
+    return Response(error_json(failure, request_id), failure.status, headers)
+
+
+async def refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error_response(error.failure, request_id_of(request))
+
+
+async def not_served(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = Problem.METHOD_NOT_ALLOWED if error.status_code == 405 else Problem.NOT_FOUND
+    failure = Failure(code, f"{request.method} {request.url.path}: {error.detail}", None, STAGE)
+    return error_response(failure, request_id_of(request))
+
+
+async def our_bug(request: Request, error: Exception) -> Response:
+    failure = Failure(Problem.INTERNAL, f"{type(error).__name__} in the router", None, STAGE)
+    return error_response(failure, request_id_of(request))
+
+
+def listen(config: RouterConfig) -> socket.socket:
+    """Raises OSError when the address is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    # Accepted sockets inherit it; asyncio sets it only on sockets that were made with IPPROTO_TCP, which this was not.
+    # Without it each small write of a stream waits 40 ms for the client's delayed acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def serve_router(config: RouterConfig, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT; then no new connection, and running requests get `drain_timeout`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three connections per request
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # uvicorn raises it again after the drain, which is to end with exit 0
+    server = uvicorn.Server(
+        uvicorn.Config(
+            RouterApp(config).app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
+        )
+    )
+    server.run(sockets=[listener])

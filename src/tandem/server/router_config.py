@@ -1,0 +1,82 @@
+"""Frozen settings of one router: every flag of `tandem router`, its default and its meaning."""
+
+from dataclasses import dataclass, fields
+from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
+from urllib.parse import urlsplit
+
+from tandem.config import flag
+from tandem.core.fleet.exchange import ExchangeSettings
+from tandem.core.fleet.registry import HealthSettings, Worker, WorkerId
+from tandem.core.fleet.router import RouterSettings
+from tandem.core.fleet.routing import POLICIES
+from tandem.core.settings import Role
+from tandem.core.values import MILLISECOND, SECOND, Nanos
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    workers: tuple[Worker, ...]
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(30000, "HTTP port; 0 picks a free one")
+    policy: str = flag("round_robin", "which worker of a role gets the next request", choices=tuple(POLICIES))
+    api_key: str | None = flag(None, "clients must send it as a bearer token; sent to the workers", metavar="KEY")
+    admin_api_key: str | None = flag(None, "key for flush and abort (default: the API key)", metavar="KEY")
+    request_timeout: float = flag(
+        600.0,
+        "seconds until the first token, unless the request says otherwise, and then until a document ends",
+    )
+    stall_timeout: float = flag(35.0, "seconds between two pieces of a stream, and of silence of a dead worker")
+    retries: int = flag(3, "further attempts with another pair, as long as the client has not got a byte")
+    health_check_interval: float = flag(5.0, "seconds between two health checks of a live worker")
+    max_active_requests: int = flag(4096, "requests under way; more are refused with 503")
+    drain_timeout: float = flag(60.0, "seconds that running requests get after SIGTERM")
+
+    def settings(self) -> RouterSettings:
+        """The same numbers in the units of the core."""
+        interval = nanos(self.health_check_interval)
+        return RouterSettings(
+            exchange=ExchangeSettings(retries=self.retries, document_ns=nanos(self.request_timeout)),
+            health=HealthSettings(interval_ns=interval, fast_interval_ns=min(interval, Nanos(500 * MILLISECOND))),
+            max_active=self.max_active_requests,
+            lost_ns=nanos(self.stall_timeout),
+        )
+
+    def violations(self) -> list[str]:
+        """Why this router cannot start; all reasons together."""
+        roles = [worker.role for worker in self.workers]
+        urls = [worker.url for worker in self.workers]
+        rules = (
+            (Role.PREFILL not in roles, "at least one --prefill URL is needed"),
+            (Role.DECODE not in roles, "at least one --decode URL is needed"),
+            (len(set(urls)) < len(urls), "the same URL is named twice"),
+            (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
+            (self.health_check_interval <= 0, "--health-check-interval must be positive"),
+            (self.retries < 0, "--retries must not be negative"),
+            (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
+        )
+        return [reason for is_broken, reason in rules if is_broken]
+
+
+def nanos(seconds: float) -> Nanos:
+    return Nanos(round(seconds * SECOND))
+
+
+def router_flags() -> list[tuple[str, Any]]:
+    """(`--flag-name`, field) in the order of declaration."""
+    return [("--" + f.name.replace("_", "-"), f) for f in fields(RouterConfig) if f.name != "workers"]
+
+
+def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> Worker:
+    """Raises ValueError with a sentence for the user when `url` is none."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url} is not the URL of a server, like http://127.0.0.1:30001")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    try:
+        has_port = parts.port is not None
+    except ValueError:
+        raise ValueError(f"{url} has no valid port") from None
+    if not has_port:
+        raise ValueError(f"{url} names no port")
+    return Worker(WorkerId(index), role, full.rstrip("/"), host, bootstrap_port)

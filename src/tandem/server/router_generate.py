@@ -1,0 +1,174 @@
+"""One generation request at the router: read and check what the router must know, wait for the outcome, write it.
+
+The body is not validated here beyond that: both halves do it, and their 4xx is the answer. The router puts its own
+`bootstrap_*` fields in place of any that came in, so a client cannot make a decode connect anywhere.
+"""
+
+import asyncio
+import math
+import time
+import uuid
+from typing import Any  # a JSON object, passed on
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from tandem.core.fleet.messages import Fail
+from tandem.server.body import MAX_BODY_BYTES
+from tandem.server.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
+from tandem.server.router_answer import Document, Gone, Stream
+from tandem.server.router_metrics import RouterMetrics
+from tandem.server.router_shell import Call, RouterShell
+
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+TIMEOUT_SECONDS_MAX = 7 * 24 * 3600.0
+REQUEST_ID_CHARS_MAX = 256
+PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "x-data-parallel-rank")
+CLIENT_LEFT = 499
+CODES: dict[str, Code] = {code.value: code for code in RULES}
+
+
+class Generate:
+    """ASGI endpoint: Starlette's responses would hide when the client leaves."""
+
+    def __init__(
+        self, shell: RouterShell, metrics: RouterMetrics, *, timeout_seconds: float, worker_key: str | None
+    ) -> None:
+        """`worker_key` is sent to the workers when the client sent none."""
+        self._shell = shell
+        self._metrics = metrics
+        self._timeout_seconds = timeout_seconds
+        self._worker_key = worker_key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.monotonic()
+        request = Request(scope, receive)
+        body = await read_object(request)
+        timeout = timeout_seconds(request, body, default=self._timeout_seconds)
+        reply = _Reply(send, request_id_of(request), began)
+        call = self._shell.open(
+            request.url.path, body, self._headers(request, reply.request_id), timeout_seconds=timeout
+        )
+        watcher = asyncio.create_task(self._watch(receive, call, reply))
+        try:
+            await reply.write(call)
+        finally:
+            watcher.cancel()
+            if not reply.is_whole:
+                self._shell.leave(call)
+            self._metrics.see_reply(request.url.path, reply.status, reply.first_byte_seconds, time.monotonic() - began)
+
+    async def _watch(self, receive: Receive, call: Call, reply: "_Reply") -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not reply.is_whole:
+            reply.status = CLIENT_LEFT
+            self._shell.leave(call)
+
+    def _headers(self, request: Request, request_id: str) -> dict[str, str]:
+        headers = {"content-type": "application/json"}
+        if self._worker_key:
+            headers["authorization"] = f"Bearer {self._worker_key}"
+        headers |= {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+        return headers | {"x-request-id": request_id}
+
+
+class _Reply:
+    """What the client gets. `is_whole` once nothing is missing, just before the last byte is handed over."""
+
+    def __init__(self, send: Send, request_id: str, began: float) -> None:
+        self._send = send
+        self._began = began
+        self.request_id = request_id
+        self.status = CLIENT_LEFT
+        self.first_byte_seconds: float | None = None
+        self.is_whole = False
+
+    async def write(self, call: Call) -> None:
+        match await call.outcome:
+            case Document(status, headers, body):
+                await self._document(status, headers, body)
+            case Stream() as stream:
+                await self._stream(stream)
+            case Fail() as fail:
+                failure = failure_of(fail)
+                await self._document(failure.status, error_headers(failure), error_json(failure, self.request_id))
+            case Gone():
+                self.is_whole = True  # nobody is there
+
+    async def _document(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        await self._head(status, headers | {"content-length": str(len(body))})
+        self.is_whole = True
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _stream(self, stream: Stream) -> None:
+        await self._head(stream.status, stream.headers)
+        tail = b"\n\n"
+        async for chunk in stream.pipe.chunks():
+            tail = (tail + chunk)[-2:]
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if stream.pipe.failure is not None:
+            event = b"data: " + error_json(failure_of(stream.pipe.failure), self.request_id) + b"\n\n"
+            torn = b"" if tail == b"\n\n" else b"\n\n"  # what decode left unfinished must not swallow the event
+            await self._send({"type": "http.response.body", "body": torn + event, "more_body": True})
+        self.is_whole = True
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _head(self, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        self.first_byte_seconds = time.monotonic() - self._began
+        pairs = (headers | {"x-request-id": self.request_id}).items()
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+def failure_of(fail: Fail) -> Failure:
+    """The router's own error in words for a client."""
+    words = fail.cause.value.replace("_", " ")
+    return Failure(CODES[fail.cause.value], f"{words}: {fail.detail}" if fail.detail else words, None, fail.stage)
+
+
+def request_id_of(request: Request) -> str:
+    """The client's, when it is one; never empty."""
+    given = request.headers.get("x-request-id", "")
+    return given if given and len(given) <= REQUEST_ID_CHARS_MAX else uuid.uuid4().hex
+
+
+async def read_body(request: Request) -> bytes:
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise Refusal(Problem.BODY_TOO_LARGE, f"the body is longer than {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(await read_body(request))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refusal(Problem.INVALID_JSON, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
+    return body
+
+
+def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -> float:
+    """The smaller of what body and header say: a gateway before us may have spent some of the client's time."""
+    given: list[float] = []
+    if (in_body := body.get("timeout")) is not None:
+        given.append(_positive(in_body, "timeout"))
+    if (in_header := request.headers.get("x-request-timeout-ms")) is not None:
+        given.append(_positive(in_header, "X-Request-Timeout-Ms") / 1000)
+    return min([*given, TIMEOUT_SECONDS_MAX]) if given else default
+
+
+def _positive(value: object, name: str) -> float:
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not number > 0:
+        raise invalid(name, "must be a positive number")
+    return number

@@ -1,0 +1,69 @@
+"""Numbers of one router for Prometheus: folds over its events and commands, gauges read from its state when scraped."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tandem.core.fleet.messages import (
+    DispatchPair,
+    Fail,
+    ForwardRejection,
+    RouterCommand,
+)
+from tandem.core.fleet.registry import Worker
+from tandem.core.fleet.router import Router
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class RouterMetrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "requests that have ended, by status", ["path", "status"])
+        self.retries = self._counter("retries", "attempts after the first")
+        self.failures = self._counter("failures", "requests that ended with an error, by cause", ["cause"])
+        self.duration = self._histogram("request_seconds", "from the request's head to the end of the answer", ["path"])
+        self.first_byte = self._histogram("first_byte_seconds", "from the request's head to the first byte", ["path"])
+        self.head = self._histogram(
+            "worker_seconds", "from dispatch to the head of a worker's answer", ["worker", "role"]
+        )
+        self._active = self._gauge("active_requests", "requests under way")
+        self._live = self._gauge("worker_live", "1: gets requests", ["worker", "role"])
+        self._worker_active = self._gauge("worker_active_prompts", "prompts under way at a worker", ["worker", "role"])
+
+    def see(self, command: RouterCommand) -> None:
+        match command:
+            case DispatchPair(attempt=attempt) if attempt > 1:
+                self.retries.inc()
+            case Fail(cause=cause):
+                self.failures.labels(cause.value).inc()
+            case ForwardRejection(half=half):
+                self.failures.labels(f"{half.value}_rejected").inc()
+            case _:
+                pass
+
+    def see_reply(self, path: str, status: int, first_byte_seconds: float | None, seconds: float) -> None:
+        """A request has ended; status 499 when its client has left."""
+        self.requests.labels(path, str(status)).inc()
+        self.duration.labels(path).observe(seconds)
+        if first_byte_seconds is not None:
+            self.first_byte.labels(path).observe(first_byte_seconds)
+
+    def see_head(self, worker: Worker, seconds: float) -> None:
+        self.head.labels(worker.url, worker.role.value).observe(seconds)
+
+    def export(self, router: Router) -> bytes:
+        """Prometheus text."""
+        self._active.set(router.num_active())
+        live = {worker.id for worker in router.registry.workers() if router.is_live(worker.id)}
+        for worker in router.registry.workers():
+            self._live.labels(worker.url, worker.role.value).set(worker.id in live)
+            self._worker_active.labels(worker.url, worker.role.value).set(router.load(worker.id))
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
+        return Counter(f"tandem:router_{name}", text, labels or [], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
+        return Histogram(f"tandem:router_{name}", text, labels, buckets=SECONDS, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
+        return Gauge(f"tandem:router_{name}", text, labels or [], registry=self.registry)

@@ -1,0 +1,293 @@
+"""The loop around the router's core: it turns commands into HTTP connections and what they do into events.
+
+Everything runs on one asyncio loop. `tell` steps the core and begins its commands; nothing that is begun there calls
+`tell` again before it returns. A half of an attempt is one task, a `Leg`; cancelling the task closes its connection.
+
+    stream (SSE)   a decode's first bytes are the event, then bytes go through a bounded pipe to the client
+    document       read to its end before the client gets a byte, so that a decode that dies can still be retried
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from tandem.core.fleet.messages import (
+    CancelHalf,
+    ClientAsked,
+    ClientLeft,
+    DecodeSpoke,
+    DispatchPair,
+    Fail,
+    Failure,
+    Finish,
+    Forward,
+    ForwardRejection,
+    Half,
+    HalfAnswered,
+    HalfEnded,
+    HalfFailed,
+    HalfRejected,
+    Probe,
+    RouterCommand,
+    RouterEvent,
+    WorkerProbed,
+)
+from tandem.core.fleet.pairing import num_prompts
+from tandem.core.fleet.registry import ProbeResult, Worker
+from tandem.core.fleet.router import Router
+from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
+from tandem.server.router_answer import (
+    Document,
+    Gone,
+    Outcome,
+    Pipe,
+    Stream,
+    ends_with_error,
+    merge_input_logprobs,
+    passed_headers,
+)
+from tandem.server.router_config import nanos
+from tandem.server.router_metrics import RouterMetrics
+
+log = logging.getLogger("tandem.router")
+
+DOCUMENT_BYTES_MAX = 256 << 20
+REJECTION_BYTES_MAX = 1 << 20
+PREFILL_TAIL_BYTES = 16 << 10
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Leg:
+    """One half of one attempt."""
+
+    call: "Call"
+    attempt: int
+    half: Half
+    worker: Worker
+    sent_at: Nanos
+    task: asyncio.Task[None] | None = None
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict[str, str])
+    body: bytearray = field(default_factory=bytearray)
+    pipe: Pipe | None = None  # decode only, when it streams
+
+
+@dataclass(slots=True)
+class Call:
+    """One request of a client. Owned by the shell until the core has ended it."""
+
+    id: RequestId
+    path: str
+    body: dict[str, object]
+    headers: dict[str, str]  # for both halves
+    merges: bool
+    outcome: asyncio.Future[Outcome]
+    legs: dict[Half, Leg] = field(default_factory=dict[Half, Leg])  # of the latest attempt
+
+
+class RouterShell:
+    """`start` begins probing, `close` cancels everything."""
+
+    def __init__(
+        self, router: Router, client: httpx.AsyncClient, metrics: RouterMetrics, *, stall_seconds: float
+    ) -> None:
+        self.router = router
+        self._client = client
+        self._metrics = metrics
+        self._stall_seconds = stall_seconds
+        self._calls: dict[RequestId, Call] = {}
+        self._next_id = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.tell()
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def open(self, path: str, body: dict[str, object], headers: dict[str, str], *, timeout_seconds: float) -> Call:
+        """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`."""
+        self._next_id += 1
+        streams = bool(body.get("stream"))
+        merges = path == "/generate" and bool(body.get("return_logprob")) and not streams
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        call = Call(RequestId(self._next_id), path, body, headers, merges, future)
+        self._calls[call.id] = call
+        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges))
+        return call
+
+    def leave(self, call: Call) -> None:
+        """The client has gone. Without effect when the request has ended."""
+        if call.id in self._calls:
+            self.tell(ClientLeft(call.id))
+
+    def tell(self, *events: RouterEvent) -> None:
+        effects = self.router.step(events, Nanos(time.monotonic_ns()))
+        for command in effects.commands:
+            self._metrics.see(command)
+            self._begin(command)
+        self._wake_at(effects.wake_at)
+
+    def _wake_at(self, wake_at: Nanos) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = max(0, wake_at - time.monotonic_ns()) / SECOND
+        self._timer = asyncio.get_running_loop().call_later(delay, self.tell)
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def _begin(self, command: RouterCommand) -> None:
+        match command:
+            case DispatchPair():
+                self._dispatch(command)
+            case CancelHalf(request=request, half=half):
+                self._cancel(self._calls[request].legs[half])
+            case Forward(request=request, merged=merged):
+                self._forward(self._calls[request], merged)
+            case ForwardRejection(request=request, half=half):
+                leg = self._calls[request].legs[half]
+                self._end(request, Document(leg.status, leg.headers, bytes(leg.body)))
+            case Fail(request=request):
+                self._end(request, command)
+            case Finish(request=request):
+                self._end(request, Gone())
+            case Probe(worker=worker):
+                self._spawn(self._probe(worker))
+
+    def _dispatch(self, sent: DispatchPair) -> None:
+        call = self._calls[sent.request]
+        body = call.body | sent.pair.fields()
+        if "timeout" in body:
+            body["timeout"] = sent.timeout_ns / SECOND
+        content = msgspec.json.encode(body)
+        headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
+        now = Nanos(time.monotonic_ns())
+        for half, worker in ((Half.PREFILL, sent.pair.prefill), (Half.DECODE, sent.pair.decode)):
+            leg = Leg(call, sent.attempt, half, worker, now)
+            call.legs[half] = leg
+            leg.task = self._spawn(self._run(leg, content, headers))
+
+    def _cancel(self, leg: Leg) -> None:
+        assert leg.task is not None
+        leg.task.cancel()
+
+    def _forward(self, call: Call, merged: bool) -> None:
+        leg = call.legs[Half.DECODE]
+        if leg.pipe is not None:
+            self._resolve(call, Stream(leg.status, leg.headers, leg.pipe))
+            return
+        body = bytes(leg.body)
+        if merged:
+            body = merge_input_logprobs(prefill=bytes(call.legs[Half.PREFILL].body), decode=body)
+        self._resolve(call, Document(leg.status, leg.headers, body))
+
+    def _end(self, request: RequestId, outcome: Outcome) -> None:
+        call = self._calls.pop(request)
+        decode = call.legs.get(Half.DECODE)
+        if decode is not None and decode.pipe is not None:
+            decode.pipe.end(outcome if isinstance(outcome, Fail) else None)
+        self._resolve(call, outcome)
+
+    def _resolve(self, call: Call, outcome: Outcome) -> None:
+        if not call.outcome.done():
+            call.outcome.set_result(outcome)
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    async def _run(self, leg: Leg, content: bytes, headers: dict[str, str]) -> None:
+        """Talk to one worker and tell what happened. Cancelled, it closes the connection and tells nothing."""
+        try:
+            url = leg.worker.url + leg.call.path
+            async with self._client.stream("POST", url, content=content, headers=headers) as response:
+                await self._listen(leg, response)
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._fail(leg, Failure.REFUSED, f"cannot connect: {error}")
+        except TimeoutError:
+            self._fail(leg, Failure.STALLED, f"no byte for {self._stall_seconds:g} s")
+        except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
+            self._fail(leg, Failure.BROKEN, f"{type(error).__name__} {error}".strip())
+
+    def _fail(self, leg: Leg, failure: Failure, detail: str) -> None:
+        log.warning("%s worker %s: %s", leg.half.value, leg.worker.url, detail)
+        self.tell(HalfFailed(leg.call.id, leg.attempt, leg.half, failure, detail))
+
+    async def _listen(self, leg: Leg, response: httpx.Response) -> None:
+        leg.status = response.status_code
+        leg.headers = passed_headers(response.headers)
+        self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
+        if not response.is_success:
+            await collect(response, leg.body, REJECTION_BYTES_MAX)
+            self.tell(HalfRejected(leg.call.id, leg.attempt, leg.half, leg.status))
+        elif leg.half is Half.PREFILL:
+            await self._listen_to_prefill(leg, response)
+        elif response.headers.get("content-type", "").startswith("text/event-stream"):
+            await self._listen_to_stream(leg, response)
+        else:
+            self.tell(HalfAnswered(leg.call.id, leg.attempt, leg.half))
+            await collect(response, leg.body, DOCUMENT_BYTES_MAX)
+            self.tell(DecodeSpoke(leg.call.id, leg.attempt), HalfEnded(leg.call.id, leg.attempt, leg.half))
+
+    async def _listen_to_prefill(self, leg: Leg, response: httpx.Response) -> None:
+        """Its body says nothing that decode does not say, but for prompt logprobs; all but its end is dropped."""
+        self.tell(HalfAnswered(leg.call.id, leg.attempt, leg.half))
+        if leg.call.merges:
+            await collect(response, leg.body, DOCUMENT_BYTES_MAX)
+        else:
+            async for piece in response.aiter_raw():
+                leg.body = (leg.body + piece)[-PREFILL_TAIL_BYTES:]
+        has_error = ends_with_error(bytes(leg.body[-PREFILL_TAIL_BYTES:]))
+        self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half, has_error))
+
+    async def _listen_to_stream(self, leg: Leg, response: httpx.Response) -> None:
+        pieces = response.aiter_raw()
+        leg.pipe = Pipe()
+        limit: float | None = None  # until the first piece the request's deadline counts
+        while True:
+            async with asyncio.timeout(limit):
+                piece = await anext(pieces, None)
+            if piece is None:
+                break
+            await leg.pipe.put(piece)
+            if limit is None:
+                limit = self._stall_seconds
+                self.tell(DecodeSpoke(leg.call.id, leg.attempt))
+        leg.pipe.end()
+        self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half))
+
+    async def _probe(self, worker: Worker) -> None:
+        try:
+            response = await self._client.get(worker.url + "/health", timeout=CONNECT_SECONDS)
+        except httpx.HTTPError:
+            result = ProbeResult.MISSED
+        else:
+            declined = response.status_code == 503
+            result = ProbeResult.DECLINED if declined else ProbeResult.OK if response.is_success else ProbeResult.MISSED
+        before = self.router.registry.health(worker.id)
+        self.tell(WorkerProbed(worker.id, result))
+        after = self.router.registry.health(worker.id)
+        if before is not after:
+            log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before.value, after.value)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def collect(response: httpx.Response, body: bytearray, size_max: int) -> None:
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > size_max:
+            raise httpx.DecodingError(f"answer is longer than {size_max} bytes")

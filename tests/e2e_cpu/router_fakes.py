@@ -1,0 +1,271 @@
+"""Fake prefill and decode workers, and a router in front of them: real sockets, no model.
+
+A fake does what it is told per request: `worker.behaves(Reject(500), Answer())` answers the first one with 500 and all
+others properly. What it saw is in `worker.seen`.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from tandem.core.settings import Role
+from tandem.server.router_app import RouterApp, listen
+from tandem.server.router_config import RouterConfig, make_worker
+from tandem.server.router_generate import GENERATION_PATHS
+
+PATIENCE_SECONDS = 15.0
+
+
+def eventually(condition: Callable[[], Any], what: str = "condition") -> Any:
+    """Wait until `condition()` is true; its value."""
+    until = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        if value := condition():
+            return value
+        assert time.monotonic() < until, f"{what} did not come true in {PATIENCE_SECONDS} s"
+        time.sleep(0.01)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A proper answer: JSON or, when the body says `stream`, events."""
+
+    body: dict[str, Any] | list[Any] | None = None
+    chunks: tuple[bytes, ...] = (b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n")
+    headers: dict[str, str] = field(default_factory=lambda: {"x-tandem-path": "remote"})
+
+
+@dataclass(frozen=True)
+class Reject:
+    status: int
+    code: str = "fake_error"
+    once: Callable[[], Any] = lambda: True  # not before this is true
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Say nothing until the router closes the connection; with `has_head`, after a 200 head."""
+
+    has_head: bool = False
+
+
+@dataclass(frozen=True)
+class FallSilent:
+    """Send some events, then nothing until the router closes the connection."""
+
+    chunks: tuple[bytes, ...] = (b"data: {}\n\n",)
+
+
+@dataclass(frozen=True)
+class Die:
+    """Send these pieces of a stream, then break the connection."""
+
+    chunks: tuple[bytes, ...] = ()
+    is_stream: bool = True
+    once: Callable[[], Any] = lambda: True  # not before this is true
+
+
+@dataclass
+class Seen:
+    path: str
+    body: dict[str, Any]
+    headers: dict[str, str]
+    is_closed: bool = False  # by the router, before the answer was complete
+
+
+class FakeWorker:
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.seen: list[Seen] = []
+        self.is_healthy = True
+        self._behaviours: list[Any] = [Answer()]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self._thread: ServerThread | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def generations(self) -> list[Seen]:
+        return [seen for seen in self.seen if seen.path in GENERATION_PATHS]
+
+    @property
+    def rooms(self) -> list[Any]:
+        return [seen.body["bootstrap_room"] for seen in self.generations]
+
+    def behaves(self, *behaviours: Any) -> None:
+        """One per request from now on; the last one stays."""
+        self._behaviours = list(behaviours)
+
+    def start(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self.port))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._thread = ServerThread(self._app, listener)
+
+    def kill(self) -> None:
+        assert self._thread is not None
+        self._thread.stop(kill=True)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        path = scope["path"]
+        if path == "/health":
+            return await reply(send, 200 if self.is_healthy else 503, b"")
+        raw = b""
+        while True:
+            message = await receive()
+            raw += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        body = json.loads(raw) if raw else {}
+        seen = Seen(path, body if isinstance(body, dict) else {}, headers)
+        self.seen.append(seen)
+        if path in GENERATION_PATHS:
+            behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
+            return await self._behave(behaviour, seen, receive, send)
+        return await reply(send, *self._control(path))
+
+    def _control(self, path: str) -> tuple[int, bytes]:
+        documents: dict[str, Any] = {
+            "/v1/models": {"object": "list", "data": [{"id": "fake"}]},
+            "/server_info": {"disaggregation_mode": self.role.value, "internal_states": [{"role": self.role.value}]},
+            "/v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_used_tokens": 7}]},
+            "/get_load": [{"dp_rank": 0, "num_reqs": 2}],
+            "/tokenize": {"tokens": [1, 2]},
+            "/flush_cache": {},
+            "/abort_request": {"aborted": int(self.role is Role.DECODE)},
+            "/health_generate": {},
+        }
+        return (200, json.dumps(documents[path]).encode()) if path in documents else (404, b"{}")
+
+    async def _behave(self, behaviour: Any, seen: Seen, receive: Receive, send: Send) -> None:
+        if isinstance(behaviour, (Reject, Die)):
+            while not behaviour.once():
+                await asyncio.sleep(0.005)
+        match behaviour:
+            case Answer(chunks=chunks, headers=headers) if seen.body.get("stream"):
+                await head(send, 200, {"content-type": "text/event-stream"} | headers)
+                for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+            case Answer(body=body, headers=headers):
+                document = body if body is not None else {"text": f"from {self.role.value}"}
+                await reply(send, 200, json.dumps(document).encode(), headers)
+            case Reject(status=status, code=code):
+                await reply(send, status, json.dumps({"error": {"code": code, "message": "told to"}}).encode())
+            case Hang(has_head=has_head):
+                if has_head:
+                    await head(send, 200, {"content-type": "application/json"})
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                seen.is_closed = True
+            case FallSilent(chunks=chunks):
+                await head(send, 200, {"content-type": "text/event-stream"})
+                for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                seen.is_closed = True
+            case Die(chunks=chunks, is_stream=is_stream):
+                kind = "text/event-stream" if is_stream else "application/json"
+                await head(send, 200, {"content-type": kind})
+                for chunk in chunks:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                raise ConnectionResetError("told to die")
+            case _:
+                raise AssertionError(behaviour)
+
+
+async def head(send: Send, status: int, headers: dict[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+async def reply(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    await head(send, status, {"content-type": "application/json"} | (headers or {}))
+    await send({"type": "http.response.body", "body": body})
+
+
+class ServerThread:
+    """uvicorn in a thread. `stop` lets open requests end, `stop(kill=True)` breaks their connections."""
+
+    def __init__(self, app: Any, listener: socket.socket, *, lifespan: str = "off") -> None:
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                lifespan="on" if lifespan == "on" else "off",
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._listener = listener
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        eventually(lambda: self._server.started, "server start")
+
+    async def _run(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+
+    def stop(self, *, kill: bool = False) -> None:
+        self._server.force_exit = kill
+        self._server.should_exit = True
+        self._thread.join(PATIENCE_SECONDS)
+        assert not self._thread.is_alive()
+        self._listener.close()
+
+
+@dataclass
+class Fleet:
+    prefills: list[FakeWorker]
+    decodes: list[FakeWorker]
+    router: RouterApp
+    url: str
+
+    def seen(self) -> list[Seen]:
+        return [seen for worker in self.prefills + self.decodes for seen in worker.generations]
+
+    def is_idle(self) -> bool:
+        core = self.router.router
+        return core.num_active() == core.num_live_rooms() == 0
+
+
+@contextlib.contextmanager
+def fleet(prefills: int = 1, decodes: int = 1, **settings: Any) -> Iterator[Fleet]:
+    """A router whose workers are all live. At the end nothing may be under way any more."""
+    workers = [FakeWorker(Role.PREFILL) for _ in range(prefills)], [FakeWorker(Role.DECODE) for _ in range(decodes)]
+    told = [
+        make_worker(index, worker.role, worker.url, 9000 + index if worker.role is Role.PREFILL else None)
+        for index, worker in enumerate(workers[0] + workers[1])
+    ]
+    config = RouterConfig(workers=tuple(told), port=0, **({"health_check_interval": 0.1} | settings))
+    listener = listen(config)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    router = RouterApp(config)
+    thread = ServerThread(router.app, listener, lifespan="on")
+    made = Fleet(*workers, router, url)
+    try:
+        core = router.router
+        eventually(lambda: all(core.is_live(worker.id) for worker in told), "all workers live")
+        yield made
+        eventually(made.is_idle, "an idle router")
+    finally:
+        thread.stop()
+        for worker in workers[0] + workers[1]:
+            worker.kill()

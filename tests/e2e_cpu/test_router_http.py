@@ -1,0 +1,350 @@
+"""The router over real sockets, in front of fake workers."""
+
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Reject, eventually, fleet
+
+CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
+CHAT = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.7, "unknown": {"kept": 1}}
+
+
+def post(
+    made: Fleet, body: dict[str, Any] | None = None, path: str = "/v1/chat/completions", **more: Any
+) -> httpx.Response:
+    return CLIENT.post(made.url + path, json=CHAT if body is None else body, timeout=20, **more)
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    return response.json()["error"]
+
+
+def test_both_halves_get_the_same_body_with_the_prefills_address_and_one_room() -> None:
+    with fleet() as made:
+        response = post(made, headers={"x-request-id": "abc", "traceparent": "00-1"})
+        eventually(made.is_idle)
+        (sent,) = made.prefills[0].generations
+        (received,) = made.decodes[0].generations
+        assert sent.body == received.body
+        assert {key: value for key, value in sent.body.items() if not key.startswith("bootstrap")} == CHAT
+        assert (sent.body["bootstrap_host"], sent.body["bootstrap_port"]) == ("127.0.0.1", 9000)
+        assert 0 < sent.body["bootstrap_room"] < 1 << 63
+        assert (received.headers["x-request-id"], received.headers["traceparent"]) == ("abc", "00-1")
+        assert 599_000 < int(received.headers["x-request-timeout-ms"]) <= 600_000
+        assert response.json() == {"text": "from decode"}
+        assert response.headers["x-tandem-path"] == "remote"
+        assert response.headers["x-request-id"] == "abc"
+
+
+def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:
+    with fleet() as made:
+        for _ in range(5):
+            post(made, CHAT | {"bootstrap_room": 7, "bootstrap_host": "evil", "bootstrap_port": 1})
+        eventually(made.is_idle)
+        rooms = made.decodes[0].rooms
+        assert rooms == made.prefills[0].rooms
+        assert len(set(rooms)) == 5
+        assert 7 not in rooms
+        assert {seen.body["bootstrap_host"] for seen in made.seen()} == {"127.0.0.1"}
+
+
+def test_a_list_of_prompts_gets_lists_of_hosts_ports_and_rooms() -> None:
+    with fleet() as made:
+        post(made, {"prompt": ["a", "b"], "n": 3}, "/v1/completions")
+        eventually(made.is_idle)
+        body = made.decodes[0].generations[0].body
+        assert body["bootstrap_host"] == ["127.0.0.1"] * 2
+        assert body["bootstrap_port"] == [9000] * 2
+        assert len(set(body["bootstrap_room"])) == 2
+        assert body == made.prefills[0].generations[0].body
+
+
+def test_a_stream_passes_byte_for_byte() -> None:
+    chunks = (
+        b'data: {"a": "\xc3\xa4"}\n\n',
+        b": comment\r\n\r\n",
+        b"data: half of an",
+        b" event\n\n",
+        b"data: [DONE]\n\n",
+    )
+    with fleet() as made:
+        made.decodes[0].behaves(Answer(chunks=chunks))
+        response = post(made, CHAT | {"stream": True})
+        assert response.content == b"".join(chunks)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["x-tandem-path"] == "remote"
+
+
+def test_the_first_byte_of_a_stream_does_not_wait_for_the_last() -> None:
+    with (
+        fleet() as made,
+        httpx.Client(timeout=20) as client,
+    ):
+        made.decodes[0].behaves(Die((b"data: 1\n\n",)))
+        with client.stream("POST", made.url + "/generate", json={"text": "x", "stream": True}) as response:
+            assert next(response.iter_raw()) == b"data: 1\n\n"
+
+
+@pytest.mark.parametrize("bad", ["prefills", "decodes"])
+def test_a_5xx_of_one_half_closes_the_other_and_is_retried_with_a_new_room_on_another_pair(bad: str) -> None:
+    good = "decodes" if bad == "prefills" else "prefills"
+    with fleet(2, 2) as made:
+        failing, waiting = getattr(made, bad)[0], getattr(made, good)[0]
+        failing.behaves(Reject(500, once=lambda: waiting.generations))
+        waiting.behaves(Hang())
+        response = post(made)
+        assert response.status_code == 200
+        (stuck,) = waiting.generations
+        eventually(lambda: stuck.is_closed, "the other half closed")
+        first, second = made.decodes[0].rooms, made.decodes[1].rooms
+        assert (len(first), len(second)) == (1, 1)
+        assert first != second
+
+
+def test_after_all_retries_the_client_gets_the_workers_own_error() -> None:
+    with fleet(retries=2) as made:
+        made.decodes[0].behaves(Reject(503, "queue_full"))
+        response = post(made)
+        assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
+        assert len(set(made.decodes[0].rooms)) == 3
+
+
+@pytest.mark.parametrize("bad", ["prefills", "decodes"])
+def test_a_4xx_of_either_half_is_forwarded_and_not_retried(bad: str) -> None:
+    with fleet(2, 2) as made:
+        for worker in made.prefills + made.decodes:
+            worker.behaves(Hang())
+        getattr(made, bad)[0].behaves(Reject(400, "bad_input", once=lambda: len(made.seen()) == 2))
+        response = post(made)
+        assert (response.status_code, error_of(response)["code"]) == (400, "bad_input")
+        assert len(made.seen()) == 2
+        eventually(lambda: any(seen.is_closed for seen in made.seen()), "the other half closed")
+
+
+def test_a_worker_that_refuses_connections_is_skipped_and_comes_back_by_itself() -> None:
+    with fleet(1, 2, health_check_interval=0.2) as made:
+        made.decodes[0].kill()
+        assert [post(made).status_code for _ in range(4)] == [200] * 4
+        assert len(made.decodes[1].generations) == 4
+        made.decodes[0].start()
+        eventually(lambda: made.router.router.load(made.router.router.registry.workers()[1].id) == 0)
+        eventually(lambda: post(made).status_code == 200 and made.decodes[0].generations, "decode 0 in use again")
+
+
+def test_without_a_live_pair_there_is_a_503_at_once_until_the_worker_is_back() -> None:
+    with fleet() as made:
+        made.prefills[0].kill()
+        response = eventually(lambda: next((r for r in [post(made)] if r.status_code == 503), None))
+        assert error_of(response)["code"] == "no_live_pair"
+        assert response.headers["retry-after"]
+        assert CLIENT.get(made.url + "/ready").status_code == 503
+        assert CLIENT.get(made.url + "/health").status_code == 200
+        made.prefills[0].start()
+        eventually(lambda: CLIENT.get(made.url + "/ready").status_code == 200, "ready again")
+        assert post(made).status_code == 200
+
+
+def test_a_worker_that_drains_gets_no_more_requests() -> None:
+    with fleet(1, 2) as made:
+        made.decodes[0].is_healthy = False
+        eventually(lambda: not made.router.router.is_live(made.router.router.registry.workers()[1].id))
+        for _ in range(3):
+            post(made)
+        assert made.decodes[0].generations == []
+
+
+@pytest.mark.parametrize(("bad", "stage"), [("prefills", "prefill_head"), ("decodes", "decode_head")])
+def test_a_hung_half_ends_with_504_at_the_deadline_and_both_are_closed(bad: str, stage: str) -> None:
+    with fleet() as made:
+        for worker in made.prefills + made.decodes:
+            worker.behaves(Hang(has_head=worker in made.prefills and bad != "prefills"))
+        began = time.monotonic()
+        response = post(made, CHAT | {"timeout": 0.5})
+        took = time.monotonic() - began
+        assert (response.status_code, error_of(response)["code"]) == (504, "deadline_exceeded")
+        assert error_of(response)["stage"] == stage
+        assert error_of(response)["request_id"] == response.headers["x-request-id"]
+        assert 0.5 <= took < 1.5
+        eventually(lambda: all(seen.is_closed for seen in made.seen()), "both halves closed")
+
+
+def test_the_time_that_is_left_travels_with_each_attempt() -> None:
+    with fleet() as made:
+        made.decodes[0].behaves(Reject(500), Answer())
+        post(made, CHAT | {"timeout": 5}, headers={"x-request-timeout-ms": "3000"})
+        first, second = (seen for seen in made.decodes[0].generations)
+        assert int(second.headers["x-request-timeout-ms"]) < int(first.headers["x-request-timeout-ms"]) <= 3000
+        assert second.body["timeout"] < first.body["timeout"] <= 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_closes_both_halves(stream: bool) -> None:
+    with fleet() as made:
+        made.prefills[0].behaves(Hang(has_head=True))
+        made.decodes[0].behaves(Hang())
+        with pytest.raises(httpx.ReadTimeout):
+            CLIENT.post(made.url + "/v1/chat/completions", json=CHAT | {"stream": stream}, timeout=0.5)
+        eventually(lambda: len(made.seen()) == 2 and all(seen.is_closed for seen in made.seen()), "both halves closed")
+
+
+def test_a_decode_that_dies_before_its_first_byte_is_retried() -> None:
+    with fleet(1, 2) as made:
+        made.decodes[0].behaves(Die(once=lambda: made.prefills[0].generations))
+        assert post(made, CHAT | {"stream": True}).text.endswith("data: [DONE]\n\n")
+        eventually(made.is_idle)
+        assert len(made.prefills[0].generations) == 2
+
+
+def test_a_document_that_breaks_off_is_retried() -> None:
+    with fleet(1, 2) as made:
+        made.decodes[0].behaves(Die((b'{"text": "ha',), is_stream=False))
+        assert post(made).json() == {"text": "from decode"}
+
+
+def test_a_decode_that_dies_in_the_middle_ends_the_stream_with_an_error_event() -> None:
+    with fleet(1, 2) as made:
+        made.decodes[0].behaves(Die((b'data: {"text": "a"}\n\n', b'data: {"te')))
+        response = post(made, CHAT | {"stream": True})
+        *_, last = [line for line in response.text.split("\n\n") if line]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["code"], error["stage"]) == ("connection_lost", "stream")
+        assert made.decodes[1].generations == []
+
+
+def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
+    with fleet(stall_timeout=0.3) as made:
+        made.decodes[0].behaves(FallSilent())
+        response = post(made, CHAT | {"stream": True})
+        assert json.loads(response.text.split("data: ")[-1])["error"]["code"] == "stalled"
+
+
+def test_a_prefill_that_ends_with_an_error_after_its_head_leaves_the_word_to_decode() -> None:
+    with fleet() as made:
+        made.prefills[0].behaves(Answer(body={"error": {"code": "transfer_failed"}}))
+        made.decodes[0].behaves(Answer(body={"text": "computed it myself"}, headers={"x-tandem-path": "fallback"}))
+        response = post(made)
+        assert response.json() == {"text": "computed it myself"}
+        assert response.headers["x-tandem-path"] == "fallback"
+
+
+def test_a_prefill_that_breaks_after_its_head_is_replaced() -> None:
+    with fleet(2, 2) as made:
+        made.prefills[0].behaves(Die(is_stream=False, once=lambda: made.decodes[0].generations))
+        made.decodes[0].behaves(Hang())
+        assert post(made).status_code == 200
+        assert made.decodes[0].generations[0].is_closed
+
+
+def test_prompt_logprobs_of_prefill_come_before_those_of_decode() -> None:
+    def answer(*logprobs: float) -> Answer:
+        return Answer(body={"text": "x", "meta_info": {"input_token_logprobs": [[p, 1, None] for p in logprobs]}})
+
+    with fleet() as made:
+        made.prefills[0].behaves(answer(-1.0, -2.0))
+        made.decodes[0].behaves(answer(-3.0))
+        merged = post(made, {"text": "x", "return_logprob": True}, "/generate").json()
+        assert [entry[0] for entry in merged["meta_info"]["input_token_logprobs"]] == [-1.0, -2.0, -3.0]
+        plain = post(made, {"text": "x"}, "/generate").json()
+        assert [entry[0] for entry in plain["meta_info"]["input_token_logprobs"]] == [-3.0]
+
+
+def test_prompt_logprobs_of_a_batch_are_merged_item_by_item() -> None:
+    def answer(*logprobs: float) -> Answer:
+        return Answer(body=[{"meta_info": {"input_token_logprobs": [p]}} for p in logprobs])
+
+    with fleet() as made:
+        made.prefills[0].behaves(answer(-1.0, -2.0))
+        made.decodes[0].behaves(answer(-3.0, -4.0))
+        merged = post(made, {"text": ["x", "y"], "return_logprob": True}, "/generate").json()
+        assert [item["meta_info"]["input_token_logprobs"] for item in merged] == [[-1.0, -3.0], [-2.0, -4.0]]
+
+
+def test_least_load_picks_the_idle_worker() -> None:
+    with fleet(1, 2, policy="least_load") as made:
+        busy, idle = made.decodes
+        busy.behaves(Hang())
+        stuck = threading.Thread(target=lambda: post(made, CHAT | {"stream": True, "timeout": 1}), daemon=True)
+        stuck.start()
+        eventually(lambda: busy.generations)
+        for _ in range(3):
+            assert post(made).status_code == 200
+        assert (len(busy.generations), len(idle.generations)) == (1, 3)
+        stuck.join()
+
+
+def test_bad_json_and_bad_timeouts_are_refused_by_the_router() -> None:
+    with fleet() as made:
+        response = CLIENT.post(made.url + "/generate", content=b"{nope")
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+        response = CLIENT.post(made.url + "/generate", content=b"[1]")
+        assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
+        for timeout in (0, -1, "soon", True):
+            response = post(made, CHAT | {"timeout": timeout})
+            assert (response.status_code, error_of(response)["param"]) == (400, "timeout")
+        assert made.seen() == []
+
+
+def test_too_many_requests_at_once_are_refused() -> None:
+    with fleet(max_active_requests=1) as made:
+        made.decodes[0].behaves(Hang())
+        stuck = threading.Thread(target=lambda: post(made, CHAT | {"stream": True, "timeout": 1}), daemon=True)
+        stuck.start()
+        eventually(lambda: made.router.router.num_active() == 1)
+        response = post(made)
+        assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
+        stuck.join()
+
+
+def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
+    with fleet(2, 1) as made:
+        assert CLIENT.get(made.url + "/ready").status_code == 200
+        assert CLIENT.get(made.url + "/version").json()["version"]
+        assert CLIENT.get(made.url + "/v1/models").json()["data"][0]["id"] == "fake"
+        assert CLIENT.post(made.url + "/tokenize", json={"prompt": "x"}).json() == {"tokens": [1, 2]}
+        assert CLIENT.get(made.url + "/health_generate").status_code == 200
+        for name in ("/server_info", "/get_server_info"):
+            info = CLIENT.get(made.url + name).json()
+            assert (len(info["prefill"]), len(info["decode"])) == (2, 1)
+            assert info["internal_states"] == [{"role": "decode"}]
+            assert [worker["health"] for worker in info["workers"]] == ["live"] * 3
+        loads = CLIENT.get(made.url + "/v1/loads").json()
+        assert len(loads["loads"]) == 3
+        assert loads["aggregate"]["num_running_reqs"] == 6
+        assert len(CLIENT.get(made.url + "/get_load").json()) == 3
+        assert CLIENT.post(made.url + "/flush_cache").status_code == 200
+        assert CLIENT.post(made.url + "/abort_request", json={"rid": "x"}).json() == {"aborted": 1}
+        asked = [seen.path for worker in made.prefills + made.decodes for seen in worker.seen]
+        assert asked.count("/flush_cache") == asked.count("/abort_request") == 3
+        for method, path, code in (("GET", "/nope", "not_found"), ("GET", "/generate", "method_not_allowed")):
+            assert error_of(CLIENT.request(method, made.url + path))["code"] == code
+
+
+def test_metrics_count_requests_retries_failures_and_workers() -> None:
+    with fleet() as made:
+        made.decodes[0].behaves(Reject(500), Answer())
+        post(made)
+        made.decodes[0].behaves(Reject(400))
+        post(made)
+        eventually(made.is_idle)
+        text = CLIENT.get(made.url + "/metrics").text
+        assert 'tandem:router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
+        assert "tandem:router_retries_total 1.0" in text
+        assert 'tandem:router_failures_total{cause="decode_rejected"} 1.0' in text
+        assert "tandem:router_active_requests 0.0" in text
+        assert f'tandem:router_worker_live{{role="decode",worker="{made.decodes[0].url}"}} 1.0' in text
+        assert f'tandem:router_worker_seconds_count{{role="decode",worker="{made.decodes[0].url}"}} 3.0' in text
+
+
+def test_a_key_is_asked_for_and_given_to_the_workers() -> None:
+    with fleet(api_key="secret", admin_api_key="root") as made:
+        assert post(made).status_code == 401
+        assert CLIENT.get(made.url + "/ready").status_code == 200
+        key = {"authorization": "Bearer secret"}
+        assert post(made, headers=key).status_code == 200
+        assert made.decodes[0].generations[0].headers["authorization"] == "Bearer secret"
+        assert CLIENT.post(made.url + "/flush_cache", headers=key).status_code == 401
+        assert CLIENT.post(made.url + "/flush_cache", headers={"authorization": "Bearer root"}).status_code == 200

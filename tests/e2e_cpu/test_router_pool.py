@@ -1,0 +1,122 @@
+"""The connection pool against a server that counts its connections."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from tandem.server.http_pool import PooledTransport
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
+
+
+class Server:
+    """Answers every request with `answer`; after `closes_after` answers it closes the connection."""
+
+    def __init__(self) -> None:
+        self.answer = ANSWER
+        self.closes_after = 1000
+        self.num_accepted = 0
+        self.num_closed = 0
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_accepted += 1
+        try:
+            for _ in range(self.closes_after):
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(self.answer)
+            writer.close()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+        self.num_closed += 1
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    server = Server()
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}/"
+    async with listener, httpx.AsyncClient(transport=PooledTransport(), timeout=10) as client:
+        yield server, client
+
+
+async def until_closed(server: Server, count: int) -> None:
+    async with asyncio.timeout(10):
+        while server.num_closed < count:
+            await asyncio.sleep(0.005)
+
+
+def test_requests_one_after_the_other_share_a_connection() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            assert [(await client.get(server.url)).content for _ in range(3)] == [b"body"] * 3
+            assert server.num_accepted == 1
+
+    asyncio.run(story())
+
+
+def test_requests_at_the_same_time_have_a_connection_each_and_give_it_back() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            for _ in range(2):
+                await asyncio.gather(*(client.get(server.url) for _ in range(5)))
+            assert server.num_accepted == 5
+        await until_closed(server, 5)
+
+    asyncio.run(story())
+
+
+def test_an_answer_that_is_left_early_closes_its_connection() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            server.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbody"
+            async with client.stream("GET", server.url) as response:
+                assert response.status_code == 200
+            await until_closed(server, 1)
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_request_closes_its_connection() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            server.answer = b""
+            task = asyncio.create_task(client.get(server.url))
+            async with asyncio.timeout(10):
+                while not server.num_accepted:
+                    await asyncio.sleep(0.005)
+            task.cancel()
+            await until_closed(server, 1)
+
+    asyncio.run(story())
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            server.closes_after = 1
+            for count in (1, 2, 3):
+                assert (await client.get(server.url)).content == b"body"
+                await until_closed(server, count)
+            assert server.num_accepted == 3
+
+    asyncio.run(story())
+
+
+def test_failures_are_those_of_httpx() -> None:
+    async def story() -> None:
+        async with served() as (server, client):
+            server.answer, server.closes_after = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nbody", 1
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get(server.url)
+            server.answer = b""
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get(server.url)
+        async with httpx.AsyncClient(transport=PooledTransport()) as client:
+            with pytest.raises(httpx.ConnectError):
+                await client.get(server.url)
+
+    asyncio.run(story())

@@ -1,0 +1,166 @@
+"""What chat, eval and bench compute by themselves; how they talk to a server is in e2e_cpu/test_router_clients.py."""
+
+import argparse
+import itertools
+import random
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import bench, eval, router
+from tandem.cli.api import ServerTrouble, base_url, chunks_of, raise_for_status
+from tandem.cli.failure import CommandFailed
+from tandem.core.settings import Role
+from tandem.server.router_config import make_worker
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("3 + 4 = 7\n#### 7", 7),
+        ("#### 1\nno, wait\n#### 2", 2),
+        ("#### 72,000", 72000),
+        ("#### $18.50.", Decimal("18.5")),
+        ("####-3", -3),
+        ("#### .5", Decimal("0.5")),
+        ("the answer is 7", None),
+        ("#### seven", None),
+        ("#### 7\n####", None),
+        ("", None),
+    ],
+)
+def test_the_number_after_the_last_four_hashes_counts(text: str, number: Decimal | None) -> None:
+    assert eval.final_number(text) == number
+
+
+def test_both_forms_of_a_data_set_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text('{"question": "a", "answer": "1,024"}\n\n{"question": "b", "answer": "x = 4\\n#### 42"}\n')
+    assert [problem.answer for problem in eval.read_problems(str(file))] == [1024, 42]
+
+
+def test_the_bundled_questions_all_have_a_number() -> None:
+    assert len(eval.read_problems(None)) >= 100
+
+
+def test_a_data_set_that_is_wrong_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    for text, reason in (
+        ('{"question": "a", "answer": "1"}\n{"question": "b"}', ":2"),
+        ('{"question": "a", "answer": "one"}', "not a number"),
+        ("nope", ":1"),
+        ("", "no question"),
+    ):
+        file.write_text(text)
+        with pytest.raises(CommandFailed, match=reason) as raised:
+            eval.read_problems(str(file))
+        assert raised.value.is_wrong_usage
+
+
+def test_a_failed_request_is_neither_right_nor_unanswered() -> None:
+    problem = eval.Problem("q", Decimal(4))
+    results = [eval.Result(problem, "#### 4"), eval.Result(problem, "4"), eval.Result(problem, failure="503")]
+    report = eval.make_report(results, "m", 1.0)
+    assert (report["correct"], report["unanswered"], report["failed"]) == (1, 1, 1)
+    assert report["accuracy"] == pytest.approx(1 / 3)
+
+
+def test_percentiles_lie_between_the_nearest_ranks() -> None:
+    ordered = [float(value) for value in range(101)]
+    assert bench.percentile(ordered, 99) == 99
+    assert bench.percentile([1.0, 2.0], 50) == 1.5
+    assert bench.percentile([3.0], 99) == 3.0
+    assert bench.summary([]) is None
+
+
+def test_arrivals_are_a_seeded_poisson_process() -> None:
+    times = bench.arrival_times(random.Random(1), 5.0, 4000)
+    assert times == bench.arrival_times(random.Random(1), 5.0, 4000)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    assert mean == pytest.approx(0.2, rel=0.1)
+    assert sum((gap - mean) ** 2 for gap in gaps) / len(gaps) == pytest.approx(mean**2, rel=0.2)
+
+
+def test_the_report_of_a_load_tells_first_token_gaps_and_rates() -> None:
+    samples = [bench.Sample(0.0, pieces=[0.1, 0.2, 0.4], ended=0.5, input_tokens=10, output_tokens=3, path="remote")]
+    samples.append(bench.Sample(0.0, failure="503: busy"))
+    args = argparse.Namespace(url="u", rate=None, concurrency=2, seed=0)
+    report = bench.make_report(args, "m", samples, 2.0)
+    assert (report["completed"], report["failed"], report["failures"]) == (1, 1, {"503: busy": 1})
+    assert report["ttft_ms"]["p50"] == 100
+    assert report["itl_ms"]["max"] == 200
+    assert report["tpot_ms"]["mean"] == 200
+    assert report["e2e_ms"]["p99"] == 500
+    assert report["output_tokens_per_second"] == 1.5
+    assert "path: remote 1" in bench.report_text(report)
+
+
+def test_a_stream_is_read_up_to_done_and_its_errors_are_told() -> None:
+    assert list(chunks_of(iter(['data: {"a": 1}', "", ": comment", "data:[DONE]", 'data: {"b": 2}']))) == [{"a": 1}]
+    with pytest.raises(ServerTrouble, match="broke off"):
+        list(chunks_of(iter(['data: {"a": 1}'])))
+    with pytest.raises(ServerTrouble, match="stalled: no token"):
+        list(chunks_of(iter(['data: {"error": {"code": "stalled", "message": "no token"}}'])))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"error": {"message": "too long", "code": "x"}}', "400: x: too long"),
+        (b'{"message": "flat"}', "400: flat"),
+        (b'{"error": "plain"}', "400: plain"),
+        (b"<html>", "400: <html>"),
+        (b"", "400: no explanation"),
+    ],
+)
+def test_error_bodies_of_any_dialect_become_one_line(body: bytes, words: str) -> None:
+    with pytest.raises(ServerTrouble) as raised:
+        raise_for_status(400, body)
+    assert str(raised.value) == words
+
+
+def test_urls_are_taken_as_users_write_them() -> None:
+    assert base_url("127.0.0.1:8000/v1/") == "http://127.0.0.1:8000"
+    assert base_url("https://x/v1") == "https://x"
+
+
+def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
+    words = "--prefill http://a:1 8998 --prefill b:2 none --prefill http://[::1]:3 --decode http://d:4/ --retries 1"
+    config = router.make_config(_parse(words.split()))
+    assert [worker.bootstrap_port for worker in config.workers] == [8998, None, None, None]
+    assert [worker.host for worker in config.workers] == ["a", "b", "[::1]", "d"]
+    assert [worker.role for worker in config.workers] == [Role.PREFILL] * 3 + [Role.DECODE]
+    assert config.workers[3].url == "http://d:4"
+    assert config.settings().exchange.retries == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--decode http://d:4", "at least one --prefill"),
+        ("--prefill http://a:1", "at least one --decode"),
+        ("--prefill http://a:1 x --decode http://d:4", "x is not a port"),
+        ("--prefill http://a:1 1 2 --decode http://d:4", "not also 2"),
+        ("--prefill http://a --decode http://d:4", "names no port"),
+        ("--prefill http://a:1 --decode http://a:1", "named twice"),
+        ("--prefill http://a:1 --decode http://d:4 --retries -1", "--retries"),
+        ("--prefill http://a:99999 --decode http://d:4", "no valid port"),
+    ],
+)
+def test_a_router_that_cannot_be_says_why(words: str, reason: str) -> None:
+    with pytest.raises(CommandFailed, match=reason) as raised:
+        router.make_config(_parse(words.split()))
+    assert raised.value.is_wrong_usage
+
+
+def test_a_url_with_a_query_is_no_worker() -> None:
+    with pytest.raises(ValueError, match="not the URL"):
+        make_worker(0, Role.DECODE, "http://a:1?x=1")
+
+
+def _parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    router.add_arguments(parser)
+    return parser.parse_args(words)

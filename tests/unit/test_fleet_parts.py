@@ -1,0 +1,173 @@
+"""Registry, policies and rooms, one at a time."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.core.fleet.pairing import Pair, Rooms, num_prompts
+from tandem.core.fleet.registry import Health, HealthSettings, ProbeResult, Registry, Worker, WorkerId
+from tandem.core.fleet.routing import Candidate, LeastLoad, RoundRobin
+from tandem.core.settings import Role
+from tandem.core.values import Nanos
+
+SETTINGS = HealthSettings(interval_ns=Nanos(100), fast_interval_ns=Nanos(10), probe_timeout_ns=Nanos(50), misses=2)
+W = WorkerId(0)
+
+
+def worker(number: int, role: Role = Role.DECODE) -> Worker:
+    return Worker(WorkerId(number), role, f"http://h{number}:1", f"h{number}", 8998 if role is Role.PREFILL else None)
+
+
+def registry() -> Registry:
+    return Registry([worker(0)], SETTINGS, Nanos(0))
+
+
+def probe(fleet: Registry, result: ProbeResult, now: int) -> bool:
+    assert fleet.due(Nanos(now)) == [W]
+    return fleet.probed(W, result, Nanos(now))
+
+
+def test_a_worker_is_used_only_after_its_first_good_probe() -> None:
+    fleet = registry()
+    assert fleet.live(Role.DECODE) == []
+    probe(fleet, ProbeResult.OK, 0)
+    assert fleet.live(Role.DECODE) == [worker(0)]
+
+
+def test_a_worker_that_starts_late_is_asked_often_until_it_is_there() -> None:
+    fleet = registry()
+    for now in (0, 10, 20):
+        probe(fleet, ProbeResult.MISSED, now)
+    assert fleet.health(W) is Health.JOINING
+    probe(fleet, ProbeResult.OK, 30)
+    assert fleet.wake_at() == 130
+
+
+def test_one_missed_probe_makes_suspect_and_two_make_dead() -> None:
+    fleet = registry()
+    probe(fleet, ProbeResult.OK, 0)
+    assert not probe(fleet, ProbeResult.MISSED, 100)
+    assert fleet.health(W) is Health.SUSPECT
+    assert fleet.live(Role.DECODE) == [worker(0)]
+    assert probe(fleet, ProbeResult.MISSED, 110)
+    assert fleet.live(Role.DECODE) == []
+    probe(fleet, ProbeResult.OK, 120)
+    assert fleet.health(W) is Health.LIVE
+
+
+def test_a_good_probe_between_two_misses_starts_the_count_anew() -> None:
+    fleet = registry()
+    for now, result in ((0, ProbeResult.OK), (100, ProbeResult.MISSED), (110, ProbeResult.OK)):
+        probe(fleet, result, now)
+    assert not probe(fleet, ProbeResult.MISSED, 210)
+
+
+def test_a_worker_that_declines_gets_no_more_requests_but_is_not_silent() -> None:
+    fleet = registry()
+    probe(fleet, ProbeResult.OK, 0)
+    assert probe(fleet, ProbeResult.DECLINED, 100)
+    assert fleet.live(Role.DECODE) == []
+    assert fleet.silent_since(W) is None
+
+
+def test_a_refused_connection_is_death_at_once() -> None:
+    fleet = registry()
+    probe(fleet, ProbeResult.OK, 0)
+    fleet.refused(W, Nanos(50))
+    assert fleet.health(W) is Health.DEAD
+    assert fleet.silent_since(W) == 50
+    assert fleet.wake_at() == 60
+
+
+def test_a_good_probe_from_before_the_refusal_does_not_revive() -> None:
+    fleet = registry()
+    probe(fleet, ProbeResult.OK, 0)
+    assert fleet.due(Nanos(100)) == [W]
+    fleet.refused(W, Nanos(105))
+    fleet.probed(W, ProbeResult.OK, Nanos(106))
+    assert fleet.health(W) is Health.DEAD
+
+
+def test_a_probe_without_an_answer_is_overdue_and_its_late_answer_is_ignored() -> None:
+    fleet = registry()
+    probe(fleet, ProbeResult.OK, 0)
+    assert fleet.due(Nanos(100)) == [W]
+    assert fleet.due(Nanos(140)) == []
+    assert fleet.overdue(Nanos(149)) == []
+    assert fleet.overdue(Nanos(150)) == [W]
+    fleet.probed(W, ProbeResult.MISSED, Nanos(150))
+    fleet.probed(W, ProbeResult.OK, Nanos(151))
+    assert fleet.health(W) is Health.SUSPECT
+
+
+def candidates(*active: int) -> list[Candidate]:
+    return [Candidate(WorkerId(number), count) for number, count in enumerate(active)]
+
+
+def test_round_robin_takes_turns_and_goes_on_when_one_is_missing() -> None:
+    policy = RoundRobin()
+    assert [policy.choose(candidates(0, 0, 0)) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose([Candidate(WorkerId(0), 0), Candidate(WorkerId(2), 0)]) == 2
+
+
+def test_least_load_takes_the_idle_one_and_takes_turns_among_equals() -> None:
+    policy = LeastLoad()
+    assert policy.choose(candidates(3, 0, 2)) == 1
+    assert [policy.choose(candidates(1, 1, 1)) for _ in range(3)] == [0, 2, 1]
+
+
+def test_rooms_are_63_bits_never_zero_and_never_those_that_are_live() -> None:
+    source = iter([0, 1 << 63, 7, 7 + (1 << 63), 7, 9, 7])
+    rooms = Rooms(lambda: next(source))
+    assert rooms.open(1) == (7,)
+    assert rooms.open(1) == (9,)
+    rooms.close((7,))
+    assert rooms.open(1) == (7,)
+    assert rooms.num_live() == 2
+
+
+def test_a_source_that_repeats_itself_for_ever_is_noticed() -> None:
+    rooms = Rooms(lambda: 5)
+    rooms.open(1)
+    with pytest.raises(AssertionError, match="repeats"):
+        rooms.open(1)
+
+
+@given(st.lists(st.integers(0, 7), max_size=60))
+def test_live_rooms_are_distinct_whatever_the_source_gives(drawn: list[int]) -> None:
+    source = itertools.chain(drawn, itertools.count(8))
+    rooms = Rooms(lambda: next(source))
+    opened = [room for _ in range(6) for room in rooms.open(3)]
+    assert len(set(opened)) == len(opened) == rooms.num_live()
+
+
+@pytest.mark.parametrize(
+    ("body", "count"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, None),
+        ({"prompt": "x"}, None),
+        ({"prompt": [1, 2, 3]}, None),
+        ({"prompt": []}, None),
+        ({"prompt": ["a"]}, 1),
+        ({"prompt": ["a", "b"], "n": 2}, 2),
+        ({"prompt": [[1, 2], [3]]}, 2),
+        ({"text": ["a", "b", "c"], "input_ids": None}, 3),
+        ({"input_ids": [[1], [2]]}, 2),
+        ({"input_ids": [1, 2]}, None),
+    ],
+)
+def test_prompts_are_counted_as_lists_and_samples_do_not_multiply(body: dict[str, object], count: int | None) -> None:
+    assert num_prompts(body) == count
+
+
+def test_the_fields_of_a_batch_are_lists_and_those_of_one_prompt_are_scalars() -> None:
+    one = Pair(worker(0, Role.PREFILL), worker(1), rooms=(5,), is_batch=False)
+    two = Pair(worker(0, Role.PREFILL), worker(1), rooms=(5, 6), is_batch=True)
+    assert one.fields() == {"bootstrap_host": "h0", "bootstrap_port": 8998, "bootstrap_room": 5}
+    assert two.fields() == {
+        "bootstrap_host": ["h0", "h0"],
+        "bootstrap_port": [8998, 8998],
+        "bootstrap_room": [5, 6],
+    }

@@ -1,0 +1,39 @@
+"""What the router reads in the bodies of workers."""
+
+import json
+
+import pytest
+
+from tandem.server.router_answer import ends_with_error, merge_input_logprobs
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (b'{"error": {"code": "x"}}', True),
+        (b'data: {"text": ""}\n\ndata: {"error": {"code": "x"}}\n\n', True),
+        (b'data: {"error": {"code": "x"}}\n\ndata: [DONE]\n\n', True),
+        (b'{"text": "error", "error": null}', False),
+        (b'data: {"text": "x"}\n\ndata: [DONE]\n\n', False),
+        (b'of a body", "error": {}}', False),
+        (b"", False),
+        (b'[{"error": 1}]', False),
+    ],
+)
+def test_an_error_at_the_end_of_a_body_is_seen(tail: bytes, expected: bool) -> None:
+    assert ends_with_error(tail) is expected
+
+
+@pytest.mark.parametrize(
+    "prefill", [b"", b"{}", b"[]", b'{"meta_info": {"input_token_logprobs": []}}', b'{"error": {}}']
+)
+def test_without_logprobs_of_prefill_the_bytes_of_decode_are_unchanged(prefill: bytes) -> None:
+    decode = b'{"meta_info":  {"input_token_logprobs": [1]}}'
+    assert merge_input_logprobs(prefill=prefill, decode=decode) == decode
+
+
+def test_a_decode_that_left_its_logprobs_out_gets_those_of_prefill() -> None:
+    prefill = b'{"meta_info": {"input_token_logprobs": [[-0.5, 1, null]]}}'
+    for decode in (b'{"meta_info": {}}', b'{"meta_info": {"input_token_logprobs": null}}'):
+        merged = json.loads(merge_input_logprobs(prefill=prefill, decode=decode))
+        assert merged["meta_info"]["input_token_logprobs"] == [[-0.5, 1, None]]
