@@ -25,14 +25,18 @@ class ServerConfig:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "HTTP port; 0 picks a free one")
     api_key: str | None = flag(None, "clients must send it as a bearer token", metavar="KEY")
-    admin_api_key: str | None = flag(None, "key for flush, abort and debug endpoints (default: the API key)", metavar="KEY")
+    admin_api_key: str | None = flag(
+        None, "key for flush, abort and debug endpoints (default: the API key)", metavar="KEY"
+    )
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag("auto", "weights and activations; auto: as stored", choices=("auto", "float32", "bfloat16"))
     device: str = flag("cpu", "torch device", metavar="DEVICE")
     cpu_threads: int = flag(0, "threads of the engine; 0: cores divided by the engines on this machine")
     context_length: int | None = flag(None, "longest prompt plus output (default: the model's)", metavar="TOKENS")
     page_size: int = flag(16, "tokens per KV page")
-    max_total_tokens: int | None = flag(None, "KV pool in tokens (default: from --mem-fraction-static)", metavar="TOKENS")
+    max_total_tokens: int | None = flag(
+        None, "KV pool in tokens (default: from --mem-fraction-static)", metavar="TOKENS"
+    )
     mem_fraction_static: float = flag(0.1, "share of the machine's memory for the KV pool")
     max_running_requests: int = flag(32, "rows of the running batch")
     max_queued_requests: int = flag(2048, "requests beyond that are refused with 503")
@@ -41,16 +45,22 @@ class ServerConfig:
     disable_radix_cache: bool = flag(False, "keep no prefix cache")
     disable_overlap_schedule: bool = flag(False, "launch a batch only after the one before has returned")
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
-    deterministic: bool = flag(False, "a row's logits depend on its own tokens only, not on batch, chunking or cache hits")
+    deterministic: bool = flag(
+        False, "a row's logits depend on its own tokens only, not on batch, chunking or cache hits"
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
     disaggregation_transfer_backend: str = flag("auto", "how KV travels", choices=("auto", "sock"))
     num_reserved_decode_tokens: int = flag(512, "tokens a running request is assumed to need still, at most")
-    disaggregation_metadata_slots: int | None = flag(None, "rows of the prefill's result table (default: 2 x max running)", metavar="N")
+    disaggregation_metadata_slots: int | None = flag(
+        None, "rows of the prefill's result table (default: 2 x max running)", metavar="N"
+    )
     disaggregation_park_max_tokens: int = flag(1 << 20, "prompt tokens that may wait, computed, for READY")
     optimistic_prefill_policy: str | None = flag(
-        None, "what prefill does before decode's READY: off, retry or park (default park)", choices=("off", "retry", "park")
+        None,
+        "what prefill does before decode's READY: off, retry or park (default park)",
+        choices=("off", "retry", "park"),
     )
     optimistic_prefill_retries: int | None = flag(None, "selects retry with this many requeues; 0: off", metavar="N")
     kv_load_failure_policy: str = flag("recompute", "after a failed transfer", choices=("recompute", "fail"))
@@ -87,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c: c.request_timeout <= 0 or c.stall_timeout <= 0, "timeouts must be positive"),
     Rule(
         lambda c: c.optimistic_prefill_policy in ("off", "park") and (c.optimistic_prefill_retries or 0) > 0,
-        "--optimistic-prefill-retries N selects the policy retry; leave --optimistic-prefill-policy out or make it retry",
+        "--optimistic-prefill-retries N selects retry; leave --optimistic-prefill-policy out or make it retry",
     ),
     Rule(
         lambda c: c.optimistic_prefill_policy == "retry" and c.optimistic_prefill_retries == 0,
@@ -111,9 +121,16 @@ def environment_switch(name: str) -> bool:
     return value.lower() in ("1", "true", "yes", "on")
 
 
+FORCED_RETRIES = "TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB"  # test hook of the seed: share of requests retried once
+
+
 def environment_number(name: str) -> float:
-    """`TANDEM_<name>`, with `SGLANG_<name>` as an alias; 0 when it is not set. Raises ValueError."""
-    return float(os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or 0)
+    """`TANDEM_<name>`, with `SGLANG_<name>` as an alias; 0 when it is not set. Raises ValueError with a sentence."""
+    text = os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or "0"
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"the environment variable TANDEM_{name} must be a number, not {text!r}") from None
 
 
 def flags() -> list[tuple[str, Any]]:

@@ -1,0 +1,146 @@
+"""`tandem demo`: one prompt through router, prefill and decode as separate processes, and through one engine alone.
+
+Shows the answer as it comes, where the prompt's KV came from, how much of it moved, where the time to the first token
+went, and whether the one engine gave the same tokens.
+"""
+
+import argparse
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any  # JSON documents
+
+from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import Member, free_ports, serve_words, start_pd, temporary_fleet
+
+MODEL = "tandem/mini"
+PROMPT = "Tom has 3 boxes with 12 pencils each. He gives 9 pencils to Mia. How many pencils does Tom have now?"
+MAX_NEW_TOKENS = 160
+START_S = 60.0
+ANSWER_S = 60.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", metavar="TEXT", default=PROMPT, help="what to ask (default: a word problem)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one server said. Times in milliseconds."""
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    ttft_ms: float = 0.0  # at this client's socket
+
+
+def run(args: argparse.Namespace) -> int:
+    screen = Screen(is_quiet=args.json)
+    document = _run(args.prompt, screen)
+    if args.json:
+        print(json.dumps(document))
+    return 0 if document["identical"] else 1
+
+
+class Screen:
+    """Where the human reads along; silent with --json."""
+
+    def __init__(self, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+
+    def say(self, text: str = "", *, end: str = "\n") -> None:
+        if not self._is_quiet:
+            print(text, end=end, flush=True)
+
+
+def _run(prompt: str, screen: Screen) -> dict[str, Any]:
+    screen.say("starting router, prefill, decode and one unified engine, as separate processes ...")
+    router_port, unified_port = free_ports(2)
+    with temporary_fleet("demo", engines=3) as fleet:
+        router = start_pd(fleet, MODEL, prefills=1, decodes=1, router_port=router_port)
+        unified = fleet.start("unified", serve_words(MODEL, unified_port), port=unified_port)
+        fleet.wait_ready(timeout_s=START_S, tell=lambda member: screen.say(f"  {member.name:<10} {member.url}"))
+        body = chat_prompt(unified, prompt)
+        screen.say(f"\n{prompt}\n")
+        first = ask(router, body, screen)
+        screen.say()
+        second = ask(unified, body, Screen(is_quiet=True))
+    document = report(first, second)
+    screen.say("\n" + page(document))
+    return document
+
+
+def chat_prompt(server: Member, prompt: str) -> list[int]:
+    """The token ids of the conversation: both ways get exactly the same."""
+    reply = post(server, "/tokenize", {"messages": [{"role": "user", "content": prompt}]})
+    tokens: list[int] = json.loads(reply.read())["tokens"]
+    return tokens
+
+
+def ask(server: Member, tokens: list[int], screen: Screen) -> Answer:
+    """Stream one greedy answer. Raises CommandFailed."""
+    began = time.monotonic()
+    answer = Answer()
+    body = {
+        "input_ids": tokens,
+        "stream": True,
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS},
+    }
+    for event in events(post(server, "/generate", body)):
+        if not answer.tokens:
+            answer.ttft_ms = (time.monotonic() - began) * 1000
+        if "error" in event:
+            raise CommandFailed(f"{server.name}: {event['error'].get('message', event['error'])}")
+        screen.say(event["text"][len(answer.text) :], end="")
+        answer.text, answer.tokens, answer.meta = event["text"], event["output_ids"], event["meta_info"]
+    screen.say()
+    return answer
+
+
+def post(server: Member, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=ANSWER_S)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise CommandFailed(f"{server.name}: {path} answered {reply.status}: {reply.read(500).decode()}")
+    except (OSError, http.client.HTTPException) as error:
+        raise CommandFailed(f"{server.name} does not answer: {error}") from error
+    return reply
+
+
+def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The documents of a server-sent event stream."""
+    for line in reply:
+        data = line.strip().removeprefix(b"data: ")
+        if data and data != b"[DONE]":
+            yield json.loads(data)
+
+
+def report(first: Answer, second: Answer) -> dict[str, Any]:
+    """The document of `--json` (contract section 2)."""
+    return {
+        "path": first.meta["path"],
+        "kv_bytes": first.meta["kv_bytes"],
+        "tokens": first.tokens,
+        "unified_tokens": second.tokens,
+        "identical": first.tokens == second.tokens,
+        "ttft_ms": round(first.ttft_ms, 3),
+        "ttft_ledger": {stage: round(seconds * 1000, 3) for stage, seconds in first.meta["ttft_ledger"].items()},
+    }
+
+
+def page(document: dict[str, Any]) -> str:
+    """The same for a human."""
+    ledger = dict(document["ttft_ledger"])
+    ledger["router and network"] = document["ttft_ms"] - sum(ledger.values())
+    width = max(map(len, ledger))
+    kv = f"{document['kv_bytes'] / 1024:.0f} KiB of KV moved from prefill to decode"
+    lines = [f"path     {document['path']}: {kv}", f"ttft     {document['ttft_ms']:.1f} ms at the client:"]
+    lines += [f"         {stage:<{width}}  {ms:7.2f} ms" for stage, ms in ledger.items()]
+    verdict = f"the same {len(document['tokens'])} tokens" if document["identical"] else "DIFFERENT tokens"
+    lines.append(f"unified  one engine alone gives {verdict}")
+    return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""Several `tandem` processes on this machine as one thing: started together, watched, ended together.
+
+For `tandem up`, `tandem demo` and the tests. A member that fails to start ends all others, and the line in which it
+says why is the line that the user sees. Should this process be killed, the kernel tells the members to drain.
+"""
+
+import contextlib
+import ctypes
+import http.client
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from tandem.cli.failure import CommandFailed
+
+PR_SET_PDEATHSIG = 1
+PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
+POLL_S = 0.02
+PROBE_S = 1.0
+ERROR_MARK = "tandem: error: "
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on loopback that nobody uses now. Drawn, so that two fleets that start together hardly meet."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.choice(PORTS)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        if port not in ports:
+            ports.append(port)
+    return ports
+
+
+@dataclass(slots=True)
+class Member:
+    name: str
+    command: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    is_ready: bool = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cause_of_end(self) -> str | None:
+        """The error line in its log, if it wrote one."""
+        for line in reversed(self.log.read_text(errors="replace").splitlines()):
+            if line.startswith(ERROR_MARK):
+                return line.removeprefix(ERROR_MARK)
+        return None
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Use as a context: at the end nothing of it runs any more."""
+
+    folder: Path  # for the members' logs
+    engines: int  # that share this machine's cores
+    needs_logs: bool = False  # something went wrong that only the logs explain
+    members: list[Member] = field(default_factory=list)
+
+    def start(self, name: str, words: Sequence[str], *, port: int) -> Member:
+        """`tandem WORDS`, with its output in `folder`."""
+        return self.start_program(name, (sys.executable, "-m", "tandem.cli.main", *words), port=port)
+
+    def start_program(self, name: str, command: Sequence[str], *, port: int) -> Member:
+        """Any program that is to live and end with it, such as somebody else's gateway."""
+        log = self.folder / f"{name}.log"
+        log.unlink(missing_ok=True)
+        member = Member(name, tuple(command), self._spawn(command, log), port, log)
+        self.members.append(member)
+        return member
+
+    def restart(self, member: Member) -> None:
+        """Another life of a member that has ended, on the same ports. Its log goes on."""
+        assert member.process.poll() is not None
+        member.is_ready = False
+        member.process = self._spawn(member.command, member.log)
+
+    def _spawn(self, command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TANDEM_ENGINES": str(self.engines)},
+                start_new_session=True,  # Ctrl+C is for us, and we drain them
+                preexec_fn=_end_with_parent,
+            )
+
+    def wait_ready(self, *, timeout_s: float, tell: Callable[[Member], None] = lambda member: None) -> None:
+        """Until every member is ready; `tell` hears of each. Raises CommandFailed."""
+        deadline = time.monotonic() + timeout_s
+        while waiting := [member for member in self.members if not member.is_ready]:
+            for member in waiting:
+                self.check_alive(member)
+                if is_ready(member.port):
+                    member.is_ready = True
+                    tell(member)
+            if time.monotonic() > deadline:
+                names = ", ".join(member.name for member in waiting)
+                self.needs_logs = True
+                raise CommandFailed(f"{names}: not ready after {timeout_s:.0f} s; logs are in {self.folder}")
+            time.sleep(POLL_S)
+
+    def check_alive(self, member: Member) -> None:
+        """Raises CommandFailed when it has ended."""
+        if member.process.poll() is None:
+            return
+        if (cause := member.cause_of_end()) is not None:
+            raise CommandFailed(f"{member.name}: {cause}")
+        self.needs_logs = True
+        code = member.process.returncode
+        raise CommandFailed(f"{member.name} ended with exit code {code}; its log is {member.log}")
+
+    def watch(self) -> None:
+        """Until a member ends, which raises CommandFailed. For whoever waits for Ctrl+C."""
+        while True:
+            for member in self.members:
+                self.check_alive(member)
+            time.sleep(0.2)
+
+    def stop(self, *, timeout_s: float = 10.0) -> None:
+        """Drain in the order of the requests' way, so that what is under way can finish; kill what does not end."""
+        deadline = time.monotonic() + timeout_s
+        for member in self.members:
+            if member.process.poll() is None:
+                member.process.send_signal(signal.SIGTERM)
+        for member in self.members:
+            try:
+                member.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                return
+
+    def kill(self) -> None:
+        for member in self.members:
+            if member.process.poll() is None:
+                member.process.kill()
+            member.process.wait()
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.stop()
+        finally:
+            self.kill()
+
+
+@contextlib.contextmanager
+def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
+    """A fleet whose logs go with it, unless something went wrong that only they explain."""
+    fleet = Fleet(Path(tempfile.mkdtemp(prefix=f"tandem-{name}-")), engines)
+    try:
+        with fleet:
+            yield fleet
+    finally:
+        if not fleet.needs_logs:
+            shutil.rmtree(fleet.folder)
+
+
+def is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PROBE_S)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def start_pd(
+    fleet: Fleet,
+    model: str,
+    *,
+    prefills: int,
+    decodes: int,
+    router_port: int,
+    server_flags: Sequence[str] = (),
+    router_flags: Sequence[str] = (),
+) -> Member:
+    """Prefill and decode servers and the router in front of them; the router. None of them is ready yet."""
+    ports = iter(free_ports(2 * prefills + decodes))
+    router = ["router", "--port", str(router_port), *router_flags]
+    for index in range(prefills):
+        port, bootstrap = next(ports), next(ports)
+        mode = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap)]
+        fleet.start(f"prefill-{index}", serve_words(model, port, *mode, *server_flags), port=port)
+        router += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap)]
+    for index in range(decodes):
+        port = next(ports)
+        mode = ["--disaggregation-mode", "decode"]
+        fleet.start(f"decode-{index}", serve_words(model, port, *mode, *server_flags), port=port)
+        router += ["--decode", f"http://127.0.0.1:{port}"]
+    return fleet.start("router", router, port=router_port)
+
+
+def serve_words(model: str, port: int, *flags: str) -> list[str]:
+    return ["serve", model, "--port", str(port), *flags]
+
+
+_libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

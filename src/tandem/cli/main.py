@@ -1,0 +1,101 @@
+"""`tandem COMMAND ...`: finds the command, reads its flags, runs it, and turns failures into one line.
+
+Exit codes: 0 ok, 1 failure with a one-line cause on stderr, 2 wrong usage. Each command is a module with
+`add_arguments(parser)` and `run(args) -> int`; only the one that is asked for is imported.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NoReturn
+
+from tandem.cli.failure import CommandFailed
+
+COMMANDS = {
+    "demo": "one prompt through prefill and decode workers, compared with one engine",
+    "serve": "run one server: unified, prefill or decode",
+    "up": "run router, prefill and decode servers together",
+    "router": "run the router in front of prefill and decode servers",
+    "chat": "talk to a server",
+    "eval": "measure the accuracy of a server",
+    "bench": "measure the speed of a server",
+    "simulate": "run the deterministic simulation with faults",
+    "replay": "decide a flight record again and compare",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one line, with the nearest flag where a flag is not known."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"tandem: error: {message}; see `{self.prog} --help`", file=sys.stderr)
+        sys.exit(2)
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        args, unknown = self.parse_known_args(argv)
+        if unknown:
+            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0])}")
+        return args
+
+    def _hint(self, argument: str) -> str:
+        if not argument.startswith("-"):
+            return ""
+        known = [option for action in self._actions for option in action.option_strings]
+        return hint(argument.split("=", 1)[0], known)
+
+
+def hint(word: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]}?" if nearest else ""
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["usage: tandem COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines += ["", "`tandem COMMAND --help` shows the flags of a command. `tandem demo` is a good start."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] == "--version":
+        print(f"tandem {metadata.version('tandem-llm')}")
+        return 0
+    command = words[0]
+    if command not in COMMANDS:
+        print(
+            f"tandem: error: unknown command {command}{hint(command, list(COMMANDS))}; see `tandem --help`",
+            file=sys.stderr,
+        )
+        return 2
+    return run_command(command, words[1:])
+
+
+def run_command(command: str, words: Sequence[str]) -> int:
+    # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
+    module = importlib.import_module(f"tandem.cli.{command}")
+    parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
+    module.add_arguments(parser)
+    args = parser.parse(words)
+    try:
+        return module.run(args)
+    except CommandFailed as failure:
+        print(f"tandem: error: {' '.join(str(failure).split())}", file=sys.stderr)  # one line, whatever it quotes
+        return 2 if failure.is_wrong_usage else 1
+    except KeyboardInterrupt:
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has enough
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

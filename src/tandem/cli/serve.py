@@ -1,0 +1,98 @@
+"""`tandem serve MODEL`: one server, unified, prefill or decode."""
+
+import argparse
+import dataclasses
+import importlib
+import os
+import time
+from pathlib import Path
+
+from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import add_flags, config_of
+from tandem.cli.model_source import find_model
+from tandem.config import ServerConfig
+from tandem.core.values import Incarnation
+from tandem.engine.model_config import ModelError, read_config, read_json
+from tandem.server import logs
+from tandem.server.facts import ModelFacts
+from tandem.server.processes import (
+    Launch,
+    Listeners,
+    ServerFailure,
+    bind_listeners,
+    engine_threads,
+    instance_name,
+    start_children,
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory or hub name; tandem/mini is bundled")
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = config_of(args)
+    model_dir = find_model(config.model)
+    model = read_facts(model_dir, config)
+    logs.set_up(config.log_format, process="api")
+    try:
+        listeners = bind_listeners(config)
+        try:
+            serve(with_ports(config, listeners), listeners, model)
+        finally:
+            listeners.close()
+    except ServerFailure as failure:
+        raise CommandFailed(str(failure)) from failure
+    return 0
+
+
+def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
+    """Port 0 was a wish; from here on it is what was found."""
+    bootstrap_port = listeners.bootstrap_port or config.disaggregation_bootstrap_port
+    return dataclasses.replace(config, port=listeners.http_port, disaggregation_bootstrap_port=bootstrap_port)
+
+
+def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
+    """Until a signal comes. Raises ServerFailure."""
+    children = start_children(
+        Launch(
+            config=config,
+            model_dir=model.model_path,
+            incarnation=Incarnation(instance_name(listeners), time.time_ns() // 1_000_000),
+            http_port=listeners.http_port,
+            cpu_threads=engine_threads(config),
+            parent_pid=os.getpid(),
+        )
+    )
+    try:
+        # Why not at the top: a second of imports during which the children already load the model.
+        api_process = importlib.import_module("tandem.server.api_process")
+        api_process.run_api(config, children, listeners, model)
+    finally:
+        children.kill()
+
+
+def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
+    """What is wrong with a directory is found before anything starts. Raises CommandFailed."""
+    try:
+        raw = read_json(model_dir / "config.json")
+        model = read_config(model_dir)
+    except ModelError as error:
+        raise CommandFailed(str(error)) from error
+    context = config.context_length or model.max_context
+    if not 1 <= context <= model.max_context:
+        raise CommandFailed(
+            f"--context-length {context} is not between 1 and the model's {model.max_context} tokens; leave it out",
+            is_wrong_usage=True,
+        )
+    return ModelFacts(
+        model_path=str(model_dir.resolve()),
+        architectures=[model.architecture],
+        model_type=str(raw.get("model_type", "")),
+        context_length=context,
+        page_size=config.page_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_ids),
+        dtype=config.dtype if config.dtype != "auto" else str(model.stored_dtype or "auto"),
+    )

@@ -1,0 +1,218 @@
+"""The API process: HTTP on an event loop, in front of the node. Parent of the other two; its end is the server's end.
+
+start     the children load while this process reads the tokenizer; the ports listen when the node is ready,
+          the bootstrap server's before the one whose /health says so
+SIGTERM   /health says 503 and nothing new is accepted; what runs may finish within --drain-timeout; exit 0
+again     exit at once
+a child dies    every live request ends with `worker_lost`, then exit 1 with one line that says why
+"""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any  # what a coroutine is sent and gives back while it runs
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from tandem.config import ServerConfig
+from tandem.core.commands import FailRequest
+from tandem.core.values import Cause
+from tandem.server import wire
+from tandem.server.app import build_app, build_bootstrap_app
+from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
+from tandem.server.client import NodeClient
+from tandem.server.facts import ModelFacts
+from tandem.server.processes import Children, Listeners, ServerFailure
+from tandem.server.tokenizer import Tokenizer
+
+EXIT_GRACE_S = 5.0  # for children that were told to end
+FLUSH_S = 2  # for responses that have their last token, or their error
+OBITUARY_S = 1.0  # until the kernel has told how a child ended
+
+logger = logging.getLogger("tandem.api")
+
+
+class NodeLink:
+    """The way to the node, for `NodeClient`."""
+
+    def __init__(self) -> None:
+        self.channel: AsyncChannel[wire.NodeToApi] | None = None
+        self.client: NodeClient | None = None
+
+    def send(self, message: wire.ApiToNode) -> None:
+        assert self.channel is not None
+        try:
+            if isinstance(message, wire.Submit):
+                self._submit(message, self.channel)
+            else:
+                self.channel.send_always(message)
+        except ChannelClosed:
+            pass  # whoever waits learns it from the end of the channel
+
+    def _submit(self, submit: wire.Submit, channel: AsyncChannel[wire.NodeToApi]) -> None:
+        try:
+            channel.send(submit)
+        except ChannelFull as error:
+            assert self.client is not None
+            refusal = FailRequest(submit.request.id, Cause.QUEUE_FULL, "edge", str(error))
+            asyncio.get_running_loop().call_soon(self.client.receive, refusal)
+
+
+class QuietServer(uvicorn.Server):
+    """Leaves the signals to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ApiProcess:
+    """One life of one server, from the start of its children to their end."""
+
+    def __init__(self, config: ServerConfig, children: Children, listeners: Listeners) -> None:
+        self._config = config
+        self._children = children
+        self._listeners = listeners
+        self._ready = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
+        link = NodeLink()
+        self._link = link
+        self._client = link.client = NodeClient(link, stall_timeout=config.stall_timeout)
+
+    async def run(self, model: ModelFacts) -> None:
+        """Until a signal ends it. Raises ServerFailure."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        self._link.channel = await open_channel(
+            self._children.channel, wire.NodeToApi, receive=self._receive, closed=self._channel_closed
+        )
+        try:
+            tokenizer = load_tokenizer(model)
+            if self._listeners.bootstrap is not None:
+                self._open(build_bootstrap_app(self._replica), self._listeners.bootstrap)
+            self._open(build_app(self._config, self._client, model, tokenizer), self._listeners.http)
+            await self._wait_for(self._ready.wait(), self._stop.wait())
+            if self._ready.is_set():
+                gc.collect()
+                gc.freeze()  # what is here now stays; the collector need not look at it again
+                print(ready_line(self._config, self._listeners), flush=True)
+                await self._wait_for(self._stop.wait())
+            self._client.drain()
+            await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
+            self._client.abort_all()
+        finally:
+            await self._end()
+
+    async def _wait_for(self, *ends: Coroutine[Any, Any, object]) -> None:
+        """The first of `ends`. Raises ServerFailure when a child is lost, which ends all requests."""
+        waits = [asyncio.ensure_future(end) for end in ends]
+        await asyncio.wait([*waits, self._loss], return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self._loss.done():
+            reason = await self._cause_of_loss()
+            self._client.lose(reason)
+            raise ServerFailure(reason)
+
+    async def _cause_of_loss(self) -> str:
+        """What was said last, or else what the kernel knows."""
+        said = self._loss.result()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + OBITUARY_S
+        while not said and not self._children.obituary() and loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        return said or self._children.obituary() or "a process of this server ended without a word; see its log"
+
+    async def _end(self) -> None:
+        for server, _ in self._servers:
+            server.should_exit = True
+        for _, task in self._servers:
+            await asyncio.wait([task])
+        await self._client.close()
+        self._link.send(wire.Shutdown())
+        await self._children.wait(EXIT_GRACE_S if self._ready.is_set() else 0)
+        if self._link.channel is not None:
+            self._link.channel.close()
+
+    def _replica(self) -> wire.ReplicaInfo | None:
+        return None if self._client.node is None else self._client.node.replica
+
+    def _open(self, app: ASGIApp, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=FLUSH_S,
+        )
+        server = QuietServer(config)
+        task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
+        task.add_done_callback(self._http_ended)
+        self._servers.append((server, task))
+
+    # -- what comes --------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: wire.NodeToApi) -> None:
+        match message:
+            case wire.Died():
+                self._lose(message.reason)
+            case wire.NodeReady():
+                self._client.receive(message)
+                self._ready.set()
+            case _:
+                self._client.receive(message)
+
+    def _channel_closed(self, _reason: str) -> None:
+        self._lose("")
+
+    def _http_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lose(f"the HTTP server ended: {error}")
+
+    def _lose(self, reason: str) -> None:
+        if not self._loss.done():
+            self._loss.set_result(reason)
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            logger.warning("second signal: ending at once")
+            self._children.kill()
+            os._exit(1)
+        logger.info("draining: at most %g s, a second signal ends it at once", self._config.drain_timeout)
+        self._stop.set()
+
+
+def ready_line(config: ServerConfig, listeners: Listeners) -> str:
+    bootstrap = f", bootstrap port {listeners.bootstrap_port}" if listeners.bootstrap is not None else ""
+    return f"tandem: ready: {config.model_name} ({config.role}) at http://{listeners.address}{bootstrap}"
+
+
+def load_tokenizer(model: ModelFacts) -> Tokenizer:
+    try:
+        return Tokenizer(Path(model.model_path))
+    except Exception as error:  # the tokenizers library raises bare exceptions for a broken file
+        raise ServerFailure(f"cannot load the tokenizer: {error}") from error
+
+
+def run_api(config: ServerConfig, children: Children, listeners: Listeners, model: ModelFacts) -> None:
+    """Serve until a signal comes. Raises ServerFailure. Nothing is left running afterwards."""
+
+    async def run() -> None:
+        await ApiProcess(config, children, listeners).run(model)
+
+    try:
+        asyncio.run(run())
+    finally:
+        children.kill()

@@ -1,0 +1,46 @@
+"""Every command of the core to the neighbour that carries it out. Sends only: completions come back as events."""
+
+from typing import Protocol, assert_never
+
+import msgspec
+
+from tandem.core import commands
+from tandem.core.commands import Command
+from tandem.core.pd.messages import Message
+from tandem.core.values import Incarnation
+
+
+class Outlet(Protocol):
+    """A channel, as far as commands need it."""
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+
+class Tells(Protocol):
+    def tell(self, who: Incarnation, message: Message) -> None: ...
+
+
+def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> None:
+    """Raises ChannelFull when a process of this server does not keep up."""
+    match command:
+        case (
+            commands.LaunchBatch()
+            | commands.ForgetRequests()
+            | commands.PublishPages()
+            | commands.RevokePages()
+            | commands.PullPages()
+            | commands.CancelPull()
+        ):
+            worker.send(command)
+        case (
+            commands.EmitTokens()
+            | commands.StartRequest()
+            | commands.FinishRequest()
+            | commands.FailRequest()
+            | commands.LearnPeer()
+        ):
+            api.send(command)
+        case commands.Tell():
+            peers.tell(command.peer, command.message)
+        case never:
+            assert_never(never)

@@ -1,0 +1,274 @@
+"""The flight recorder: what a node was told and what it decided, so that `tandem replay` can decide it again.
+
+A record is one or two segment files in a folder; a segment is frames of a 4-byte big-endian length and one msgpack
+object: a `Head` (settings and a snapshot of the node), then per step an `Input`, written before the step so that a
+step that raises is on record, and an `Output`. When both segments would exceed their bound, the older one goes.
+
+No text is in it: token ids and their scores are replaced by zeros of the same length. The core never looks at them,
+so a replay decides the same. (A snapshot may hold the first token of a request that was being handed over.)
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct, structs
+
+from tandem.core.batch import BatchPlan
+from tandem.core.commands import Command, Effects, EmitTokens, LaunchBatch, Tell
+from tandem.core.events import BatchReturned, Event, PeerSaid
+from tandem.core.pd.messages import Message, Offer
+from tandem.core.settings import NodeSettings
+from tandem.core.values import SECOND, Nanos, RequestId
+from tandem.ports import Node
+from tandem.server.channel import HEAD_BYTES, append_frame
+
+FORMAT = 1
+BUFFER_BYTES = 64 << 10
+FLUSH_NS = 1 * SECOND  # at most so much is lost when the process is killed
+
+
+class Head(Struct, frozen=True, tag=True):
+    format: int
+    first_step: int  # steps before this segment
+    settings: NodeSettings
+    snapshot: bytes
+
+
+class Input(Struct, frozen=True, tag=True):
+    now: Nanos
+    happened: tuple[Event, ...]
+
+
+class Output(Struct, frozen=True, tag=True):
+    commands: tuple[Command, ...]
+    wake_at: Nanos | None
+
+
+Frame = Head | Input | Output
+
+
+def event_without_tokens(event: Event) -> Event:
+    """The same with every token id and score zeroed, lengths kept."""
+    match event:
+        case BatchReturned(outcome):
+            return BatchReturned(
+                structs.replace(outcome, tokens=bytes(len(outcome.tokens)), extras=_zeroed(outcome.extras))
+            )
+        case PeerSaid():
+            return structs.replace(event, message=_without_result(event.message))
+        case _:
+            return event
+
+
+def command_without_tokens(command: Command) -> Command:
+    """The same with every token id and score zeroed, lengths kept."""
+    match command:
+        case EmitTokens():
+            return structs.replace(command, tokens=bytes(len(command.tokens)), extras=_zeroed(command.extras))
+        case LaunchBatch(plan) if plan.join or any(row.token for row in plan.rows):
+            return LaunchBatch(_without_first_tokens(plan))
+        case Tell():
+            return structs.replace(command, message=_without_result(command.message))
+        case _:
+            return command
+
+
+def _zeroed(extras: tuple[tuple[RequestId, bytes], ...]) -> tuple[tuple[RequestId, bytes], ...]:
+    return tuple((key, bytes(len(extra))) for key, extra in extras)
+
+
+def _without_first_tokens(plan: BatchPlan) -> BatchPlan:
+    """A first token that another node sampled comes with the join, or with the row after a retraction."""
+    return structs.replace(
+        plan,
+        rows=tuple(structs.replace(row, token=bytes(len(row.token))) if row.token else row for row in plan.rows),
+        join=tuple(structs.replace(join, token=bytes(len(join.token))) for join in plan.join),
+    )
+
+
+def _without_result(message: Message) -> Message:
+    if not isinstance(message, Offer) or message.result is None:
+        return message
+    result = message.result
+    masked = structs.replace(result, token=bytes(len(result.token)), extra=bytes(len(result.extra)))
+    return structs.replace(message, result=masked)
+
+
+def recorded(effects: Effects) -> Output:
+    return Output(tuple(command_without_tokens(command) for command in effects.commands), effects.wake_at)
+
+
+class FlightRecorder:
+    """An observer of the driver's loop. One per life of a node; names its files after it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: NodeSettings,
+        snapshot: Callable[[], bytes],
+        *,
+        max_bytes: int,
+        note: Callable[[str], None],
+    ) -> None:
+        """Raises OSError when the folder cannot be written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._settings = settings
+        self._snapshot = snapshot
+        self._segment_bytes = max_bytes // 2
+        self._segments: list[Path] = []
+        self._num_segments = 0
+        self._steps = 0
+        self._written = 0
+        self._flushed_at = Nanos(0)
+        self._scratch = bytearray()
+        self._note = note
+        self._is_broken = False
+        self._begin_segment()
+
+    def before(self, now: Nanos, happened: Sequence[Event]) -> None:
+        if not self._is_broken:
+            with self._given_up_on_error():
+                self._write(Input(now, tuple(event_without_tokens(event) for event in happened)))
+
+    def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
+        if not self._is_broken:
+            with self._given_up_on_error():
+                self._write(recorded(effects))
+                self._steps += 1
+                self._turn_page(now, effects)
+
+    def close(self) -> None:
+        with self._given_up_on_error():
+            self._file.close()
+
+    def _turn_page(self, now: Nanos, effects: Effects) -> None:
+        if self._written > self._segment_bytes:
+            self._file.close()
+            self._begin_segment()
+        elif now - self._flushed_at > FLUSH_NS or not any(isinstance(c, LaunchBatch) for c in effects.commands):
+            self._file.flush()  # a step that launches nothing may be the last for long
+            self._flushed_at = now
+
+    @contextlib.contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """A full disk ends the record, not the server."""
+        try:
+            yield
+        except OSError as error:
+            self._is_broken = True
+            self._note(f"the flight record ends here: {error}")
+
+    def _begin_segment(self) -> None:
+        name = f"flight-{self._settings.incarnation.epoch}-{os.getpid()}-{self._num_segments:06}.tandem"
+        self._num_segments += 1
+        self._segments.append(self._folder / name)
+        while len(self._segments) > 2:
+            self._segments.pop(0).unlink(missing_ok=True)
+        self._file = self._segments[-1].open("wb", buffering=BUFFER_BYTES)
+        self._written = 0
+        self._write(Head(FORMAT, self._steps, self._settings, self._snapshot()))
+
+    def _write(self, frame: Frame) -> None:
+        self._scratch.clear()
+        append_frame(self._scratch, frame)
+        self._file.write(self._scratch)
+        self._written += len(self._scratch)
+
+
+class BrokenRecord(Exception):
+    """The file is no flight record of this version."""
+
+
+class StepRaised(Exception):
+    """The node raised, as it may have done when it was recorded: a bug of ours, found again."""
+
+    def __init__(self, step: int, error: Exception) -> None:
+        super().__init__(f"step {step} raises {type(error).__name__}: {error}")
+
+
+def read_segment(path: Path) -> Iterator[Frame]:
+    """Frames in order. A last frame that was cut, because the process was killed, is left out."""
+    decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+    with path.open("rb") as file:
+        while head := file.read(HEAD_BYTES):
+            size = int.from_bytes(head)
+            body = file.read(size)
+            if len(head) < HEAD_BYTES or len(body) < size:
+                return
+            try:
+                yield decoder.decode(body)
+            except msgspec.DecodeError as error:
+                raise BrokenRecord(f"{path}: {error}") from error
+
+
+def segments_of(path: Path) -> list[Path]:
+    """The segments of a record, oldest first: a file is itself, a folder is what recorders wrote there."""
+    return [path] if path.is_file() else sorted(path.glob("flight-*.tandem"))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    step: int
+    expected: Output
+    got: Output
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    steps: int
+    events: int
+    difference: Difference | None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a record, done again by `node`."""
+
+    index: int
+    input: Input
+    expected: Output | None  # None: the record ends here
+    got: Output
+    node: Node
+
+
+def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[Step]:
+    """Restore the node of one segment and step it through again. Raises BrokenRecord, StepRaised."""
+    frames = read_segment(path)
+    head = next(frames, None)
+    if not isinstance(head, Head) or head.format != FORMAT:
+        raise BrokenRecord(f"{path}: does not begin as a flight record of format {FORMAT}")
+    node = make_node(head.settings)
+    node.restore(head.snapshot)
+    index = head.first_step
+    for entry in frames:
+        if not isinstance(entry, Input):
+            raise BrokenRecord(f"{path}: step {index} has no input")
+        expected = next(frames, None)
+        if not isinstance(expected, Output | None):
+            raise BrokenRecord(f"{path}: step {index} has no output")
+        try:
+            got = recorded(node.step(entry.happened, entry.now))
+        except Exception as error:
+            raise StepRaised(index, error) from error
+        yield Step(index, entry, expected, got, node)
+        index += 1
+
+
+def replay(path: Path, make_node: Callable[[NodeSettings], Node]) -> Replay:
+    """Do one segment again and compare every decision, byte for byte, up to the first difference."""
+    steps = num_events = 0
+    for step in replayed_steps(path, make_node):
+        steps += 1
+        num_events += len(step.input.happened)
+        if step.expected is not None and not _same_bytes(step.expected, step.got):
+            return Replay(steps, num_events, Difference(step.index, step.expected, step.got))
+    return Replay(steps, num_events, None)
+
+
+def _same_bytes(left: Output, right: Output) -> bool:
+    return msgspec.msgpack.encode(left) == msgspec.msgpack.encode(right)

@@ -1,0 +1,191 @@
+"""Log lines of a server: how they look, and the two that SGLang's users read: `Prefill batch`, `Decode batch`.
+
+A batch is reported when it has returned, with the number it was launched under: with overlap the next batch is on its
+way by then, and the node's own counter already tells of that one. The lines are pure functions; `BatchLog` observes the
+node and keeps what they need.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.commands import Effects, ForgetRequests, LaunchBatch
+from tandem.core.events import BatchFailed, BatchReturned, Event
+from tandem.core.values import SECOND, BatchId, Nanos, RequestId
+
+NEVER = Nanos(0)
+DECODE_INTERVAL = 40  # decode batches per line
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up(log_format: str, *, process: str) -> None:
+    """Lines of this process go to stderr, as text or as JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(JsonFormatter(process))
+    else:
+        handler.setFormatter(logging.Formatter(f"[%(asctime)s {process}] %(message)s", "%H:%M:%S"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    for name in ("asyncio", "uvicorn", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def batch_number(iteration: int | None, *, forward_count: int) -> int:
+    """The number under which the batch was launched; the node's counter where a batch has none."""
+    return forward_count if iteration is None else iteration
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """Of one launched plan with prompt rows."""
+
+    num_seqs: int
+    new_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The node when the batch returned."""
+
+    token_usage: float
+    used_tokens: int
+    running: int
+    queued: int
+
+
+def prefill_line(number: int | None, figures: PrefillFigures, load: Load) -> str:
+    return (
+        f"Prefill batch{_label(number)}, #new-seq: {figures.num_seqs}, #new-token: {figures.new_tokens}, "
+        f"#cached-token: {figures.cached_tokens}, token usage: {load.token_usage:.2f}, "
+        f"#running-req: {load.running}, #queue-req: {load.queued}"
+    )
+
+
+def decode_line(number: int | None, *, running: int, tokens_per_second: float, load: Load) -> str:
+    return (
+        f"Decode batch{_label(number)}, #running-req: {running}, #token: {load.used_tokens}, "
+        f"token usage: {load.token_usage:.2f}, gen throughput (token/s): {tokens_per_second:.2f}, "
+        f"#queue-req: {load.queued}"
+    )
+
+
+def _label(number: int | None) -> str:
+    return "" if number is None else f" [{number}]"
+
+
+@dataclass(slots=True)
+class _Launched:
+    plan: BatchPlan
+    figures: PrefillFigures
+    num_decode_rows: int
+
+
+@dataclass(slots=True)
+class BatchLog:
+    """Observes launches and returns and writes the lines. `load` is asked once per line."""
+
+    write: Callable[[str], None]
+    load: Callable[[], Load]
+    shows_numbers: bool
+    decode_interval: int = DECODE_INTERVAL
+    _forward_count: int = 0
+    _launched: dict[BatchId, _Launched] = field(default_factory=dict)
+    _decode_set: set[RequestId] = field(default_factory=set)
+    _known: dict[RequestId, int] = field(default_factory=dict)  # where the KV written so far by rows ends
+    _num_decodes: int = 0
+    _generated: int = 0  # tokens since the last decode line ...
+    _busy_ns: int = 0  # ... and the time in which batches were under way
+    _busy_since: Nanos = NEVER
+
+    def before(self, now: Nanos, happened: Sequence[Event]) -> None:
+        pass
+
+    def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
+        for event in happened:
+            match event:
+                case BatchReturned(outcome):
+                    self._returned(outcome, now)
+                case BatchFailed(batch):
+                    self._launched.pop(batch, None)
+                case _:
+                    pass
+        for command in effects.commands:
+            match command:
+                case LaunchBatch(plan):
+                    self._launch(plan, now)
+                case ForgetRequests(requests):
+                    self._decode_set.difference_update(requests)
+                    for request in requests:
+                        self._known.pop(request, None)
+                case _:
+                    pass
+
+    def _launch(self, plan: BatchPlan, now: Nanos) -> None:
+        if not self._launched:
+            self._busy_since = now
+        self._forward_count = plan.iteration
+        self._decode_set.difference_update(plan.leave)
+        self._decode_set.update(join.request for join in plan.join)
+        cached = 0
+        for row in plan.rows:
+            cached += max(0, row.start - self._known.get(row.request, 0))  # KV that no row of ours has written
+            self._known[row.request] = row.stop
+        figures = PrefillFigures(
+            num_seqs=len(plan.rows),
+            new_tokens=sum(row.stop - row.start for row in plan.rows),
+            cached_tokens=cached,
+        )
+        self._launched[plan.id] = _Launched(plan, figures, len(self._decode_set) if plan.decodes else 0)
+
+    def _returned(self, outcome: BatchOutcome, now: Nanos) -> None:
+        launched = self._launched.pop(outcome.batch, None)
+        if launched is None:
+            return  # launched before this observer began
+        self._generated += len(outcome.tokens) // 4
+        self._busy_ns += now - self._busy_since
+        self._busy_since = now
+        number = (
+            batch_number(launched.plan.iteration, forward_count=self._forward_count) if self.shows_numbers else None
+        )
+        if launched.plan.rows:
+            self.write(prefill_line(number, launched.figures, self.load()))
+        if launched.num_decode_rows:
+            self._num_decodes += 1
+            if self._num_decodes % self.decode_interval == 0:
+                rate = self._generated * SECOND / max(1, self._busy_ns)
+                self.write(
+                    decode_line(number, running=launched.num_decode_rows, tokens_per_second=rate, load=self.load())
+                )
+                self._generated = self._busy_ns = 0
+
+
+def load_of(gauges: Mapping[str, float]) -> Load:
+    """From the node's own figures (`core.sched.inspect.gauges`)."""
+    return Load(
+        token_usage=gauges["token_usage"],
+        used_tokens=int(gauges["num_used_tokens"]),
+        running=int(gauges["num_running_reqs"]),
+        queued=int(gauges["num_queue_reqs"]),
+    )

@@ -1,0 +1,239 @@
+"""The worker process: the engine and the KV transfer over one allocation. Executes; decides nothing.
+
+    reader thread    takes messages from the node. Transfers go to the data plane at once, which has its own threads;
+                     what concerns the engine goes into one queue, in order
+    main thread      runs the queue: tokens of new requests, batches, requests to forget
+
+A forward pass that raises is an event, not the end: the requests of that batch end, the worker goes on.
+"""
+
+import contextlib
+import gc
+import hashlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from tandem.config import ServerConfig
+from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
+from tandem.core.events import BatchFailed, BatchReturned, Event
+from tandem.core.values import Cause, ShardId, ceil_div
+from tandem.engine import weights
+from tandem.engine.engine import Engine
+from tandem.engine.kv_memory import pages_for_memory
+from tandem.engine.model_config import ModelError
+from tandem.engine.weights import LoadedModel
+from tandem.sampling import Payload
+from tandem.server import logs, wire
+from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
+from tandem.server.peers import CONTROL_PROTOCOL, numeric_host
+from tandem.server.processes import Launch, ServerFailure, read_launch
+from tandem.transfer.port import KvTransfer
+from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
+from tandem.transfer.sock import SockTransfer
+
+SHARD = ShardId(0)
+USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
+
+EngineWork = Payload | ForgetRequests | LaunchBatch
+
+logger = logging.getLogger("tandem.worker")
+
+
+def machine_bytes() -> int:
+    """Memory of the machine, or of the container where that is less."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return memory
+    return min(memory, int(limit)) if limit.isdigit() else memory
+
+
+def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
+    """Pages of the KV pool. Raises ServerFailure when there is no room for one request."""
+    if config.max_total_tokens is not None:
+        num_pages = ceil_div(config.max_total_tokens, config.page_size)
+    else:
+        budget_bytes = int(machine_bytes() * config.mem_fraction_static)
+        context = config.context_length or model.max_context
+        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_size)
+        fitting = pages_for_memory(
+            model.config, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
+        )
+        num_pages = min(useful, fitting)
+    if num_pages < 2:
+        raise ServerFailure(
+            f"the KV pool has {num_pages} pages of {config.page_size} tokens; "
+            "raise --max-total-tokens or --mem-fraction-static"
+        )
+    return num_pages
+
+
+def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
+    """What two servers must have in common before KV may travel between them."""
+    return {
+        "protocol": f"{CONTROL_PROTOCOL}.{DATA_PROTOCOL}",
+        "page_size": str(config.page_size),
+        "shards": "1",
+        **model.layout_fields,
+    }
+
+
+def layout_digest(fields: dict[str, str]) -> str:
+    text = "\n".join(f"{name}={value}" for name, value in sorted(fields.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+class Worker:
+    """Everything of this process once the model is loaded."""
+
+    def __init__(
+        self, engine: Engine, transfer: KvTransfer | None, channel: BlockingChannel[wire.NodeToWorker]
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._channel = channel
+        self._work: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Until the node says Shutdown or is gone."""
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        while (work := self._work.get()) is not None:
+            match work:
+                case Payload():
+                    self._engine.add(work)
+                case ForgetRequests(requests):
+                    self._engine.forget(requests)
+                case LaunchBatch():
+                    self._channel.send(self._launch(work))
+
+    def _launch(self, command: LaunchBatch) -> BatchReturned | BatchFailed:
+        try:
+            return BatchReturned(self._engine.run(command.plan))
+        except Exception as error:  # whatever torch raises: this batch's requests end, the others go on
+            logger.exception("batch %d failed", command.plan.iteration)
+            return BatchFailed(command.plan.id, Cause.WORKER_LOST, f"{type(error).__name__}: {error}")
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for message in self._channel.receive():
+                    if isinstance(message, wire.Shutdown):
+                        return
+                    self._take(message)
+        except (ChannelClosed, MalformedFrame) as error:
+            logger.debug("the node is gone: %s", error)
+        except Exception:
+            logger.exception("the worker met an error of ours")
+        finally:
+            self._work.put(None)
+
+    def _take(self, message: wire.NodeToWorker) -> None:
+        match message:
+            case Payload() | ForgetRequests() | LaunchBatch():
+                self._work.put(message)
+            case wire.Connect(replica):
+                end = replica.shards[SHARD]
+                self._data_plane.connect(replica.incarnation, end.host, end.port, end.unix)
+            case PublishPages():
+                self._data_plane.publish(message)
+            case RevokePages():
+                self._data_plane.revoke(message)
+            case PullPages():
+                self._data_plane.pull(message)
+            case CancelPull():
+                self._data_plane.cancel(message)
+            case wire.Shutdown():
+                pass
+
+    @property
+    def _data_plane(self) -> KvTransfer:
+        assert self._transfer is not None, "a unified node moves no KV"
+        return self._transfer
+
+
+def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
+    """Load, say EngineReady, and run. Raises ModelError, ServerFailure, OSError."""
+    config = launch.config
+    began = time.monotonic()
+    torch.set_num_threads(launch.cpu_threads)
+    model = weights.load(Path(launch.model_dir), dtype=config.dtype, device=config.device)
+    num_pages = pool_pages(config, model)
+    engine = Engine(model, page_size=config.page_size, num_pages=num_pages, deterministic=config.deterministic)
+    transfer = open_transfer(launch, engine, channel)
+    fields = layout_fields(config, model)
+    data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
+    try:
+        channel.send(
+            wire.EngineReady(
+                num_pages=num_pages,
+                page_bytes=engine.kv.page_bytes,
+                layout=layout_digest(fields),
+                layout_fields=fields,
+                data=data,
+                load_seconds=time.monotonic() - began,
+            )
+        )
+        gc.collect()
+        gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
+        Worker(engine, transfer, channel).run()
+    finally:
+        if transfer is not None:
+            transfer.close()
+
+
+def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.NodeToWorker]) -> SockTransfer | None:
+    """The data plane, where the role needs one."""
+    if launch.config.role == "unified":
+        return None
+
+    def report(event: Event) -> None:
+        with contextlib.suppress(ChannelClosed):  # the node is gone; this process is about to notice
+            channel.send(event)
+
+    if engine.kv.buffer is None:
+        raise ServerFailure(
+            f"KV on the device {launch.config.device} cannot be sent; use --device cpu or --disaggregation-mode null"
+        )
+    return SockTransfer(
+        engine.kv.buffer,
+        engine.kv.page_bytes,
+        incarnation=launch.incarnation,
+        shard=SHARD,
+        host=numeric_host(launch.config.host),
+        report=report,
+    )
+
+
+def main() -> int:
+    launch = read_launch()
+    logs.set_up(launch.config.log_format, process="worker")
+    channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(
+        socket.socket(fileno=int(sys.argv[1])), wire.NodeToWorker
+    )
+    try:
+        start(launch, channel)
+    except ChannelClosed:
+        return 1
+    except Exception as error:
+        is_expected = isinstance(error, ModelError | ServerFailure | OSError | MemoryError)
+        if not is_expected:
+            logger.exception("the worker met an error of ours")
+        with contextlib.suppress(ChannelClosed):  # nobody is there to hear it
+            channel.send(wire.Died("worker", str(error) if is_expected else f"{type(error).__name__}: {error}"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # daemon threads of the transfer and of torch have nothing left to do

@@ -1,0 +1,230 @@
+"""Servers for the tests: real processes on free loopback ports, ended whatever happens, logs shown when a test fails.
+
+    with cluster(prefills=1, decodes=1, unified=True) as it:
+        it.router.generate(tokens)
+
+A module starts one cluster and shares it among its tests where it can: a start costs seconds of processor time.
+"""
+
+import http.client
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any  # JSON documents
+
+from tandem.cli.demo import events
+from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import Fleet, Member, free_ports, serve_words, start_pd
+
+MODEL = "tandem/mini"
+START_S = 90.0
+REPLY_S = 30.0
+
+
+class HttpError(Exception):
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__(f"{status}: {body[:500].decode(errors='replace')}")
+        self.status = status
+        self.body = body
+
+    @property
+    def error(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+@dataclass
+class Server:
+    """What a test asks of one member."""
+
+    member: Member
+
+    @property
+    def url(self) -> str:
+        return self.member.url
+
+    @property
+    def log(self) -> str:
+        return self.member.log.read_text(errors="replace")
+
+    def open(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+        """The reply's head is here, its body not. Closing the reply closes the connection."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.member.port, timeout=REPLY_S)
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, {"Content-Type": "application/json", "Connection": "close"})
+        return connection.getresponse()
+
+    def call(self, method: str, path: str, body: object = None) -> Any:
+        """The JSON reply. Raises HttpError when it is not a 200."""
+        with self.open(method, path, body) as reply:
+            data = reply.read()
+            if reply.status != 200:
+                raise HttpError(reply.status, data)
+            return json.loads(data)
+
+    def get(self, path: str) -> Any:
+        return self.call("GET", path)
+
+    def generate(self, prompt: Sequence[int] | str, *, max_new_tokens: int = 32, **fields: Any) -> dict[str, Any]:
+        """Greedy unless `sampling_params` say otherwise: `text`, `output_ids`, `meta_info`."""
+        reply: dict[str, Any] = self.call("POST", "/generate", generate_body(prompt, max_new_tokens, **fields))
+        return reply
+
+    def stream(self, prompt: Sequence[int] | str, *, max_new_tokens: int = 32, **fields: Any) -> "Stream":
+        """Starts; read from it or close it."""
+        body = generate_body(prompt, max_new_tokens, **fields) | {"stream": True}
+        return Stream(self.open("POST", "/generate", body))
+
+    def open_stream(self, prompt: Sequence[int] | str, **fields: Any) -> http.client.HTTPConnection:
+        """Send the request and wait for nothing: the head may come late, or never."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.member.port, timeout=REPLY_S)
+        body = json.dumps(generate_body(prompt, 32, **fields) | {"stream": True})
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        return connection
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/debug/state")
+        return found
+
+    def is_idle(self) -> bool:
+        """No request, and no page that is not free or cached."""
+        state = self.state()
+        pages = state["pages"]
+        return not any(state["queues"].values()) and pages["owned"] == pages["quarantined"] == 0
+
+
+@dataclass
+class Stream:
+    """A streamed answer under way."""
+
+    reply: http.client.HTTPResponse
+    _events: Iterator[dict[str, Any]] | None = None
+
+    def next(self) -> dict[str, Any] | None:
+        """The next event; None at the end."""
+        if self._events is None:
+            self._events = events(self.reply)
+        return next(self._events, None)
+
+    def rest(self) -> list[dict[str, Any]]:
+        found = []
+        while (event := self.next()) is not None:
+            found.append(event)
+        return found
+
+    def close(self) -> None:
+        """As a client that leaves."""
+        self.reply.close()
+
+
+def generate_body(prompt: Sequence[int] | str, max_new_tokens: int, **fields: Any) -> dict[str, Any]:
+    asked = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens} | fields.pop("sampling_params", {})
+    return {**asked, "sampling_params": sampling, **fields}
+
+
+@dataclass
+class Cluster:
+    fleet: Fleet
+    prefills: list[Server] = field(default_factory=list)
+    decodes: list[Server] = field(default_factory=list)
+    router: Server | None = None
+    unified: Server | None = None
+
+    @property
+    def servers(self) -> list[Server]:
+        return [*self.prefills, *self.decodes, *([self.unified] if self.unified else [])]
+
+
+@contextmanager
+def cluster(
+    *,
+    prefills: int = 0,
+    decodes: int = 0,
+    unified: bool = False,
+    model: str = MODEL,
+    flags: Sequence[str] = (),
+    unified_flags: Sequence[str] = (),
+) -> Iterator[Cluster]:
+    """Ready when entered. `flags` are for every server, `unified_flags` for the unified one only."""
+    with tempfile.TemporaryDirectory(prefix="tandem-test-") as folder:
+        fleet = Fleet(Path(folder), engines=prefills + decodes + unified)
+        try:
+            with fleet:
+                found = _start(fleet, model, prefills, decodes, unified, flags, unified_flags)
+                fleet.wait_ready(timeout_s=START_S)
+                yield found
+        except (Exception, CommandFailed):
+            show_logs(fleet)
+            raise
+
+
+def _start(
+    fleet: Fleet,
+    model: str,
+    prefills: int,
+    decodes: int,
+    unified: bool,
+    flags: Sequence[str],
+    unified_flags: Sequence[str],
+) -> Cluster:
+    found = Cluster(fleet)
+    router_port, unified_port = free_ports(2)
+    if prefills:
+        router = start_pd(fleet, model, prefills=prefills, decodes=decodes, router_port=router_port, server_flags=flags)
+        found.router = Server(router)
+        found.prefills = [Server(member) for member in fleet.members if member.name.startswith("prefill")]
+        found.decodes = [Server(member) for member in fleet.members if member.name.startswith("decode")]
+    if unified:
+        words = serve_words(model, unified_port, *flags, *unified_flags)
+        found.unified = Server(fleet.start("unified", words, port=unified_port))
+    return found
+
+
+def show_logs(fleet: Fleet) -> None:
+    """The end of every log, for whoever reads a failed test."""
+    for member in fleet.members:
+        lines = member.log.read_text(errors="replace").splitlines()
+        print(f"--- {member.name} (exit code {member.process.poll()})", *lines[-40:], sep="\n", file=sys.stderr)
+
+
+def eventually(condition: Callable[[], object], *, within_s: float = 20.0, what: Callable[[], object] = str) -> None:
+    """Wait for a condition; `what` is printed when it does not come true."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within_s} s: {what()}")
+        time.sleep(0.01)
+
+
+def children_of(process_id: int) -> list[int]:
+    """Ids of the direct children that run."""
+    text = Path(f"/proc/{process_id}/task/{process_id}/children").read_text()
+    return [int(word) for word in text.split()]
+
+
+def child_named(process_id: int, module: str) -> int:
+    """The child that runs `tandem.server.<module>`."""
+    for child in children_of(process_id):
+        if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text():
+            return child
+    raise AssertionError(f"no child runs {module}")
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0

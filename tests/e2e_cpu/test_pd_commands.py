@@ -1,0 +1,104 @@
+"""`tandem demo` and `tandem up` as a user runs them."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster import children_of, eventually, is_open, is_running
+
+from tandem.cli.fleet import free_ports
+
+TANDEM = [sys.executable, "-m", "tandem.cli.main"]
+
+
+def run_tandem(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*TANDEM, *words], capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_the_demo_prints_one_document_that_says_the_tokens_are_the_same() -> None:
+    demo = run_tandem("demo", "--json", "--prompt", "Anna has 5 books and gets 3 more. How many books does she have?")
+    assert demo.returncode == 0, demo.stderr
+    document = json.loads(demo.stdout)
+    assert set(document) == {"path", "kv_bytes", "tokens", "unified_tokens", "identical", "ttft_ms", "ttft_ledger"}
+    assert document["path"] == "remote"
+    assert document["kv_bytes"] > 0
+    assert document["identical"] is True
+    assert document["tokens"] == document["unified_tokens"] != []
+    assert 0 < sum(document["ttft_ledger"].values()) <= document["ttft_ms"]
+
+
+def test_the_demo_tells_a_human_what_happened() -> None:
+    demo = run_tandem("demo")
+    assert demo.returncode == 0, demo.stderr
+    for fact in ("path     remote", "KiB of KV moved", "ttft ", "decode_transferred", "gives the same "):
+        assert fact in demo.stdout
+
+
+def descendants(process_id: int) -> list[int]:
+    found = []
+    for child in children_of(process_id):
+        found += [child, *descendants(child)]
+    return found
+
+
+def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    output = tmp_path / "up.log"
+    with output.open("wb") as log:
+        up = subprocess.Popen([*TANDEM, "up", "--decode", "2", "--port", str(port)], stdout=log, stderr=log)
+    try:
+        eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
+        assert f"http://127.0.0.1:{port}/v1" in output.read_text()
+        everybody = descendants(up.pid)
+        assert len(everybody) == 1 + 3 * 3  # the router; three servers of three processes
+        up.send_signal(signal.SIGINT)
+        assert up.wait(30) == 0
+        assert not any(map(is_running, everybody))
+    finally:
+        up.kill()
+        up.wait()
+
+
+def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    output = tmp_path / "up.log"
+    with output.open("wb") as log:
+        up = subprocess.Popen([*TANDEM, "up", "--port", str(port)], stdout=log, stderr=log)
+    eventually(lambda: len(descendants(up.pid)) == 1 + 2 * 3, within_s=60, what=output.read_text)
+    everybody = descendants(up.pid)
+    up.kill()
+    up.wait()
+    eventually(lambda: not any(map(is_running, everybody)), within_s=30)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "code"),
+    [
+        (["up", "/does/not/exist"], "/does/not/exist does not exist", 1),
+        (["up", "--server-flags", "--page-size 12"], "power of two", 1),
+        (["up", "--prefill", "0"], "must be at least 1", 2),
+    ],
+)
+def test_up_that_cannot_start_says_why_and_leaves_nothing_running(words: list[str], cause: str, code: int) -> None:
+    (port,) = free_ports(1)
+    began = time.monotonic()
+    up = run_tandem(*words, "--port", str(port))
+    assert up.returncode == code
+    (line,) = [line for line in up.stderr.splitlines() if line.startswith("tandem: error: ")]
+    assert cause in line
+    assert not is_open(port)
+    assert time.monotonic() - began < 30
+
+
+def test_up_on_a_port_that_is_taken_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        up = run_tandem("up", "--port", str(port))
+    assert up.returncode == 1
+    assert re.search(rf"tandem: error: router: .*{port}", up.stderr)

@@ -1,0 +1,266 @@
+"""One unified server as a user runs it: it serves, frees, drains, and every bad case is one line with nothing left."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+from cluster import (
+    Cluster,
+    HttpError,
+    Server,
+    child_named,
+    children_of,
+    cluster,
+    eventually,
+    is_open,
+    is_running,
+)
+
+from tandem.cli.fleet import Fleet, free_ports, serve_words
+
+PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+FOREVER = {"ignore_eos": True}
+MINI = Path(__file__).parents[2] / "src" / "tandem" / "bundled" / "mini"
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `server` records."""
+    return tmp_path_factory.mktemp("flight")
+
+
+@pytest.fixture(scope="module")
+def server(record: Path) -> Iterator[Server]:
+    flags = ["--flight-record", str(record), "--max-total-tokens", "2048", "--max-running-requests", "4"]
+    with pytest.MonkeyPatch.context() as patch, cluster_with_numbers(patch, flags) as it:
+        assert it.unified is not None
+        yield it.unified
+
+
+def cluster_with_numbers(patch: pytest.MonkeyPatch, flags: list[str]) -> AbstractContextManager[Cluster]:
+    """A unified server whose log numbers its batches."""
+    patch.setenv("SGLANG_LOG_FORWARD_ITERS", "true")
+    return cluster(unified=True, flags=flags)
+
+
+def run_tandem(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A `tandem` command that is expected to end soon."""
+    return subprocess.run(
+        [sys.executable, "-m", "tandem.cli.main", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def error_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("tandem: error: ")]
+
+
+def test_the_same_prompt_gives_the_same_tokens_alone_and_in_company(server: Server) -> None:
+    alone = server.generate(PROMPT)["output_ids"]
+    answers: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: answers.append(server.generate(PROMPT)["output_ids"])) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [alone] * 6
+
+
+def test_a_client_that_leaves_frees_everything(server: Server) -> None:
+    stream = server.stream(PROMPT, max_new_tokens=1500, sampling_params=FOREVER)
+    assert stream.next() is not None
+    assert not server.is_idle()
+    stream.close()
+    eventually(server.is_idle, what=server.state)
+
+
+def test_a_prompt_that_does_not_fit_the_pool_is_a_400_and_the_server_goes_on(server: Server) -> None:
+    with pytest.raises(HttpError) as refused:
+        server.generate([5] * 3000)
+    assert refused.value.status == 400
+    assert refused.value.error["code"] == "prompt_too_long"
+    assert server.generate(PROMPT)["meta_info"]["path"] == "unified"
+
+
+def test_more_requests_than_rows_all_get_their_tokens(server: Server) -> None:
+    lengths: list[int] = []
+
+    def ask(number: int) -> None:
+        reply = server.generate([10 + number] * 40, max_new_tokens=20, sampling_params=FOREVER)
+        lengths.append(len(reply["output_ids"]))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == [20] * 16
+    eventually(server.is_idle, what=server.state)
+
+
+def test_batches_are_logged_under_the_numbers_of_their_launch(server: Server) -> None:
+    server.generate(PROMPT, max_new_tokens=100, sampling_params=FOREVER)
+    pattern = r"(Prefill|Decode) batch \[(\d+)\], #(?:new-seq|running-req): \d+, "
+    eventually(lambda: "Decode batch [" in server.log, what=lambda: server.log)
+    found = [(kind, int(number)) for kind, number in re.findall(pattern, server.log)]
+    numbers = [number for _, number in found]
+    assert ("Prefill", 1) in found
+    assert sorted(set(numbers)) == numbers
+
+
+def test_the_node_process_runs_without_torch(server: Server) -> None:
+    node = child_named(server.member.process.pid, "node_process")
+    worker = child_named(server.member.process.pid, "worker_process")
+    assert "libtorch" not in Path(f"/proc/{node}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{server.member.process.pid}/maps").read_text()
+
+
+def test_a_flight_record_of_the_live_server_replays_identically(server: Server, record: Path) -> None:
+    server.generate(PROMPT)
+    replayed = run_tandem("replay", str(record), "--json")
+    document = json.loads(replayed.stdout)
+    assert replayed.returncode == 0, replayed.stderr
+    assert document["identical"]
+    assert document["segments"][0]["steps"] > 20
+
+
+def test_a_port_that_is_taken_is_one_line(server: Server) -> None:
+    second = run_tandem("serve", "tandem/mini", "--port", str(server.member.port))
+    assert second.returncode == 1
+    (line,) = error_lines(second.stderr)
+    assert f"port {server.member.port}" in line
+    assert "--port" in line
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors", "architecture", "weights"])
+def test_a_broken_model_directory_is_one_line_and_leaves_nothing_running(missing: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MINI, model)
+    if missing == "architecture":
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+    elif missing == "weights":
+        (model / "model.safetensors").write_bytes(b"\0" * 100)
+    else:
+        (model / missing).unlink()
+    (port,) = free_ports(1)
+    served = run_tandem("serve", str(model), "--port", str(port))
+    assert served.returncode == 1
+    (line,) = error_lines(served.stderr)
+    assert {"architecture": "Mamba", "weights": "model.safetensors"}.get(missing, missing) in line
+    assert "Traceback" not in served.stderr
+    assert not is_open(port)
+
+
+def test_a_bootstrap_port_that_is_taken_is_one_line(server: Server) -> None:
+    taken = str(server.member.port)
+    words = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", taken]
+    second = run_tandem("serve", "tandem/mini", "--port", "0", *words)
+    assert second.returncode == 1
+    (line,) = error_lines(second.stderr)
+    assert f"port {taken}" in line
+    assert "--disaggregation-bootstrap-port" in line
+
+
+def start_alone(folder: Path) -> tuple[Fleet, Server]:
+    """A unified server that may still load its model."""
+    (port,) = free_ports(1)
+    fleet = Fleet(folder, engines=1)
+    return fleet, Server(fleet.start("unified", serve_words("tandem/mini", port), port=port))
+
+
+def test_while_the_model_is_loaded_health_says_503(tmp_path: Path) -> None:
+    fleet, server = start_alone(tmp_path)
+    with fleet:
+        eventually(lambda: is_open(server.member.port))
+        assert server.open("GET", "/health").status == 503
+        with pytest.raises(HttpError) as early:
+            server.generate(PROMPT)
+        assert early.value.status == 503
+        fleet.wait_ready(timeout_s=60)
+        assert server.open("GET", "/health").status == 200
+
+
+def test_sigterm_while_the_model_is_loaded_ends_it_cleanly(tmp_path: Path) -> None:
+    fleet, server = start_alone(tmp_path)
+    with fleet:
+        process = server.member.process
+        eventually(lambda: is_open(server.member.port))
+        assert server.open("GET", "/health").status == 503
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert not any(map(is_running, children))
+        assert "Traceback" not in server.log
+
+
+def test_sigterm_lets_a_running_stream_finish_and_refuses_new_ones() -> None:
+    with cluster(unified=True) as it:
+        assert it.unified is not None
+        server, process = it.unified, it.unified.member.process
+        stream = server.stream(PROMPT, max_new_tokens=300, sampling_params=FOREVER)
+        first = stream.next()
+        assert first is not None
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.open("GET", "/health").status == 503)
+        with pytest.raises(HttpError) as refused:
+            server.generate(PROMPT)
+        assert refused.value.status == 503
+        assert len(stream.rest()[-1]["output_ids"]) == 300
+        assert process.wait(20) == 0
+        assert not any(map(is_running, children))
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with cluster(unified=True) as it:
+        assert it.unified is not None
+        server, process = it.unified, it.unified.member.process
+        stream = server.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
+        assert stream.next() is not None
+        children = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        eventually(lambda: server.open("GET", "/health").status == 503)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 1
+        eventually(lambda: not any(map(is_running, children)))
+
+
+def test_a_worker_that_dies_ends_its_requests_with_a_cause_and_the_server() -> None:
+    with cluster(unified=True) as it:
+        assert it.unified is not None
+        server, process = it.unified, it.unified.member.process
+        stream = server.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
+        assert stream.next() is not None
+        node = child_named(process.pid, "node_process")
+        os.kill(child_named(process.pid, "worker_process"), signal.SIGKILL)
+        assert stream.rest()[-1]["error"]["code"] == "worker_lost"
+        assert process.wait(10) == 1
+        (line,) = error_lines(server.log)
+        assert "worker process was killed by signal SIGKILL" in line
+        assert not is_running(node)
+
+
+def test_children_do_not_outlive_a_parent_that_is_killed() -> None:
+    with cluster(unified=True) as it:
+        assert it.unified is not None
+        process = it.unified.member.process
+        children = children_of(process.pid)
+        assert len(children) == 2
+        process.kill()
+        process.wait()
+        eventually(lambda: not any(map(is_running, children)))

@@ -1,0 +1,202 @@
+"""Flags: typed, documented, refused when they contradict each other, never accepted and ignored."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from tandem.cli import main as cli
+from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import add_flags, config_of, flags_page, kind_of
+from tandem.config import ServerConfig, flags
+from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.values import SECOND, Incarnation
+from tandem.server.node_process import node_settings, optimistic_policy
+from tandem.server.processes import Launch
+from tandem.server.wire import DataEndpoint, EngineReady
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def parse(*words: str) -> ServerConfig:
+    parser = cli.Parser(prog="tandem serve", allow_abbrev=False)
+    parser.add_argument("model")
+    add_flags(parser)
+    return config_of(parser.parse(["some/model", *words]))
+
+
+def settings(config: ServerConfig) -> NodeSettings:
+    launch = Launch(config, "/model", Incarnation("server", 1), 0, 1, 0)
+    return node_settings(launch, EngineReady(100, 4096, "digest", {}, DataEndpoint("", 0), 0.0))
+
+
+def test_without_flags_the_configuration_is_the_default() -> None:
+    assert parse() == ServerConfig(model="some/model")
+
+
+@pytest.mark.parametrize(("name", "field"), flags())
+def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.Namespace) -> None:
+    kind = kind_of(field.name)
+    if kind is bool:
+        words, expected = [name], not field.default
+    elif field.metadata["choices"]:
+        words, expected = [name, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+    else:
+        words, expected = [name, "64"], kind("64")
+    parser = cli.Parser(prog="tandem serve")
+    parser.add_argument("model")
+    add_flags(parser)
+    value = getattr(parser.parse(["m", *words]), field.name)
+    assert value == expected
+    assert type(value) is kind
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--prot", "3"], "unknown argument --prot; did you mean --port?"),
+        (["--deterministc"], "unknown argument --deterministc; did you mean --deterministic?"),
+        (["--page-sise=16"], "unknown argument --page-sise=16; did you mean --page-size?"),
+        (["--completely-unlike-anything"], "unknown argument --completely-unlike-anything; see"),
+        (["stray"], "unknown argument stray; see"),
+        (["--port", "many"], "argument --port: invalid int value: 'many'"),
+        (["--mem-fraction-static", "x"], "argument --mem-fraction-static: invalid float value: 'x'"),
+        (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--port"], "argument --port: expected one argument"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(*words)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"tandem: error: {line}")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--page-size", "12"], "power of two"),
+        (["--chunked-prefill-size", "8"], "at least one page"),
+        (["--max-running-requests", "0"], "--max-running-requests"),
+        (["--mem-fraction-static", "1.5"], "between 0 and 1"),
+        (["--request-timeout", "0"], "timeouts must be positive"),
+        (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "make it retry"),
+        (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradicts"),
+        (["--strict-remote"], "for decode servers"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_with_the_reason(words: list[str], reason: str) -> None:
+    with pytest.raises(CommandFailed, match=reason) as failure:
+        parse(*words)
+    assert failure.value.is_wrong_usage
+
+
+def test_all_violations_are_reported_together() -> None:
+    with pytest.raises(CommandFailed, match=r"power of two.*--max-running-requests"):
+        parse("--page-size", "12", "--max-running-requests", "0")
+
+
+@pytest.mark.parametrize(
+    ("words", "policy"),
+    [
+        ([], OptimisticPolicy.PARK),
+        (["--optimistic-prefill-policy", "off"], OptimisticPolicy.OFF),
+        (["--optimistic-prefill-policy", "retry"], OptimisticPolicy.RETRY),
+        (["--optimistic-prefill-retries", "2"], OptimisticPolicy.RETRY),
+        (["--optimistic-prefill-retries", "0"], OptimisticPolicy.OFF),
+    ],
+)
+def test_the_optimistic_flags_select_one_policy(words: list[str], policy: OptimisticPolicy) -> None:
+    assert optimistic_policy(parse(*words)) == policy
+
+
+def test_the_flags_of_scheduling_reach_the_node() -> None:
+    config = parse(
+        *("--disaggregation-mode", "decode", "--page-size", "32", "--max-running-requests", "5"),
+        *("--max-queued-requests", "7", "--chunked-prefill-size", "64", "--disable-overlap-schedule"),
+        *("--enable-mixed-chunk", "--disable-radix-cache", "--num-reserved-decode-tokens", "9"),
+        *("--schedule-conservativeness", "0.5", "--optimistic-prefill-retries", "4", "--stall-timeout", "2"),
+        *("--disaggregation-park-max-tokens", "11", "--kv-load-failure-policy", "fail"),
+    )
+    assert settings(config) == NodeSettings(
+        role=Role.DECODE,
+        incarnation=Incarnation("server", 1),
+        num_pages=100,
+        page_size=32,
+        layout="digest",
+        max_running=5,
+        max_queued=7,
+        chunk_tokens=64,
+        window_depth=1,
+        mixed_chunk=True,
+        prefix_cache=False,
+        reserved_decode_tokens=9,
+        conservativeness=0.5,
+        metadata_slots=10,
+        optimistic=OptimisticPolicy.RETRY,
+        optimistic_retries=4,
+        park_max_tokens=11,
+        load_failure=LoadFailurePolicy.FAIL,
+        stall_timeout_ns=2 * SECOND,
+    )
+
+
+def test_the_hook_of_forced_retries_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "0.25")
+    assert settings(parse()).force_retry_prob == 0.25
+    monkeypatch.setenv("TANDEM_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "0.5")
+    assert settings(parse()).force_retry_prob == 0.5
+
+
+def test_a_hook_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "often")
+    with pytest.raises(CommandFailed, match="must be a number, not 'often'"):
+        parse()
+
+
+def test_the_page_of_flags_is_generated_from_the_configuration() -> None:
+    assert (DOCS / "flags.md").read_text() == flags_page(), "write tandem.cli.flags.flags_page() to docs/flags.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--help"], 0, "usage: tandem COMMAND"),
+        ([], 0, "usage: tandem COMMAND"),
+        (["--version"], 0, "tandem "),
+        (["srve"], 2, "unknown command srve; did you mean serve?"),
+    ],
+)
+def test_the_command_line_helps(words: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == code
+    printed = capsys.readouterr()
+    assert text in printed.out + printed.err
+
+
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert f"usage: tandem {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("/does/not/exist", "does not exist"),
+        ("./nor/this", "does not exist"),
+        (__file__, "is a file"),
+        ("tandem/maxi", "tandem/mini"),
+    ],
+)
+def test_a_model_that_is_not_there_is_one_line(name: str, cause: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", name, "--port", "0"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tandem: error: ")
+    assert cause in error
+    assert error.count("\n") == 1

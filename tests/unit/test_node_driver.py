@@ -1,0 +1,208 @@
+"""The loop around a node: events reach it, commands go out in order, and the loss of a process ends it."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
+from tandem.core.commands import Command, Effects, EmitTokens, FailRequest, LaunchBatch
+from tandem.core.events import AbortRequested, BatchReturned, Event, FlushRequested, RequestArrived
+from tandem.core.request import Request
+from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId
+from tandem.sampling import Payload, SamplingParams
+from tandem.server import driver, wire
+from tandem.server.channel import BlockingChannel, PolledChannel, frame
+from tandem.server.driver import Inbox, NeighbourLost, Poller, drive
+from tandem.server.peers import Peers
+
+LAUNCH = LaunchBatch(BatchPlan(BatchId(1), 1, BatchKind.PREFILL))
+RETURNED = BatchReturned(BatchOutcome(BatchId(1), 1, b"", b""))
+
+
+class Clock:
+    def now(self) -> Nanos:
+        return Nanos(time.monotonic_ns())
+
+
+class FakeNode:
+    """Answers events by a table, and remembers what it saw."""
+
+    def __init__(self, answers: Callable[[Event], Sequence[Command]] = lambda event: (), wake_in: Nanos | None = None):
+        self.answers = answers
+        self.wake_in = wake_in
+        self.steps: list[tuple[Event, ...]] = []
+
+    def step(self, events: Sequence[Event], now: Nanos) -> Effects:
+        self.steps.append(tuple(events))
+        wake_at = None if self.wake_in is None else Nanos(now + self.wake_in)
+        return Effects(tuple(command for event in events for command in self.answers(event)), wake_at)
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, snapshot: bytes) -> None:
+        raise NotImplementedError
+
+
+class Server:
+    """The node's loop in a thread, and the two processes beside it as channels of the test."""
+
+    def __init__(self, node: FakeNode) -> None:
+        api, node_api = socket.socketpair()
+        node_worker, worker = socket.socketpair()
+        for sock in (api, worker):
+            sock.settimeout(5)
+        self.node_ends = (node_api, node_worker)
+        self.node = node
+        self.api: BlockingChannel[wire.NodeToApi] = BlockingChannel(api, wire.NodeToApi)
+        self.worker: BlockingChannel[wire.NodeToWorker] = BlockingChannel(worker, wire.NodeToWorker)
+        poller, clock = Poller(), Clock()
+        self.inbox = Inbox(
+            poller=poller,
+            api=PolledChannel(node_api, wire.ApiToNode),
+            worker=PolledChannel(node_worker, wire.WorkerToNode),
+            clock=clock,
+        )
+        self.inbox.meet(
+            Peers(Incarnation("me", 1), "", poller, self.inbox.report, clock=clock.now, note=lambda line: None)
+        )
+        self.loss: NeighbourLost | None = None
+        self.thread = threading.Thread(target=self._run, args=(clock,))
+        self.thread.start()
+
+    def _run(self, clock: Clock) -> None:
+        try:
+            drive(self.node, self.inbox, clock, observers=[], answer=lambda query, now: query.what.encode())
+        except NeighbourLost as lost:
+            self.loss = lost
+
+    def end(self) -> None:
+        self.api.send(wire.Shutdown())
+        self.join()
+
+    def join(self) -> None:
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.api.close()
+        self.worker.close()
+        for sock in self.node_ends:
+            sock.close()
+
+
+def receive(channel: "BlockingChannel[msgspec.Struct]", count: int) -> list[msgspec.Struct]:
+    found: list[msgspec.Struct] = []
+    while len(found) < count:
+        found += channel.receive()
+    return found
+
+
+def submit(number: int, *, prompt_bytes: int = 16) -> wire.Submit:
+    request = Request(RequestId(number), "rid", prompt_bytes // 4, (), 8, Nanos(SECOND))
+    return wire.Submit(request, Payload(number, bytes(prompt_bytes), SamplingParams(), b""))
+
+
+def test_the_worker_knows_a_request_before_the_first_batch_that_names_it() -> None:
+    server = Server(FakeNode(lambda event: [LAUNCH] if isinstance(event, RequestArrived) else []))
+    sent = submit(1)
+    server.api.send(sent)
+    assert receive(server.worker, 2) == [sent.payload, LAUNCH]
+    server.end()
+    assert server.node.steps == [(RequestArrived(sent.request),)]
+
+
+def test_results_of_the_worker_become_events_and_tokens_go_to_the_api() -> None:
+    tokens = EmitTokens((RequestId(1),), b"\1\0\0\0")
+    server = Server(FakeNode(lambda event: [tokens] if isinstance(event, BatchReturned) else []))
+    server.worker.send(RETURNED)
+    assert receive(server.api, 1) == [tokens]
+    server.end()
+
+
+def test_what_comes_together_is_one_step() -> None:
+    server = Server(FakeNode())
+    aborts = [AbortRequested(RequestId(number)) for number in range(5)]
+    data = b"".join(map(frame, aborts))
+    server.api._sock.sendall(data)
+    server.api.send(wire.Query(1, "hello"))
+    assert receive(server.api, 1) == [wire.Answer(1, b"hello")]
+    server.end()
+    assert server.node.steps[0] == tuple(aborts)
+
+
+def test_a_question_is_answered_without_a_step_and_a_flush_after_one() -> None:
+    server = Server(FakeNode())
+    server.api.send(wire.Query(1, "state"))
+    assert receive(server.api, 1) == [wire.Answer(1, b"state")]
+    assert server.node.steps == []
+    server.api.send(wire.Query(2, "flush"))
+    assert receive(server.api, 1) == [wire.Answer(2, b"flush")]
+    assert server.node.steps == [(FlushRequested(),)]
+    server.end()
+
+
+def test_a_node_is_stepped_again_when_it_wants_to_be_woken() -> None:
+    node = FakeNode(wake_in=Nanos(5_000_000))
+    server = Server(node)
+    server.api.send(AbortRequested(RequestId(1)))
+    deadline = time.monotonic() + 5
+    while len(node.steps) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    server.end()
+    assert node.steps[:3] == [(AbortRequested(RequestId(1)),), (), ()]
+
+
+def test_a_worker_that_says_why_it_ends_is_quoted() -> None:
+    server = Server(FakeNode())
+    server.worker.send(wire.Died("worker", "no memory; buy some"))
+    server.join()
+    assert server.loss is not None
+    assert (server.loss.who, server.loss.reason) == ("worker", "no memory; buy some")
+
+
+def test_a_worker_that_ends_without_a_word_is_noticed() -> None:
+    server = Server(FakeNode())
+    server.worker.close()
+    server.join()
+    assert server.loss is not None
+    assert (server.loss.who, server.loss.reason) == ("worker", "")
+
+
+def test_bytes_that_are_no_message_end_the_server_with_that_reason() -> None:
+    server = Server(FakeNode())
+    server.worker._sock.sendall(b"\0\0\0\1\xc1")
+    server.join()
+    assert server.loss is not None
+    assert "no message" in server.loss.reason
+
+
+def test_the_api_is_not_read_while_the_worker_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "WORKER_HIGH_BYTES", 1 << 20)
+    server = Server(FakeNode())
+    count, size = 60, 256 << 10
+    sender = threading.Thread(target=lambda: [server.api.send(submit(n, prompt_bytes=size)) for n in range(count)])
+    sender.start()
+    deadline = time.monotonic() + 5
+    while server.inbox.worker.pending_bytes < 1 << 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    sender.join(0.2)
+    assert sender.is_alive()
+    assert server.inbox.worker.pending_bytes < (1 << 20) + 4 * size
+    payloads = receive(server.worker, count)
+    assert [payload.request for payload in payloads if isinstance(payload, Payload)] == list(range(count))
+    sender.join(5)
+    server.end()
+
+
+def test_an_api_process_that_reads_nothing_ends_the_server() -> None:
+    failure = FailRequest(RequestId(1), Cause.ABORTED, "stage", "x" * 100_000)
+    server = Server(FakeNode(lambda event: [failure] * 1000))
+    server.worker.send(RETURNED)
+    server.join()
+    assert server.loss is not None
+    assert server.loss.who == "API process"

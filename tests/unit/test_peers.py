@@ -1,0 +1,263 @@
+"""Control connections between nodes: who is who, what is dropped, and when a peer is lost. Real sockets, our clock."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from tandem.core.events import Event, PeerLost, PeerSaid
+from tandem.core.pd.messages import Ready, Release
+from tandem.core.values import SECOND, Incarnation, Nanos, Room
+from tandem.server.channel import Frames, frame
+from tandem.server.driver import Poller
+from tandem.server.peers import CONTROL_PROTOCOL, Frame, Hello, Peers
+from tandem.server.wire import ReplicaInfo
+
+PREFILL = Incarnation("prefill", 10)
+DECODE = Incarnation("decode", 20)
+START = Nanos(0)
+
+
+@dataclass
+class Side:
+    """One node's end, pumped by hand."""
+
+    me: Incarnation
+    now: Nanos = START
+    events: list[Event] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    poller: Poller = field(default_factory=Poller)
+
+    def __post_init__(self) -> None:
+        self.peers = Peers(
+            self.me, "layout", self.poller, self.events.append, clock=lambda: self.now, note=self.notes.append
+        )
+        self.port = self.peers.listen("127.0.0.1")
+
+    @property
+    def replica(self) -> ReplicaInfo:
+        return ReplicaInfo(self.me, "prefill", "layout", {}, "127.0.0.1", self.port, ())
+
+    def pump(self) -> None:
+        self.poller.poll(0.002)
+        self.peers.tick()
+        self.peers.flush()
+
+
+def ready(*, source: Incarnation = DECODE) -> Ready:
+    return Ready(Room(5), 1, source, PREFILL, "layout", 100)
+
+
+def eventually(condition: Callable[[], object], *sides: Side) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        for side in sides:
+            side.pump()
+        assert time.monotonic() < deadline, [(side.me, side.events, side.notes) for side in sides]
+
+
+@contextmanager
+def two_sides() -> Iterator[tuple[Side, Side]]:
+    prefill, decode = Side(PREFILL), Side(DECODE)
+    try:
+        decode.peers.connect(prefill.replica)
+        yield prefill, decode
+    finally:
+        prefill.peers.close()
+        decode.peers.close()
+
+
+@contextmanager
+def stranger(side: Side) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", side.port)) as sock:
+        sock.settimeout(0.01)
+        yield sock
+
+
+def is_closed(sock: socket.socket) -> bool:
+    try:
+        while sock.recv(65536):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_what_is_told_while_the_dial_is_under_way_arrives() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        assert prefill.events == [PeerSaid(DECODE, ready())]
+
+
+def test_the_one_that_was_dialled_answers_on_the_same_connection() -> None:
+    answer = Release(Room(5), PREFILL, "done")
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        prefill.peers.tell(DECODE, answer)
+        eventually(lambda: decode.events, prefill, decode)
+        assert decode.events == [PeerSaid(PREFILL, answer)]
+
+
+def test_a_tell_without_a_connection_is_dropped() -> None:
+    with two_sides() as (prefill, _):
+        prefill.peers.tell(Incarnation("nobody", 1), Release(Room(5), PREFILL, "done"))
+        prefill.pump()
+        assert prefill.events == []
+
+
+def test_a_message_in_anothers_name_ends_the_connection_and_is_not_believed() -> None:
+    with two_sides() as (prefill, decode), stranger(prefill) as sock:
+        liar = Incarnation("liar", 1)
+        sock.sendall(frame(Hello(CONTROL_PROTOCOL, liar, "layout")) + frame(ready(source=DECODE)))
+        eventually(lambda: is_closed(sock), prefill, decode)
+        assert not any(isinstance(event, PeerSaid) for event in prefill.events)
+
+
+def test_a_peer_of_another_protocol_or_with_a_huge_first_frame_is_dropped() -> None:
+    with two_sides() as (prefill, decode):
+        for words in (
+            frame(Hello(CONTROL_PROTOCOL + 1, DECODE, "layout")),
+            (1 << 20).to_bytes(4),
+            b"GET / HTTP/1.1\r\n\r\n",
+            frame(ready()),
+        ):
+            with stranger(prefill) as sock:
+                sock.sendall(words)
+                eventually(lambda sock=sock: is_closed(sock), prefill, decode)
+        assert prefill.events == []
+
+
+def test_a_stranger_that_says_nothing_is_dropped() -> None:
+    with two_sides() as (prefill, decode), stranger(prefill) as sock:
+        eventually(lambda: prefill.peers._strangers, prefill)
+        for _ in range(3):
+            prefill.pump()
+        prefill.now = decode.now = Nanos(6 * SECOND)
+        eventually(lambda: is_closed(sock), prefill, decode)
+
+
+def test_a_broken_connection_is_dialled_again_and_nobody_is_lost() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        wire = prefill.peers._peers[DECODE].wire
+        assert wire is not None
+        prefill.peers._drop(wire, "cut by the test")
+
+        def has_returned() -> bool:
+            decode.now = prefill.now = Nanos(decode.now + SECOND // 1000)
+            wire = prefill.peers._peers[DECODE].wire
+            return wire is not None and wire.greeted
+
+        eventually(has_returned, prefill, decode)
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: len(prefill.events) == 2, prefill, decode)
+        assert decode.events == []
+        assert decode.notes == ["connection to prefill broke: closed by the other end"]
+
+
+def test_a_peer_that_refuses_connections_is_lost_at_once() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        prefill.peers.close()
+
+        def a_moment_later() -> list[Event]:
+            decode.now = Nanos(decode.now + SECOND // 1000)
+            return decode.events
+
+        eventually(a_moment_later, decode)
+        assert decode.events == [PeerLost(PREFILL)]
+        assert decode.now < SECOND
+
+
+def test_a_peer_that_does_not_return_is_lost() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        decode.peers.close()
+        eventually(lambda: prefill.notes, prefill)
+        prefill.now = Nanos(SECOND)
+        prefill.pump()
+        assert PeerLost(DECODE) not in prefill.events
+        prefill.now = Nanos(3 * SECOND)
+        eventually(lambda: PeerLost(DECODE) in prefill.events, prefill)
+
+
+def test_a_peer_that_comes_back_as_another_life_was_lost() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        reborn = Incarnation("decode", 21)
+        with stranger(prefill) as sock:
+            sock.sendall(frame(Hello(CONTROL_PROTOCOL, reborn, "layout")) + frame(ready(source=reborn)))
+            eventually(lambda: len(prefill.events) == 3, prefill)
+        assert prefill.events[1:] == [PeerLost(DECODE), PeerSaid(reborn, ready(source=reborn))]
+
+
+def test_another_server_on_the_dialled_port_is_not_the_peer() -> None:
+    with two_sides() as (prefill, decode):
+        former = Incarnation("prefill", 9)
+        decode.peers.connect(ReplicaInfo(former, "prefill", "layout", {}, "127.0.0.1", prefill.port, ()))
+        eventually(lambda: decode.events, prefill, decode)
+        assert decode.events == [PeerLost(former)]
+
+
+def test_silence_is_filled_with_pings_and_too_much_of_it_is_a_loss() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        for _ in range(20):
+            prefill.now = decode.now = Nanos(decode.now + SECOND)
+            for _ in range(5):
+                prefill.pump()
+                decode.pump()
+        assert decode.events == []
+        assert len(prefill.events) == 1
+        prefill.now = Nanos(prefill.now + 6 * SECOND)
+        prefill.peers.tick()
+        assert prefill.events[1:] == [PeerLost(DECODE)]
+
+
+def test_nothing_to_do_means_no_deadline_in_the_past() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        for side in (prefill, decode):
+            deadline = side.peers.next_deadline()
+            assert deadline is not None
+            assert deadline > side.now
+
+
+def test_a_ready_for_a_peer_that_was_lost_before_it_was_known_says_so_again() -> None:
+    with two_sides() as (_, decode):
+        decode.peers.tell(Incarnation("gone", 1), ready())
+        assert decode.events == [PeerLost(Incarnation("gone", 1))]
+        decode.peers.tell(Incarnation("gone", 1), Release(Room(5), DECODE, "aborted"))
+        assert len(decode.events) == 1
+
+
+def test_a_peer_that_gives_a_name_for_its_address_is_not_looked_up() -> None:
+    with two_sides() as (_, decode):
+        named = Incarnation("named", 1)
+        decode.peers.connect(ReplicaInfo(named, "prefill", "layout", {}, "prefill.example", 5, ()))
+        assert decode.events == [PeerLost(named)]
+
+
+def test_the_first_thing_an_accepted_stranger_hears_is_who_answers() -> None:
+    with two_sides() as (prefill, decode), stranger(prefill) as sock:
+        heard: list[Frame] = []
+        frames: Frames[Frame] = Frames(Frame)
+
+        def listen() -> list[Frame]:
+            with suppress(TimeoutError):
+                heard.extend(frames.feed(sock.recv(4096)))
+            return heard
+
+        eventually(listen, prefill, decode)
+        assert heard[0] == Hello(CONTROL_PROTOCOL, PREFILL, "layout")

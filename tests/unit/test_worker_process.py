@@ -1,0 +1,143 @@
+"""The worker around its engine: messages in order, a failing forward is an event, transfers go to the data plane."""
+
+import socket
+import threading
+from collections.abc import Iterable
+
+import pytest
+
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
+from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
+from tandem.core.events import BatchFailed, BatchReturned
+from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
+from tandem.sampling import Payload, SamplingParams
+from tandem.server import wire
+from tandem.server.channel import BlockingChannel
+from tandem.server.worker_process import Worker, layout_digest
+
+PEER = Incarnation("peer", 3)
+
+
+class FakeEngine:
+    """Remembers its calls; batch 2 raises."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def add(self, payload: Payload) -> None:
+        self.calls.append(("add", payload.request))
+
+    def forget(self, requests: Iterable[int]) -> None:
+        self.calls.append(("forget", tuple(requests)))
+
+    def run(self, plan: BatchPlan) -> BatchOutcome:
+        self.calls.append(("run", plan.id))
+        if plan.id == 2:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        return BatchOutcome(plan.id, plan.iteration, b"", b"")
+
+
+class FakeTransfer:
+    host, port, unix = "", 0, ""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
+        self.calls.append((peer, host, port, unix))
+
+    def publish(self, command: PublishPages) -> None:
+        self.calls.append(command)
+
+    def revoke(self, command: RevokePages) -> None:
+        self.calls.append(command)
+
+    def pull(self, command: PullPages) -> None:
+        self.calls.append(command)
+
+    def cancel(self, command: CancelPull) -> None:
+        self.calls.append(command)
+
+    def close(self) -> None:
+        pass
+
+
+class Running:
+    """A worker in a thread, and the node's end of its channel."""
+
+    def __init__(self) -> None:
+        node, worker = socket.socketpair()
+        node.settimeout(5)
+        self.engine, self.transfer = FakeEngine(), FakeTransfer()
+        self.node: BlockingChannel[wire.WorkerToNode] = BlockingChannel(node, wire.WorkerToNode)
+        own: BlockingChannel[wire.NodeToWorker] = BlockingChannel(worker, wire.NodeToWorker)
+        self.worker = Worker(self.engine, self.transfer, own)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self.worker.run)
+        self.thread.start()
+
+    def send(self, *messages: wire.NodeToWorker) -> None:
+        for message in messages:
+            self.node.send(message)
+
+    def receive(self, count: int) -> list[wire.WorkerToNode]:
+        found: list[wire.WorkerToNode] = []
+        while len(found) < count:
+            found += self.node.receive()
+        return found
+
+    def end(self) -> None:
+        self.node.send(wire.Shutdown())
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        self.node.close()
+
+
+def launch(number: int) -> LaunchBatch:
+    return LaunchBatch(BatchPlan(BatchId(number), number, BatchKind.DECODE))
+
+
+def test_what_concerns_the_engine_is_done_in_order() -> None:
+    it = Running()
+    payload = Payload(7, b"", SamplingParams(), b"")
+    it.send(payload, launch(1), ForgetRequests((RequestId(7),)), launch(3))
+    assert it.receive(2) == [BatchReturned(BatchOutcome(BatchId(n), n, b"", b"")) for n in (1, 3)]
+    it.end()
+    assert it.engine.calls == [("add", 7), ("run", 1), ("forget", (7,)), ("run", 3)]
+
+
+def test_a_forward_that_raises_ends_its_batch_and_the_worker_goes_on() -> None:
+    it = Running()
+    it.send(launch(2), launch(3))
+    failed, returned = it.receive(2)
+    assert failed == BatchFailed(
+        BatchId(2), Cause.WORKER_LOST, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    )
+    assert isinstance(returned, BatchReturned)
+    it.end()
+
+
+def test_transfers_go_to_the_data_plane() -> None:
+    it = Running()
+    replica = wire.ReplicaInfo(PEER, "prefill", "", {}, "10.0.0.1", 5, (wire.DataEndpoint("10.0.0.2", 6, "@kv"),))
+    commands = [
+        PublishPages(RequestId(1), 1, 0, (PageId(3),), (1,), 9),
+        RevokePages(RequestId(1), 1, 9),
+        PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",)),
+        CancelPull(RequestId(1), 1),
+    ]
+    it.send(wire.Connect(replica), *commands)
+    it.end()
+    assert it.transfer.calls == [(PEER, "10.0.0.2", 6, "@kv"), *commands]
+
+
+def test_a_node_that_is_gone_ends_the_worker() -> None:
+    it = Running()
+    it.node.close()
+    it.thread.join(5)
+    assert not it.thread.is_alive()
+
+
+@pytest.mark.parametrize("other", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])
+def test_layouts_that_differ_anywhere_have_another_digest(other: dict[str, str]) -> None:
+    assert layout_digest(other) != layout_digest({"a": "1", "b": "2"})
+    assert layout_digest({"b": "2", "a": "1"}) == layout_digest({"a": "1", "b": "2"})
