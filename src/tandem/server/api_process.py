@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any  # what a coroutine is sent and gives back while it runs
@@ -23,11 +24,15 @@ from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
 from tandem.core.commands import FailRequest
+from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.server import wire
-from tandem.server.app import build_app, build_bootstrap_app
+from tandem.server.app import build_app
+from tandem.server.ask import is_loopback
+from tandem.server.bootstrap import BootstrapServer, registration
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
 from tandem.server.client import NodeClient
+from tandem.server.cluster_auth import SecretError, WriteGuard, read_secret
 from tandem.server.facts import ModelFacts
 from tandem.server.processes import Children, Listeners, ServerFailure
 from tandem.server.tokenizer import Tokenizer
@@ -84,6 +89,7 @@ class ApiProcess:
         self._stop = asyncio.Event()
         self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
+        self._registry = Registry()
         link = NodeLink()
         self._link = link
         self._client = link.client = NodeClient(link, stall_timeout=config.stall_timeout)
@@ -99,7 +105,8 @@ class ApiProcess:
         try:
             tokenizer = load_tokenizer(model)
             if self._listeners.bootstrap is not None:
-                self._open(build_bootstrap_app(self._replica), self._listeners.bootstrap)
+                guard = write_guard(self._config, self._listeners.bootstrap)
+                self._open(BootstrapServer(self._registry, guard).app(), self._listeners.bootstrap)
             self._open(build_app(self._config, self._client, model, tokenizer), self._listeners.http)
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
@@ -109,6 +116,7 @@ class ApiProcess:
                 await self._wait_for(self._stop.wait())
             self._client.drain()
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
+            self._unregister()  # not before: decode may still have to find us for what runs here
             self._client.abort_all()
         finally:
             await self._end()
@@ -144,9 +152,6 @@ class ApiProcess:
         if self._link.channel is not None:
             self._link.channel.close()
 
-    def _replica(self) -> wire.ReplicaInfo | None:
-        return None if self._client.node is None else self._client.node.replica
-
     def _open(self, app: ASGIApp, listener: socket.socket) -> None:
         config = uvicorn.Config(
             app,
@@ -170,9 +175,22 @@ class ApiProcess:
                 self._lose(message.reason)
             case wire.NodeReady():
                 self._client.receive(message)
+                self._register(message.replica)
                 self._ready.set()
             case _:
                 self._client.receive(message)
+
+    def _register(self, replica: wire.ReplicaInfo) -> None:
+        """With our own bootstrap server: the same registry that answers decode."""
+        if self._listeners.bootstrap is None:
+            return
+        outcome = self._registry.register(registration(replica))
+        if isinstance(outcome, Rejected):
+            self._lose(f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}")
+
+    def _unregister(self) -> None:
+        if self._client.node is not None:
+            self._registry.unregister(self._client.node.replica.incarnation)
 
     def _channel_closed(self, _reason: str) -> None:
         self._lose("")
@@ -182,6 +200,7 @@ class ApiProcess:
             self._lose(f"the HTTP server ended: {error}")
 
     def _lose(self, reason: str) -> None:
+        self._unregister()
         if not self._loss.done():
             self._loss.set_result(reason)
 
@@ -192,6 +211,15 @@ class ApiProcess:
             os._exit(1)
         logger.info("draining: at most %g s, a second signal ends it at once", self._config.drain_timeout)
         self._stop.set()
+
+
+def write_guard(config: ServerConfig, bootstrap: socket.socket) -> WriteGuard:
+    """Raises ServerFailure."""
+    try:
+        secret = None if config.cluster_secret_file is None else read_secret(Path(config.cluster_secret_file))
+    except SecretError as error:
+        raise ServerFailure(str(error)) from error
+    return WriteGuard(secret, is_loopback=is_loopback(str(bootstrap.getsockname()[0])), clock=time.time)
 
 
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP application of one server, and the small one of a prefill's bootstrap server.
+"""The HTTP application of one server.
 
 A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and wishes) - `ask_all`
 (rooms, seeds, deadlines) - `submission` - `NodeClient.start` - `TokenResponse`. Everything before `start` may refuse.
@@ -21,7 +21,6 @@ from tandem.config import ServerConfig
 from tandem.metrics.export import Exporter
 from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
-from tandem.server import wire
 from tandem.server.ask import Ask, Facts, Prompt, Wish, ask_all, submission
 from tandem.server.body import ChatBody, CompletionBody, NativeBody, Routing, decode_body
 from tandem.server.client import NodeClient
@@ -77,19 +76,6 @@ def build_app(
     )
     app.router.redirect_slashes = False
     return app
-
-
-def build_bootstrap_app(replica: Callable[[], wire.ReplicaInfo | None]) -> Starlette:
-    """What decode servers ask a prefill server: who are you, how are you reached. 503 while `replica` gives None."""
-
-    async def route(request: Request) -> Response:
-        found = replica()
-        return Response(status_code=503) if found is None else json_response(found)
-
-    async def health(request: Request) -> Response:
-        return Response(status_code=503 if replica() is None else 200)
-
-    return Starlette(routes=[Route("/route", route, methods=["GET"]), Route("/health", health, methods=["GET"])])
 
 
 class TokenizeBody(Struct):

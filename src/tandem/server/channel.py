@@ -9,6 +9,9 @@ Three ends over the same bytes, one per kind of process:
 
 Memory is bounded: a frame has a largest size, and what waits for a slow reader has one too. Beyond that a channel
 raises `ChannelFull`; its owner then refuses work or gives the neighbour up, whatever fits.
+
+Between servers frames are *checked*: length and body each carry a CRC-32 that runs on from frame to frame. A bit that
+was flipped on the way, a frame that is missing or comes twice ends the connection and is never taken for a message.
 """
 
 import asyncio
@@ -17,6 +20,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar  # Any: a union type as a value, which the type system cannot spell
+from zlib import crc32
 
 import msgspec
 
@@ -25,6 +29,7 @@ from tandem.server.wire import MAX_FRAME_BYTES
 Incoming = TypeVar("Incoming")
 
 HEAD_BYTES = 4
+CHECK_BYTES = 4
 READ_BYTES = 256 << 10
 MAX_PENDING_BYTES = 64 << 20  # of a neighbour in the same server; it reads all the time, so this is never usual
 
@@ -54,24 +59,63 @@ class Frames(Generic[Incoming]):
         self._buffer += data
         start = 0
         try:
-            while len(self._buffer) - start >= HEAD_BYTES:
-                size = int.from_bytes(self._buffer[start : start + HEAD_BYTES])
-                if size > self.max_frame_bytes:
-                    raise MalformedFrame(f"a frame of {size} bytes; at most {self.max_frame_bytes} are allowed")
-                stop = start + HEAD_BYTES + size
-                if len(self._buffer) < stop:
-                    break
-                body = bytes(memoryview(self._buffer)[start + HEAD_BYTES : stop])
-                start = stop
+            while (found := self._frame_at(start)) is not None:
+                body, start = found
                 yield self.decode(body)
         finally:
             del self._buffer[:start]
+
+    def _frame_at(self, start: int) -> tuple[bytes, int] | None:
+        """The body of the frame that begins at `start`, and where the frame stops; None while it is cut."""
+        size = self._number_at(start)
+        if size is None:
+            return None
+        return self._body_at(start + HEAD_BYTES, size)
+
+    def _number_at(self, start: int) -> int | None:
+        stop = start + HEAD_BYTES
+        return int.from_bytes(self._buffer[start:stop]) if len(self._buffer) >= stop else None
+
+    def _body_at(self, start: int, size: int) -> tuple[bytes, int] | None:
+        if size > self.max_frame_bytes:
+            raise MalformedFrame(f"a frame of {size} bytes; at most {self.max_frame_bytes} are allowed")
+        stop = start + size
+        return (bytes(memoryview(self._buffer)[start:stop]), stop) if len(self._buffer) >= stop else None
 
     def decode(self, body: bytes) -> Incoming:
         try:
             return self._decoder.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise MalformedFrame(str(error)) from error
+
+
+class CheckedFrames(Frames[Incoming]):
+    """Length, its check, body, its check: see the top of this file."""
+
+    _check = 0  # of everything before
+
+    def _frame_at(self, start: int) -> tuple[bytes, int] | None:
+        size, check = self._number_at(start), self._number_at(start + HEAD_BYTES)
+        if size is None or check is None:
+            return None
+        _compare(check, head_check(size, self._check))
+        found = self._body_at(start + HEAD_BYTES + CHECK_BYTES, size)
+        told = self._number_at(found[1]) if found is not None else None
+        if found is None or told is None:
+            return None
+        body, stop = found
+        self._check = crc32(body, check)
+        _compare(told, self._check)
+        return body, stop + CHECK_BYTES
+
+
+def head_check(size: int, before: int) -> int:
+    return crc32(size.to_bytes(HEAD_BYTES), before)
+
+
+def _compare(told: int, found: int) -> None:
+    if told != found:
+        raise MalformedFrame("bytes were changed, lost or repeated on their way")
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -84,6 +128,15 @@ def append_frame(buffer: bytearray, message: msgspec.Struct) -> None:
     _encoder.encode_into(message, buffer, start + HEAD_BYTES)
     size = len(buffer) - start - HEAD_BYTES
     buffer[start : start + HEAD_BYTES] = size.to_bytes(HEAD_BYTES)
+
+
+def append_checked_frame(buffer: bytearray, message: msgspec.Struct, before: int) -> int:
+    """The same for `CheckedFrames`, after frames whose check was `before`. Returns the check for the next one."""
+    body = _encoder.encode(message)
+    check = head_check(len(body), before)
+    after = crc32(body, check)
+    buffer += len(body).to_bytes(HEAD_BYTES) + check.to_bytes(CHECK_BYTES) + body + after.to_bytes(CHECK_BYTES)
+    return after
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -102,12 +155,15 @@ class PolledChannel(Generic[Incoming]):
         *,
         max_frame_bytes: int = MAX_FRAME_BYTES,
         max_pending_bytes: int = MAX_PENDING_BYTES,
+        is_checked: bool = False,
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.frames: Frames[Incoming] = Frames(incoming, max_frame_bytes=max_frame_bytes)
+        kind = CheckedFrames if is_checked else Frames
+        self.frames: Frames[Incoming] = kind(incoming, max_frame_bytes=max_frame_bytes)
         self._max_pending_bytes = max_pending_bytes
         self._pending = bytearray()
+        self._check: int | None = 0 if is_checked else None  # of everything that was sent
 
     @property
     def pending_bytes(self) -> int:
@@ -130,7 +186,10 @@ class PolledChannel(Generic[Incoming]):
         """Buffer; `flush` writes. Raises ChannelFull when the other end does not keep up."""
         if len(self._pending) > self._max_pending_bytes:
             raise ChannelFull(f"{len(self._pending)} bytes wait for a reader that does not read")
-        append_frame(self._pending, message)
+        if self._check is None:
+            append_frame(self._pending, message)
+        else:
+            self._check = append_checked_frame(self._pending, message, self._check)
 
     def flush(self) -> None:
         """Write what the kernel takes without waiting. Raises ChannelClosed."""

@@ -18,6 +18,7 @@ import httpx
 import msgspec
 
 from tandem.core import commands, events
+from tandem.core.pd import layout_check
 from tandem.core.request import Request
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, RequestId
 from tandem.sampling import Payload
@@ -299,9 +300,9 @@ class NodeClient:
         self._sweeper = None
         now_ns = time.monotonic_ns()
         for live in [live for live in self._live.values() if live.give_up_ns < now_ns]:
-            cause = Cause.DEADLINE_EXCEEDED if live.started is None else Cause.STALLED
-            self._port.send(events.AbortRequested(live.request.id, cause))
-            self._end(live, commands.FailRequest(live.request.id, cause, "node", "the node kept silent"))
+            request, cause = live.request.id, Cause.DEADLINE_EXCEEDED
+            self._port.send(events.AbortRequested(request, cause))
+            self._end(live, commands.FailRequest(request, cause, "node", "the node kept silent"))
         if self._live:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
 
@@ -323,9 +324,17 @@ class NodeClient:
             self._port.send(events.PeerUnknown(address, describe(error)))
         else:
             self._port.send(wire.Connect(replica))
-            self._port.send(events.PeerLearned(address, replica.incarnation, replica.layout))
+            differs = self._differences(replica)
+            self._port.send(events.PeerLearned(address, replica.incarnation, replica.layout, differs))
         finally:
             del self._learning[address]
+
+    def _differences(self, replica: wire.ReplicaInfo) -> str:
+        """What a user has to change before KV can travel, in words; empty where the layouts are equal."""
+        if self.node is None or self.node.replica.layout == replica.layout:
+            return ""
+        own = self.node.replica.layout_fields
+        return layout_check.differences(replica.layout_fields, own, them="prefill", us="decode")
 
     async def _fetch_replica(self, address: Address) -> wire.ReplicaInfo:
         if self._http is None:

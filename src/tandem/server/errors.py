@@ -28,6 +28,7 @@ class Problem(StrEnum):
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNAUTHORIZED = "unauthorized"
+    UNSIGNED = "unsigned"
     FORBIDDEN = "forbidden"
     BODY_TOO_LARGE = "body_too_large"
     DUPLICATE_RID = "duplicate_rid"
@@ -62,6 +63,7 @@ RULES: dict[Code, Rule] = {
     Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
     Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
     Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`"),
+    Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
     Problem.FORBIDDEN: Rule(403, False, "edge", "debug endpoints answer on the server's own machine only"),
     Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
@@ -75,7 +77,6 @@ RULES: dict[Code, Rule] = {
     Problem.INTERNAL: Rule(500, True, "edge", "a bug: report it with the request id and the server's log"),
     Cause.ABORTED: Rule(499, False, "node", "nothing: the client left, or an operator ended the request"),
     Cause.DEADLINE_EXCEEDED: Rule(504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"),
-    Cause.STALLED: Rule(504, True, "node", "no token within --stall-timeout; see the server's log"),
     Cause.PROMPT_TOO_LONG: Rule(400, False, "edge or node", "shorten the prompt"),
     Cause.QUEUE_FULL: Rule(503, True, "node", "try again later or on another server (--max-queued-requests)"),
     Cause.DUPLICATE_ROOM: Rule(409, False, "node", "draw a new `bootstrap_room` for every prompt and attempt"),
@@ -99,6 +100,7 @@ RULES: dict[Code, Rule] = {
     Cause.PROTOCOL: Rule(502, True, "node", "run the same version on both halves"),
     Cause.INVALID_LOGITS: Rule(500, False, "worker", "the model made no finite numbers: check weights and dtype"),
     Cause.WORKER_LOST: Rule(503, True, "node", "the engine process ended; see the server's log"),
+    Cause.ENGINE_FAILED: Rule(500, True, "node", "the forward pass of its batch raised; see the server's log"),
 }
 
 TYPES = {
@@ -169,7 +171,7 @@ def error_headers(failure: Failure) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if failure.status == 503:
         headers["retry-after"] = "1"
-    if failure.status == 401:
+    if failure.code is Problem.UNAUTHORIZED:
         headers["www-authenticate"] = "Bearer"
     return headers
 

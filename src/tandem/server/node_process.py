@@ -16,8 +16,8 @@ import msgspec
 from tandem.config import FORCED_RETRIES, ServerConfig, environment_number, environment_switch
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
-from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
-from tandem.core.values import SECOND, Nanos
+from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.values import MILLISECOND, SECOND, Nanos
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.driver import Inbox, NeighbourLost, Observer, Poller, drive
@@ -48,6 +48,7 @@ def node_settings(launch: Launch, engine: wire.EngineReady) -> NodeSettings:
         chunk_tokens=config.chunked_prefill_size,
         window_depth=1 if config.disable_overlap_schedule else 2,
         mixed_chunk=config.enable_mixed_chunk,
+        delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
         prefix_cache=not config.disable_radix_cache,
         reserved_decode_tokens=config.num_reserved_decode_tokens,
         conservativeness=config.schedule_conservativeness,
@@ -60,6 +61,15 @@ def node_settings(launch: Launch, engine: wire.EngineReady) -> NodeSettings:
         if config.strict_remote
         else LoadFailurePolicy(config.kv_load_failure_policy),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
+    )
+
+
+def delayer_settings(config: ServerConfig) -> DelayerSettings:
+    return DelayerSettings(
+        max_delay_passes=config.prefill_delayer_max_delay_passes,
+        low_watermark=config.prefill_delayer_token_usage_low_watermark,
+        queue_min_ratio=config.prefill_delayer_queue_min_ratio,
+        max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
     )
 
 

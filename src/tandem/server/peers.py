@@ -3,7 +3,8 @@
 Decode dials prefill, and both talk on that connection. Each side begins with a `Hello` that says which life of which
 server it is; whatever comes later belongs to that life.
 
-    a frame that is no message, a message in another's name     the connection is dropped
+    a frame that is no message or was changed on its way        the connection is dropped
+    a message in another's name                                 the same
     a dialled connection breaks                                 dialled again for `RETURN_NS`, then `PeerLost`; at once
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
@@ -32,7 +33,7 @@ from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
 from tandem.server.wire import ReplicaInfo
 
-CONTROL_PROTOCOL = 1
+CONTROL_PROTOCOL = 2
 RETURN_NS = 2 * SECOND  # how long a broken connection may take to return
 PING_NS = 1 * SECOND
 SILENCE_NS = 5 * SECOND
@@ -231,7 +232,7 @@ class Peers:
             sock.setsockopt(*option)
         now = self.clock()
         channel: PolledChannel[Frame] = PolledChannel(
-            sock, Frame, max_frame_bytes=HELLO_BYTES, max_pending_bytes=PENDING_BYTES
+            sock, Frame, max_frame_bytes=HELLO_BYTES, max_pending_bytes=PENDING_BYTES, is_checked=True
         )
         return _Wire(channel, side, heard_ns=now, said_ns=now, connected=connected)
 

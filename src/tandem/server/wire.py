@@ -7,6 +7,7 @@ events of the core travel as they are; here are the few messages that only the s
 from msgspec import Struct
 
 from tandem.core import commands, events
+from tandem.core.pd.dp_rank import PrefillInfo
 from tandem.core.request import Request
 from tandem.core.values import Incarnation
 from tandem.sampling import Payload
@@ -46,7 +47,7 @@ class DataEndpoint(Struct, frozen=True):
 
 
 class ReplicaInfo(Struct, frozen=True):
-    """What a bootstrap server tells about its replica (`GET /route`), and what decode needs to reach it."""
+    """One DP rank as its bootstrap server tells of it (`GET /route`), and what decode needs to reach it."""
 
     incarnation: Incarnation
     role: str
@@ -56,6 +57,8 @@ class ReplicaInfo(Struct, frozen=True):
     control_port: int
     shards: tuple[DataEndpoint, ...]
     http_port: int = 0
+    dp_rank: int = 0
+    prefill: PrefillInfo = PrefillInfo()
 
 
 class Connect(Struct, frozen=True, tag=True):

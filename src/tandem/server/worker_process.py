@@ -120,7 +120,7 @@ class Worker:
             return BatchReturned(self._engine.run(command.plan))
         except Exception as error:  # whatever torch raises: this batch's requests end, the others go on
             logger.exception("batch %d failed", command.plan.iteration)
-            return BatchFailed(command.plan.id, Cause.WORKER_LOST, f"{type(error).__name__}: {error}")
+            return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, f"{type(error).__name__}: {error}")
 
     def _read(self) -> None:
         try:

@@ -1,0 +1,128 @@
+"""CPU per streamed token in the API process, as a ratio to a bare ASGI app that streams chunks of the same size.
+
+Both run under the same uvicorn settings in a process of their own and are read by the same client. The bare app yields
+ready-made bytes: the floor of what HTTP streaming costs here. Tandem's process parses, tokenizes, talks to its node,
+detokenizes and formats. CPU seconds are the operating system's own account of that one process.
+
+    python bench/stream_cpu.py [--requests 16] [--tokens 256] [--json]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+from conditions import conditions
+
+from tandem.cli.fleet import Fleet, free_ports, serve_words
+
+BARE_APP = """
+import asyncio, sys, uvicorn
+CHUNK = b"data: " + b"x" * int(sys.argv[2]) + b"\\n\\n"
+async def app(scope, receive, send):
+    if scope["type"] != "http":
+        return
+    tokens = int(scope["path"].strip("/") or 0)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+    for _ in range(tokens):
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": b""})
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off")
+"""
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def stream_all(requests: int, ask) -> tuple[int, int]:  # ask: callable taking a client, returning a stream context
+    """Run the streams at once; (chunks, bytes) that came."""
+    chunks, size = [0] * requests, [0] * requests
+
+    def one(index: int) -> None:
+        with httpx.Client(timeout=120) as client, ask(client) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data:"):
+                    chunks[index] += 1
+                    size[index] += len(line) + 2
+
+    threads = [threading.Thread(target=one, args=(index,)) for index in range(requests)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(chunks), sum(size)
+
+
+def measure_tandem(requests: int, tokens: int) -> tuple[float, int]:
+    """(CPU microseconds per token, bytes per chunk) of the API process."""
+    (port,) = free_ports(1)
+    words = [*serve_words("tandem/mini", port), "--max-running-requests", str(requests)]
+    body = {
+        "model": "tandem/mini",
+        "prompt": "Question: What is 12 + 30?\nAnswer:",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    with tempfile.TemporaryDirectory() as folder, Fleet(Path(folder), engines=1) as fleet:
+        server = fleet.start("unified", words, port=port)
+        fleet.wait_ready(timeout_s=120)
+
+        def ask(client: httpx.Client):
+            return client.stream("POST", f"{server.url}/v1/completions", json=body)
+
+        stream_all(2, ask)  # warm-up
+        before = cpu_seconds(server.process.pid)
+        chunks, size = stream_all(requests, ask)
+        return (cpu_seconds(server.process.pid) - before) / (requests * tokens) * 1e6, size // chunks
+
+
+def measure_bare(requests: int, tokens: int, chunk_bytes: int) -> float:
+    """CPU microseconds per chunk of the bare app."""
+    (port,) = free_ports(1)
+    process = subprocess.Popen([sys.executable, "-c", BARE_APP, str(port), str(chunk_bytes)])
+    try:
+        for _ in range(200):
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/1")
+                break
+            except httpx.TransportError:
+                time.sleep(0.05)
+        before = cpu_seconds(process.pid)
+        stream_all(requests, lambda client: client.stream("POST", f"http://127.0.0.1:{port}/{tokens}"))
+        return (cpu_seconds(process.pid) - before) / (requests * tokens) * 1e6
+    finally:
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    tandem_us, chunk_bytes = measure_tandem(args.requests, args.tokens)
+    bare_us = measure_bare(args.requests, args.tokens, chunk_bytes)
+    if not args.json:
+        print(f"{'':>10} {'CPU us per token':>17}")
+        print(
+            f"{'tandem':>10} {tandem_us:>17.1f}\n{'bare ASGI':>10} {bare_us:>17.1f}\n{'ratio':>10} {tandem_us / bare_us:>17.2f}"
+        )
+    result = {"tandem_us": tandem_us, "bare_us": bare_us, "ratio": tandem_us / bare_us, "chunk_bytes": chunk_bytes}
+    settings = {"requests": args.requests, "tokens": args.tokens}
+    print(json.dumps({"bench": "stream_cpu", **result, **settings, **conditions()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Train the byte-level BPE tokenizer of the bundled model on the generator's text.
+
+Every digit is its own token, and the alphabet holds all 256 bytes, so any text round-trips.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import problems
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+DEFAULT_DIRECTORY = Path(__file__).resolve().parents[2] / "src" / "tandem" / "bundled" / "mini"
+VOCABULARY_SIZE = 512
+CONTEXT_LENGTH = 8192
+PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a careful math tutor. Show your work and end with the answer after ####.",
+    "Solve the problem step by step.",
+    "Answer the question. Put the final number after ####.",
+)
+
+
+def _texts(seed: int, count: int) -> Iterator[str]:
+    """Training problems as text, with the other strings the model sees mixed in."""
+    stream = problems.train_problems(seed)
+    for index in range(count):
+        problem = next(stream)
+        yield f"{problem.question}\n{problem.worked}"
+        if index % 5 == 0:
+            yield f"system\nuser\nassistant\nQuestion: Answer: {SYSTEM_PROMPTS[index // 5 % len(SYSTEM_PROMPTS)]}"
+
+
+def build(directory: Path, seed: int = 1, count: int = 20_000) -> PreTrainedTokenizerFast:
+    """Train the tokenizer on ``count`` problems and save it to ``directory``."""
+    tokenizer = Tokenizer(models.BPE())
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[PADDING, TURN_START, TURN_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(seed, count), trainer)
+    assert tokenizer.get_vocab_size() == VOCABULARY_SIZE
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=TURN_END,
+        pad_token=PADDING,
+        additional_special_tokens=[TURN_START],
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    directory.mkdir(parents=True, exist_ok=True)
+    fast.save_pretrained(directory, save_jinja_files=False)
+    _name_portable_class(directory / "tokenizer_config.json")
+    return fast
+
+
+def load(directory: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer that ``build`` saved."""
+    return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def _name_portable_class(config_path: Path) -> None:
+    """Use field values that every transformers release since 4.40 reads, not only the one that saved the file."""
+    config = json.loads(config_path.read_text())
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config["additional_special_tokens"] = config.pop("extra_special_tokens", [TURN_START])
+    config.pop("backend", None)
+    config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def main() -> None:
+    """Build the tokenizer."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    tokenizer = build(args.directory, args.seed)
+    stream = problems.train_problems(args.seed + 1)
+    sample = [next(stream) for _ in range(1000)]
+    questions = [len(tokenizer.encode(problem.question)) for problem in sample]
+    answers = [len(tokenizer.encode(problem.worked)) for problem in sample]
+    print(f"question tokens: mean {sum(questions) / 1000:.0f}, max {max(questions)}")
+    print(f"answer tokens: mean {sum(answers) / 1000:.0f}, min {min(answers)}, max {max(answers)}")
+
+
+if __name__ == "__main__":
+    main()

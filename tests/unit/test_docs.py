@@ -1,0 +1,152 @@
+"""The pages under docs/ say what is there: the seeds' table, and nothing outside of this repository.
+
+Pages that are generated are compared where they come from: flags.md in test_config_flags.py, errors.md in
+test_api_operations.py, the diagrams in tests/test_architecture.py.
+"""
+
+import ast
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tandem.config import flags
+
+ROOT = Path(__file__).parents[2]
+SEEDS = ROOT / "docs" / "seeds.md"
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+HEADER = ["seed", "kind", "name there", "here", "file", "shown by"]
+KINDS = {
+    1: {"flag", "environment", "metric", "symbol", "behaviour", "error text", "test", "incompatibility", "related"},
+    2: {"metric", "log line", "error text", "symbol", "behaviour", "test", "related"},
+    3: {"flag", "metric", "symbol", "behaviour", "test", "incompatibility", "related"},
+    4: {"environment", "flag", "symbol", "error text", "behaviour", "test", "incompatibility", "related"},
+    5: {"environment", "flag", "log line", "symbol", "behaviour", "test"},
+}
+CAPABILITIES = {
+    "benchmark of optimistic prefill",
+    "benchmark of the prefill delayer",
+    "bootstrap registry",
+    "buckets of the delayer's histograms by flag",
+    "CUDA graphs",
+    "diffusion language models",
+    "DP ranks",
+    "embeddings",
+    "fault injection at run time",
+    "hierarchical cache",
+    "OpenTelemetry traces",
+    "PP ranks",
+    "TP ranks",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    seed: int
+    kind: str
+    there: str
+    here: str
+    file: str | None
+    shown_by: str
+
+    @property
+    def capability(self) -> str | None:
+        """What is missing, when it is."""
+        return self.shown_by.removeprefix("open: ") if self.shown_by.startswith("open: ") else None
+
+    @property
+    def tests(self) -> list[tuple[str, str]]:
+        """(file, name) of each test."""
+        return [tuple(name.split("::")) for name in words(self.shown_by)]  # type: ignore[misc]  # two parts, see below
+
+    def __str__(self) -> str:
+        return f"seed {self.seed} {self.kind} {self.there}"
+
+
+def words(cell: str) -> list[str]:
+    """What is written as code."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    lines = SEEDS.read_text().splitlines()
+    start = lines.index("| " + " | ".join(HEADER) + " |") + 2
+    found = []
+    for line in lines[start:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert len(cells) == len(HEADER), line
+        seed, kind, there, here, file, shown_by = cells
+        found.append(Row(int(seed), kind, there, here, None if file == "-" else file.strip("`"), shown_by))
+    return tuple(found)
+
+
+@cache
+def functions(path: Path) -> frozenset[str]:
+    return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+
+
+def test_every_seed_has_rows_of_every_kind_that_it_names() -> None:
+    assert {seed: {row.kind for row in rows() if row.seed == seed} for seed in KINDS} == KINDS
+    assert {row.seed for row in rows()} == set(KINDS)
+
+
+def test_no_name_has_two_rows_and_no_cell_is_empty() -> None:
+    names = Counter((row.seed, row.kind, row.there) for row in rows())
+    assert [name for name, count in names.items() if count > 1] == []
+    assert [str(row) for row in rows() if not (row.kind and row.there and row.here and row.shown_by)] == []
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_a_row_is_shown_by_tests_that_exist_or_names_what_is_open(row: Row) -> None:
+    if row.capability is not None:
+        assert row.capability in CAPABILITIES
+        return
+    assert row.tests
+    for path, name in row.tests:
+        assert path.startswith("tests/")
+        assert (ROOT / path).is_file(), path
+        assert name in functions(ROOT / path), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize("row", [row for row in rows() if row.capability is None or row.file], ids=str)
+def test_the_named_file_exists_and_has_the_names_that_play_the_part(row: Row) -> None:
+    assert row.file is not None
+    text = (ROOT / row.file).read_text()
+    missing = [word for word in words(row.here) if word not in text and word not in NOT_IN_A_FILE]
+    assert missing == []
+
+
+NOT_IN_A_FILE = {"tandem eval"}
+
+
+def test_flags_are_there_unless_they_are_open() -> None:
+    there = {name for name, _ in flags()}
+    for row in rows():
+        if row.kind == "flag" and row.capability is not None:
+            assert there.isdisjoint(words(row.there)), f"{row} is not open any more: name its test in docs/seeds.md"
+
+
+def test_how_much_of_the_seeds_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    open_rows = Counter(row.capability for row in rows() if row.capability is not None)
+    with capsys.disabled():
+        print(f"\ndocs/seeds.md: {len(rows())} rows, {open_rows.total()} open: {dict(open_rows.most_common())}")
+    assert open_rows.total() < len(rows())
+    assert set(open_rows) <= CAPABILITIES
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_no_path_outside_of_the_repository(page: Path) -> None:
+    absolute = re.findall(r"(?<![\w.:/>])/(?:home|root|tmp|work|usr|opt|mnt|var|data)/[\w./-]*", page.read_text())
+    assert absolute == []
+    assert re.findall(r"(?:\.\./)+[\w./-]*", page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    local = [target for target in targets if target and "://" not in target]
+    assert [target for target in local if not (page.parent / target).exists()] == []
