@@ -3,11 +3,13 @@
 import os
 import platform
 import subprocess
+from pathlib import Path
 
 
 def conditions() -> dict[str, str | int | float]:
     """Machine, commit and load, for the JSON line of a benchmark."""
-    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "cpu": cpu,

@@ -1,9 +1,9 @@
 """What optimistic prefill saves when decode's READY is late: TTFT under off, retry and park (seed 1).
 
-Prompts of 4,096 tokens of which 80 % are in prefill's prefix tree. The body goes to prefill at once and to decode after a
-delay of 0, 0.5, 1 and 2 times the measured prefill time: that is how READY comes late. One request at a time, so the
-utilisation stays low. TTFT counts from the body to prefill until decode's first byte. The ceiling at a delay of one prefill
-time is 2x (the two waits overlap instead of adding up), less what transfer and HTTP take.
+Prompts of 4,096 tokens of which 80 % are in prefill's prefix tree. The body goes to prefill at once and to decode after
+a delay of 0, 0.5, 1 and 2 times the measured prefill time: that is how READY comes late. One request at a time, so the
+utilisation stays low. TTFT counts from the body to prefill until decode's first byte. The ceiling at a delay of one
+prefill time is 2x (the two waits overlap instead of adding up), less what transfer and HTTP take.
 
     python bench/optimistic.py [--repetitions 12] [--json]
 """

@@ -116,9 +116,8 @@ def main() -> None:
     bare_us = measure_bare(args.requests, args.tokens, chunk_bytes)
     if not args.json:
         print(f"{'':>10} {'CPU us per token':>17}")
-        print(
-            f"{'tandem':>10} {tandem_us:>17.1f}\n{'bare ASGI':>10} {bare_us:>17.1f}\n{'ratio':>10} {tandem_us / bare_us:>17.2f}"
-        )
+        for name, value in (("tandem", tandem_us), ("bare ASGI", bare_us), ("ratio", tandem_us / bare_us)):
+            print(f"{name:>10} {value:>17.2f}")
     result = {"tandem_us": tandem_us, "bare_us": bare_us, "ratio": tandem_us / bare_us, "chunk_bytes": chunk_bytes}
     settings = {"requests": args.requests, "tokens": args.tokens}
     print(json.dumps({"bench": "stream_cpu", **result, **settings, **conditions()}))

@@ -32,9 +32,10 @@ class Part:
 
 
 PARTS = (
+    Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 120),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
-    Part("engine", ("engine/", "e2e_cpu/test_engine", "e2e_cpu/test_model"), 120),
-    Part("processes and clients", ("e2e_cpu/", "clients/"), 240),
+    Part("processes and clients", ("e2e_cpu/",), 240),
+    Part("nemesis", ("nemesis/",), 180),
     Part("simulation", ("sim/", "mutants/"), 120),
     Part("rest", ("",), 60),
 )

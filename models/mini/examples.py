@@ -185,9 +185,7 @@ def collate(rows: list[Example], length: int, pad: int) -> tuple[Tensor, Tensor]
 class BatchStream:
     """Endless batches of about ``tokens_per_batch`` tokens, all rows of a batch from one length bucket."""
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, seed: int, tokens_per_batch: int, long_share: float
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int, tokens_per_batch: int, long_share: float) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._tokens_per_batch = tokens_per_batch

@@ -67,7 +67,7 @@ def build_optimizer(model: LlamaForCausalLM, args: argparse.Namespace) -> torch.
 
 def learning_rate_factor(step: int, steps: int) -> float:
     """Linear warm-up, constant, then linear decay to zero over the last 60 % of the steps."""
-    warm_up, decay = min(200, steps // 10), 0.6 * steps
+    warm_up, decay = max(1, min(200, steps // 10)), 0.6 * steps
     return min(1.0, (step + 1) / warm_up, max(0.0, (steps - step) / decay))
 
 
@@ -95,9 +95,7 @@ def loss_of(model: torch.nn.Module, ids: Tensor, weights: Tensor) -> Tensor:
     """Weighted mean cross-entropy of the next token; ``ids`` and ``weights`` are [rows, length]."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
-    losses = functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none"
-    )
+    losses = functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     target_weights = weights[:, 1:].flatten()
     return (losses * target_weights).sum() / target_weights.sum()
 

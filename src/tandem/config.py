@@ -45,12 +45,26 @@ class ServerConfig:
     disable_radix_cache: bool = flag(False, "keep no prefix cache")
     disable_overlap_schedule: bool = flag(False, "launch a batch only after the one before has returned")
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
+    enable_prefill_delayer: bool = flag(False, "hold prompts back until they are worth a stall of those who decode")
+    prefill_delayer_max_delay_passes: int = flag(30, "after so many batches prompts begin whatever the gates say")
+    prefill_delayer_token_usage_low_watermark: float | None = flag(
+        None, "share of the KV pool in use below which no prompt waits", metavar="F"
+    )
+    prefill_delayer_queue_min_ratio: float | None = flag(
+        None, "wait for this share of the running requests, at most for a usual batch (default: off)", metavar="F"
+    )
+    prefill_delayer_max_delay_ms: float = flag(5000.0, "how long --prefill-delayer-queue-min-ratio may hold prompts")
     deterministic: bool = flag(
         False, "a row's logits depend on its own tokens only, not on batch, chunking or cache hits"
     )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
+    cluster_secret_file: str | None = flag(
+        None,
+        "prefill: writes to the bootstrap server must be signed with it (default: none are taken from afar)",
+        metavar="PATH",
+    )
     disaggregation_transfer_backend: str = flag("auto", "how KV travels", choices=("auto", "sock"))
     num_reserved_decode_tokens: int = flag(512, "tokens a running request is assumed to need still, at most")
     disaggregation_metadata_slots: int | None = flag(
@@ -96,6 +110,33 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c: not 0 < c.mem_fraction_static < 1, "--mem-fraction-static must lie between 0 and 1"),
     Rule(lambda c: c.request_timeout <= 0 or c.stall_timeout <= 0, "timeouts must be positive"),
     Rule(
+        lambda c: not c.enable_prefill_delayer and _changes_delayer(c),
+        "--prefill-delayer-* flags need --enable-prefill-delayer",
+    ),
+    Rule(
+        lambda c: c.enable_prefill_delayer and c.disaggregation_mode == "decode",
+        "--enable-prefill-delayer is not for decode servers: their prompts are computed by prefill servers",
+    ),
+    Rule(
+        lambda c: c.prefill_delayer_max_delay_ms != 5000 and c.prefill_delayer_queue_min_ratio is None,
+        "--prefill-delayer-max-delay-ms is for the queue gate: give --prefill-delayer-queue-min-ratio",
+    ),
+    Rule(
+        lambda c: c.prefill_delayer_max_delay_passes < 1 or c.prefill_delayer_max_delay_ms <= 0,
+        "--prefill-delayer-max-delay-passes and --prefill-delayer-max-delay-ms must be positive",
+    ),
+    Rule(
+        lambda c: (
+            c.prefill_delayer_token_usage_low_watermark is not None
+            and not 0 < c.prefill_delayer_token_usage_low_watermark <= 1
+        ),
+        "--prefill-delayer-token-usage-low-watermark must lie between 0 and 1",
+    ),
+    Rule(
+        lambda c: c.prefill_delayer_queue_min_ratio is not None and c.prefill_delayer_queue_min_ratio <= 0,
+        "--prefill-delayer-queue-min-ratio must be positive; leave it out for no queue gate",
+    ),
+    Rule(
         lambda c: c.optimistic_prefill_policy in ("off", "park") and (c.optimistic_prefill_retries or 0) > 0,
         "--optimistic-prefill-retries N selects retry; leave --optimistic-prefill-policy out or make it retry",
     ),
@@ -104,10 +145,19 @@ RULES: tuple[Rule, ...] = (
         "--optimistic-prefill-retries 0 means off; it contradicts --optimistic-prefill-policy retry",
     ),
     Rule(
+        lambda c: c.cluster_secret_file is not None and c.disaggregation_mode != "prefill",
+        "--cluster-secret-file is for prefill servers: only they run a bootstrap server",
+    ),
+    Rule(
         lambda c: c.strict_remote and c.disaggregation_mode != "decode",
         "--strict-remote is for decode servers",
     ),
 )
+
+
+def _changes_delayer(config: ServerConfig) -> bool:
+    defaults = {f.name: f.default for f in fields(ServerConfig) if f.name.startswith("prefill_delayer_")}
+    return any(getattr(config, name) != default for name, default in defaults.items())
 
 
 def violations(config: ServerConfig) -> list[str]:

@@ -219,7 +219,7 @@ def test_a_stream_that_falls_silent_ends_with_an_error_event() -> None:
     with fleet(stall_timeout=0.3) as made:
         made.decodes[0].behaves(FallSilent())
         response = post(made, CHAT | {"stream": True})
-        assert json.loads(response.text.split("data: ")[-1])["error"]["code"] == "stalled"
+        assert json.loads(response.text.split("data: ")[-1])["error"]["code"] == "deadline_exceeded"
 
 
 def test_a_prefill_that_ends_with_an_error_after_its_head_leaves_the_word_to_decode() -> None:

@@ -1,8 +1,8 @@
 """The promise, on real text: transformers, one unified engine, and prefill + decode processes say the same tokens.
 
 200 prompts with lengths 1, page - 1, page, page + 1, several chunks and whatever the text gives; 64 greedy tokens each,
-end-of-sequence ignored, under concurrency that varies the batches. "Same" is contract 1: equal, or parting at a near-tie
-of the reference's own scores (less than 1e-3 in fp32), which is counted, printed, and allowed in 1 of 1,000 sequences.
+end-of-sequence ignored, under concurrency that varies the batches. "Same" means equal, or parting at a near-tie of the
+reference's own scores (less than 1e-3 in fp32), which is counted, printed, and allowed in 1 of 1,000 sequences.
 """
 
 import json

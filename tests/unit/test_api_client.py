@@ -1,6 +1,7 @@
 """The client of the node: learning peers, queries, late news, draining."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,18 +9,27 @@ import msgspec
 import pytest
 import uvicorn
 from api_fakes import REPLICA, FakeNode, says
-from starlette.testclient import TestClient
 
 from tandem.core import commands, events
+from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.values import Address, Cause, Incarnation
 from tandem.server import wire
-from tandem.server.app import build_bootstrap_app
+from tandem.server.bootstrap import BootstrapServer, registration
 from tandem.server.client import NodeClient
+from tandem.server.cluster_auth import WriteGuard
 from tandem.server.errors import Refusal
 
 PREFILL = wire.ReplicaInfo(
     Incarnation("p", 3), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
 )
+
+
+def bootstrap_app(*replicas: wire.ReplicaInfo) -> tuple[Any, Registry]:
+    """The bootstrap server of a prefill, on loopback, and what it has been told."""
+    registry = Registry()
+    for replica in replicas:
+        registry.register(registration(replica))
+    return BootstrapServer(registry, WriteGuard(None, is_loopback=True, clock=time.time)).app(), registry
 
 
 def client_and_node(*, is_ready: bool = True) -> tuple[NodeClient, FakeNode]:
@@ -57,30 +67,45 @@ def test_a_peer_is_learned_from_its_bootstrap_server_and_connected_before_it_is_
         client.receive(commands.LearnPeer(address))
         client.receive(commands.LearnPeer(address))
         await until(lambda: len(node.sent) >= 2)
-        assert node.sent == [wire.Connect(PREFILL), events.PeerLearned(address, Incarnation("p", 3), "abc")]
+        differs = "dtype is x at prefill and not told at decode"
+        assert node.sent == [wire.Connect(PREFILL), events.PeerLearned(address, Incarnation("p", 3), "abc", differs)]
         await client.close()
 
-    asyncio.run(serving(build_bootstrap_app(lambda: PREFILL), story))
+    asyncio.run(serving(bootstrap_app(PREFILL)[0], story))
+
+
+def test_a_peer_with_an_equal_layout_differs_in_nothing() -> None:
+    client, node = client_and_node()
+    twin = msgspec.structs.replace(PREFILL, layout=REPLICA.layout)
+
+    async def story(port: int) -> None:
+        client.receive(commands.LearnPeer(Address("127.0.0.1", port)))
+        await until(lambda: len(node.sent) == 2)
+        assert node.sent[1].differs == ""
+        await client.close()
+
+    asyncio.run(serving(bootstrap_app(twin)[0], story))
 
 
 def test_a_restarted_peer_is_seen_at_the_next_question() -> None:
     client, node = client_and_node()
-    lives = iter([PREFILL, msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", 4))])
+    app, registry = bootstrap_app(PREFILL)
 
     async def story(port: int) -> None:
         address = Address("127.0.0.1", port)
         for count in (2, 4):
             client.receive(commands.LearnPeer(address))
             await until(lambda count=count: len(node.sent) == count)
+            registry.register(registration(msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", 4))))
         epochs = [message.peer.epoch for message in node.sent if isinstance(message, events.PeerLearned)]
         assert epochs == [3, 4]
         await client.close()
 
-    asyncio.run(serving(build_bootstrap_app(lambda: next(lives)), story))
+    asyncio.run(serving(app, story))
 
 
-@pytest.mark.parametrize("replica", [None, REPLICA], ids=["not ready", "no prefill"])
-def test_a_server_that_is_no_ready_prefill_is_unknown(replica: wire.ReplicaInfo | None) -> None:
+@pytest.mark.parametrize("replicas", [(), (REPLICA,)], ids=["not ready", "no prefill"])
+def test_a_server_that_is_no_ready_prefill_is_unknown(replicas: tuple[wire.ReplicaInfo, ...]) -> None:
     client, node = client_and_node()
 
     async def story(port: int) -> None:
@@ -91,7 +116,7 @@ def test_a_server_that_is_no_ready_prefill_is_unknown(replica: wire.ReplicaInfo 
         assert "503" in message.detail or "unified" in message.detail
         await client.close()
 
-    asyncio.run(serving(build_bootstrap_app(lambda: replica), story))
+    asyncio.run(serving(bootstrap_app(*replicas)[0], story))
 
 
 def test_nobody_at_the_address_is_unknown_with_a_reason() -> None:
@@ -138,12 +163,3 @@ def test_queries_under_way_end_when_the_node_is_lost() -> None:
             await question
 
     asyncio.run(story())
-
-
-def test_the_bootstrap_server_tells_who_is_there_once_it_is_ready() -> None:
-    found: list[wire.ReplicaInfo] = []
-    with TestClient(build_bootstrap_app(lambda: found[0] if found else None)) as http:
-        assert http.get("/route").status_code == http.get("/health").status_code == 503
-        found.append(PREFILL)
-        assert msgspec.json.decode(http.get("/route").content, type=wire.ReplicaInfo) == PREFILL
-        assert http.get("/health").status_code == 200

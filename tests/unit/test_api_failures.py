@@ -49,17 +49,17 @@ def test_users_mistakes_are_never_5xx_and_passing_trouble_is_never_4xx() -> None
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 def test_a_failure_after_the_head_is_the_last_event_of_the_stream(path: str) -> None:
     body = {"prompt": "x", "text": "x", "stream": True}
-    with world(fails(Cause.STALLED, after="ab")).http() as http:
+    with world(fails(Cause.DEADLINE_EXCEEDED, after="ab")).http() as http:
         response = http.post(path, json=body)
     assert response.status_code == 200
     assert "[DONE]" not in response.text
     *tokens, last = sse(response.text)
     assert len(tokens) >= 1
-    assert last["error"]["code"] == "stalled"
+    assert last["error"]["code"] == "deadline_exceeded"
 
 
 def test_a_failure_after_tokens_is_a_status_when_nothing_was_streamed() -> None:
-    with world(fails(Cause.STALLED, after="ab")).http() as http:
+    with world(fails(Cause.DEADLINE_EXCEEDED, after="ab")).http() as http:
         assert http.post("/v1/completions", json={"prompt": "x"}).status_code == 504
 
 
@@ -137,7 +137,7 @@ def test_a_node_that_keeps_silent_is_answered_for_after_the_deadline() -> None:
 def test_a_node_that_falls_silent_between_tokens_is_answered_for() -> None:
     async def story(w: World, http: httpx.AsyncClient) -> None:
         response = await http.post("/v1/completions", json={"prompt": "x", "stream": True})
-        assert sse(response.text)[-1]["error"]["code"] == "stalled"
+        assert sse(response.text)[-1]["error"]["code"] == "deadline_exceeded"
 
     run(story, world(lambda request, payload: Script(ids("ab"), is_silent=True), stall_timeout=0.05))
 

@@ -19,7 +19,7 @@ def script(request, payload) -> Script:
     if request.prompt_len in failures:
         return Script(failure=failures[request.prompt_len])
     if request.prompt_len == 17:
-        return Script(ids("begin"), failure=Cause.STALLED)
+        return Script(ids("begin"), failure=Cause.DEADLINE_EXCEEDED)
     return Script([*ids("Hello wörld 😀"), 1])
 
 
@@ -118,4 +118,4 @@ def test_an_error_in_a_stream_is_raised_after_its_tokens(client: openai.OpenAI) 
         for chunk in stream:
             seen += chunk.choices[0].text
     assert seen == "begin"
-    assert failed.value.code == "stalled"
+    assert failed.value.code == "deadline_exceeded"

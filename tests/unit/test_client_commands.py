@@ -101,8 +101,8 @@ def test_a_stream_is_read_up_to_done_and_its_errors_are_told() -> None:
     assert list(chunks_of(iter(['data: {"a": 1}', "", ": comment", "data:[DONE]", 'data: {"b": 2}']))) == [{"a": 1}]
     with pytest.raises(ServerTrouble, match="broke off"):
         list(chunks_of(iter(['data: {"a": 1}'])))
-    with pytest.raises(ServerTrouble, match="stalled: no token"):
-        list(chunks_of(iter(['data: {"error": {"code": "stalled", "message": "no token"}}'])))
+    with pytest.raises(ServerTrouble, match="deadline_exceeded: no token"):
+        list(chunks_of(iter(['data: {"error": {"code": "deadline_exceeded", "message": "no token"}}'])))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of, flags_page, kind_of
 from tandem.config import ServerConfig, flags
-from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
-from tandem.core.values import SECOND, Incarnation
+from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.server.node_process import node_settings, optimistic_policy
 from tandem.server.processes import Launch
 from tandem.server.wire import DataEndpoint, EngineReady
@@ -87,6 +87,13 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "make it retry"),
         (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradicts"),
         (["--strict-remote"], "for decode servers"),
+        (["--prefill-delayer-queue-min-ratio", "0.2"], "need --enable-prefill-delayer"),
+        (["--prefill-delayer-max-delay-passes", "9"], "need --enable-prefill-delayer"),
+        (["--enable-prefill-delayer", "--disaggregation-mode", "decode"], "computed by prefill servers"),
+        (["--enable-prefill-delayer", "--prefill-delayer-max-delay-ms", "900"], "for the queue gate"),
+        (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
+        (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),
+        (["--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0"], "leave it out"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_reason(words: list[str], reason: str) -> None:
@@ -112,6 +119,15 @@ def test_all_violations_are_reported_together() -> None:
 )
 def test_the_optimistic_flags_select_one_policy(words: list[str], policy: OptimisticPolicy) -> None:
     assert optimistic_policy(parse(*words)) == policy
+
+
+def test_the_flags_of_the_delayer_reach_the_node() -> None:
+    assert settings(parse()).delayer is None
+    assert settings(parse("--enable-prefill-delayer")).delayer == DelayerSettings()
+    words = ["--prefill-delayer-max-delay-passes", "9", "--prefill-delayer-token-usage-low-watermark", "0.8"]
+    words += ["--prefill-delayer-queue-min-ratio", "0.25", "--prefill-delayer-max-delay-ms", "1500"]
+    made = settings(parse("--enable-prefill-delayer", *words)).delayer
+    assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
 
 
 def test_the_flags_of_scheduling_reach_the_node() -> None:

@@ -110,6 +110,21 @@ def test_a_scrape_works_while_the_node_does_not() -> None:
     assert scrape(response.text)["sglang:num_requests_total"] == 0
 
 
+def test_the_nodes_histograms_are_exported_as_histograms() -> None:
+    node = {"wait_bucket{le=0}": 3, "wait_bucket{le=5}": 4, "wait_bucket{le=+Inf}": 6, "wait_count": 6, "wait_sum": 50}
+    text = Exporter(Fold(), model_name="toy", engine_type="unified").render({**node, "idle": 1}).decode()
+    assert "# TYPE sglang:wait histogram" in text
+    found = {name: value for name, value in scrape(text).items() if "wait" in name or "idle" in name}
+    assert found == {
+        "sglang:wait_bucket|0": 3,
+        "sglang:wait_bucket|5": 4,
+        "sglang:wait_bucket|+Inf": 6,
+        "sglang:wait_count": 6,
+        "sglang:wait_sum": 50,
+        "sglang:idle": 1,
+    }
+
+
 def test_keys_are_names_with_or_without_labels() -> None:
     assert parse_key("a_total") == ("a_total", {})
     assert parse_key('a{x=1,y="two"}') == ("a", {"x": "1", "y": "two"})
@@ -117,10 +132,10 @@ def test_keys_are_names_with_or_without_labels() -> None:
 
 def test_a_failed_request_counts_its_first_token_but_no_end_to_end_latency() -> None:
     fold = Fold()
-    fold.add(record(is_failed=True, outcome="stalled"))
+    fold.add(record(is_failed=True, outcome="deadline_exceeded"))
     assert sum(fold.ttft.counts) == 1
     assert sum(fold.e2e.counts) == 0
-    assert fold.failures == {"stalled": 1}
+    assert fold.failures == {"deadline_exceeded": 1}
 
 
 def test_the_time_per_token_leaves_out_the_first() -> None:

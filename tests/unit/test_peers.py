@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tandem.core.events import Event, PeerLost, PeerSaid
 from tandem.core.pd.messages import Ready, Release
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
-from tandem.server.channel import Frames, frame
+from tandem.server.channel import CheckedFrames, append_checked_frame, head_check
 from tandem.server.driver import Poller
 from tandem.server.peers import CONTROL_PROTOCOL, Frame, Hello, Peers
 from tandem.server.wire import ReplicaInfo
@@ -75,6 +75,14 @@ def stranger(side: Side) -> Iterator[socket.socket]:
         yield sock
 
 
+def frames_of(*messages: Frame) -> bytes:
+    """As one peer says them, first on its connection."""
+    buffer, check = bytearray(), 0
+    for message in messages:
+        check = append_checked_frame(buffer, message, check)
+    return bytes(buffer)
+
+
 def is_closed(sock: socket.socket) -> bool:
     try:
         while sock.recv(65536):
@@ -113,7 +121,7 @@ def test_a_tell_without_a_connection_is_dropped() -> None:
 def test_a_message_in_anothers_name_ends_the_connection_and_is_not_believed() -> None:
     with two_sides() as (prefill, decode), stranger(prefill) as sock:
         liar = Incarnation("liar", 1)
-        sock.sendall(frame(Hello(CONTROL_PROTOCOL, liar, "layout")) + frame(ready(source=DECODE)))
+        sock.sendall(frames_of(Hello(CONTROL_PROTOCOL, liar, "layout"), ready(source=DECODE)))
         eventually(lambda: is_closed(sock), prefill, decode)
         assert not any(isinstance(event, PeerSaid) for event in prefill.events)
 
@@ -121,10 +129,11 @@ def test_a_message_in_anothers_name_ends_the_connection_and_is_not_believed() ->
 def test_a_peer_of_another_protocol_or_with_a_huge_first_frame_is_dropped() -> None:
     with two_sides() as (prefill, decode):
         for words in (
-            frame(Hello(CONTROL_PROTOCOL + 1, DECODE, "layout")),
-            (1 << 20).to_bytes(4),
+            frames_of(Hello(CONTROL_PROTOCOL + 1, DECODE, "layout")),
+            (1 << 20).to_bytes(4) + head_check(1 << 20, 0).to_bytes(4),
+            bytes(8),
             b"GET / HTTP/1.1\r\n\r\n",
-            frame(ready()),
+            frames_of(ready()),
         ):
             with stranger(prefill) as sock:
                 sock.sendall(words)
@@ -195,7 +204,7 @@ def test_a_peer_that_comes_back_as_another_life_was_lost() -> None:
         eventually(lambda: prefill.events, prefill, decode)
         reborn = Incarnation("decode", 21)
         with stranger(prefill) as sock:
-            sock.sendall(frame(Hello(CONTROL_PROTOCOL, reborn, "layout")) + frame(ready(source=reborn)))
+            sock.sendall(frames_of(Hello(CONTROL_PROTOCOL, reborn, "layout"), ready(source=reborn)))
             eventually(lambda: len(prefill.events) == 3, prefill)
         assert prefill.events[1:] == [PeerLost(DECODE), PeerSaid(reborn, ready(source=reborn))]
 
@@ -252,7 +261,7 @@ def test_a_peer_that_gives_a_name_for_its_address_is_not_looked_up() -> None:
 def test_the_first_thing_an_accepted_stranger_hears_is_who_answers() -> None:
     with two_sides() as (prefill, decode), stranger(prefill) as sock:
         heard: list[Frame] = []
-        frames: Frames[Frame] = Frames(Frame)
+        frames: CheckedFrames[Frame] = CheckedFrames(Frame)
 
         def listen() -> list[Frame]:
             with suppress(TimeoutError):

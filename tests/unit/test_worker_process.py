@@ -110,7 +110,7 @@ def test_a_forward_that_raises_ends_its_batch_and_the_worker_goes_on() -> None:
     it.send(launch(2), launch(3))
     failed, returned = it.receive(2)
     assert failed == BatchFailed(
-        BatchId(2), Cause.WORKER_LOST, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+        BatchId(2), Cause.ENGINE_FAILED, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"
     )
     assert isinstance(returned, BatchReturned)
     it.end()

@@ -16,8 +16,12 @@ UNITS_NS = {"ms": 1_000_000, "s": SECOND, "m": 60 * SECOND, "h": 3600 * SECOND, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=seed, metavar="K", help="first seed (default: drawn and printed)")
-    parser.add_argument("--seeds", type=count, metavar="N", help=f"how many (default 1 with --seed, else {DEFAULT_SEEDS})")
-    parser.add_argument("--until", type=duration_ns, metavar="TIME", help="stop each seed at this virtual time, such as 4.2s")
+    parser.add_argument(
+        "--seeds", type=count, metavar="N", help=f"how many (default 1 with --seed, else {DEFAULT_SEEDS})"
+    )
+    parser.add_argument(
+        "--until", type=duration_ns, metavar="TIME", help="stop each seed at this virtual time, such as 4.2s"
+    )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
 

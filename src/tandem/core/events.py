@@ -49,6 +49,7 @@ class PeerLearned(Struct, frozen=True, tag=True):
     address: Address
     peer: Incarnation
     layout: str
+    differs: str = ""  # in which fields its layout differs from ours, in words; empty: in none, or nobody compared
 
 
 class PeerUnknown(Struct, frozen=True, tag=True):

@@ -24,7 +24,6 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # the client left or asked for it
     DEADLINE_EXCEEDED = "deadline_exceeded"
-    STALLED = "stalled"  # no token within the stall timeout
     PROMPT_TOO_LONG = "prompt_too_long"
     QUEUE_FULL = "queue_full"
     DUPLICATE_ROOM = "duplicate_room"
@@ -39,7 +38,8 @@ class Cause(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     PROTOCOL = "protocol"  # a peer said what it may not say in this state
     INVALID_LOGITS = "invalid_logits"
-    WORKER_LOST = "worker_lost"
+    WORKER_LOST = "worker_lost"  # the engine process ended
+    ENGINE_FAILED = "engine_failed"  # a forward pass raised
 
 
 class Incarnation(Struct, frozen=True, order=True):

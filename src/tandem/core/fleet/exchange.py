@@ -282,5 +282,5 @@ class Exchange:
 CAUSES = {
     Failure.REFUSED: RouteCause.WORKER_UNREACHABLE,
     Failure.BROKEN: RouteCause.CONNECTION_LOST,
-    Failure.STALLED: RouteCause.STALLED,
+    Failure.STALLED: RouteCause.DEADLINE_EXCEEDED,
 }

@@ -32,7 +32,6 @@ class RouteCause(StrEnum):
     DEADLINE_EXCEEDED = "deadline_exceeded"
     NO_LIVE_PAIR = "no_live_pair"
     QUEUE_FULL = "queue_full"
-    STALLED = "stalled"
     WORKER_UNREACHABLE = "worker_unreachable"
     CONNECTION_LOST = "connection_lost"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from tandem.core.machine import Machine
+from tandem.core.pd import consensus
+from tandem.core.pd.consensus import Landed, ShardReport, Verdict
 from tandem.core.pd.messages import ResultRow
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, ShardId
 
@@ -119,27 +121,36 @@ class Receiver:
     """Decode's end."""
 
     address: Address
+    attempt: int  # of this node, rising
     state: TransferState = TransferState.BOOTSTRAPPING
     peer: Incarnation | None = None
-    attempt: int = 1
     held_pages: int = 0
     total_pages: int = 0
     offered: int = 0  # pages [held, offered) were offered and a pull for them was asked
-    landed: dict[ShardId, int] = field(default_factory=dict[ShardId, int])
+    reports: dict[ShardId, ShardReport] = field(default_factory=dict[ShardId, ShardReport])  # of this attempt
     result: ResultRow | None = None
     ready_at: Nanos | None = None
     offered_at: Nanos | None = None
     ask_at: Nanos = ZERO_NS  # when to ask the bootstrap server (again)
+    unanswered: int = 0  # times it was found that nobody is there
     resend_at: Nanos = ZERO_NS
     pulling: bool = False  # a PullPages of this attempt was given out, so it has to be drained
 
     def move(self, trigger: TransferTrigger) -> None:
         self.state = RECEIVER.next(self.state, trigger)
 
+    def hear(self, shard: ShardId, report: ShardReport) -> None:
+        """A shard has said how far it is, or that it failed."""
+        assert report.attempt == self.attempt
+        consensus.hear(self.reports, shard, report)
+
+    def verdict(self, shards: Iterable[ShardId]) -> Verdict:
+        """What the shards say together about the pages that are wanted."""
+        return consensus.verdict(dict.fromkeys(shards, self.total_pages - self.held_pages), self.reports)
+
     def is_complete(self, shards: Iterable[ShardId]) -> bool:
         """Every shard has every wanted page, and the result row is here."""
-        wanted = self.total_pages - self.held_pages
-        return self.result is not None and all(self.landed.get(shard, 0) >= wanted for shard in shards)
+        return self.result is not None and isinstance(self.verdict(shards), Landed)
 
 
 @dataclass(slots=True)

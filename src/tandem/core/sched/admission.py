@@ -19,6 +19,9 @@ def admit(node: NodeState) -> None:
     queue = node.queues[State.QUEUED]
     if not queue:
         return
+    if node.num_slots_used >= node.settings.max_running and not node.queues[State.PARKED]:
+        node.requests[next(iter(queue))].lacks = WaitingFor.SLOT  # nobody gives way: no need to count pages
+        return
     reserve = reserved_pages(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.window))
     backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))

@@ -8,6 +8,7 @@ is computed here.
 
 from tandem.core.commands import CancelPull, FailRequest, LearnPeer, Path, PullPages, Tell
 from tandem.core.events import PagesLanded, PeerLearned, PeerUnknown, TransferFailed
+from tandem.core.pd.consensus import Failed, Failure, ShardReport
 from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release
 from tandem.core.pd.transfer import Receiver, TransferState, TransferTrigger
 from tandem.core.sched.progress import Progress, State, Trigger
@@ -23,7 +24,7 @@ from tandem.core.sched.state import (
     schedule,
 )
 from tandem.core.settings import LoadFailurePolicy
-from tandem.core.values import Address, Cause, Incarnation, Nanos
+from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG})
@@ -41,7 +42,9 @@ def create_receiver(node: NodeState, progress: Progress) -> None:
     room, address = progress.request.room, progress.request.peer
     assert room is not None
     assert address is not None
-    progress.receiver = Receiver(address, total_pages=pages_for(node, progress.request.prompt_len))
+    node.attempts += 1
+    total_pages = pages_for(node, progress.request.prompt_len)
+    progress.receiver = Receiver(address, attempt=node.attempts, total_pages=total_pages)
     node.rooms[room] = progress.id
     known = node.peers.get(key(address))
     if known is not None:
@@ -64,24 +67,29 @@ def ask(node: NodeState, progress: Progress) -> None:
 
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
-    known = node.peers[key(event.address)] = KnownPeer(event.peer, event.layout)
+    known = node.peers[key(event.address)] = KnownPeer(event.peer, event.layout, event.differs)
     for progress in node.live(State.BOOTSTRAPPING):
         if progress.receiver is not None and progress.receiver.address == event.address:
             meet(node, progress, known)
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
-    """Asked again at the next timer of those who wait; they end at their deadline at the latest."""
+    """Asked again at the next timer of those who wait, some times: a gateway that sent us here waits for our answer."""
     for progress in node.live(State.BOOTSTRAPPING):
-        if progress.receiver is not None and progress.receiver.address == event.address:
-            progress.first_cause = event.detail
+        receiver = progress.receiver
+        if receiver is None or receiver.address != event.address:
+            continue
+        progress.first_cause = event.detail
+        receiver.unanswered += 1
+        if receiver.unanswered >= node.settings.learn_peer_tries:
+            fail_transfer(node, progress, Cause.PEER_UNKNOWN, event.detail)
 
 
 def meet(node: NodeState, progress: Progress, known: KnownPeer) -> None:
     assert progress.receiver is not None
     progress.receiver.peer = known.incarnation
     if known.layout != node.settings.layout:
-        fail_transfer(node, progress, Cause.LAYOUT_MISMATCH, LAYOUT_DIFFERS)
+        fail_transfer(node, progress, Cause.LAYOUT_MISMATCH, known.differs or LAYOUT_DIFFERS)
     elif progress.state is State.BOOTSTRAPPING:
         enter(node, progress, Trigger.PEER_READY)
 
@@ -132,7 +140,12 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         if tombstone is not None:
             node.out.append(Tell(peer, tombstone))
         return
-    if peer != receiver.peer or offer.source != peer or offer.attempt != receiver.attempt or offer.first_page > receiver.offered:
+    if (
+        peer != receiver.peer
+        or offer.source != peer
+        or offer.attempt != receiver.attempt
+        or offer.first_page > receiver.offered
+    ):
         return
     complaint = misfit(node, receiver, offer)
     if complaint is not None:
@@ -187,14 +200,23 @@ def pull(node: NodeState, progress: Progress, offer: Offer) -> None:
 
 
 def on_landed(node: NodeState, event: PagesLanded) -> None:
-    progress = node.requests.get(event.request)
-    if progress is None or progress.receiver is None or progress.state is not State.ARRIVING:
+    hear_shard(node, event.request, event.shard, ShardReport(event.attempt, event.landed))
+
+
+def hear_shard(node: NodeState, request: RequestId, shard: ShardId, report: ShardReport) -> None:
+    """A shard has reported on a transfer. A transfer that has ended is latched: it hears nothing any more."""
+    progress = node.requests.get(request)
+    receiver = progress.receiver if progress is not None else None
+    if progress is None or receiver is None or progress.state is not State.ARRIVING:
         return
-    receiver = progress.receiver
-    if event.attempt != receiver.attempt:
+    if report.attempt != receiver.attempt or shard not in node.settings.shards:
         return
-    receiver.move(TransferTrigger.PAGE_MOVED)
-    receiver.landed[event.shard] = max(receiver.landed.get(event.shard, 0), event.landed)
+    receiver.hear(shard, report)
+    found = receiver.verdict(node.settings.shards)
+    if isinstance(found, Failed):
+        fail_transfer(node, progress, found.cause, f"shard {found.shard}: {found.detail}")
+    else:
+        receiver.move(TransferTrigger.PAGE_MOVED)
 
 
 def is_landed(node: NodeState, progress: Progress) -> bool:
@@ -238,11 +260,8 @@ def split_arrival_stage(node: NodeState, progress: Progress, receiver: Receiver)
 
 
 def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
-    progress = node.requests.get(event.request)
-    if progress is None or progress.receiver is None or event.attempt != progress.receiver.attempt:
-        return
-    if progress.state is State.ARRIVING:
-        fail_transfer(node, progress, event.cause, event.detail)
+    failure = Failure(event.cause, event.detail)
+    hear_shard(node, event.request, event.shard, ShardReport(event.attempt, failure=failure))
 
 
 def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:

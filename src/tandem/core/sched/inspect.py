@@ -1,9 +1,16 @@
 """What a node shows of itself: for `/metrics`, `/debug/waits` and `/debug/state`. Reads, never changes."""
 
+from collections.abc import Mapping
+from itertools import accumulate
+
 from tandem.core.kv.pool import PageState
 from tandem.core.sched.node import EngineNode
 from tandem.core.sched.progress import State
+from tandem.core.sched.state import WAIT_SECONDS_BOUNDS, DelayerState
+from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
+
+WAIT_PASSES_BOUNDS = (5, 20, 50, 100, 200)
 
 
 def gauges(node: EngineNode) -> dict[str, float]:
@@ -34,7 +41,41 @@ def gauges(node: EngineNode) -> dict[str, float]:
     }
     for reason in ("not_ready", "forced", "yield"):
         numbers[f"num_prefill_retries_total{{reason={reason}}}"] = tally.prefill_retries.get(reason, 0)
+    if state.settings.delayer is not None:
+        numbers |= delayer_numbers(state.delayer, state.settings.delayer)
     return numbers
+
+
+def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[str, float]:
+    """Outcomes of all passes, and how long the delays were that ended with a prompt batch (0: there was none)."""
+    numbers: dict[str, float] = {}
+    for (estimation, allows, reason, executed), count in delayer.outcomes.items():
+        labels = (
+            f"input_estimation={estimation},output_allow={str(allows).lower()},output_reason={reason},"
+            f"actual_execution={str(executed).lower()}"
+        )
+        numbers[f"prefill_delayer_outcomes_total{{{labels}}}"] = count
+    passes = delayer.waits_by_passes
+    last = settings.max_delay_passes - 1
+    bounds = sorted({0, last, *(bound for bound in WAIT_PASSES_BOUNDS if bound < last)})
+    numbers |= histogram(
+        "prefill_delayer_wait_forward_passes",
+        {bound: sum(count for waited, count in passes.items() if waited <= bound) for bound in bounds},
+        count=sum(passes.values()),
+        total=sum(waited * count for waited, count in passes.items()),
+    )
+    return numbers | histogram(
+        "prefill_delayer_wait_seconds",
+        dict(zip(WAIT_SECONDS_BOUNDS, accumulate(delayer.waits_by_seconds), strict=False)),
+        count=sum(delayer.waits_by_seconds),
+        total=delayer.waited_ns_total / SECOND,
+    )
+
+
+def histogram(name: str, cumulative: Mapping[int, int], *, count: int, total: float) -> dict[str, float]:
+    """As a scraper wants it: observations up to each bound, all of them, and their sum."""
+    buckets = {f"{name}_bucket{{le={bound}}}": float(up_to) for bound, up_to in cumulative.items()}
+    return {**buckets, f"{name}_bucket{{le=+Inf}}": float(count), f"{name}_count": float(count), f"{name}_sum": total}
 
 
 def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:

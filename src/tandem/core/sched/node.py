@@ -44,6 +44,7 @@ from tandem.core.pd.messages import Abort, Offer, Ready, Release
 from tandem.core.request import Request
 from tandem.core.sched import decode, prefill
 from tandem.core.sched.admission import admit
+from tandem.core.sched.delayer import prefill_gate
 from tandem.core.sched.planner import plan
 from tandem.core.sched.progress import Flight, Progress, State, Trigger, is_aborted
 from tandem.core.sched.state import (
@@ -86,7 +87,8 @@ class EngineNode:
             admit(node)
         forget_command(node)
         commands, node.out = tuple(node.out), []
-        return Effects(commands, earliest_timer(node))
+        wakes = (earliest_timer(node), prefill_gate(node.settings).opens_at(node))
+        return Effects(commands, min((wake for wake in wakes if wake is not None), default=None))
 
     def snapshot(self) -> bytes:
         return self.state.encode()
@@ -302,14 +304,15 @@ def take_token(node: NodeState, progress: Progress, emitted: Emission, token: by
     progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
     if progress.generated == 1:
         schedule(node, progress)  # the stall timeout may end before the deadline that bounded the first token
-    emitted.requests.append(progress.id)
+    request = progress.request
+    emitted.requests.append(request.id)
     emitted.tokens.append(token)
     if extra:
-        emitted.extras.append((progress.id, extra))
+        emitted.extras.append((request.id, extra))
     if flags:
         emitted.ends.append((progress, FinishReason.STOP))
         return False
-    if progress.generated >= progress.request.max_new_tokens:
+    if progress.generated >= request.max_new_tokens:
         emitted.ends.append((progress, FinishReason.LENGTH))
         return False
     return True

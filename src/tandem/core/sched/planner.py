@@ -6,9 +6,10 @@ request', so that costs nothing but one useless row when the token before turns 
 
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
 from tandem.core.commands import FailRequest, LaunchBatch
+from tandem.core.sched.delayer import is_fresh, prefill_gate
 from tandem.core.sched.progress import Flight, Progress, State
 from tandem.core.sched.retraction import retract, victims
-from tandem.core.sched.state import NodeState, end, forget_command, lacks_page, leave_decode_set, make_room
+from tandem.core.sched.state import NodeState, end, forget_command, leave_decode_set, make_room, pages_for
 from tandem.core.values import BatchId, Cause
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
@@ -21,14 +22,21 @@ def plan(node: NodeState) -> bool:
     True if running requests were pushed back or ended for lack of pages: somebody who waits may start now.
     """
     num_running = len(node.queues[State.RUNNING])
+    gate = prefill_gate(node.settings)
     while len(node.window) < node.settings.window_depth:
         wants_decode = any_decodable(node)
+        may_begin = True
         rows: tuple[Row, ...] = ()
         if not wants_decode or node.streak < node.settings.prefill_streak:
-            rows = prompt_rows(node)
+            may_begin = gate.may_begin(node, len(node.decode_set))
+            rows = prompt_rows(node, may_begin=may_begin)
+            gate.note(node, len(rows))
         grow: tuple[Grow, ...] | None = None
         if wants_decode and (not rows or node.settings.mixed_chunk):
             grow = decode_rows(node)
+        if not may_begin and not rows and grow is None and not node.window:  # nobody decodes after all
+            rows = prompt_rows(node, may_begin=gate.may_begin(node, 0))
+            gate.note(node, len(rows))
         if not rows and grow is None:
             break
         launch(node, rows, grow)
@@ -64,14 +72,14 @@ def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None
     node.out.append(LaunchBatch(batch))
 
 
-def prompt_rows(node: NodeState) -> tuple[Row, ...]:
-    """Spans of known tokens, oldest request first, until the chunk budget is used up."""
+def prompt_rows(node: NodeState, *, may_begin: bool) -> tuple[Row, ...]:
+    """Spans of known tokens, oldest request first, until the chunk budget is used up. What has begun goes on."""
     budget = node.settings.chunk_tokens
     rows: list[Row] = []
     for progress in node.live(State.COMPUTING):
         if budget <= 0:
             break
-        if progress.launched >= progress.length:
+        if progress.launched >= progress.length or (not may_begin and is_fresh(progress)):
             continue
         row = prompt_row(node, progress, budget)
         if row is None:
@@ -114,8 +122,11 @@ def any_decodable(node: NodeState) -> bool:
 
 def decode_rows(node: NodeState) -> tuple[Grow, ...] | None:
     """Make sure that every member has a page for its next token. None: nobody is left, or pages have to come back."""
+    page_size = node.settings.page_size
     while node.decode_set:
-        short = [progress for progress in map(node.requests.__getitem__, node.decode_set) if lacks_page(node, progress)]
+        members = map(node.requests.__getitem__, node.decode_set)
+        # `lacks_page` without the call: this runs once per row and step
+        short = [row for row in members if row.length + row.pending > len(row.pages) * page_size]
         if make_room(node, len(short)):
             return tuple(grow(node, progress) for progress in short)
         if not relieve(node, len(short)):
@@ -142,8 +153,10 @@ def relieve(node: NodeState, num_pages: int) -> bool:
     if node.window or any(node.queues[state] for state in GIVING_BACK):
         return False
     (last,) = members
-    if node.num_slots_used > 1:
-        retract(node, last)  # those who compute or arrive hold the rest of the pool
+    fits_alone = pages_for(node, last.length + last.pending) <= node.pool.num_pages
+    if node.num_slots_used > 1 or fits_alone:
+        # Others compute or arrive and hold the rest, or it has copies of pages that its own lock keeps cached.
+        retract(node, last)
     else:
         fail_for_lack_of_pages(node, last)
     return True

@@ -110,6 +110,7 @@ def finalize_bootstrap(node: NodeState, progress: Progress, peer: Incarnation, r
     sender = progress.sender
     assert sender is not None
     if sender.is_ready:
+        sender.move(TransferTrigger.READY_CHECKED)  # said again
         sender.lease_until = Nanos(node.now + node.settings.lease_ns)
         if sender.offered > ready.known_pages or sender.result_offered:
             offer(node, progress, first_page=min(max(ready.known_pages, sender.held_pages), sender.offered))

@@ -90,6 +90,7 @@ class WaitingFor(StrEnum):
     PAGES = "pages"
     SLOT = "slot"
     METADATA_SLOT = "metadata_slot"
+    GATE = "gate"  # the prefill delayer
     WINDOW = "window"  # its batch
     LANDING = "landing"  # the peer's pages
     COLLECTION = "collection"  # the peer to read and release
@@ -137,7 +138,7 @@ class Progress:
     prefill_retry_count: int = 0  # times its pages were given back before READY
     retractions: int = 0
     path: Path = Path.LOCAL
-    lacks: WaitingFor | None = None  # why the last admission did not take it
+    lacks: WaitingFor | None = None  # why the last admission did not take it, or the gate does not let it begin
     sender: Sender | None = None
     receiver: Receiver | None = None
     computing_since: Nanos = ZERO_NS
@@ -155,7 +156,7 @@ class Progress:
 
     @property
     def waiting_for(self) -> WaitingFor | None:
-        if self.state is State.QUEUED and self.lacks is not None:
+        if self.state in (State.QUEUED, State.COMPUTING) and self.lacks is not None:
             return self.lacks
         return _WAITS.get(self.state)
 

@@ -7,7 +7,7 @@ functions here are the only ones that move a request between states or take and 
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,6 +17,7 @@ from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.pd.messages import Abort, Ready, Release
 from tandem.core.pd.transfer import ResultTable
+from tandem.core.sched.gates import Decision, Memory, Snapshot
 from tandem.core.sched.progress import LIFECYCLE, SLOT_STATES, Flight, Progress, State, Trigger
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Incarnation, Nanos, RequestId, Room, ceil_div
@@ -37,6 +38,7 @@ class KnownPeer:
 
     incarnation: Incarnation
     layout: str
+    differs: str = ""  # where it is another layout than ours, in words
 
 
 @dataclass(slots=True)
@@ -49,6 +51,26 @@ class Tally:
     retractions: int = 0
     bootstrap_failed: int = 0
     transfer_failed: int = 0
+
+
+WAIT_SECONDS_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+
+
+@dataclass(slots=True)
+class DelayerState:
+    """What the prefill delayer of this replica remembers, and has counted."""
+
+    memory: Memory = field(default_factory=Memory)
+    since: Nanos | None = None  # when the delay under way began
+    batches: tuple[int, ...] = ()  # requests in the last prompt batches
+    snapshot: Snapshot | None = None  # of the last pass
+    decision: Decision | None = None
+    waited_passes: int = 0  # of the delay that it ended
+    waited_ns: Nanos = ZERO_NS
+    outcomes: dict[tuple[str, bool, str, bool], int] = field(default_factory=dict[tuple[str, bool, str, bool], int])
+    waits_by_passes: dict[int, int] = field(default_factory=dict[int, int])
+    waits_by_seconds: list[int] = field(default_factory=lambda: [0] * (len(WAIT_SECONDS_BOUNDS) + 1))
+    waited_ns_total: Nanos = ZERO_NS
 
 
 @dataclass(slots=True)
@@ -64,6 +86,7 @@ class NodeState:
     rooms: dict[Room, RequestId] = field(default_factory=dict[Room, RequestId])
     window: list[Flight] = field(default_factory=list[Flight])
     forward_ct: int = 0
+    attempts: int = 0  # transfers begun; never used twice, so an old OFFER of a room that is used again is told apart
     streak: int = 0  # prompt batches in a row
     decode_set: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     joins: dict[RequestId, Join] = field(default_factory=dict[RequestId, Join])  # not told to the workers yet
@@ -75,6 +98,7 @@ class NodeState:
     asked: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
     draining: bool = False
     tally: Tally = field(default_factory=Tally)
+    delayer: DelayerState = field(default_factory=DelayerState)
     out: list[Command] = field(default_factory=list[Command])  # of the step that runs; empty between steps
     forgotten: list[RequestId] = field(default_factory=list[RequestId])
 
@@ -90,7 +114,9 @@ class NodeState:
 
     def encode(self) -> bytes:
         assert not self.out, "snapshots are taken between steps"
-        return msgspec.msgpack.encode(self)
+        # Why not as they are: msgspec reads an OrderedDict as a dict and does not see what `move_to_end` has moved.
+        queues = {queue: dict.fromkeys(ids) for queue, ids in self.queues.items()}
+        return msgspec.msgpack.encode(replace(self, queues=queues))
 
     @classmethod
     def decode(cls, snapshot: bytes) -> "NodeState":
@@ -137,8 +163,16 @@ _STAGES = {
 
 def charge_stage(node: NodeState, progress: Progress) -> None:
     """Book the time in the present state on the TTFT ledger; stages partition [arrival, first token]."""
+    charge(node, progress, _STAGES.get(progress.state))
+
+
+def charge_stage_as_waiting(node: NodeState, progress: Progress) -> None:
+    """It was ready to be computed, and something else held it."""
+    charge(node, progress, "waiting")
+
+
+def charge(node: NodeState, progress: Progress, stage: str | None) -> None:
     since, progress.entered_at = progress.entered_at, node.now
-    stage = _STAGES.get(progress.state)
     if stage is None or progress.generated:
         return
     side = "decode" if progress.receiver is not None else "prefill"

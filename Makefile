@@ -1,0 +1,62 @@
+# From a clean clone `make demo` or `make test` is enough: the first of them makes .venv, the next ones find it done.
+#   make demo     one prompt through prefill and decode workers, compared with one engine
+#   make test     the whole test suite
+#   make check    what a change needs before it is committed: format, lint, types, fast tests
+#   make hunt     simulate new seeds for HUNT_SECONDS, stop at the first that breaks an invariant
+#   make nemesis  real processes under faults for NEMESIS_SECONDS; NEMESIS_SEED=K draws the same faults again
+# PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := test
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+HUNT_SECONDS ?= 600
+HUNT_BATCH ?= 100
+NEMESIS_SECONDS ?= 600
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet --retries 5
+FAST_TESTS := tests/unit tests/laws tests/scenarios tests/test_architecture.py
+
+# $(call again,COMMAND): a package index that hiccups gets three chances
+again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
+
+.PHONY: demo test check hunt nemesis setup
+
+setup: $(INSTALLED)
+
+# Only when pyproject.toml has changed, or nothing is there yet.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "setting up $(VENV): takes some minutes, once"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || { $(call again,$(PIP) install "$(TORCH)"); }
+	@$(call again,$(PIP) install --editable ".[test]")
+	@touch $@
+
+demo: $(INSTALLED)
+	@$(BIN)/tandem demo
+
+test: $(INSTALLED)
+	@$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+	@$(BIN)/python -m pytest $(FAST_TESTS)
+
+hunt: $(INSTALLED)
+	@end=$$((SECONDS + $(HUNT_SECONDS))); first=$${FIRST_SEED:-$$(date +%s)}; \
+	while [ $$SECONDS -lt $$end ]; do \
+		$(BIN)/tandem simulate --seed $$first --seeds $(HUNT_BATCH); \
+		first=$$((first + $(HUNT_BATCH))); \
+	done; \
+	echo "hunted $(HUNT_SECONDS) s, last seed $$((first - 1)): no violation"
+
+nemesis: $(INSTALLED)
+	@NEMESIS_SECONDS=$(NEMESIS_SECONDS) $(BIN)/python -m pytest tests/nemesis -s

@@ -1,0 +1,165 @@
+"""Which data-parallel rank of a prefill holds a request: `Known`, `Ask`, or `Conflict`. Both halves import this.
+
+Decode has to say READY to the rank that computes the prompt, and all that both halves share is the request's body. The
+rule that derives a rank from the room lives in `resolve` and nowhere else. Decode follows what `resolve` says; prefill,
+which knows where the request really is, compares (`settle`), and announces what cannot be derived.
+
+    what is known, first that applies                          decode         prefill, request on rank r
+    `disagg_prefill_dp_rank` names rank h                      Known(h)       quiet if h = r, else Conflict
+    nothing of that prefill yet                                Ask            -
+    `disagg_prefill_dp_rank` names a rank that is not there    Conflict       Conflict
+    it has one rank                                            Known(0)       quiet
+    rooms tell the rank                                        Known(room%n)  quiet if room%n = r, else Conflict
+    anything else                                              Ask            Announce(r)
+
+Rooms tell the rank where the method is `follow_bootstrap_room` and the prefill promises to refuse what was routed
+elsewhere (`DpConflictPolicy.FAIL`): the guess is right, or the request has failed. By default (`RESOLVE`) nothing is
+refused: the prefill announces every request's real rank, and decode asks, which is one round trip more. A switch in the
+environment forces the same on both sides.
+"""
+
+from enum import StrEnum
+from typing import assert_never
+
+from msgspec import Struct
+
+from tandem.core.values import Room
+
+FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
+
+
+class LoadBalanceMethod(StrEnum):
+    """How a server spreads requests over its DP ranks."""
+
+    AUTO = "auto"
+    ROUND_ROBIN = "round_robin"
+    FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
+    TOTAL_REQUESTS = "total_requests"
+    TOTAL_TOKENS = "total_tokens"
+
+
+class DpConflictPolicy(StrEnum):
+    """What a prefill does with a request that was routed to another rank than its room implies."""
+
+    RESOLVE = "resolve"  # announce the real rank of every request; decode asks
+    FAIL = "fail"  # refuse it; decode may trust the room
+
+
+class DpTopology(Struct, frozen=True):
+    """The DP ranks of one server, and which of them is speaking.
+
+    Plain DP replicates the whole engine: `system_dp_*`. DP attention splits one engine's attention: `attn_dp_*`, with
+    one system rank. Under plain DP every replica's attention rank is 0, so it must not be taken for the rank.
+    """
+
+    system_dp_size: int = 1
+    system_dp_rank: int = 0
+    attn_dp_size: int = 1
+    attn_dp_rank: int = 0
+
+    @property
+    def is_replicated(self) -> bool:
+        return self.system_dp_size > 1
+
+    @property
+    def size(self) -> int:
+        return self.system_dp_size if self.is_replicated else self.attn_dp_size
+
+    @property
+    def effective_rank(self) -> int:
+        """The rank for announcements and comparisons alike."""
+        return self.system_dp_rank if self.is_replicated else self.attn_dp_rank
+
+
+class RequestFacts(Struct, frozen=True):
+    """What both halves know of the request."""
+
+    room: Room
+    disagg_prefill_dp_rank: int | None = None  # carried by the request itself: nothing is derived then
+
+
+class PrefillInfo(Struct, frozen=True):
+    """What a prefill tells about its ranks when decode learns of it."""
+
+    dp_size: int = 1
+    method: LoadBalanceMethod = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
+    conflict: DpConflictPolicy = DpConflictPolicy.RESOLVE
+
+    @property
+    def rooms_tell_the_rank(self) -> bool:
+        return self.method is LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM and self.conflict is DpConflictPolicy.FAIL
+
+
+class Known(Struct, frozen=True, tag=True):
+    rank: int
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """The prefill has to be asked."""
+
+
+class Conflict(Struct, frozen=True, tag=True):
+    """What the request says of its rank cannot be true; for the user."""
+
+    explanation: str
+
+
+class Quiet(Struct, frozen=True, tag=True):
+    """Decode finds this rank by itself."""
+
+
+class Announce(Struct, frozen=True, tag=True):
+    """Register this rank for the request's room, so that decode can ask for it."""
+
+    rank: int
+
+
+def room_rank(room: Room, dp_size: int) -> int:
+    """The convenience rule. Sound only where somebody checks it."""
+    return room % dp_size
+
+
+def resolve(request: RequestFacts, prefill: PrefillInfo | None, *, force_query: bool = False) -> Known | Ask | Conflict:
+    """Where decode finds the request. `prefill` is None as long as nothing is known of it."""
+    hint = request.disagg_prefill_dp_rank
+    if hint is not None and hint < 0:
+        return Conflict(f"disagg_prefill_dp_rank {hint} is not a rank")
+    if hint is not None and prefill is not None and hint >= prefill.dp_size:
+        return Conflict(f"disagg_prefill_dp_rank {hint} does not exist: prefill has {prefill.dp_size} DP ranks")
+    if hint is not None:
+        return Known(hint)
+    if prefill is None:
+        return Ask()
+    if prefill.dp_size == 1:
+        return Known(0)
+    if prefill.rooms_tell_the_rank and not force_query:
+        return Known(room_rank(request.room, prefill.dp_size))
+    return Ask()
+
+
+def settle(
+    request: RequestFacts, own: PrefillInfo, *, actual: int, force_query: bool = False
+) -> Quiet | Announce | Conflict:
+    """What the prefill does for a request that was dispatched to its rank `actual` (`DpTopology.effective_rank`)."""
+    assert 0 <= actual < own.dp_size
+    found = resolve(request, own, force_query=force_query)
+    match found:
+        case Known(rank) if rank == actual:
+            return Quiet()
+        case Known(rank) if request.disagg_prefill_dp_rank is None:
+            return Conflict(room_conflict(request.room, actual=actual, implied=rank))
+        case Known(rank):
+            return Conflict(f"dispatched to dp_rank {actual} but disagg_prefill_dp_rank is {rank}")
+        case Ask():
+            return Announce(actual)
+        case Conflict() as conflict:
+            return conflict
+        case _:
+            assert_never(found)
+
+
+def room_conflict(room: Room, *, actual: int, implied: int) -> str:
+    return (
+        f"follow_bootstrap_room conflict: dispatched to dp_rank {actual} but bootstrap_room {room} implies dp_rank "
+        f"{implied}. Set {FORCE_QUERY}=1 to allow mixed routing."
+    )

@@ -1,0 +1,142 @@
+"""The prefill delayer of one replica: what its node asks in each pass before prompts may begin.
+
+Two policies of one shape: `AlwaysOpen`, and `Delayer`, which makes this rank's snapshot, agrees with the other ranks
+(here: with itself), and keeps the books. It is asked about prompts that are admitted already, so they have pages, slot
+and result row, and nothing can come in between once it lets them. A prompt that has begun always goes on.
+
+A request that is held waits for `WaitingFor.GATE`. It is held only while somebody decodes or is about to: each batch
+that returns asks again, and the time at which the queue gate gives up is a wake-up of the node.
+"""
+
+from bisect import bisect_left
+from typing import Protocol
+
+from msgspec import Struct
+
+from tandem.core.sched.gates import Snapshot, agree, expected_batch, remember_batch
+from tandem.core.sched.progress import Progress, State, WaitingFor
+from tandem.core.sched.state import WAIT_SECONDS_BOUNDS, NodeState, charge_stage_as_waiting
+from tandem.core.settings import DelayerSettings, NodeSettings
+from tandem.core.values import SECOND, ZERO_NS, Nanos
+
+
+class PrefillGate(Protocol):
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        """May admitted prompts that are not begun be in this batch? `num_decoding`: rows that would decode instead."""
+        ...
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        """So many prompt rows are in the batch that was asked about."""
+        ...
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        """When to ask again although nothing has happened."""
+        ...
+
+
+class AlwaysOpen(Struct, frozen=True):
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        return True
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        pass
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        return None
+
+
+class Delayer(Struct, frozen=True):
+    settings: DelayerSettings
+
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        state = node.delayer
+        computing = node.live(State.COMPUTING)
+        fresh = [progress for progress in computing if is_fresh(progress)]
+        snapshot = self.look(node, computing, fresh, num_decoding)
+        decision, memory = agree((snapshot,), state.memory, self.settings)
+        state.snapshot, state.decision = snapshot, decision
+        if decision.allows:
+            state.waited_passes = state.memory.delayed_passes
+            state.waited_ns = Nanos(node.now - state.since) if state.since is not None else ZERO_NS
+            state.since = None
+        elif state.since is None:
+            state.since = node.now
+        state.memory = memory
+        for progress in fresh:
+            if decision.allows:
+                release(node, progress)
+            else:
+                progress.lacks = WaitingFor.GATE
+        return decision.allows
+
+    def look(self, node: NodeState, computing: list[Progress], fresh: list[Progress], num_decoding: int) -> Snapshot:
+        """This rank's row. Pages that waiting prompts hold are not 'used': nothing is computed in them yet."""
+        state, pool = node.delayer, node.pool
+        held = sum(len(progress.pages) - progress.inserted for progress in fresh)
+        usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - held) / pool.num_pages
+        is_prefillable = any(progress.launched < progress.length for progress in computing)
+        num_running = num_decoding + sum(map(is_about_to_decode, computing))
+        watermark = self.settings.low_watermark
+        return Snapshot(
+            is_prefillable=is_prefillable,
+            is_under_watermark=is_prefillable and watermark is not None and usage < watermark,
+            num_running=num_running,
+            num_free_slots=node.settings.max_running - num_running,
+            usual_batch=max(state.batches, default=0),
+            num_waiting=len(node.queues[State.QUEUED]) + len(fresh),
+            is_timed_out=state.since is not None and node.now - state.since >= self.settings.max_delay_ns,
+        )
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        state = node.delayer
+        snapshot, decision = state.snapshot, state.decision
+        assert snapshot is not None
+        assert decision is not None
+        if not num_rows and not snapshot.num_running:
+            return  # nobody runs and nobody could: not a pass
+        if num_rows or not decision.allows:
+            would_be = expected_batch(
+                num_waiting=snapshot.num_waiting,
+                num_running=snapshot.num_running,
+                max_running=node.settings.max_running,
+            )
+            state.batches = remember_batch(state.batches, num_rows or would_be, window=self.settings.window)
+        outcome = (decision.estimation, decision.allows, decision.reason, num_rows > 0)
+        state.outcomes[outcome] = state.outcomes.get(outcome, 0) + 1
+        if decision.allows and num_rows:
+            passes, seconds = state.waited_passes, state.waited_ns / SECOND
+            state.waits_by_passes[passes] = state.waits_by_passes.get(passes, 0) + 1
+            state.waits_by_seconds[bisect_left(WAIT_SECONDS_BOUNDS, seconds)] += 1
+            state.waited_ns_total = Nanos(state.waited_ns_total + state.waited_ns)
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        since = node.delayer.since
+        if since is None or self.settings.queue_min_ratio is None:
+            return None
+        opens_at = Nanos(since + self.settings.max_delay_ns)
+        return opens_at if opens_at > node.now else None  # later it is asked whenever a batch returns
+
+
+ALWAYS_OPEN = AlwaysOpen()
+
+
+def prefill_gate(settings: NodeSettings) -> PrefillGate:
+    return ALWAYS_OPEN if settings.delayer is None else Delayer(settings.delayer)
+
+
+def is_fresh(progress: Progress) -> bool:
+    """Admitted, and no batch has begun with it: the workers do not know its pages."""
+    return progress.told_pages == 0
+
+
+def is_about_to_decode(progress: Progress) -> bool:
+    """The last chunk of its prompt is launched, and what comes after runs here."""
+    return progress.launched >= progress.length and progress.sender is None
+
+
+def release(node: NodeState, progress: Progress) -> None:
+    """What it waited here was no computing."""
+    if progress.lacks is WaitingFor.GATE:
+        progress.lacks = None
+        progress.computing_since = node.now
+        charge_stage_as_waiting(node, progress)

@@ -1,0 +1,609 @@
+"""Drives `EngineNode`s by hand: a fake worker beside each, and everything that is under way in plain sight.
+
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    ids = world.pair(prefill, decode, prompt_len=40, max_new_tokens=5)
+    world.run()
+
+Nothing happens by itself: `run` delivers what is under way until nothing is, `advance` lets time pass and wakes nodes.
+`holds`, `drops` and `twice` of a replica name event or message types that are kept back, lost or doubled on their way.
+After every step the books of the node are recounted (`check`).
+"""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
+from tandem.core.commands import (
+    CancelPull,
+    Command,
+    Effects,
+    EmitTokens,
+    FailRequest,
+    FinishRequest,
+    ForgetRequests,
+    LaunchBatch,
+    LearnPeer,
+    PublishPages,
+    PullPages,
+    RevokePages,
+    StartRequest,
+    Tell,
+)
+from tandem.core.events import (
+    AbortRequested,
+    BatchReturned,
+    Event,
+    PageRead,
+    PagesDigested,
+    PagesLanded,
+    PeerLearned,
+    PeerLost,
+    PeerSaid,
+    PeerUnknown,
+    ReadsDrained,
+    RequestArrived,
+    TransferDrained,
+    TransferFailed,
+)
+from tandem.core.kv.pool import NOBODY, PageState
+from tandem.core.request import Request
+from tandem.core.sched.node import EngineNode
+from tandem.core.sched.progress import Flight, Progress, State
+from tandem.core.sched.state import NodeState
+from tandem.core.settings import NodeSettings, Role
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
+from tandem.pagehash import page_hash, prompt_digest, prompt_hashes
+
+TICK_NS = 1_000
+ROOT = b"root-of-tests..."
+MASK = (1 << 61) - 1
+
+
+def prompt_tokens(length: int, seed: int) -> list[int]:
+    """Prompts of one seed are prefixes of each other."""
+    return [(seed * 7919 + index * 104_729 + 17) % 50_000 + 10 for index in range(length)]
+
+
+def chain_after(before: int, token: int) -> int:
+    """KV content of one position: it depends on every token before."""
+    return (before * 1_000_003 + token * 2_654_435_761 + 12_345) & MASK
+
+
+def sampled_after(chain: int) -> int:
+    return (chain >> 7) % 50_000 + 10
+
+
+def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int) -> list[int]:
+    """What one engine alone gives."""
+    chain, tokens = 0, []
+    for token in prompt_tokens(prompt_len, seed):
+        chain = chain_after(chain, token)
+    for _ in range(num_tokens):
+        tokens.append(sampled_after(chain))
+        chain = chain_after(chain, tokens[-1])
+    return tokens
+
+
+@dataclass
+class Seat:
+    """What the worker knows of one request."""
+
+    prompt_len: int
+    tokens: list[int]
+    chain: list[int]  # KV content per token, as far as it was needed
+    eos_after: int | None  # outputs
+    invalid_after: int | None
+    num_hashes: int  # leading pages whose hash the node was told
+    table: list[PageId] = field(default_factory=list)
+    is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
+
+    def content(self, length: int) -> list[int]:
+        while len(self.chain) < length:
+            self.chain.append(chain_after(self.chain[-1] if self.chain else 0, self.tokens[len(self.chain)]))
+        return self.chain[:length]
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:]
+        del self.chain[length:]
+
+
+class Worker:
+    """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.kv = [[0] * page_size for _ in range(num_pages)]
+        self.seats: dict[RequestId, Seat] = {}
+        self.decode_set: dict[RequestId, None] = {}
+        self.orders: list[LaunchBatch | ForgetRequests] = []
+        self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
+        self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
+        self.stopped_pulls: set[tuple[RequestId, int]] = set()
+
+    def forget_first(self) -> None:
+        while self.orders and isinstance(self.orders[0], ForgetRequests):
+            for request in self.orders.pop(0).requests:
+                self.decode_set.pop(request, None)
+                self.seats.pop(request, None)
+
+    def run_next(self) -> BatchOutcome:
+        order = self.orders.pop(0)
+        assert isinstance(order, LaunchBatch)
+        return self.run(order.plan)
+
+    def change_sets(self, plan: BatchPlan) -> None:
+        for request in plan.leave:
+            self.decode_set.pop(request, None)
+        for join in plan.join:
+            seat = self.seats[join.request]
+            cut_and_append(seat.table, join.first_page, join.pages)
+            seat.tokens.extend(struct.unpack(f"<{len(join.token) // 4}i", join.token))
+            self.decode_set[join.request] = None
+        for grow in plan.grow:
+            cut_and_append(self.seats[grow.request].table, grow.first_page, grow.pages)
+
+    def break_off(self, plan: BatchPlan) -> None:
+        """The forward pass raised: sets and tables have changed, nothing was sampled."""
+        self.change_sets(plan)
+        for row in plan.rows:
+            seat = self.seats[row.request]
+            cut_and_append(seat.table, row.first_page, row.pages)
+            seat.is_broken = True
+        for request in self.decode_set if plan.decodes else ():
+            self.seats[request].is_broken = True
+
+    def run(self, plan: BatchPlan) -> BatchOutcome:
+        self.change_sets(plan)
+        out: list[tuple[int, int]] = []
+        hashes: list[tuple[RequestId, bytes]] = []
+        for row in plan.rows:
+            seat = self.seats[row.request]
+            cut_and_append(seat.table, row.first_page, row.pages)
+            seat.tokens.extend(struct.unpack(f"<{len(row.token) // 4}i", row.token))
+            self.forward(seat, row.start, row.stop)
+            if row.samples:
+                seat.cut(row.stop)
+                out.append(self.sample(row.request, seat))
+        if plan.decodes:
+            for request in self.decode_set:
+                seat = self.seats[request]
+                stop = len(seat.tokens)
+                self.forward(seat, stop - 1, stop)
+                out.append(self.sample(request, seat))
+                if stop % self.page_size == 0:
+                    hashes += [(request, page) for page in self.new_hashes(seat, stop)]
+        tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
+        return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags for _, flags in out), tuple(hashes))
+
+    def forward(self, seat: Seat, start: int, stop: int) -> None:
+        size = self.page_size
+        if seat.is_broken:
+            return
+        assert stop <= len(seat.tokens), f"span [{start}, {stop}) of {len(seat.tokens)} tokens"
+        assert stop <= len(seat.table) * size, f"{stop} tokens in {len(seat.table)} pages"
+        content = seat.content(stop)
+        held = [self.kv[seat.table[position // size]][position % size] for position in range(start)]
+        assert held == content[:start], "the KV before this span is not that of its tokens"
+        for position in range(start, stop):
+            self.kv[seat.table[position // size]][position % size] = content[position]
+
+    def sample(self, request: RequestId, seat: Seat) -> tuple[int, int]:
+        if seat.is_broken:
+            return 0, 0
+        token = sampled_after(seat.content(len(seat.tokens))[-1])
+        seat.tokens.append(token)
+        self.rows_run[request] = self.rows_run.get(request, 0) + 1
+        num_outputs = len(seat.tokens) - seat.prompt_len
+        flags = TokenFlag.EOS if num_outputs == seat.eos_after else 0
+        return token, TokenFlag.INVALID if num_outputs == seat.invalid_after else flags
+
+    def new_hashes(self, seat: Seat, length: int) -> list[bytes]:
+        size = self.page_size
+        full = length // size
+        hashes = prompt_hashes(ROOT, seat.tokens[: full * size], page_size=size)
+        assert not hashes or hashes[-1] == page_hash(
+            hashes[-2] if full > 1 else ROOT, seat.tokens[(full - 1) * size : full * size]
+        )
+        new, seat.num_hashes = hashes[seat.num_hashes :], max(seat.num_hashes, full)
+        return new
+
+    def digest(self, page: PageId) -> bytes:
+        return hashlib.sha256(repr(self.kv[page]).encode()).digest()[:8]
+
+
+def cut_and_append(table: list[PageId], first_page: int, pages: tuple[PageId, ...]) -> None:
+    assert first_page <= len(table), f"a table of {len(table)} pages cannot be cut to {first_page}"
+    del table[first_page:]
+    table.extend(pages)
+
+
+@dataclass
+class Parcel:
+    """Something on its way to a replica; made when it arrives, so that it sees the world as it is then."""
+
+    kind: type
+    make: Callable[[], Event | None]
+
+
+@dataclass
+class Replica:
+    node: EngineNode
+    worker: Worker
+    address: Address
+    parcels: list[Parcel] = field(default_factory=list)
+    held: list[Parcel] = field(default_factory=list)
+    holds: set[type] = field(default_factory=set)
+    drops: set[type] = field(default_factory=set)
+    twice: set[type] = field(default_factory=set)  # arrive once more, right after
+    commands: list[Command] = field(default_factory=list)
+    log: list[tuple[Nanos, list[Event], Effects]] = field(default_factory=list)
+    tokens: dict[RequestId, list[int]] = field(default_factory=dict)
+    started: dict[RequestId, StartRequest] = field(default_factory=dict)
+    started_at: dict[RequestId, Nanos] = field(default_factory=dict)
+    arrived_at: dict[RequestId, Nanos] = field(default_factory=dict)
+    ended: dict[RequestId, FinishRequest | FailRequest] = field(default_factory=dict)
+    windows: list[list[Flight]] = field(default_factory=list)  # after each step
+    wake_at: Nanos | None = None
+    is_dead: bool = False
+    next_id: int = 1
+
+    @property
+    def name(self) -> Incarnation:
+        return self.node.state.settings.incarnation
+
+    @property
+    def state(self) -> Any:  # NodeState: tests look at everything
+        return self.node.state
+
+    def progress(self, request: RequestId) -> Progress:
+        return self.node.state.requests[request]
+
+    def state_of(self, request: RequestId) -> State:
+        progress = self.node.state.requests.get(request)
+        return progress.state if progress is not None else State.DONE
+
+    def said(self, kind: type) -> list[Any]:
+        """Every command of this type so far, or every message of this type that was told."""
+        found = [command for command in self.commands if isinstance(command, kind)]
+        told = [c.message for c in self.commands if isinstance(c, Tell) and isinstance(c.message, kind)]
+        return found or told
+
+    def plans(self) -> list[BatchPlan]:
+        return [command.plan for command in self.said(LaunchBatch)]
+
+    def cause(self, request: RequestId) -> Cause:
+        end = self.ended[request]
+        assert isinstance(end, FailRequest), end
+        return end.cause
+
+    def release(self, *kinds: type) -> None:
+        """What was kept back comes now (all of it when no kind is named), in the order in which it would have come."""
+        chosen = set(kinds) or set(self.holds)
+        self.holds -= chosen
+        due = [parcel for parcel in self.held if parcel.kind in chosen]
+        self.held = [parcel for parcel in self.held if parcel.kind not in chosen]
+        self.parcels = due + self.parcels
+
+
+class World:
+    def __init__(self) -> None:
+        self.now = Nanos(TICK_NS)
+        self.replicas: dict[Incarnation, Replica] = {}
+        self.directory: dict[Address, tuple[Incarnation, str]] = {}
+        self.next_room = 100
+
+    # --- building ------------------------------------------------------------------------------------------------
+
+    def unified(self, **settings: Any) -> Replica:
+        return self.add(Role.UNIFIED, "unified", **settings)
+
+    def prefill(self, name: str = "prefill", **settings: Any) -> Replica:
+        return self.add(Role.PREFILL, name, **settings)
+
+    def decode(self, name: str = "decode", **settings: Any) -> Replica:
+        return self.add(Role.DECODE, name, **settings)
+
+    def add(self, role: Role, name: str, *, epoch: int = 1, is_known: bool = True, **settings: Any) -> Replica:
+        asked = {"role": role, "incarnation": {"instance": name, "epoch": epoch}, "num_pages": 64, "chunk_tokens": 64}
+        made = msgspec.convert({**asked, **settings}, NodeSettings)
+        worker = Worker(made.num_pages, made.page_size)
+        replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
+        self.replicas[made.incarnation] = replica
+        if role is Role.PREFILL and is_known:
+            self.directory[replica.address] = (made.incarnation, made.layout)
+        return replica
+
+    def submit(
+        self,
+        replica: Replica,
+        *,
+        prompt_len: int = 40,
+        max_new_tokens: int = 4,
+        seed: int = 1,
+        eos_after: int | None = None,
+        invalid_after: int | None = None,
+        timeout_ns: int = 600 * SECOND,
+        room: int | None = None,
+        peer: Address | None = None,
+        rid: str | None = None,
+    ) -> RequestId:
+        """Seat the request at the worker and put its arrival on the way."""
+        request = RequestId(replica.next_id)
+        replica.next_id += 1
+        tokens = prompt_tokens(prompt_len, seed)
+        size = replica.worker.page_size
+        hashes = tuple(prompt_hashes(ROOT, tokens, page_size=size))
+        replica.worker.seats[request] = Seat(prompt_len, tokens, [], eos_after, invalid_after, len(hashes))
+        asked = Request(
+            request,
+            rid or f"rid-{request}",
+            prompt_len,
+            hashes,
+            max_new_tokens,
+            Nanos(timeout_ns),
+            Room(room) if room is not None else None,
+            peer,
+            prompt_digest=prompt_digest(tokens),
+        )
+        self.send(replica, RequestArrived(asked))
+        return request
+
+    def pair(self, prefill: Replica, decode: Replica, **asked: Any) -> tuple[RequestId, RequestId]:
+        """Both halves of one request; the ids at prefill and at decode."""
+        room = self.room()
+        left = self.submit(prefill, room=room, **asked)
+        return left, self.submit(decode, room=room, peer=prefill.address, **asked)
+
+    def room(self) -> int:
+        self.next_room += 1
+        return self.next_room
+
+    # --- running -------------------------------------------------------------------------------------------------
+
+    def send(self, replica: Replica, event: Event) -> None:
+        kind = type(event.message) if isinstance(event, PeerSaid) else type(event)
+        replica.parcels.append(Parcel(kind, lambda: event))
+
+    def run(self, max_steps: int = 20_000) -> None:
+        """Deliver what is under way until nothing moves any more."""
+        for _ in range(max_steps):
+            if not self.turn_all():
+                return
+        raise AssertionError("the nodes never come to rest")
+
+    def run_until(self, is_so: Callable[[], bool], max_steps: int = 5_000) -> None:
+        """Deliver step by step, and stop as soon as `is_so`."""
+        for _ in range(max_steps):
+            if is_so():
+                return
+            assert self.turn_all(), "everything rests before it is so"
+        raise AssertionError("it never becomes so")
+
+    def turn_all(self) -> bool:
+        """One turn of everybody; False if nobody had anything to do."""
+        moved = [self.turn(replica) for replica in list(self.replicas.values())]
+        return any(moved)
+
+    def turn(self, replica: Replica) -> bool:
+        """One step of one replica with everything that has arrived; at most one batch returns. False: nothing there."""
+        if replica.is_dead:
+            return False
+        events = self.collect(replica)
+        replica.worker.forget_first()
+        if replica.worker.orders and BatchReturned not in replica.holds:
+            plan = replica.worker.orders[0].plan
+            events.append(BatchReturned(replica.worker.run_next()))
+            check_tables(replica, plan)
+        if not events and not (replica.wake_at is not None and replica.wake_at <= self.now):
+            return False
+        self.step(replica, events)
+        return True
+
+    def collect(self, replica: Replica) -> list[Event]:
+        parcels, replica.parcels = replica.parcels, []
+        events: list[Event] = []
+        for parcel in parcels:
+            if parcel.kind in replica.drops:
+                continue
+            if parcel.kind in replica.holds:
+                replica.held.append(parcel)
+                continue
+            event = parcel.make()
+            if event is not None:
+                events += [event, event] if parcel.kind in replica.twice else [event]
+        return events
+
+    def step(self, replica: Replica, events: list[Event]) -> Effects:
+        self.now = Nanos(self.now + TICK_NS)
+        for event in events:
+            if isinstance(event, RequestArrived):
+                replica.arrived_at.setdefault(event.request.id, self.now)
+        effects = replica.node.step(events, self.now)
+        replica.log.append((self.now, events, effects))
+        replica.wake_at = effects.wake_at
+        replica.windows.append(list(replica.state.window))
+        for command in effects.commands:
+            replica.commands.append(command)
+            self.dispatch(replica, command)
+        check(replica)
+        return effects
+
+    def advance(self, duration_ns: int) -> None:
+        """Let time pass; nodes are woken when they asked for it."""
+        until = self.now + duration_ns
+        while True:
+            self.run()
+            wakes = [r.wake_at for r in self.replicas.values() if r.wake_at is not None and not r.is_dead]
+            if not wakes or min(wakes) > until:
+                break
+            self.now = max(self.now, min(wakes))
+        self.now = Nanos(max(self.now, until))
+
+    def kill(self, replica: Replica) -> None:
+        """The process is gone; everybody else finds out."""
+        replica.is_dead = True
+        self.directory.pop(replica.address, None)
+        for other in self.replicas.values():
+            if not other.is_dead:
+                self.send(other, PeerLost(replica.name))
+
+    def abort(self, replica: Replica, request: RequestId) -> None:
+        self.send(replica, AbortRequested(request))
+
+    # --- what a shell does with commands -------------------------------------------------------------------------
+
+    def dispatch(self, replica: Replica, command: Command) -> None:
+        match command:
+            case LaunchBatch() | ForgetRequests():
+                replica.worker.orders.append(command)
+            case StartRequest(request):
+                assert request not in replica.started
+                replica.started[request] = command
+                replica.started_at[request] = self.now
+            case EmitTokens(requests, tokens):
+                for request, token in zip(requests, struct.unpack(f"<{len(requests)}i", tokens), strict=True):
+                    assert request in replica.started, "tokens before StartRequest"
+                    assert request not in replica.ended, "tokens after the end"
+                    replica.tokens.setdefault(request, []).append(token)
+            case FinishRequest(request) | FailRequest(request):
+                assert request not in replica.ended, "a second terminal event"
+                replica.ended[request] = command
+            case LearnPeer(address):
+                known = self.directory.get(address)
+                self.send(replica, PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens"))
+            case Tell(peer, message):
+                if peer in self.replicas:
+                    self.send(self.replicas[peer], PeerSaid(replica.name, message))
+            case PublishPages():
+                self.publish(replica, command)
+            case RevokePages(request, attempt, room):
+                replica.worker.readable.pop(room, None)
+                for shard in replica.state.settings.shards:
+                    self.send(replica, ReadsDrained(request, attempt, shard))
+            case PullPages():
+                for shard in replica.state.settings.shards:
+                    replica.parcels.append(Parcel(PagesLanded, lambda shard=shard: self.land(replica, command, shard)))
+            case CancelPull(request, attempt):
+                replica.worker.stopped_pulls.add((request, attempt))
+                for shard in replica.state.settings.shards:
+                    self.send(replica, TransferDrained(request, attempt, shard))
+
+    def publish(self, replica: Replica, command: PublishPages) -> None:
+        _, pages = replica.worker.readable.setdefault(command.room, (command.request, {}))
+        pages.update(zip(command.pages, command.generations, strict=True))
+        digests = b"".join(map(replica.worker.digest, command.pages))
+        for shard in replica.state.settings.shards:
+            self.send(replica, PagesDigested(command.request, command.attempt, shard, command.first_page, digests))
+
+    def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:
+        """The bytes move when this is called: the latest moment, which is the one that finds mistakes."""
+        if (command.request, command.attempt) in replica.worker.stopped_pulls:
+            return None
+        source = self.replicas[command.peer]
+        owner, readable = source.worker.readable.get(command.room, (None, {}))
+        for index, page in enumerate(command.sources):
+            content = list(source.worker.kv[page])
+            is_same = readable.get(page) == command.generations[index] == source.state.pool.generations[page]
+            digest = command.digests[shard][8 * index : 8 * index + 8]
+            if source.is_dead or not is_same or digest != source.worker.digest(page):
+                return TransferFailed(command.request, command.attempt, shard, Cause.CORRUPT_PAGES, f"page {page}")
+            replica.worker.kv[command.destinations[index]] = content
+        assert owner is not None
+        self.send(source, PageRead(owner, shard))
+        return PagesLanded(command.request, command.attempt, shard, command.first_wanted + len(command.sources))
+
+    @staticmethod
+    def assert_same_but_for_the_step_number(before: bytes, replica: Replica) -> None:
+        was, now = NodeState.decode(before), NodeState.decode(replica.node.snapshot())
+        was.now, was.steps, was.tree.step = now.now, now.steps, now.tree.step
+        assert was == now
+
+
+# --- the books ----------------------------------------------------------------------------------------------------
+
+
+def check(replica: Replica) -> None:
+    """Recount everything that a node keeps twice, and the bounds it has promised."""
+    node, settings = replica.state, replica.state.settings
+    check_pages(replica)
+    assert len(node.window) <= settings.window_depth
+    assert node.num_slots_used <= settings.max_running
+    assert len(node.stash) <= settings.stashed_readies
+    assert len(node.tombstones) <= settings.tombstones
+    for state, queue in node.queues.items():
+        for request in queue:
+            assert node.requests[request].state is state
+    assert sum(map(len, node.queues.values())) == len(node.requests)
+    known = [[row.request for row in flight.rows] + list(flight.members) for flight in node.window]
+    for progress in node.requests.values():
+        assert progress.in_flight == sum(requests.count(progress.id) for requests in known)
+        assert progress.pending <= progress.in_flight
+        assert progress.state is State.DRAINING or progress.waiting_for is not None
+        if progress.state is not State.DRAINING:
+            assert replica.wake_at is not None
+            assert replica.wake_at <= progress.deadline
+        else:
+            assert progress.in_flight or progress.drains
+    assert all(node.requests[request].state is State.RUNNING for request in node.decode_set)
+    assert all(request in node.decode_set for request in node.joins)
+    assert all(node.requests[request].request.room == room for room, request in node.rooms.items())
+    rows = node.results
+    assert sorted([*rows.free_rows, *rows.owners.values()]) == list(range(rows.num_rows))
+    assert all(request in node.requests for request in rows.owners)
+
+
+def check_pages(replica: Replica) -> None:
+    node, pool = replica.state, replica.state.pool
+    for state in PageState:
+        assert pool.counts[state] == pool.states.count(state), state
+    assert sum(pool.counts) == pool.num_pages
+    assert sorted(pool.free_pages) == [page for page, state in enumerate(pool.states) if state is PageState.FREE]
+    cached = sorted(entry.page for entry in node.tree.nodes.values())
+    assert cached == [page for page, state in enumerate(pool.states) if state is PageState.CACHED]
+    held = {progress.id: progress for progress in node.requests.values()}
+    for page, state in enumerate(pool.states):
+        owner = pool.owners[page]
+        if state in (PageState.FREE, PageState.CACHED):
+            assert owner == NOBODY
+        else:
+            assert held[owner].pages.count(page) == 1
+            assert (state is PageState.QUARANTINED) == (held[owner].state is State.DRAINING)
+    for progress in held.values():
+        for page in progress.pages:
+            assert pool.states[page] is PageState.CACHED or pool.owners[page] == progress.id
+    assert node.tree.num_pinned == sum(entry.pins > 0 for entry in node.tree.nodes.values())
+
+
+def check_tables(replica: Replica, plan: BatchPlan) -> None:
+    """The page tables with which a batch has just run are beginnings of the node's."""
+    members = replica.worker.decode_set if plan.decodes else ()
+    for request in [*(row.request for row in plan.rows), *members]:
+        table = replica.worker.seats[request].table
+        assert table == replica.progress(request).pages[: len(table)]
+
+
+def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
+    """No request has left a page, slot, row, room, timer or queue entry behind, here or at the worker."""
+    for replica in [replicas] if isinstance(replicas, Replica) else replicas:
+        node = replica.state
+        assert node.requests == {}
+        assert not any(node.queues.values())
+        assert node.rooms == {}
+        assert node.window == []
+        assert node.timers == []
+        assert replica.wake_at is None
+        assert (node.decode_set, node.joins, node.leaves, node.forgotten) == ({}, {}, [], [])
+        assert node.pool.counts[PageState.OWNED] == node.pool.counts[PageState.QUARANTINED] == 0
+        assert node.tree.num_pinned == 0
+        assert node.results.owners == {}
+        replica.worker.forget_first()
+        assert replica.worker.orders == []
+        assert replica.worker.seats == {}
+        assert replica.worker.decode_set == {}
+        assert replica.worker.readable == {}

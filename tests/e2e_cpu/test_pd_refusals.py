@@ -1,0 +1,107 @@
+"""Halves that do not fit, and strangers at the bootstrap server: one clear refusal, and both servers live on."""
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import MODEL, START_S, HttpError, Server, eventually
+
+from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.server.cluster_auth import signed_headers
+
+PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+
+
+@contextmanager
+def halves(folder: Path, prefill_flags: tuple[str, ...], decode_flags: tuple[str, ...]) -> Iterator[tuple[Server, ...]]:
+    """A prefill and a decode with flags of their own, ready."""
+    left, bootstrap, right = free_ports(3)
+    fleet = Fleet(folder, engines=2)
+    with fleet:
+        words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
+        prefill = fleet.start("prefill", serve_words(MODEL, left, *words, *prefill_flags), port=left)
+        decode_words = ("--disaggregation-mode", "decode", *decode_flags)
+        decode = fleet.start("decode", serve_words(MODEL, right, *decode_words), port=right)
+        fleet.wait_ready(timeout_s=START_S)
+        yield Server(prefill), Server(decode)
+
+
+def bootstrap_port(prefill: Server) -> int:
+    return int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
+
+
+def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp_path: Path) -> None:
+    with halves(tmp_path, ("--page-size", "16"), ("--page-size", "32")) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 31}
+        prefill_half = prefill.open_stream(PROMPT, timeout=20, **pair)
+        began = time.monotonic()
+        with pytest.raises(HttpError) as refused:
+            decode.generate(PROMPT, timeout=20, **pair)
+        assert time.monotonic() - began < 10
+        error = refused.value.error
+        assert (refused.value.status, error["code"], error["retryable"]) == (502, "layout_mismatch", False)
+        assert "page_size is 16 at prefill and 32 at decode" in error["message"]
+        told = prefill_half.getresponse().read()
+        assert b"layout_mismatch" in told, "prefill ends its half and says why"
+        prefill_half.close()
+        for server in (prefill, decode):
+            eventually(server.is_idle, what=server.state)
+            with server.open("GET", "/ready") as reply:
+                assert reply.status == 200
+        assert len(decode.generate(PROMPT, max_new_tokens=3)["output_ids"]) == 3
+
+
+def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request(method, path, json.dumps(body), headers)
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+    finally:
+        connection.close()
+
+
+def test_a_stranger_cannot_take_over_the_route_of_a_prefill_that_has_a_secret(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of the whole cluster\n")
+    flags = ("--cluster-secret-file", str(secret), "--host", "0.0.0.0")
+    with halves(tmp_path, flags, ()) as (prefill, decode):
+        port = bootstrap_port(prefill)
+        _, before = call(port, "GET", "/route", None, {})
+        forged = json.loads(before) | {"control_host": "203.0.113.9"}
+        forged["incarnation"]["epoch"] += 1
+        status, answer = call(port, "PUT", "/route", forged, {})
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
+        assert call(port, "GET", "/route", None, {})[1] == before
+        room = {"bootstrap_room": 5, "dp_rank": 0}
+        signed = signed_headers(
+            b"a secret of the whole cluster",
+            method="POST",
+            target="/register_dp_rank",
+            body=json.dumps(room).encode(),
+            now_s=time.time(),
+            nonce="0123456789",
+        )
+        assert call(port, "POST", "/register_dp_rank", room, signed) == (200, b"OK")
+        assert call(port, "POST", "/query_dp_ranks", {"bootstrap_rooms": [5, 6]}, {})[1] == b'{"5":0}'
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 32}
+        prefill_half = prefill.open_stream(PROMPT, timeout=20, **pair)
+        assert decode.generate(PROMPT, timeout=20, **pair)["meta_info"]["path"] == "remote"
+        prefill_half.close()
+
+
+def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    secret = tmp_path / "secret"
+    secret.write_text("short")
+    with Fleet(tmp_path, engines=1) as fleet:
+        words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
+        fleet.start("prefill", serve_words(MODEL, port, *words, "--cluster-secret-file", str(secret)), port=port)
+        with pytest.raises(CommandFailed, match=r"prefill: the cluster secret in .* has fewer than 16 bytes"):
+            fleet.wait_ready(timeout_s=START_S)

@@ -1,0 +1,51 @@
+"""A server with the prefill delayer: the same tokens, fewer and larger prompt batches, and metrics that tell of it."""
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cluster import Server, cluster
+
+FLAGS = (
+    "--enable-prefill-delayer",
+    *("--prefill-delayer-queue-min-ratio", "0.5"),
+    *("--prefill-delayer-max-delay-ms", "500"),
+)
+CLIENTS, ROUNDS = 8, 4
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with cluster(unified=True, flags=FLAGS) as it:
+        assert it.unified is not None
+        yield it.unified
+
+
+def ask(server: Server, number: int) -> list[int]:
+    prompt = list(range(20 + number, 60 + number))
+    asked = {"ignore_eos": True, "min_new_tokens": 1}
+    reply = server.generate(prompt, max_new_tokens=8 + 9 * number % 31, sampling_params=asked)
+    tokens: list[int] = reply["output_ids"]
+    return tokens
+
+
+def metrics(server: Server) -> dict[str, float]:
+    with server.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if not line.startswith("#")}
+
+
+def test_prompts_wait_for_each_other_and_nobody_gets_other_tokens(server: Server) -> None:
+    alone = [ask(server, number) for number in range(CLIENTS * ROUNDS)]
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        together = list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS)))
+    assert together == alone
+    found = metrics(server)
+    outcomes = {key: value for key, value in found.items() if "prefill_delayer_outcomes_total" in key}
+    assert sum(value for key, value in outcomes.items() if 'output_reason="delay"' in key) > 0
+    count = sum(value for key, value in found.items() if "delayer_wait_seconds_count" in key)
+    at_once = sum(value for key, value in found.items() if re.search(r'delayer_wait_seconds_bucket.*le="0"', key))
+    assert 0 < at_once < count, "some prompt batches waited, and some did not"
+    waited_s = sum(value for key, value in found.items() if "delayer_wait_seconds_sum" in key)
+    assert 0 < waited_s < 1.0 * count

@@ -1,0 +1,321 @@
+"""Which way imports point, what the core may know, what nobody may use, and where files and functions have grown.
+
+The table below is the picture in docs/ARCHITECTURE.md. A part that is not in it does not exist: name it here first.
+"""
+
+import ast
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from diagrams import MACHINES, PAGE, block, missing, refreshed
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "tandem"
+BASELINE = Path(__file__).with_name("architecture_baseline.json")
+SLACK = 1.10  # how far the tail may grow before somebody has to look
+
+BASE = ("core.values", "core.machine", "core.request", "core.batch", "core.events", "core.commands", "core.settings")
+CORE = {"core.base", "core.kv", "core.pd", "core.sched", "core.fleet"}
+BELOW_SHELLS = {"ports", "config", "leaf", *CORE}
+SHELLS_USE = {"engine", "transfer", "metrics", *BELOW_SHELLS}
+
+# part -> parts that it may import, besides itself
+EDGES: dict[str, set[str]] = {
+    "core.base": set(),
+    "core.kv": {"core.base"},
+    "core.pd": {"core.base", "core.kv"},
+    "core.sched": {"core.base", "core.kv", "core.pd"},
+    "core.fleet": {"core.base", "core.kv", "core.pd"},
+    "leaf": {"core.base"},
+    "ports": CORE,
+    "config": {"leaf", *CORE},
+    "engine": BELOW_SHELLS,
+    "transfer": BELOW_SHELLS,
+    "metrics": BELOW_SHELLS,
+    "server": SHELLS_USE,
+    "sim": SHELLS_USE,
+    "bench": SHELLS_USE,
+    "cli": {"server", "sim", "bench", *SHELLS_USE},
+}
+# The first prefix that fits names the part.
+PREFIXES: tuple[tuple[str, str], ...] = (
+    *((name, "core.base") for name in BASE),
+    ("core.pd.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
+    ("core.kv", "core.kv"),
+    ("core.pd", "core.pd"),
+    ("core.sched", "core.sched"),
+    ("core.fleet", "core.fleet"),
+    ("sampling", "leaf"),
+    ("pagehash", "leaf"),
+    *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server", "sim", "bench", "cli")),
+)
+PURE = frozenset(
+    {"abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
+    | {"math", "operator", "typing", "msgspec"}
+)
+TORCH_USERS = ("engine.", "server.worker_process")
+CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
+CODE_FROM_TEXT = frozenset({"eval", "exec", "__import__", "compile"})
+
+
+# --- reading the source ----------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """Relative to `tandem`; empty for the package itself."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    return {module_name(path): ast.parse(path.read_text(), str(path)) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def names_imported(tree: ast.AST) -> Iterator[tuple[ast.stmt, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node, node.module or ""
+            yield from ((node, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def own_imports(name: str) -> set[str]:
+    """Modules of tandem that a module imports, relative to `tandem`."""
+    found = {imported for _, imported in names_imported(modules()[name])}
+    return {full.removeprefix("tandem.") for full in found if full.removeprefix("tandem.") in modules()} - {""}
+
+
+def part_of(name: str) -> str | None:
+    for prefix, part in PREFIXES:
+        if name == prefix or name.startswith(prefix + "."):
+            return part
+    return None
+
+
+@cache
+def tracked_files() -> list[Path]:
+    """What git knows or would add; the whole tree where there is no git."""
+    asked = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if listed.returncode == 0:
+        found = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        found = [path for path in ROOT.rglob("*") if not any(part.startswith(".") for part in path.parts)]
+    return [path for path in found if path.is_file()]
+
+
+# --- imports ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_module_belongs_to_a_part() -> None:
+    packages = {"", "core"}
+    assert [name for name in modules() if part_of(name) is None and name not in packages] == []
+
+
+def test_imports_point_down() -> None:
+    wrong = [
+        f"{name} ({part_of(name)}) imports {imported} ({part_of(imported)})"
+        for name in modules()
+        for imported in own_imports(name)
+        if part_of(imported) not in (part_of(name), None) and part_of(imported) not in EDGES[part_of(name) or ""]
+    ]
+    assert wrong == []
+
+
+def test_no_two_modules_import_each_other_however_far_around() -> None:
+    graph = {name: own_imports(name) - {name} for name in modules()}
+    done: set[str] = set()
+    while len(done) < len(graph):
+        free = {name for name, imported in graph.items() if name not in done and imported <= done}
+        assert free, f"a cycle among {sorted(set(graph) - done)}"
+        done |= free
+
+
+def test_the_core_imports_pure_modules_only() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, tree in modules().items()
+        if name.startswith("core")
+        for _, imported in names_imported(tree)
+        if imported.split(".")[0] not in PURE and not imported.startswith("tandem.core")
+    ]
+    assert wrong == []
+
+
+def test_only_the_engine_and_the_worker_process_know_torch() -> None:
+    wrong = [
+        name
+        for name, tree in modules().items()
+        if not name.startswith(TORCH_USERS)
+        and any(imported.split(".")[0] == "torch" for _, imported in names_imported(tree))
+    ]
+    assert wrong == []
+
+
+def test_nothing_imports_the_command_line() -> None:
+    outside = [name for name in modules() if not name.startswith("cli")]
+    assert [name for name in outside if any(imported.startswith("cli") for imported in own_imports(name))] == []
+
+
+def test_imports_stand_at_the_top_of_the_file_except_on_the_command_line() -> None:
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        if not name.startswith("cli")
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node, _ in names_imported(function)
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_imports_for_types_only() -> None:
+    wrong = [
+        f"{name}:{node.lineno}"
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    ]
+    assert wrong == []
+
+
+# --- what nobody may use ---------------------------------------------------------------------------------------------
+
+
+# Not part of the product: the training script reads back its own checkpoint, optimizer state included.
+MAY_LOAD_OWN_STATE = {"models/mini/train.py": "torch.load"}
+
+
+def python_files() -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py"]
+
+
+def forbidden(tree: ast.Module) -> Iterator[str]:
+    for node, imported in names_imported_loosely(tree):
+        if imported.split(".")[0] in CODE_FROM_BYTES:
+            yield f"line {node.lineno} imports {imported}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CODE_FROM_TEXT:
+            yield f"line {node.lineno} calls {node.func.id}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load":
+            yield f"line {node.lineno} uses torch.load"
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            yield f"line {node.value.lineno} passes allow_pickle"
+
+
+def names_imported_loosely(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node, node.module or ""
+
+
+def test_bytes_and_text_from_outside_never_become_code() -> None:
+    found = [
+        f"{name}: {wrong}"
+        for path in python_files()
+        for wrong in forbidden(ast.parse(path.read_text()))
+        if MAY_LOAD_OWN_STATE.get(name := path.relative_to(ROOT).as_posix(), "?") not in wrong
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "eval('1')",
+        "exec(x)",
+        "torch.load(f)",
+        "np.load(f, allow_pickle=1)",
+    ],
+)
+def test_the_search_for_code_from_outside_finds_it(source: str) -> None:
+    assert list(forbidden(ast.parse(source)))
+
+
+def test_no_tracked_text_names_a_place_of_the_machine_it_was_written_on() -> None:
+    places = "|".join(("wo" + "rk", "fa" + "rm"))
+    pattern = re.compile(rf"(?<![\w.}}])/(?:{places})/")
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found += [f"{path.relative_to(ROOT)}: {hit.group()}" for hit in pattern.finditer(text)]
+    assert found == []
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+CONTROL = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+
+
+def functions(tree: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}.{node.name}")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield f"{prefix}.{node.name}", node
+            yield from functions(node, f"{prefix}.{node.name}")
+
+
+def depth(node: ast.AST, *, is_elif: bool = False) -> int:
+    inside = 0
+    for child in ast.iter_child_nodes(node):
+        chained = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        inside = max(inside, depth(child, is_elif=chained))
+    return inside + (isinstance(node, CONTROL) and not is_elif)
+
+
+def tails(how_many: int = 5) -> dict[str, dict[str, int]]:
+    """The longest files and functions (lines), and the deepest functions (nested statements)."""
+    files = {name: path.read_text().count("\n") for path in SOURCE.rglob("*.py") if (name := module_name(path))}
+    lengths: dict[str, int] = {}
+    depths: dict[str, int] = {}
+    for name, tree in modules().items():
+        for function, node in functions(tree, name):
+            lengths[function] = (node.end_lineno or node.lineno) - node.lineno + 1
+            depths[function] = max((depth(statement) for statement in node.body), default=0)
+    return {
+        kind: dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:how_many])
+        for kind, sizes in (("files", files), ("functions", lengths), ("nesting", depths))
+    }
+
+
+def test_the_tail_of_sizes_has_not_grown() -> None:
+    """With TANDEM_UPDATE_BASELINE=1 the present sizes become the baseline; a reviewer sees the difference."""
+    now = tails()
+    if os.environ.get("TANDEM_UPDATE_BASELINE"):
+        BASELINE.write_text(json.dumps(now, indent=2) + "\n")
+    before = json.loads(BASELINE.read_text())
+    grown = [
+        f"{kind}: {name} has {size}, where the {rank + 1}. largest had {limit}"
+        for kind, sizes in now.items()
+        for rank, ((name, size), limit) in enumerate(zip(sizes.items(), before[kind].values(), strict=True))
+        if size > limit * SLACK
+    ]
+    assert grown == []
+
+
+# --- diagrams --------------------------------------------------------------------------------------------------------
+
+
+def test_the_diagrams_in_the_documentation_are_those_of_the_tables() -> None:
+    text = PAGE.read_text()
+    assert missing(text) == [], "python -m tests.diagrams"
+    assert refreshed(text) == text, "python -m tests.diagrams"
+    assert all(block(machine) in text for machine in MACHINES)

@@ -1,0 +1,282 @@
+"""Prefill before READY: off, retry and park side by side, the forced retry, and the pressure valves of park."""
+
+import pytest
+
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
+from tandem.core.commands import FinishRequest
+from tandem.core.events import BatchReturned, RequestArrived
+from tandem.core.pd.bootstrap import should_force_retry
+from tandem.core.pd.messages import Offer, Ready
+from tandem.core.sched import inspect
+from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.values import SECOND
+
+POLICIES = ("off", "retry", "park")
+
+
+def withheld(policy: str, **settings: object) -> tuple[World, Replica, Replica, int, int]:
+    """Both halves are there, but READY does not get through."""
+    world = World()
+    prefill = world.prefill(optimistic=policy, chunk_tokens=48, **settings)
+    decode = world.decode(resend_ns=SECOND)
+    prefill.drops.add(Ready)
+    pair = world.pair(prefill, decode, prompt_len=100)
+    world.run()
+    return world, prefill, decode, *pair
+
+
+def retries(replica: Replica, request: int) -> int | None:
+    progress = replica.state.requests.get(request)
+    return progress.prefill_retry_count if progress is not None else None
+
+
+def held_pages(replica: Replica) -> int:
+    pool = replica.state.pool
+    return pool.num_pages - pool.num_free - replica.state.tree.num_evictable
+
+
+# --- the three policies, told apart by withholding READY -------------------------------------------------------------
+
+
+def test_off_computes_nothing_and_holds_nothing() -> None:
+    _, prefill, _, left, _ = withheld("off")
+    assert prefill.plans() == []
+    assert prefill.state_of(left) is State.BOOTSTRAPPING
+    assert held_pages(prefill) == 0
+    assert prefill.state.results.owners == {}
+    assert inspect.gauges(prefill.node)["num_prefill_bootstrap_queue_reqs"] == 1
+
+
+def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_cached() -> None:
+    _, prefill, _, left, _ = withheld("retry", optimistic_retries=2)
+    assert prefill.state_of(left) is State.BOOTSTRAPPING
+    assert prefill.progress(left).prefill_retry_count == 3
+    assert held_pages(prefill) == 0
+    assert len(prefill.state.tree.nodes) > 0
+    assert prefill.state.results.owners == {}
+    assert prefill.state.tally.prefill_retries == {"not_ready": 3}
+
+
+def test_park_computes_once_and_holds_pages_and_result_row() -> None:
+    _, prefill, _, left, _ = withheld("park")
+    assert [row.samples for plan in prefill.plans() for row in plan.rows] == [False, False, True]
+    assert prefill.state_of(left) is State.PARKED
+    assert held_pages(prefill) == 7
+    assert list(prefill.state.results.owners) == [left]
+    assert inspect.gauges(prefill.node)["num_prefill_inflight_queue_reqs"] == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_when_ready_comes_every_policy_gives_the_same_tokens(policy: str) -> None:
+    world, prefill, decode, left, right = withheld(policy)
+    num_plans = len(prefill.plans())
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    computed_after_ready = [plan for plan in prefill.plans()[num_plans:] if plan.rows]
+    assert bool(computed_after_ready) == (policy != "park")
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
+    assert isinstance(prefill.ended[left], FinishRequest)
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_only_a_policy_that_starts_early_launches_before_ready(policy: str) -> None:
+    world = World()
+    prefill, decode = world.prefill(optimistic=policy), world.decode()
+    decode.holds.add(RequestArrived)
+    _left, right = world.pair(prefill, decode, prompt_len=100)
+    world.run()
+    assert bool(prefill.plans()) == (policy != "off")
+    decode.release()
+    world.run()
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
+
+
+def test_retry_gives_back_at_a_chunk_boundary_and_continues_where_the_cache_ends() -> None:
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1)
+    left = world.submit(prefill, prompt_len=100, room=7)
+    world.run()
+    starts = [row.start for plan in prefill.plans() for row in plan.rows]
+    assert starts == [0, 32, 64, 96]
+    assert prefill.progress(left).prefill_retry_count == 4
+
+
+def test_a_chunk_that_is_in_flight_when_pages_go_back_is_cached_too() -> None:
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=2)
+    left = world.submit(prefill, prompt_len=100, room=7)
+    world.run_until(lambda: prefill.state_of(left) is State.RETRACTING)
+    assert len(prefill.state.window) == 1
+    world.turn(prefill)
+    assert len(prefill.state.tree.nodes) >= 4
+    assert prefill.plans()[2].rows[0].start == 64
+
+
+def test_ready_between_two_attempts_stops_the_retrying() -> None:
+    world = World()
+    prefill, decode = world.prefill(optimistic="retry", optimistic_retries=50, chunk_tokens=16), world.decode()
+    decode.holds.add(RequestArrived)
+    left, right = world.pair(prefill, decode, prompt_len=60)
+    world.run_until(lambda: retries(prefill, left) == 2)
+    decode.release()
+    world.run()
+    assert isinstance(prefill.ended[left], FinishRequest)
+    assert 2 <= prefill.ended[left].retries < 10
+    assert decode.tokens[right] == expected_tokens(60, 4, seed=1)
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row() -> None:
+    world, prefill, decode, left, right = withheld("retry", optimistic_retries=1, metadata_slots=1)
+    assert prefill.state_of(left) is State.BOOTSTRAPPING
+    prefill.drops.clear()
+    _, other = world.pair(prefill, decode, prompt_len=40, seed=2)
+    world.run()
+    assert decode.tokens[other] == expected_tokens(40, 4, seed=2)
+    world.advance(2 * SECOND)
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1, max_running=1)
+    first = world.submit(prefill, prompt_len=100, room=7)
+    second = world.submit(prefill, prompt_len=100, room=8, seed=2)
+    world.run_until(lambda: retries(prefill, first) == 1)
+    assert prefill.state.results.owners.keys() == {first}
+    assert prefill.state_of(first) is State.COMPUTING
+    assert prefill.state_of(second) is State.QUEUED
+
+
+# --- forced retries --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_forced_request_is_retried_once_and_ends_with_equal_tokens(policy: str) -> None:
+    world = World()
+    prefill, decode = world.prefill(optimistic=policy, force_retry_prob=1.0, chunk_tokens=48), world.decode()
+    left, right = world.pair(prefill, decode, prompt_len=100)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
+    forced = policy != "off"
+    assert prefill.ended[left].retries == forced
+    assert prefill.state.tally.prefill_retries == ({"forced": 1} if forced else {})
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_the_share_of_forced_requests_is_the_same_on_node_and_function() -> None:
+    world = World()
+    prefill, decode = world.prefill(force_retry_prob=0.5), world.decode()
+    pairs = [world.pair(prefill, decode, prompt_len=20, seed=seed, rid=f"r{seed}") for seed in range(12)]
+    world.run()
+    retried = [prefill.ended[left].retries == 1 for left, _ in pairs]
+    assert retried == [should_force_retry(f"r{seed}", prob=0.5, prefill_retry_count=0) for seed in range(12)]
+
+
+def test_nothing_of_a_forced_attempt_is_offered() -> None:
+    world = World()
+    prefill, decode = world.prefill(force_retry_prob=1.0, chunk_tokens=48), world.decode()
+    left, _ = world.pair(prefill, decode, prompt_len=100)
+    world.run_until(lambda: retries(prefill, left) == 1)
+    assert prefill.said(Offer) == []
+
+
+# --- pressure --------------------------------------------------------------------------------------------------------
+
+
+def test_parked_requests_give_way_to_one_that_needs_their_pages() -> None:
+    world = World()
+    prefill, decode = world.prefill(num_pages=8), world.decode()
+    parked = world.submit(prefill, prompt_len=100, room=7)
+    world.run()
+    assert prefill.state_of(parked) is State.PARKED
+    _, right = world.pair(prefill, decode, prompt_len=100, seed=2)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=2)
+    assert prefill.state_of(parked) is State.BOOTSTRAPPING
+    assert prefill.state.tally.prefill_retries == {"yield": 1}
+    late = world.submit(decode, prompt_len=100, room=7, peer=prefill.address)
+    world.run()
+    assert decode.tokens[late] == expected_tokens(100, 4, seed=1)
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_the_newest_parked_request_gives_way_first() -> None:
+    world = World()
+    prefill = world.prefill(num_pages=12)
+    ids = [world.submit(prefill, prompt_len=64, room=10 + seed, seed=seed) for seed in range(3)]
+    world.run()
+    assert [prefill.state_of(request) for request in ids] == [State.PARKED] * 3
+    world.submit(prefill, prompt_len=64, room=20, seed=9)
+    world.run()
+    assert [prefill.state_of(request) for request in ids] == [State.PARKED, State.PARKED, State.BOOTSTRAPPING]
+
+
+def test_parked_requests_give_way_to_one_that_needs_a_slot() -> None:
+    world = World()
+    prefill, decode = world.prefill(max_running=1), world.decode()
+    parked = world.submit(prefill, room=7)
+    world.run()
+    _, right = world.pair(prefill, decode, seed=2)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(40, 4, seed=2)
+    assert prefill.state_of(parked) is State.BOOTSTRAPPING
+
+
+def test_parked_tokens_are_bounded() -> None:
+    world = World()
+    prefill = world.prefill(park_max_tokens=100)
+    first, second = (world.submit(prefill, prompt_len=60, room=seed, seed=seed) for seed in (1, 2))
+    world.run()
+    assert prefill.state_of(first) is State.PARKED
+    assert prefill.state_of(second) is State.BOOTSTRAPPING
+
+
+# --- result rows -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("order", ["same", "opposite"])
+def test_one_result_row_and_many_requests_never_deadlock(policy: str, order: str) -> None:
+    """Prefill computes in one order, decode has slots for two and collects in the other."""
+    world = World()
+    prefill = world.prefill(optimistic=policy, metadata_slots=1, num_pages=256, max_running=8)
+    decode = world.decode(max_running=2, num_pages=256)
+    rooms = [(world.room(), seed) for seed in range(20)]
+    for room, seed in rooms:
+        world.submit(prefill, room=room, seed=seed)
+    collected = rooms if order == "same" else rooms[::-1]
+    rights = {seed: world.submit(decode, room=room, peer=prefill.address, seed=seed) for room, seed in collected}
+    world.advance(20 * SECOND)
+    for seed, right in rights.items():
+        assert decode.tokens.get(right) == expected_tokens(40, 4, seed=seed)
+        assert decode.ended[right].path == "remote"
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_one_result_row_and_a_ready_request_far_behind_in_the_queue_never_deadlock() -> None:
+    world = World()
+    prefill = world.prefill(metadata_slots=1, num_pages=512)
+    decode = world.decode(max_running=1)
+    rooms = [(world.room(), seed) for seed in range(150)]
+    for room, seed in rooms:
+        world.submit(prefill, room=room, seed=seed)
+    world.run()
+    last_room, last_seed = rooms[-1]
+    right = world.submit(decode, room=last_room, peer=prefill.address, seed=last_seed)
+    world.advance(5 * SECOND)
+    assert decode.ended[right].path == "remote"
+
+
+def test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_needs_none() -> None:
+    world = World()
+    prefill = world.prefill(metadata_slots=1)
+    prefill.holds.add(BatchReturned)
+    world.submit(prefill, room=7)
+    waiting = world.submit(prefill, room=8, seed=2)
+    plain = world.submit(prefill, seed=3)
+    world.run()
+    assert prefill.progress(waiting).waiting_for is WaitingFor.METADATA_SLOT
+    assert prefill.state_of(plain) is State.COMPUTING

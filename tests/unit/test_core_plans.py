@@ -1,0 +1,428 @@
+"""What a node launches, and what it makes of results: chunks, overlap, iteration numbers, ends."""
+
+import pytest
+
+from core_driver import World, assert_nothing_is_held, expected_tokens
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
+from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, ForgetRequests, StartRequest
+from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, FlushRequested, StopMatched
+from tandem.core.sched.progress import State
+from tandem.core.values import SECOND, Cause, RequestId
+
+
+def spans(plans: list[BatchPlan], request: RequestId) -> list[tuple[int, int]]:
+    return [(row.start, row.stop) for plan in plans for row in plan.rows if row.request == request]
+
+
+# --- chunks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_len", [1, 15, 16, 17, 63, 64, 65, 200])
+@pytest.mark.parametrize("chunk_tokens", [16, 40, 64])
+def test_chunks_end_at_page_borders_and_cover_the_prompt_once(prompt_len: int, chunk_tokens: int) -> None:
+    world = World()
+    node = world.unified(chunk_tokens=chunk_tokens)
+    request = world.submit(node, prompt_len=prompt_len)
+    world.run()
+    covered = spans(node.plans(), request)
+    assert [start for start, _ in covered] == [0, *(stop for _, stop in covered[:-1])]
+    assert covered[-1][1] == prompt_len
+    assert all(stop % 16 == 0 for _, stop in covered[:-1])
+    assert all(stop - start <= chunk_tokens for start, stop in covered)
+
+
+def test_only_the_last_chunk_samples() -> None:
+    world = World()
+    node = world.unified(chunk_tokens=32)
+    world.submit(node, prompt_len=100)
+    world.run()
+    assert [row.samples for plan in node.plans() for row in plan.rows] == [False, False, False, True]
+
+
+def test_short_prompts_share_a_batch_within_the_chunk_budget() -> None:
+    world = World()
+    node = world.unified(chunk_tokens=64)
+    requests = [world.submit(node, prompt_len=20, seed=seed) for seed in range(4)]
+    world.run()
+    first = node.plans()[0]
+    assert [row.request for row in first.rows][:3] == requests[:3]
+    assert sum(row.stop - row.start for row in first.rows) <= 64
+
+
+def test_plans_name_a_page_once_and_never_the_running_set() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node, prompt_len=40, max_new_tokens=30)
+    world.run()
+    named = [page for plan in node.plans() for delta in (*plan.rows, *plan.join, *plan.grow) for page in delta.pages]
+    assert len(named) == len(set(named)) == 5
+    joins = [join.request for plan in node.plans() for join in plan.join]
+    assert joins == [request]
+
+
+def test_decode_rows_wait_while_prompts_run_unless_chunks_are_mixed() -> None:
+    def kinds(*, mixed_chunk: bool) -> set[BatchKind]:
+        world = World()
+        node = world.unified(chunk_tokens=16, mixed_chunk=mixed_chunk)
+        first = world.submit(node, prompt_len=16, max_new_tokens=12)
+        world.run_until(lambda: node.state_of(first) is State.RUNNING)
+        world.submit(node, prompt_len=96, seed=2)
+        world.run()
+        assert node.tokens[first] == expected_tokens(16, 12, seed=1)
+        return {plan.kind for plan in node.plans()}
+
+    assert kinds(mixed_chunk=False) == {BatchKind.PREFILL, BatchKind.DECODE}
+    assert kinds(mixed_chunk=True) == {BatchKind.PREFILL, BatchKind.DECODE, BatchKind.MIXED}
+
+
+def test_prompts_do_not_starve_decode_rows() -> None:
+    world = World()
+    node = world.unified(chunk_tokens=16, prefill_streak=2, num_pages=256)
+    first = world.submit(node, prompt_len=16, max_new_tokens=90)
+    world.run_until(lambda: node.state_of(first) is State.RUNNING)
+    before = len(node.plans())
+    for seed in range(2, 8):
+        world.submit(node, prompt_len=160, seed=seed)
+    world.run()
+    kinds = "".join(plan.kind[0] for plan in node.plans()[before:])
+    assert "ppp" not in kinds
+    assert "pp" in kinds
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mixed_chunk", [False, True])
+def test_normal_and_overlapped_execution_emit_equal_tokens(mixed_chunk: bool) -> None:
+    emitted = []
+    for depth in (1, 2, 3):
+        world = World()
+        node = world.unified(window_depth=depth, chunk_tokens=32, mixed_chunk=mixed_chunk)
+        asked = [{"prompt_len": 30 + 9 * n, "max_new_tokens": 5 + n, "eos_after": 4 + n, "seed": n} for n in range(6)]
+        ids = [world.submit(node, **one) for one in asked]
+        world.run()
+        assert max(len(flights) for flights in node.windows) == depth
+        emitted.append([node.tokens[request] for request in ids])
+        assert_nothing_is_held(node)
+    assert emitted[0] == [expected_tokens(30 + 9 * n, 4 + n, seed=n) for n in range(6)]
+    assert emitted[1] == emitted[2] == emitted[0]
+
+
+def test_a_request_that_ends_by_length_costs_no_useless_row() -> None:
+    for depth in (1, 2, 3):
+        world = World()
+        node = world.unified(window_depth=depth)
+        request = world.submit(node, max_new_tokens=7)
+        world.run()
+        assert node.worker.rows_run[request] == 7
+
+
+def test_an_end_of_sequence_in_flight_wastes_one_row_and_nothing_is_emitted_after_it() -> None:
+    for depth, wasted in ((1, 0), (2, 1)):
+        world = World()
+        node = world.unified(window_depth=depth)
+        request = world.submit(node, max_new_tokens=50, eos_after=5)
+        other = world.submit(node, max_new_tokens=50, seed=2)
+        world.run()
+        assert node.tokens[request] == expected_tokens(40, 5, seed=1)
+        assert node.tokens[other] == expected_tokens(40, 50, seed=2)
+        assert node.worker.rows_run[request] == 5 + wasted
+        end = node.ended[request]
+        assert isinstance(end, FinishRequest)
+        assert end.reason is FinishReason.STOP
+
+
+def test_a_request_for_one_token_never_decodes() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node, max_new_tokens=1)
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 1, seed=1)
+    assert not any(plan.decodes for plan in node.plans())
+    end = node.ended[request]
+    assert isinstance(end, FinishRequest)
+    assert end.reason is FinishReason.LENGTH
+    assert_nothing_is_held(node)
+
+
+def test_a_finished_request_has_left_the_decode_set_before_the_next_batch() -> None:
+    world = World()
+    node = world.unified(window_depth=1)
+    world.submit(node, max_new_tokens=3)
+    other = world.submit(node, max_new_tokens=9, seed=2)
+    world.run()
+    assert node.tokens[other] == expected_tokens(40, 9, seed=2)
+
+
+def test_all_tokens_of_a_step_leave_in_one_command() -> None:
+    world = World()
+    node = world.unified()
+    for seed in range(5):
+        world.submit(node, prompt_len=10, max_new_tokens=6, seed=seed)
+    world.run()
+    for _, _, effects in node.log:
+        assert sum(isinstance(command, EmitTokens) for command in effects.commands) <= 1
+    assert max(len(emit.requests) for emit in node.said(EmitTokens)) == 5
+
+
+def test_start_comes_before_the_first_token_and_forget_after_the_end() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node, max_new_tokens=2)
+    world.run()
+    mine = [c for c in node.commands if isinstance(c, StartRequest | EmitTokens | FinishRequest | ForgetRequests)]
+    assert [type(c) for c in mine] == [StartRequest, EmitTokens, EmitTokens, FinishRequest, ForgetRequests]
+    assert mine[-1].requests == (request,)
+
+
+# --- iteration numbers: the five cases of seed 4, as far as they are about plans -------------------------------------
+
+
+def test_three_prefills_back_to_back_carry_the_numbers_of_their_launch() -> None:
+    world = World()
+    node = world.unified(chunk_tokens=32, window_depth=2)
+    node.holds.add(BatchReturned)
+    for seed in range(3):
+        world.submit(node, prompt_len=32, max_new_tokens=1, seed=seed)
+    world.run()
+    assert [flight.forward_iter for flight in node.state.window] == [1, 2]
+    node.release()
+    world.run()
+    assert [plan.iteration for plan in node.plans()] == [1, 2, 3]
+    assert [e.outcome.iteration for _, es, _ in node.log for e in es if isinstance(e, BatchReturned)] == [1, 2, 3]
+
+
+def test_the_last_batch_before_idle_keeps_its_number() -> None:
+    world = World()
+    node = world.unified(window_depth=2)
+    world.submit(node, max_new_tokens=1)
+    world.run()
+    assert [plan.iteration for plan in node.plans()] == [1]
+    world.submit(node, max_new_tokens=1, seed=2)
+    world.run()
+    assert [plan.iteration for plan in node.plans()] == [1, 2]
+
+
+def test_numbers_are_frozen_at_launch_in_plan_and_window_alike_and_rise_strictly() -> None:
+    world = World()
+    node = world.unified(chunk_tokens=32)
+    for seed in range(4):
+        world.submit(node, prompt_len=60, max_new_tokens=9, seed=seed)
+    world.run()
+    numbers = [plan.iteration for plan in node.plans()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert {plan.kind for plan in node.plans()} == {BatchKind.PREFILL, BatchKind.DECODE}
+    in_windows = {flight.batch: flight.forward_iter for flights in node.windows for flight in flights}
+    assert in_windows == {plan.id: plan.iteration for plan in node.plans()}
+
+
+def test_a_result_booked_after_the_next_launch_is_booked_under_its_own_number() -> None:
+    world = World()
+    node = world.unified(window_depth=2)
+    request = world.submit(node, max_new_tokens=8)
+    world.run_until(lambda: node.state_of(request) is State.RUNNING and len(node.state.window) == 2)
+    oldest, newest = node.state.window
+    assert newest.forward_iter == oldest.forward_iter + 1 == node.state.forward_ct
+    world.run_until(lambda: node.state.window[:1] != [oldest])
+    returned = [e.outcome for _, es, _ in node.log for e in es if isinstance(e, BatchReturned)]
+    assert (returned[-1].batch, returned[-1].iteration) == (oldest.batch, oldest.forward_iter)
+
+
+# --- results that are odd --------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_result_changes_nothing() -> None:
+    world = World()
+    node = world.unified(window_depth=1)
+    request = world.submit(node, max_new_tokens=6)
+    returned: list[BatchReturned] = []
+    for _ in range(100):
+        if not world.turn(node):
+            break
+        returned += [event for event in node.log[-1][1] if isinstance(event, BatchReturned)]
+        for event in returned[-2:]:
+            before = node.node.snapshot()
+            effects = world.step(node, [event])
+            assert effects.commands == ()
+            world.assert_same_but_for_the_step_number(before, node)
+    assert node.tokens[request] == expected_tokens(40, 6, seed=1)
+
+
+def test_a_failed_batch_ends_its_requests_and_the_others_go_on() -> None:
+    world = World()
+    node = world.unified(window_depth=1, chunk_tokens=48)
+    lost = world.submit(node, prompt_len=48)
+    kept = world.submit(node, prompt_len=48, seed=2)
+    node.holds.add(BatchReturned)
+    world.run()
+    (flight,) = node.state.window
+    assert [row.request for row in flight.rows] == [lost]
+    node.worker.orders.clear()
+    world.send(node, BatchFailed(flight.batch, Cause.WORKER_LOST, "out of memory"))
+    node.release()
+    world.run()
+    assert node.cause(lost) is Cause.WORKER_LOST
+    assert node.tokens[kept] == expected_tokens(48, 4, seed=2)
+    assert_nothing_is_held(node)
+
+
+def test_a_failure_of_a_batch_that_is_not_the_oldest_is_ignored() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node)
+    node.holds.add(BatchReturned)
+    world.run()
+    world.send(node, BatchFailed(node.state.window[0].batch + 5, Cause.WORKER_LOST, ""))
+    world.run()
+    node.release()
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 4, seed=1)
+
+
+@pytest.mark.parametrize("invalid_after", [1, 3])
+def test_logits_that_are_not_finite_end_the_request_and_no_other(invalid_after: int) -> None:
+    world = World()
+    node = world.unified()
+    bad = world.submit(node, invalid_after=invalid_after)
+    good = world.submit(node, seed=2)
+    world.run()
+    assert node.cause(bad) is Cause.INVALID_LOGITS
+    assert node.tokens.get(bad, []) == expected_tokens(40, invalid_after - 1, seed=1)
+    assert node.tokens[good] == expected_tokens(40, 4, seed=2)
+    assert_nothing_is_held(node)
+
+
+def test_a_stop_string_ends_the_request_as_finished_with_what_was_emitted() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node, max_new_tokens=50)
+    world.run_until(lambda: len(node.tokens.get(request, [])) == 4)
+    world.send(node, StopMatched(request))
+    world.run()
+    end = node.ended[request]
+    assert isinstance(end, FinishRequest)
+    assert end.reason is FinishReason.STOP
+    assert_nothing_is_held(node)
+
+
+def test_a_stop_string_before_any_token_is_ignored() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node)
+    world.send(node, StopMatched(request))
+    world.send(node, StopMatched(RequestId(99)))
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 4, seed=1)
+
+
+# --- intake ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_with_its_cause_and_keeps_nothing() -> None:
+    world = World()
+    node = world.unified(max_queued=2, max_running=1)
+    node.holds.add(BatchReturned)
+    running = world.submit(node)
+    world.run()
+    waiting = [world.submit(node, seed=seed) for seed in (2, 3)]
+    refused = world.submit(node, seed=4)
+    world.run()
+    assert node.cause(refused) is Cause.QUEUE_FULL
+    node.release()
+    world.run()
+    assert set(node.tokens) == {running, *waiting}
+    assert_nothing_is_held(node)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_at_once_and_one_that_just_fits_is_not() -> None:
+    world = World()
+    node = world.unified(num_pages=4)
+    refused = world.submit(node, prompt_len=64)
+    accepted = world.submit(node, prompt_len=63, max_new_tokens=1)
+    world.run()
+    assert node.cause(refused) is Cause.PROMPT_TOO_LONG
+    assert node.tokens[accepted] == expected_tokens(63, 1, seed=1)
+
+
+def test_a_draining_node_finishes_what_runs_and_refuses_what_comes() -> None:
+    world = World()
+    node = world.unified()
+    first = world.submit(node, max_new_tokens=20)
+    world.run_until(lambda: node.state_of(first) is State.RUNNING)
+    world.send(node, DrainRequested())
+    world.run_until(lambda: node.state.draining)
+    late = world.submit(node)
+    world.run()
+    assert node.cause(late) is Cause.DRAINING
+    assert len(node.tokens[first]) == 20
+    assert_nothing_is_held(node)
+
+
+def test_the_same_arrival_twice_is_one_request() -> None:
+    world = World()
+    node = world.unified()
+    request = world.submit(node)
+    node.parcels *= 2
+    world.run()
+    assert node.tokens[request] == expected_tokens(40, 4, seed=1)
+
+
+def test_a_request_that_starts_no_token_in_time_ends_and_names_its_wait() -> None:
+    world = World()
+    node = world.unified()
+    node.holds.add(BatchReturned)
+    request = world.submit(node, timeout_ns=5 * SECOND)
+    world.advance(4 * SECOND)
+    assert request not in node.ended
+    world.advance(2 * SECOND)
+    assert node.cause(request) is Cause.DEADLINE_EXCEEDED
+    assert node.ended[request].stage == "window"
+
+
+def test_after_the_first_token_the_stall_timeout_bounds_the_gap() -> None:
+    world = World()
+    node = world.unified(stall_timeout_ns=3 * SECOND)
+    request = world.submit(node, max_new_tokens=50)
+    for _ in range(4):
+        world.run_until(lambda: len(node.tokens.get(request, [])) % 7 == 6)
+        node.holds.add(BatchReturned)
+        world.advance(2 * SECOND)
+        assert request not in node.ended
+        node.release()
+        world.turn(node)
+    node.holds.add(BatchReturned)
+    world.advance(4 * SECOND)
+    assert node.cause(request) is Cause.DEADLINE_EXCEEDED
+    node.release()
+    world.run()
+    assert_nothing_is_held(node)
+
+
+def test_a_flush_drops_what_nobody_holds() -> None:
+    world = World()
+    node = world.unified()
+    done = world.submit(node, prompt_len=64, max_new_tokens=1)
+    world.run()
+    holder = world.submit(node, prompt_len=33, max_new_tokens=30)
+    world.run_until(lambda: node.state_of(holder) is State.RUNNING)
+    world.send(node, FlushRequested())
+    world.turn(node)
+    assert len(node.state.tree.nodes) == 2
+    world.run()
+    world.send(node, FlushRequested())
+    world.run()
+    assert node.state.tree.nodes == {}
+    assert node.state.pool.num_free == node.state.pool.num_pages
+    assert done in node.ended
+
+
+def test_outcomes_of_another_iteration_are_our_own_bug() -> None:
+    world = World()
+    node = world.unified()
+    world.submit(node)
+    node.holds.add(BatchReturned)
+    world.run()
+    outcome = node.worker.run_next()
+    wrong = BatchOutcome(outcome.batch, outcome.iteration + 1, outcome.tokens, outcome.flags)
+    with pytest.raises(AssertionError):
+        node.node.step([BatchReturned(wrong)], world.now)

@@ -1,0 +1,746 @@
+"""Prefill and decode talk: messages overtake each other, get lost, come twice, lie - and every request still ends."""
+
+import msgspec
+import pytest
+
+from core_driver import World, assert_nothing_is_held, expected_tokens
+from tandem.core.batch import TokenFlag
+from tandem.core.commands import CancelPull, FailRequest, FinishRequest, LearnPeer, Path, PullPages, RevokePages
+from tandem.core.events import (
+    BatchReturned,
+    FlushRequested,
+    PageRead,
+    PagesDigested,
+    PagesLanded,
+    PeerLearned,
+    PeerLost,
+    PeerSaid,
+    ReadsDrained,
+    RequestArrived,
+    TransferDrained,
+    TransferFailed,
+)
+from tandem.core.pd.messages import Abort, Offer, Ready, Release, ResultRow
+from tandem.core.pd.transfer import TransferState
+from tandem.core.sched.progress import State
+from tandem.core.settings import LoadFailurePolicy
+from tandem.core.values import SECOND, Cause, Incarnation, Room, ShardId
+
+TOKENS = expected_tokens(100, 4, seed=1)
+
+
+def meet(**settings: object) -> tuple[World, object, object, int, int]:
+    """A pair of nodes and one request of 100 prompt tokens on its way to both."""
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=48, **settings), world.decode(**settings)
+    return world, prefill, decode, *world.pair(prefill, decode, prompt_len=100)
+
+
+def meet_before_computing(**settings: object) -> tuple[World, object, object, int, int]:
+    """As `meet`, and READY is there before the first chunk has returned: offers come chunk by chunk."""
+    made = world, prefill, *_ = meet(**settings)
+    prefill.holds.add(BatchReturned)
+    world.run()
+    prefill.release()
+    return made
+
+
+# --- when all goes well ----------------------------------------------------------------------------------------------
+
+
+def test_pages_move_while_later_chunks_are_still_computed() -> None:
+    world, prefill, decode, left, right = meet_before_computing()
+    world.run_until(lambda: len(decode.said(PullPages)) == 1)
+    assert prefill.state_of(left) is State.COMPUTING
+    world.run()
+    pulls = decode.said(PullPages)
+    assert [(pull.first_wanted, len(pull.sources)) for pull in pulls] == [(0, 3), (3, 3), (6, 1)]
+    assert decode.tokens[right] == TOKENS
+    assert decode.ended[right].path == prefill.ended[left].path == "remote"
+    assert decode.ended[right].computed_tokens == 0
+    assert decode.ended[right].kv_pages == prefill.ended[left].kv_pages == 7
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_only_the_last_offer_carries_the_result_row() -> None:
+    world, prefill, _, _, _ = meet_before_computing()
+    world.run()
+    assert [offer.result is not None for offer in prefill.said(Offer)] == [False, False, True]
+
+
+def test_a_transfer_waits_for_its_slowest_shard() -> None:
+    shards = (ShardId(0), ShardId(1), ShardId(2))
+    world, prefill, decode, _left, right = meet(shards=shards)
+    decode.holds.add(PagesLanded)
+    prefill.holds.add(PagesDigested)
+    world.run()
+    assert prefill.said(Offer) == []
+    digested = [parcel for parcel in prefill.held if parcel.make().shard != 2]
+    prefill.held = [parcel for parcel in prefill.held if parcel not in digested]
+    prefill.parcels += digested
+    prefill.holds.clear()
+    world.run()
+    assert prefill.said(Offer) == [], "one shard has not made its digests"
+    prefill.parcels, prefill.held = prefill.held, []
+    world.run()
+    landed = [parcel for parcel in decode.held if parcel.make().shard != 1]
+    decode.held = [parcel for parcel in decode.held if parcel not in landed]
+    decode.parcels += landed
+    decode.holds.clear()
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING, "one shard has nothing yet"
+    decode.parcels, decode.held = decode.held, []
+    world.run()
+    assert decode.tokens[right] == TOKENS
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_decode_that_holds_the_prefix_pulls_the_rest_only() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    world.pair(prefill, decode, prompt_len=100)
+    world.run()
+    _left, right = world.pair(prefill, decode, prompt_len=150)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(150, 4, seed=1)
+    assert decode.ended[right].kv_pages == 10 - 6
+    assert decode.ended[right].cached_tokens == 96
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_decode_that_holds_the_whole_prompt_gets_the_first_token_and_no_page() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    world.pair(prefill, decode, prompt_len=96)
+    world.run()
+    pulls = len(decode.said(PullPages))
+    left, right = world.pair(prefill, decode, prompt_len=96)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(96, 4, seed=1)
+    assert len(decode.said(PullPages)) == pulls
+    assert decode.ended[right].kv_pages == prefill.ended[left].kv_pages == 0
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_one_token_is_enough_and_the_pages_are_given_back() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    left, right = world.pair(prefill, decode, max_new_tokens=1)
+    world.run()
+    assert decode.tokens[right] == prefill.tokens[left] == expected_tokens(40, 1, seed=1)
+    assert decode.plans() == []
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_an_end_of_sequence_as_first_token_ends_decode_before_it_decodes() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    _left, right = world.pair(prefill, decode, max_new_tokens=50, eos_after=1)
+    world.run()
+    end = decode.ended[right]
+    assert isinstance(end, FinishRequest)
+    assert end.reason == "stop"
+    assert decode.plans() == []
+    assert prefill.state.tally.transfer_failed == 0
+
+
+def test_pages_stay_until_the_reads_are_drained() -> None:
+    world, prefill, _decode, left, _right = meet(prefix_cache=False)
+    prefill.holds.add(ReadsDrained)
+    world.run()
+    assert left in prefill.ended
+    assert prefill.state_of(left) is State.DRAINING
+    assert prefill.state.pool.num_free == 64 - 7
+    prefill.release()
+    world.run()
+    assert_nothing_is_held(prefill)
+
+
+def test_decode_asks_the_bootstrap_server_once_for_many_requests_and_remembers() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    for seed in range(5):
+        world.pair(prefill, decode, seed=seed)
+    world.run()
+    world.pair(prefill, decode, seed=9)
+    world.run()
+    assert len(decode.said(LearnPeer)) == 1
+    assert len(decode.ended) == 6
+
+
+def test_an_unknown_prefill_is_asked_for_again_until_it_is_there() -> None:
+    world = World()
+    prefill, decode = world.prefill(is_known=False), world.decode(learn_peer_ns=SECOND, learn_peer_tries=9)
+    _left, right = world.pair(prefill, decode, prompt_len=100)
+    world.advance(4 * SECOND)
+    assert decode.state_of(right) is State.BOOTSTRAPPING
+    assert 4 <= len(decode.said(LearnPeer)) <= 6
+    world.directory[prefill.address] = (prefill.name, "")
+    world.advance(2 * SECOND)
+    assert decode.tokens[right] == TOKENS
+
+
+@pytest.mark.parametrize("policy", list(LoadFailurePolicy))
+def test_a_prefill_that_is_never_found_is_given_up_long_before_the_deadline(policy: LoadFailurePolicy) -> None:
+    world = World()
+    prefill, decode = world.prefill(is_known=False), world.decode(load_failure=policy, learn_peer_tries=3)
+    _left, right = world.pair(prefill, decode, prompt_len=100)
+    world.advance(1 * SECOND)
+    assert decode.state_of(right) is State.BOOTSTRAPPING
+    world.advance(2 * SECOND)
+    assert len(decode.said(LearnPeer)) == 3
+    end = decode.ended[right]
+    if policy is LoadFailurePolicy.RECOMPUTE:
+        assert isinstance(end, FinishRequest)
+        assert (end.path, decode.tokens[right]) == (Path.FALLBACK, TOKENS)
+    else:
+        assert isinstance(end, FailRequest)
+        assert (end.cause, end.stage) == (Cause.PEER_UNKNOWN, "peer")
+    assert decode.state.tally.bootstrap_failed == 1
+
+
+# --- messages overtake, get lost, come twice -------------------------------------------------------------------------
+
+
+def test_a_ready_may_overtake_the_request_it_speaks_of() -> None:
+    world, prefill, decode, _left, right = meet()
+    prefill.holds.add(RequestArrived)
+    world.run()
+    assert len(prefill.state.stash) == 1
+    prefill.release()
+    world.run()
+    assert prefill.state.stash == {}
+    assert decode.tokens[right] == TOKENS
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_stashed_readies_are_bounded_and_expire() -> None:
+    world = World()
+    prefill, decode = world.prefill(stashed_readies=3, stash_ns=5 * SECOND), world.decode()
+    for number in range(10):
+        ready = Ready(Room(50 + number), 1, decode.name, prefill.name, "", 40)
+        world.send(prefill, PeerSaid(decode.name, ready))
+    world.run()
+    assert len(prefill.state.stash) == 3
+    world.advance(6 * SECOND)
+    request = world.submit(prefill, room=50)
+    world.run()
+    assert prefill.state_of(request) is State.PARKED, "a READY of long ago is not believed"
+
+
+def test_a_lost_ready_is_said_again() -> None:
+    world, prefill, decode, left, right = meet(resend_ns=SECOND)
+    prefill.drops.add(Ready)
+    world.run()
+    assert prefill.state_of(left) is State.PARKED
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    assert decode.tokens[right] == TOKENS
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_lost_offers_are_asked_for_again_from_where_decode_has_come_to() -> None:
+    world, prefill, decode, _left, right = meet_before_computing(resend_ns=SECOND)
+    world.run_until(lambda: len(decode.said(PullPages)) == 1)
+    decode.drops.add(Offer)
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING
+    decode.drops.clear()
+    world.advance(2 * SECOND)
+    assert decode.said(Ready)[-1].known_pages == 3
+    assert decode.tokens[right] == TOKENS
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_an_offer_twice_pulls_once() -> None:
+    world, _prefill, decode, _left, right = meet()
+    decode.holds.add(Offer)
+    world.run()
+    decode.held *= 2
+    decode.release()
+    world.run()
+    assert sum(len(pull.sources) for pull in decode.said(PullPages)) == 7
+    assert decode.tokens[right] == TOKENS
+
+
+def test_an_offer_that_leaves_a_gap_changes_nothing() -> None:
+    world, _prefill, decode, _left, right = meet_before_computing(resend_ns=SECOND)
+    decode.holds.add(Offer)
+    world.run()
+    _lost, *kept = decode.held
+    decode.held = kept
+    decode.release()
+    world.run()
+    assert decode.said(PullPages) == []
+    world.advance(2 * SECOND)
+    assert decode.tokens[right] == TOKENS
+
+
+def test_of_an_offer_that_overlaps_an_earlier_one_only_the_new_pages_are_pulled() -> None:
+    world, prefill, decode, _, right = meet_before_computing()
+    world.run_until(lambda: len(decode.said(PullPages)) == 1)
+    decode.holds.add(Offer)
+    world.run()
+    first, *_ = prefill.said(Offer)
+    whole = msgspec.structs.replace(
+        prefill.said(Offer)[-1],
+        first_page=0,
+        pages=sum((offer.pages for offer in prefill.said(Offer)), ()),
+        generations=sum((offer.generations for offer in prefill.said(Offer)), ()),
+        digests=(b"".join(offer.digests[0] for offer in prefill.said(Offer)),),
+    )
+    assert len(first.pages) == 3
+    assert len(whole.pages) == 7
+    decode.held.clear()
+    decode.holds.clear()
+    world.send(decode, PeerSaid(prefill.name, whole))
+    world.run()
+    assert [(pull.first_wanted, pull.sources) for pull in decode.said(PullPages)] == [
+        (0, first.pages),
+        (3, whole.pages[3:]),
+    ]
+    assert decode.tokens[right] == TOKENS
+    assert decode.ended[right].path == "remote"
+
+
+def test_every_duplicate_of_every_message_changes_nothing() -> None:
+    world, prefill, decode, _left, right = meet()
+    for replica in (prefill, decode):
+        replica.twice = {Ready, Offer, Release, PagesLanded, PagesDigested, ReadsDrained, PageRead, PeerLearned}
+    world.run()
+    assert decode.tokens[right] == TOKENS
+    assert sum(len(pull.sources) for pull in decode.said(PullPages)) == 7
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_lost_release_is_answered_from_the_tombstone_when_the_last_offer_is_said_again() -> None:
+    world, prefill, decode, left, right = meet(resend_ns=SECOND)
+    prefill.drops.add(Release)
+    world.run()
+    assert decode.tokens[right] == TOKENS
+    assert_nothing_is_held(decode)
+    assert prefill.state_of(left) is State.SENDING
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    assert isinstance(prefill.ended[left], FinishRequest)
+    assert_nothing_is_held(prefill)
+
+
+def test_a_lost_release_is_answered_while_the_request_still_runs_on_decode() -> None:
+    world, prefill, decode, left, right = meet(resend_ns=SECOND)
+    decode.holds.add(BatchReturned)
+    prefill.drops.add(Release)
+    world.run()
+    assert decode.state_of(right) is State.RUNNING
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    assert isinstance(prefill.ended[left], FinishRequest)
+
+
+def test_a_lost_abort_of_prefill_is_answered_at_the_next_ready() -> None:
+    world, prefill, decode, left, right = meet(resend_ns=SECOND)
+    decode.holds.add(PagesLanded)
+    decode.drops.add(Abort)
+    world.run()
+    world.abort(prefill, left)
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING
+    decode.drops.clear()
+    world.advance(2 * SECOND)
+    assert decode.cause(right) is Cause.PEER_ABORTED
+    decode.release()
+    world.run()
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_lost_abort_of_decode_is_answered_at_the_next_offer() -> None:
+    world, prefill, decode, left, right = meet(resend_ns=SECOND)
+    decode.holds.add(PagesLanded)
+    prefill.drops.add(Release)
+    world.run()
+    world.abort(decode, right)
+    world.run()
+    assert prefill.state_of(left) is State.SENDING
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+
+
+def test_a_release_may_overtake_the_request_it_speaks_of() -> None:
+    world, prefill, decode, left, right = meet()
+    prefill.holds.add(RequestArrived)
+    world.run()
+    world.abort(decode, right)
+    world.run()
+    prefill.release()
+    world.run()
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert prefill.plans() == [], "nothing is computed for a decode that has given up"
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode(tombstones=2)
+    rooms = []
+    for seed in range(4):
+        world.pair(prefill, decode, seed=seed)
+        rooms.append(world.next_room)
+        world.run()
+    assert list(decode.state.tombstones) == rooms[2:]
+
+
+# --- leases ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_decode_that_falls_silent_loses_its_lease() -> None:
+    world, prefill, decode, left, right = meet(lease_ns=5 * SECOND, resend_ns=SECOND)
+    decode.holds.add(PagesLanded)
+    world.run()
+    prefill.drops |= {Ready, PageRead, Release}
+    world.advance(4 * SECOND)
+    assert prefill.state_of(left) is State.SENDING
+    world.advance(2 * SECOND)
+    assert prefill.cause(left) is Cause.LEASE_EXPIRED
+    assert decode.ended.get(right) is None or decode.tokens[right] == TOKENS
+    decode.release()
+    world.advance(5 * SECOND)
+    assert decode.tokens[right] == TOKENS, "the late copy is refused and the prompt is computed here"
+    assert decode.ended[right].path == "fallback"
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("sign_of_life", [Ready, PageRead])
+def test_a_word_or_a_read_renews_the_lease(sign_of_life: type) -> None:
+    world, prefill, decode, left, _right = meet(lease_ns=5 * SECOND, resend_ns=SECOND)
+    decode.holds.add(PagesLanded)
+    world.run()
+    prefill.drops |= {Ready, PageRead} - {sign_of_life}
+    for _ in range(12):
+        if sign_of_life is PageRead:
+            world.send(prefill, PageRead(left, ShardId(0)))
+        world.advance(SECOND)
+    assert prefill.state_of(left) is State.SENDING
+    assert prefill.progress(left).sender.state >= TransferState.WAITING_FOR_INPUT
+
+
+def test_saying_the_last_offer_again_does_not_renew_the_lease() -> None:
+    world, prefill, decode, left, _right = meet(lease_ns=5 * SECOND, resend_ns=SECOND)
+    decode.drops.add(Offer)
+    prefill.drops |= {Ready}
+    world.run()
+    prefill.drops.clear()
+    world.advance(SECOND)
+    prefill.drops |= {Ready, PageRead}
+    world.advance(7 * SECOND)
+    assert len(prefill.said(Offer)) > 4
+    assert prefill.cause(left) is Cause.LEASE_EXPIRED
+
+
+# --- peers that restart, differ, or lie ------------------------------------------------------------------------------
+
+
+def test_a_room_that_is_live_is_refused_to_the_newcomer_only() -> None:
+    for half in ("prefill", "decode"):
+        world, prefill, decode, _left, right = meet()
+        world.run_until(lambda decode=decode, right=right: decode.state_of(right) is State.ARRIVING)
+        here = prefill if half == "prefill" else decode
+        peer = None if half == "prefill" else prefill.address
+        newcomer = world.submit(here, prompt_len=100, room=world.next_room, peer=peer)
+        world.run()
+        assert here.cause(newcomer) is Cause.DUPLICATE_ROOM
+        assert decode.tokens[right] == TOKENS
+        assert_nothing_is_held([prefill, decode])
+
+
+def test_layouts_that_differ_end_both_halves_with_that_cause() -> None:
+    world = World()
+    prefill, decode = world.prefill(layout="a"), world.decode(layout="b")
+    left, right = world.pair(prefill, decode)
+    world.run()
+    assert decode.cause(right) is Cause.LAYOUT_MISMATCH
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_prefill_refuses_a_ready_with_another_layout() -> None:
+    world = World()
+    prefill, decode = world.prefill(layout="a"), world.decode(layout="b")
+    world.directory[prefill.address] = (prefill.name, "b")
+    left, right = world.pair(prefill, decode)
+    world.run()
+    assert prefill.cause(left) is Cause.LAYOUT_MISMATCH
+    assert decode.cause(right) is Cause.LAYOUT_MISMATCH
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("is_request_there", [True, False])
+def test_a_ready_for_an_earlier_life_of_the_prefill_is_refused(is_request_there: bool) -> None:
+    world = World()
+    prefill, decode = world.prefill(epoch=2), world.decode()
+    left = world.submit(prefill, prompt_len=100, room=7) if is_request_there else None
+    world.run()
+    ready = Ready(Room(7), 1, decode.name, Incarnation("prefill", 1), "", 100)
+    world.send(prefill, PeerSaid(decode.name, ready))
+    world.run()
+    (abort,) = prefill.said(Abort)
+    assert (abort.room, abort.cause) == (7, Cause.PEER_LOST)
+    assert left is None or prefill.state_of(left) is State.PARKED
+
+
+def test_a_prefill_that_restarts_is_met_again_under_its_new_epoch() -> None:
+    world, prefill, decode, _left, right = meet()
+    decode.holds.add(PagesLanded)
+    world.run()
+    world.kill(prefill)
+    world.run()
+    reborn = world.prefill(epoch=2)
+    decode.release()
+    _, again = world.pair(reborn, decode, prompt_len=100, seed=2)
+    world.run()
+    assert decode.tokens[right] == TOKENS
+    assert decode.ended[right].path == "fallback"
+    assert decode.tokens[again] == expected_tokens(100, 4, seed=2)
+    assert decode.ended[again].path == "remote"
+    assert_nothing_is_held([decode, reborn])
+
+
+def test_a_second_decode_cannot_take_a_room_over() -> None:
+    world = World()
+    prefill, decode, thief = world.prefill(), world.decode(), world.decode("thief")
+    _left, right = world.pair(prefill, decode, prompt_len=100)
+    decode.holds.add(PagesLanded)
+    world.run()
+    stolen = world.submit(thief, prompt_len=100, room=world.next_room, peer=prefill.address)
+    world.run()
+    assert thief.ended[stolen].path == "fallback"
+    decode.release()
+    world.run()
+    assert decode.ended[right].path == "remote"
+    assert decode.tokens[right] == TOKENS
+
+
+def test_a_prompt_of_another_length_is_refused_by_prefill() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    room = world.room()
+    left = world.submit(prefill, prompt_len=100, room=room)
+    right = world.submit(decode, prompt_len=101, room=room, peer=prefill.address)
+    world.run()
+    assert prefill.cause(left) is Cause.PROTOCOL
+    assert decode.cause(right) is Cause.PROTOCOL
+
+
+def offered(world: World, decode: object) -> Offer:
+    """Hold the last offer back and return it."""
+    decode.holds.add(Offer)
+    world.run()
+    event = decode.held[-1].make()
+    assert isinstance(event, PeerSaid)
+    decode.held.clear()
+    decode.holds.clear()
+    assert isinstance(event.message, Offer)
+    return event.message
+
+
+LIES = {
+    "result row of another room": lambda offer: {"result": msgspec.structs.replace(offer.result, room=Room(1))},
+    "result row without a token": lambda offer: {"result": msgspec.structs.replace(offer.result, token=b"")},
+    "result row with impossible flags": lambda offer: {"result": msgspec.structs.replace(offer.result, flags=-1)},
+    "another number of pages": lambda offer: {"total_pages": 9},
+    "more pages than the prompt has": lambda offer: {"pages": offer.pages * 2, "generations": offer.generations * 2},
+    "fewer generations than pages": lambda offer: {"generations": ()},
+    "short digests": lambda offer: {"digests": (b"1234567",)},
+    "digests of too many shards": lambda offer: {"digests": offer.digests * 2},
+    "a negative first page": lambda offer: {"first_page": -1},
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_offer_that_cannot_be_true_ends_the_request_with_protocol(lie: str) -> None:
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=512), world.decode()
+    left, right = world.pair(prefill, decode, prompt_len=100)
+    offer = offered(world, decode)
+    world.send(decode, PeerSaid(prefill.name, msgspec.structs.replace(offer, **LIES[lie](offer))))
+    world.run()
+    assert decode.cause(right) is Cause.PROTOCOL
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("change", [{"attempt": 2}, {"source": Incarnation("prefill", 9)}])
+def test_an_offer_of_another_attempt_or_life_is_ignored(change: dict) -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    _left, right = world.pair(prefill, decode, prompt_len=100)
+    offer = offered(world, decode)
+    world.send(decode, PeerSaid(prefill.name, msgspec.structs.replace(offer, **change)))
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING
+    world.advance(2 * SECOND)
+    assert decode.tokens[right] == TOKENS
+
+
+@pytest.mark.parametrize("held_pages", [-1, 8])
+def test_a_ready_with_an_impossible_count_ends_the_request_with_protocol(held_pages: int) -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    left = world.submit(prefill, prompt_len=100, room=7)
+    world.send(
+        prefill, PeerSaid(decode.name, Ready(Room(7), 1, decode.name, prefill.name, "", 100, held_pages=held_pages))
+    )
+    world.run()
+    assert prefill.cause(left) is Cause.PROTOCOL
+    assert_nothing_is_held(prefill)
+
+
+def test_done_before_everything_was_offered_is_a_lie() -> None:
+    world, prefill, decode, left, _right = meet_before_computing()
+    world.run_until(lambda: len(prefill.said(Offer)) == 1)
+    world.send(prefill, PeerSaid(decode.name, Release(Room(world.next_room), decode.name, "done")))
+    world.run()
+    assert prefill.cause(left) is Cause.PROTOCOL
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_decode_that_needs_nothing_lets_prefill_end_well() -> None:
+    world, prefill, decode, left, _right = meet()
+    decode.holds.add(RequestArrived)
+    world.send(prefill, PeerSaid(decode.name, Release(Room(world.next_room), decode.name, "not_needed")))
+    world.run()
+    end = prefill.ended[left]
+    assert isinstance(end, FinishRequest)
+    assert end.path == "local"
+    assert_nothing_is_held(prefill)
+
+
+# --- transfers that fail ---------------------------------------------------------------------------------------------
+
+
+def test_a_failed_transfer_is_drained_before_its_pages_are_used_again() -> None:
+    world, prefill, decode, left, right = meet(prefix_cache=False)
+    decode.holds |= {PagesLanded, TransferDrained}
+    world.run()
+    world.send(decode, TransferFailed(right, 1, ShardId(0), Cause.CORRUPT_PAGES, "page 3"))
+    world.run()
+    assert decode.state_of(right) is State.RECOVERING
+    assert len(decode.said(CancelPull)) == 1
+    assert decode.state.pool.num_free == 64 - 7
+    decode.release()
+    world.run()
+    assert decode.tokens[right] == TOKENS
+    assert decode.ended[right].path == "fallback"
+    assert decode.ended[right].computed_tokens == 100
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("landed_too_early", [True, False])
+def test_news_of_an_earlier_attempt_is_ignored(landed_too_early: bool) -> None:
+    world, _prefill, decode, _left, right = meet()
+    decode.holds.add(PagesLanded)
+    world.run()
+    stale = PagesLanded(right, 0, ShardId(0), 7)
+    world.send(decode, stale if landed_too_early else TransferFailed(right, 0, ShardId(0), Cause.CORRUPT_PAGES))
+    decode.holds.clear()
+    world.turn(decode)
+    assert decode.state_of(right) is State.ARRIVING
+    decode.parcels, decode.held = decode.held, []
+    world.run()
+    assert decode.ended[right].path == "remote"
+
+
+def test_a_failed_transfer_ends_the_request_where_recomputing_is_not_allowed() -> None:
+    world, prefill, decode, _left, right = meet(load_failure="fail")
+    decode.holds.add(PagesLanded)
+    world.run()
+    world.send(decode, TransferFailed(right, 1, ShardId(0), Cause.CORRUPT_PAGES, "page 3"))
+    world.run()
+    assert decode.cause(right) is Cause.CORRUPT_PAGES
+    assert_nothing_is_held(prefill)
+    decode.release()
+    world.run()
+    assert_nothing_is_held(decode)
+
+
+def test_a_page_that_was_given_to_somebody_else_is_told_by_its_generation() -> None:
+    world, prefill, decode, left, right = meet(prefix_cache=False)
+    decode.holds.add(PagesLanded)
+    world.run()
+    world.abort(prefill, left)
+    decode.drops.add(Abort)
+    world.run()
+    world.submit(prefill, prompt_len=100, seed=5)
+    world.run()
+    decode.release()
+    world.run()
+    assert decode.ended[right].path == "fallback"
+    assert decode.tokens[right] == TOKENS
+
+
+def test_a_prefill_whose_result_is_invalid_ends_both_halves() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    left, right = world.pair(prefill, decode, prompt_len=100, invalid_after=1)
+    world.run()
+    assert prefill.cause(left) is Cause.INVALID_LOGITS
+    assert right in decode.ended
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_refused_prefill_half_is_told_to_decode_when_it_says_ready() -> None:
+    world = World()
+    prefill, decode = world.prefill(num_pages=4), world.decode()
+    left, right = world.pair(prefill, decode, prompt_len=100)
+    world.run()
+    assert prefill.cause(left) is Cause.PROMPT_TOO_LONG
+    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode(num_pages=8)
+    world.pair(prefill, decode, prompt_len=10)
+    world.run()
+    left, right = world.pair(prefill, decode, prompt_len=300)
+    world.run()
+    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_the_loss_of_a_peer_nobody_talks_to_changes_nothing() -> None:
+    world, prefill, decode, _left, right = meet()
+    for replica in (prefill, decode):
+        world.send(replica, PeerLost(Incarnation("stranger", 1)))
+    world.run()
+    assert decode.tokens[right] == TOKENS
+
+
+def test_nothing_is_revoked_that_was_never_published() -> None:
+    world = World()
+    prefill = world.prefill()
+    left = world.submit(prefill, prompt_len=100, room=7)
+    world.run()
+    world.abort(prefill, left)
+    world.run()
+    assert prefill.said(RevokePages) == []
+    assert_nothing_is_held(prefill)
+
+
+def test_published_pages_survive_a_flush() -> None:
+    world, prefill, decode, _left, right = meet()
+    decode.holds.add(PagesLanded)
+    world.run()
+    world.send(prefill, FlushRequested())
+    world.run()
+    decode.release()
+    world.run()
+    assert decode.ended[right].path == "remote"
+
+
+def test_the_flags_of_the_first_token_travel_with_it() -> None:
+    row = ResultRow(Room(1), b"\1\0\0\0", TokenFlag.EOS, b"", 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=ResultRow) == row
