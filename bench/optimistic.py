@@ -117,9 +117,8 @@ def main() -> None:
     args = parser.parse_args()
     prefill_s, rows = measure(args.repetitions)
     if not args.json:
-        print(
-            f"prefill time {prefill_s * 1000:.0f} ms\n{'delay':>6} {'policy':>7} {'mean ms':>9} {'P99 ms':>9} {'off/this':>9}"
-        )
+        print(f"prefill time {prefill_s * 1000:.0f} ms")
+        print(f"{'delay':>6} {'policy':>7} {'mean ms':>9} {'P99 ms':>9} {'off/this':>9}")
         for row in sorted(rows, key=lambda row: (row["delay"], POLICIES.index(str(row["policy"])))):
             print(
                 f"{row['delay']:>6} {row['policy']:>7} {row['mean_ms']:>9.0f} {row['p99_ms']:>9.0f} {row['gain']:>9.2f}"
