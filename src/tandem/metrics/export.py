@@ -2,7 +2,8 @@
 
 Names are `sglang:*` where the meaning is SGLang's, so that existing boards, gateways and benchmarks find them, and
 `tandem:*` otherwise. The node's numbers come as a flat mapping whose keys are metric names without prefix, optionally
-with labels (`num_prefill_retries_total{reason=forced}`): whatever the node counts is exported, nothing else is.
+with labels (`num_prefill_retries_total{reason=forced}`): whatever the node counts is exported, nothing else is. What
+has a `_bucket{le=...}` is a histogram, with its `_count` and `_sum`.
 """
 
 import re
@@ -33,6 +34,9 @@ HELP = {
     "num_bootstrap_failed_reqs_total": "Requests that failed before the two sides had met.",
     "num_transfer_failed_reqs_total": "Requests whose transfer failed.",
     "num_prefill_retries_total": "Prefills that gave their pages back and ran again.",
+    "prefill_delayer_outcomes_total": "Passes of the prefill delayer by what it decided.",
+    "prefill_delayer_wait_forward_passes": "Passes that a prompt batch waited for; 0: none.",
+    "prefill_delayer_wait_seconds": "Seconds that a prompt batch waited; 0: none.",
     "num_retracted_reqs": "Requests pushed back from the running batch.",
     "gen_throughput": "Tokens generated per second.",
 }
@@ -76,8 +80,13 @@ class Exporter:
 
     def _node(self, node: Mapping[str, float]) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
+        histograms = dict.fromkeys(key.partition("_bucket{")[0] for key in node if "_bucket{" in key)
+        for name in histograms:
+            families[name] = self._node_histogram(name, node)
         for key, value in node.items():
             name, labels = parse_key(key)
+            if name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") in histograms:
+                continue
             family = families.get(name)
             if family is None:
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
@@ -86,6 +95,13 @@ class Exporter:
                 family = families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
             family.add_metric((*self._labels, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
         yield from families.values()
+
+    def _node_histogram(self, name: str, node: Mapping[str, float]) -> Metric:
+        found = [(parse_key(key), value) for key, value in node.items()]
+        buckets = [(labels["le"], value) for (bucket, labels), value in found if bucket == name + "_bucket"]
+        family = HistogramMetricFamily("sglang:" + name, HELP.get(name, name.replace("_", " ") + "."), labels=LABELS)
+        family.add_metric(self._labels, buckets, node[name + "_sum"])
+        return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=LABELS)
