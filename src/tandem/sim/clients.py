@@ -1,0 +1,49 @@
+"""Clients and router: what they asked of which replica, and what they got.
+
+A disaggregated request has two halves that share a room, one on a prefill and one on a decode; a unified one has one.
+Nothing is retried: every half lives and ends where it was sent.
+"""
+
+from dataclasses import dataclass, field
+
+from tandem.core.commands import FailRequest, FinishRequest
+from tandem.core.settings import Role
+from tandem.core.values import RequestId, Room
+from tandem.sim.workload import Ask
+
+
+@dataclass(slots=True, eq=False)
+class Half:
+    """One request as one replica knows it."""
+
+    exchange: "Exchange"
+    ask: Ask
+    role: Role
+    replica: str
+    request: RequestId
+    room: Room | None
+    arrived_at: int
+    deadline: int
+    pauses_before_ns: int  # pauses of the replica until the arrival
+    must_finish: bool = False  # asked after everything was healed
+    tokens: int = 0  # emitted so far, all of them checked
+    last_token_at: int | None = None
+    has_started: bool = False
+    stop_sent: bool = False
+    abort_sent_at: int | None = None
+    terminal: FinishRequest | FailRequest | None = None
+    ended_at: int | None = None  # also when its replica died
+
+    @property
+    def is_open(self) -> bool:
+        return self.ended_at is None
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """One client request and its halves."""
+
+    ask: Ask
+    room: Room | None
+    halves: list[Half] = field(default_factory=list)
+    has_left: bool = False

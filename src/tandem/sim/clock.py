@@ -1,0 +1,41 @@
+"""Virtual time: integer nanoseconds, and a heap of what is going to happen.
+
+Two things that are due at the same instant happen in the order in which they were put in, so a run is a function of
+the seed alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any  # arguments of scheduled actions are whatever the action takes
+
+from tandem.core.values import Nanos
+
+Action = Callable[..., None]
+
+
+@dataclass(slots=True)
+class Clock:
+    time: int = 0
+    num_scheduled: int = 0
+    heap: list[tuple[int, int, Action, tuple[Any, ...]]] = field(default_factory=list)
+
+    def now(self) -> Nanos:
+        return Nanos(self.time)
+
+    def at(self, time_ns: int, action: Action, *arguments: Any) -> None:
+        """Call `action(*arguments)` at `time_ns`, or now if that has passed."""
+        self.num_scheduled += 1
+        heappush(self.heap, (max(int(time_ns), self.time), self.num_scheduled, action, arguments))
+
+    def after(self, delay_ns: float, action: Action, *arguments: Any) -> None:
+        self.at(self.time + int(delay_ns), action, *arguments)
+
+    def next_time(self) -> int | None:
+        """When the next thing happens; None when nothing is left."""
+        return self.heap[0][0] if self.heap else None
+
+    def run_next(self) -> None:
+        """Go to the next thing and do it."""
+        self.time, _, action, arguments = heappop(self.heap)
+        action(*arguments)

@@ -1,0 +1,51 @@
+"""Messages that nobody who keeps the protocol would send: from a stranger, about rooms that exist."""
+
+from random import Random
+
+from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release, ResultRow
+from tandem.core.pd.transfer import Receiver
+from tandem.core.values import SECOND, Cause, Incarnation, Nanos, Room
+from tandem.sim.replica import Life
+
+STRANGER = Incarnation("stranger", 1)
+
+
+def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation, Message]:
+    """(who says it, what). The stranger may claim to speak for a replica; the connection still is the stranger's."""
+    names = sorted(life.node.state.peers.values(), key=lambda known: known.incarnation)
+    claimed = random.choice(names).incarnation if names and random.random() < 0.5 else STRANGER
+    attempt = random.choice((0, 1, 1, 2))
+    match random.randrange(4):
+        case 0:
+            ready = Ready(
+                room, attempt, claimed, life.incarnation, life.settings.layout, random.randrange(1, 100),
+                held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4),
+            )  # fmt: skip
+            return STRANGER, ready
+        case 1 if (end := _receiver(life, room)) is not None:  # a forged result behind the pages of the real prefill
+            row = ResultRow(room, random.randbytes(4), 0, b"", 0)
+            digests = tuple(b"" for _ in life.settings.shards)
+            source, total = end.peer or claimed, end.total_pages
+            offer = Offer(room, end.attempt, source, end.offered, (), (), digests, Nanos(SECOND), total, row)
+            return STRANGER, offer
+        case 1:
+            num_pages = random.randrange(0, 4)
+            row = ResultRow(room, random.randbytes(4), 0, b"", 0)
+            offer = Offer(
+                room, attempt, claimed, random.randrange(0, 3), tuple(range(num_pages)), (0,) * num_pages,
+                tuple(random.randbytes(8 * num_pages) for _ in life.settings.shards), Nanos(random.randrange(1 << 40)),
+                random.randrange(0, 9), row if random.random() < 0.5 else None,
+            )  # fmt: skip
+            return STRANGER, offer
+        case 2:
+            outcome = random.choice(("done", "aborted", "not_needed"))
+            return STRANGER, Release(room, claimed, outcome, random.choice((None, Cause.ABORTED)))
+        case _:
+            return STRANGER, Abort(room, claimed, random.choice(tuple(Cause)), "made up")
+
+
+def _receiver(life: Life, room: Room) -> Receiver | None:
+    """The decode end of this room, if it is here: a liar who has listened knows what fits."""
+    state = life.node.state
+    progress = state.requests.get(state.rooms[room]) if room in state.rooms else None
+    return progress.receiver if progress is not None else None

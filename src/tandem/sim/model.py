@@ -1,0 +1,43 @@
+"""The fake model: KV content and tokens as pure functions of everything that the row has read.
+
+The KV of a position is a 64-bit number made of its token, its position and the sum of all KV before it; the sampled
+token is made of the sum of all KV of its row. So one wrong, stale or foreign slot anywhere in the pages of a request
+changes every token after it, and a sum over whole pages is enough to read them.
+
+A shard holds the content times its weight (1, 2, 4, ...). The weights of all shards add up to an odd number, which has
+an inverse modulo 2^64: the sum over the shards gives the content back, and a shard that is wrong shows.
+"""
+
+MASK = (1 << 64) - 1
+EOS_TOKEN = 2
+FIRST_TOKEN = 10  # ordinary tokens are [FIRST_TOKEN, FIRST_TOKEN + VOCABULARY)
+VOCABULARY = 30_000
+
+
+def kv_content(*, sum_before: int, token: int, position: int) -> int:
+    """KV of one position, given the sum of the KV of all positions before it."""
+    mixed = (sum_before * 0x9E3779B97F4A7C15 + token * 0xC2B2AE3D27D4EB4F + position * 0x165667B19E3779F9 + 1) & MASK
+    return ((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) & MASK
+
+
+def sample(*, kv_sum: int, position: int, eos_one_in: int) -> int:
+    """The token that follows `position`, given the sum of the KV of [0, position].
+
+    eos_one_in: about one token in so many is end-of-sequence; 0 means never.
+    """
+    mixed = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
+    mixed ^= mixed >> 33
+    if eos_one_in and mixed % eos_one_in == 0:
+        return EOS_TOKEN
+    return FIRST_TOKEN + (mixed >> 8) % VOCABULARY
+
+
+def shard_weight(shard_index: int) -> int:
+    return 1 << shard_index
+
+
+def content_of_shards(sum_over_shards: int, num_shards: int) -> int:
+    """What the shards hold together, divided by the sum of their weights."""
+    if num_shards == 1:
+        return sum_over_shards & MASK
+    return sum_over_shards * pow((1 << num_shards) - 1, -1, 1 << 64) & MASK

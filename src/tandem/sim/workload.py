@@ -1,0 +1,102 @@
+"""What clients ask for in one seed: prompts that share beginnings, lengths, deadlines, stop strings, departures."""
+
+from dataclasses import dataclass, field
+from random import Random
+
+from tandem.core.values import MILLISECOND, SECOND
+from tandem.sim.model import FIRST_TOKEN, VOCABULARY
+from tandem.sim.oracle import Script
+
+
+@dataclass(slots=True)
+class WorkloadSettings:
+    num_requests: int = 40
+    duration_ns: int = 60 * SECOND  # arrivals are spread over it
+    burst: float = 0.2  # share of requests that come together with the one before
+    num_prefixes: int = 4
+    prompt_len_max: int = 96
+    output_len_max: int = 32
+    timeout_ns_range: tuple[int, int] = (20 * SECOND, 120 * SECOND)
+    tight_deadlines: float = 0.0  # share with a deadline of 0.05 to 2 s
+    aborts: float = 0.0  # share whose client leaves at a random moment
+    stops: float = 0.05  # share that end by a stop string
+    hostile_rooms: float = 0.0  # share that repeat the room of an earlier request
+
+
+@dataclass(slots=True)
+class Ask:
+    """One client request, before it is routed."""
+
+    index: int
+    arrives_at: int
+    script: Script
+    timeout_ns: int
+    priority: int
+    leaves_after_ns: int | None  # the client goes away
+    stops_after: int | None  # tokens after which the edge sees a stop string
+    repeats_room: bool
+    must_finish: bool = False  # nothing is wrong any more: it has to get its tokens
+
+
+@dataclass(slots=True)
+class Workload:
+    random: Random
+    settings: WorkloadSettings
+    prefixes: list[tuple[int, ...]] = field(default_factory=list)
+
+    def draw(self) -> list[Ask]:
+        """All requests of the seed, in order of arrival."""
+        settings, random = self.settings, self.random
+        for _ in range(settings.num_prefixes):
+            self.prefixes.append(self._tokens(random.randrange(1, max(2, settings.prompt_len_max * 3 // 4))))
+        asks: list[Ask] = []
+        time = 0
+        for index in range(settings.num_requests):
+            if random.random() >= settings.burst:
+                time += int(random.expovariate(1.0) * settings.duration_ns / settings.num_requests)
+            prompt = self._prompt(asks)
+            asks.append(self._ask(index, time, prompt))
+        return asks
+
+    def _prompt(self, asks: list[Ask]) -> tuple[int, ...]:
+        """A new prompt, one with a common beginning, or the next turn of an earlier conversation."""
+        settings, random = self.settings, self.random
+        draw = random.random()
+        start: tuple[int, ...] = ()
+        if draw < 0.5:
+            start = random.choice(self.prefixes)
+        elif draw < 0.7 and asks:
+            script = random.choice(asks).script
+            stop = len(script.prompt) + random.randrange(script.output_length() + 1)
+            start = tuple(script.tokens[:stop][: settings.prompt_len_max - 1])
+        return start + self._tokens(random.randrange(1, max(2, settings.prompt_len_max - len(start) + 1)))
+
+    def _ask(self, index: int, time: int, prompt: tuple[int, ...]) -> Ask:
+        settings, random = self.settings, self.random
+        max_new_tokens = random.randrange(1, settings.output_len_max + 1)
+        eos_one_in = random.choice((0, 8, 30))
+        timeout_ns = random.randrange(*settings.timeout_ns_range)
+        if random.random() < settings.tight_deadlines:
+            timeout_ns = random.randrange(50 * MILLISECOND, 2 * SECOND)
+        leaves = int(random.lognormvariate(-1.5, 2.0) * SECOND) if random.random() < settings.aborts else None
+        stops_after = random.randrange(1, max_new_tokens + 1) if random.random() < settings.stops else None
+        return Ask(
+            index,
+            time,
+            Script(prompt, max_new_tokens, eos_one_in),
+            timeout_ns,
+            random.randrange(3) if random.random() < 0.2 else 0,
+            leaves,
+            stops_after,
+            repeats_room=random.random() < settings.hostile_rooms,
+        )
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        draw = self.random.random
+        return tuple(FIRST_TOKEN + int(draw() * VOCABULARY) for _ in range(count))
+
+
+def plain_ask(random: Random, index: int, time: int, prompt_len_max: int) -> Ask:
+    """A small request that a healthy pair has to answer."""
+    prompt = tuple(FIRST_TOKEN + random.randrange(VOCABULARY) for _ in range(random.randrange(1, prompt_len_max + 1)))
+    return Ask(index, time, Script(prompt, 3, 0), 300 * SECOND, 0, None, None, repeats_room=False, must_finish=True)
