@@ -1,8 +1,9 @@
 """CPU per streamed token in the API process, as a ratio to a bare ASGI app that streams chunks of the same size.
 
-Both run under the same uvicorn settings in a process of their own and are read by the same client. The bare app yields
-ready-made bytes: the floor of what HTTP streaming costs here. Tandem's process parses, tokenizes, talks to its node,
-detokenizes and formats. CPU seconds are the operating system's own account of that one process.
+Both run under uvicorn in a process of their own and are read by the same client. The bare app sends ready-made bytes,
+one chunk per stream and tick, at the pace at which Tandem's tokens came: the floor of what streaming costs here.
+Tandem's process parses, tokenizes, talks to its node, detokenizes and formats. CPU seconds are the operating system's
+account of that one process.
 
     python bench/stream_cpu.py [--requests 16] [--tokens 256] [--json]
 """
@@ -25,14 +26,24 @@ from tandem.cli.fleet import Fleet, free_ports, serve_words
 BARE_APP = """
 import asyncio, sys, uvicorn
 CHUNK = b"data: " + b"x" * int(sys.argv[2]) + b"\\n\\n"
+tick = asyncio.Event()
+ticker = None
+async def run_ticker():
+    global tick
+    while True:
+        await asyncio.sleep(float(sys.argv[3]))
+        last, tick = tick, asyncio.Event()
+        last.set()
 async def app(scope, receive, send):
     if scope["type"] != "http":
         return
+    global ticker
+    ticker = ticker or asyncio.ensure_future(run_ticker())
     tokens = int(scope["path"].strip("/") or 0)
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
     for _ in range(tokens):
+        await tick.wait()
         await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
-        await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b""})
 uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[1]), log_level="error", lifespan="off")
 """
@@ -62,8 +73,8 @@ def stream_all(requests: int, ask) -> tuple[int, int]:  # ask: callable taking a
     return sum(chunks), sum(size)
 
 
-def measure_tandem(requests: int, tokens: int) -> tuple[float, int]:
-    """(CPU microseconds per token, bytes per chunk) of the API process."""
+def measure_tandem(requests: int, tokens: int) -> tuple[float, int, float]:
+    """CPU microseconds per token of the API process, bytes per chunk, and seconds between two tokens of a stream."""
     (port,) = free_ports(1)
     words = [*serve_words("tandem/mini", port), "--max-running-requests", str(requests)]
     body = {
@@ -82,15 +93,16 @@ def measure_tandem(requests: int, tokens: int) -> tuple[float, int]:
             return client.stream("POST", f"{server.url}/v1/completions", json=body)
 
         stream_all(2, ask)  # warm-up
-        before = cpu_seconds(server.process.pid)
+        before, began = cpu_seconds(server.process.pid), time.perf_counter()
         chunks, size = stream_all(requests, ask)
-        return (cpu_seconds(server.process.pid) - before) / (requests * tokens) * 1e6, size // chunks
+        pace_s = (time.perf_counter() - began) / tokens
+        return (cpu_seconds(server.process.pid) - before) / (requests * tokens) * 1e6, size // chunks, pace_s
 
 
-def measure_bare(requests: int, tokens: int, chunk_bytes: int) -> float:
+def measure_bare(requests: int, tokens: int, chunk_bytes: int, pace_s: float) -> float:
     """CPU microseconds per chunk of the bare app."""
     (port,) = free_ports(1)
-    process = subprocess.Popen([sys.executable, "-c", BARE_APP, str(port), str(chunk_bytes)])
+    process = subprocess.Popen([sys.executable, "-c", BARE_APP, str(port), str(chunk_bytes), str(pace_s)])
     try:
         for _ in range(200):
             try:
@@ -112,13 +124,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    tandem_us, chunk_bytes = measure_tandem(args.requests, args.tokens)
-    bare_us = measure_bare(args.requests, args.tokens, chunk_bytes)
+    tandem_us, chunk_bytes, pace_s = measure_tandem(args.requests, args.tokens)
+    bare_us = measure_bare(args.requests, args.tokens, chunk_bytes, pace_s)
     if not args.json:
         print(f"{'':>10} {'CPU us per token':>17}")
         for name, value in (("tandem", tandem_us), ("bare ASGI", bare_us), ("ratio", tandem_us / bare_us)):
             print(f"{name:>10} {value:>17.2f}")
-    result = {"tandem_us": tandem_us, "bare_us": bare_us, "ratio": tandem_us / bare_us, "chunk_bytes": chunk_bytes}
+    result = {
+        "tandem_us": tandem_us,
+        "bare_us": bare_us,
+        "ratio": tandem_us / bare_us,
+        "chunk_bytes": chunk_bytes,
+        "pace_s": pace_s,
+    }
     settings = {"requests": args.requests, "tokens": args.tokens}
     print(json.dumps({"bench": "stream_cpu", **result, **settings, **conditions()}))
 
