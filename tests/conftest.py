@@ -1,6 +1,7 @@
 """Hypothesis in a reproducible profile, and a table at the end: how long each part of the suite took, and may take."""
 
 import os
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,4 +72,6 @@ class PartTimes:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts a suite in the background has it ignore Ctrl+C, and programs under test would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(PartTimes(), "part-times")

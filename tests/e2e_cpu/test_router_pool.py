@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 
+from tandem.server import http_pool
 from tandem.server.http_pool import PooledTransport
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nbody"
@@ -102,6 +103,20 @@ def test_a_connection_that_the_server_has_closed_is_not_used_again() -> None:
                 assert (await client.get(server.url)).content == b"body"
                 await until_closed(server, count)
             assert server.num_accepted == 3
+
+    asyncio.run(story())
+
+
+def test_connections_of_a_busier_time_are_closed_while_requests_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "KEEPALIVE_SECONDS", 0.5)
+
+    async def story() -> None:
+        async with served() as (server, client):
+            server.closes_after = 1_000_000
+            await asyncio.gather(*(client.get(server.url) for _ in range(5)))
+            async with asyncio.timeout(5):
+                while server.num_accepted - server.num_closed > 1:
+                    await client.get(server.url)
 
     asyncio.run(story())
 

@@ -52,8 +52,14 @@ class PooledTransport(httpx.AsyncBaseTransport):
         await self.aclose()
 
     async def give_back(self, connection: httpcore.AsyncHTTPConnection, origin: httpcore.Origin) -> None:
-        """After the body: keep it if it can serve another request."""
+        """After the body: keep it if it can serve another request.
+
+        The one that has idled longest is looked at each time: `_take` never gets down to it while there is traffic,
+        and what a busy hour has left would stay open, here and at the server, until the traffic stops.
+        """
         idle = self._idle.setdefault(str(origin), [])
+        if idle and idle[0].has_expired():
+            await idle.pop(0).aclose()
         if connection.is_idle() and len(idle) < IDLE_MAX:
             idle.append(connection)
         else:
