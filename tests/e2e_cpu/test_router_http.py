@@ -231,6 +231,14 @@ def test_a_prefill_that_ends_with_an_error_after_its_head_leaves_the_word_to_dec
         assert response.headers["x-tandem-path"] == "fallback"
 
 
+def test_a_prefill_whose_server_ends_after_its_head_is_replaced_because_it_has_told_decode_nothing() -> None:
+    with fleet(2, 2) as made:
+        made.prefills[0].behaves(Answer(body={"error": {"code": "worker_lost", "message": "gone"}}))
+        made.decodes[0].behaves(Hang())
+        assert post(made).status_code == 200
+        assert len(made.prefills[1].rooms) == 1
+
+
 def test_a_prefill_that_breaks_after_its_head_is_replaced() -> None:
     with fleet(2, 2) as made:
         made.prefills[0].behaves(Die(is_stream=False, once=lambda: made.decodes[0].generations))

@@ -7,6 +7,7 @@
     late            no token a second after its deadline, or a gap between two tokens beyond the limit; of a document
                     the client sees no token before its end, so it has both times
     wrong           a token that is not the expected one, or a wrong number of them
+    mistake         a code that no fault explains, such as logits that are not finite or a room that is taken
     unnamed         ended without a code: a torn answer, an unknown code, a broken connection while the router lived
 
 A router that was killed takes its connections with it. As the OpenAI client does, a client then connects again and
@@ -30,6 +31,10 @@ from tandem.server.errors import RULES
 GRACE_S = 1.0
 RECONNECT_S = 0.05
 CODES = {code.value for code in RULES}
+MISTAKES = {
+    *("internal_error", "engine_failed", "invalid_logits", "layout_mismatch", "protocol", "out_of_pages", "queue_full"),
+    *("invalid_json", "invalid_value", "unsupported", "prompt_too_long", "duplicate_rid", "duplicate_room"),
+}
 ORDERED_CODES = {"aborted", "peer_aborted"}
 ROUTER_KILLED = "router_killed"
 
@@ -41,6 +46,7 @@ class Outcome(StrEnum):
     LEFT = "left"
     LATE = "late"
     WRONG = "wrong"
+    MISTAKE = "mistake"
     UNNAMED = "unnamed"
 
 
@@ -216,7 +222,7 @@ class Clients:
             ask.outcome, ask.detail = unusable.outcome, str(unusable)
         except Failed as failed:
             ask.code, ask.stage, ask.detail = failed.code, failed.stage, failed.detail
-            ask.outcome = Outcome.FAILED if ask.code in CODES else Outcome.UNNAMED
+            ask.outcome = outcome_of(failed.code)
         except httpx.HTTPError as error:
             ask.detail = f"{type(error).__name__} {error}".strip()
             ask.outcome = Outcome.UNNAMED
@@ -284,6 +290,12 @@ class Clients:
             raise Unusable(Outcome.WRONG, f"{answer['meta_info']}: {tokens}, not {expected}")
         if is_whole:
             ask.path = answer["meta_info"].get("path", ask.path)
+
+
+def outcome_of(code: str) -> Outcome:
+    if code in MISTAKES:
+        return Outcome.MISTAKE
+    return Outcome.FAILED if code in CODES else Outcome.UNNAMED
 
 
 def error_of(body: bytes) -> dict[str, object]:

@@ -33,6 +33,8 @@ ROUTER_STALL_S = STALL_S + 2  # ... and of the router, who speaks for a server t
 PAUSE_S = (0.5, 20.0)
 LINK_FAULT_S = (0.5, 8.0)  # both planes give a silent peer up after 5 s
 DELAY_S = (0.005, 0.2)
+HARMED_PIECES = (2, 8)
+HARM_S = 3.0  # how long to wait for pieces to harm
 RECOVERY_S = 2.0
 READY_S = 90.0
 ORDER_SLACK_S = 1.0
@@ -460,8 +462,8 @@ async def harm(it: Arena, kind: str) -> None:
     link = it.random.choice([link for link in it.links.values() if link.is_damageable])
     before = link.harmed.get(kind, 0)
     it.active += 1
-    link.arm(kind, it.random.randint(1, 3))
-    await asyncio.sleep(3.0)
+    link.arm(kind, it.random.randint(*HARMED_PIECES))
+    await asyncio.sleep(HARM_S)
     link.heal()
     it.active -= 1
     if (pieces := link.harmed.get(kind, 0) - before) > 0:

@@ -6,7 +6,7 @@ the frames in them. What it can do to them:
     delay        every piece waits for about so long
     stall        nothing moves, in either direction, until `resume`
     cut          connections are reset; or, half of each closed
-    corrupt      one bit of the next pieces is flipped where headers are, or a stretch of them is replaced by noise
+    corrupt      one bit of the next pieces is flipped where headers are, or their bytes come in another order
     duplicate    a stretch of the next pieces comes twice
 
 Corruption and duplication are for links whose both ends are Tandem's own protocols: HTTP has no digest that could
@@ -27,7 +27,7 @@ from random import Random
 
 PIECE_BYTES = 1 << 16
 HEAD_BYTES = 64  # at the beginning of a piece, where headers are
-NOISE_BYTES = 1 << 12  # enough of a page for other tokens, should nobody notice
+SHIFT_BYTES = 64  # numbers in another place are numbers still: nothing but a digest can notice
 DIAL_S = 5.0
 RETRY_S = 0.05
 LOOPBACK = "127.0.0.1"
@@ -183,7 +183,7 @@ class Link:
         harm = self._armed.pop()
         self.harmed[harm] = self.harmed.get(harm, 0) + 1
         if harm == "corrupt":
-            return self._flipped(piece) if self.random.random() < 0.3 else self._noisy(piece)
+            return self._flipped(piece) if self.random.random() < 0.3 else self._shifted(piece)
         start = self.random.randrange(len(piece))
         stop = self.random.randint(start + 1, len(piece))
         return piece[:stop] + piece[start:]
@@ -192,10 +192,9 @@ class Link:
         at = self.random.randrange(min(len(piece), HEAD_BYTES))
         return piece[:at] + bytes([piece[at] ^ (1 << self.random.randrange(8))]) + piece[at + 1 :]
 
-    def _noisy(self, piece: bytes) -> bytes:
-        start = self.random.randrange(len(piece))
-        stop = min(len(piece), start + NOISE_BYTES)
-        return piece[:start] + self.random.randbytes(stop - start) + piece[stop:]
+    def _shifted(self, piece: bytes) -> bytes:
+        at = min(SHIFT_BYTES, len(piece) // 2)
+        return piece[at:] + piece[:at]
 
 
 class RouteProxy:

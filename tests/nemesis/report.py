@@ -8,7 +8,7 @@ from clients import Ask, Outcome
 from nemesis import Arena
 
 NOT_COUNTED = (Outcome.LEFT, Outcome.ORDERED)  # ended by whoever asked
-NEVER = (Outcome.LATE, Outcome.WRONG, Outcome.UNNAMED)
+NEVER = (Outcome.LATE, Outcome.WRONG, Outcome.MISTAKE, Outcome.UNNAMED)
 
 
 def share(asks: Sequence[Ask]) -> float:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tandem.server.router_answer import ends_with_error, merge_input_logprobs
+from tandem.server.router_answer import error_at_end, merge_input_logprobs
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from tandem.server.router_answer import ends_with_error, merge_input_logprobs
     ],
 )
 def test_an_error_at_the_end_of_a_body_is_seen(tail: bytes, expected: bool) -> None:
-    assert ends_with_error(tail) is expected
+    assert (error_at_end(tail) is not None) is expected
 
 
 @pytest.mark.parametrize(

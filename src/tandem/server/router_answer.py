@@ -78,15 +78,19 @@ def passed_headers(headers: httpx.Headers) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name in passed or name.startswith("x-tandem-")}
 
 
-def ends_with_error(tail: bytes) -> bool:
-    """Whether a body, or the last event of a stream, is an object with `error`. A longer object has none."""
+def error_at_end(tail: bytes) -> dict[str, object] | None:
+    """The `error` of a body, or of the last event of a stream; a longer object has none."""
     events = [line for line in tail.splitlines() if line.strip() not in (b"", b"data: [DONE]")]
     last = events[-1].removeprefix(b"data:") if events else b""
     try:
-        document = msgspec.json.decode(last)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(document, dict) and bool(document.get("error"))
+        error = msgspec.json.decode(last, type=_Ending).error
+    except msgspec.MsgspecError:
+        return None
+    return error if isinstance(error, dict) else {"message": error} if error else None
+
+
+class _Ending(msgspec.Struct, frozen=True):
+    error: dict[str, object] | str | int | None = None
 
 
 def merge_input_logprobs(*, prefill: bytes, decode: bytes) -> bytes:

@@ -40,14 +40,14 @@ from tandem.core.fleet.messages import (
 from tandem.core.fleet.pairing import num_prompts
 from tandem.core.fleet.registry import ProbeResult, Worker
 from tandem.core.fleet.router import Router
-from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
+from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
 from tandem.server.router_answer import (
     Document,
     Gone,
     Outcome,
     Pipe,
     Stream,
-    ends_with_error,
+    error_at_end,
     merge_input_logprobs,
     passed_headers,
 )
@@ -246,8 +246,11 @@ class RouterShell:
         else:
             async for piece in response.aiter_raw():
                 leg.body = (leg.body + piece)[-PREFILL_TAIL_BYTES:]
-        has_error = ends_with_error(bytes(leg.body[-PREFILL_TAIL_BYTES:]))
-        self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half, has_error))
+        error = error_at_end(bytes(leg.body[-PREFILL_TAIL_BYTES:]))
+        if error is not None and error.get("code") == Cause.WORKER_LOST:
+            self._fail(leg, Failure.BROKEN, f"its server ends: {error.get('message')}")  # and has told decode nothing
+        else:
+            self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half, has_error=error is not None))
 
     async def _listen_to_stream(self, leg: Leg, response: httpx.Response) -> None:
         pieces = response.aiter_raw()

@@ -14,6 +14,7 @@ Rules:
     of ours is retried, since it may be our own cancelled attempt that still holds the client's `rid`.
 3.  A prefill that ends its body with an error after its 200 head has told decode before: decode decides (it computes
     the prompt itself, or says its own error). The same when a prefill breaks after its head and there is no other pair.
+    A prefill that says `worker_lost` there has told nobody: it counts as broken.
 4.  The deadline bounds everything until the first token. A grace is added, so that a worker that says at the deadline
     in which wait it was is still heard. Of a stream the first byte tells that there is a token. Of a document nothing
     may come before its end, but that prefill has ended well tells it: from then on it is `document_ns` that bounds.
