@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.settings import Role
-from tandem.server.router_app import RouterApp, listen
-from tandem.server.router_config import RouterConfig, make_worker
-from tandem.server.router_generate import GENERATION_PATHS
+from tandem.server.router.app import RouterApp, listen
+from tandem.server.router.config import RouterConfig, make_worker
+from tandem.server.router.generate import GENERATION_PATHS
 
 PATIENCE_SECONDS = 15.0
 

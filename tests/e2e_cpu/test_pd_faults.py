@@ -80,7 +80,7 @@ def test_a_prefill_whose_node_hangs_is_lost_and_decode_computes_the_prompt(it: C
     bootstrap = int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
     pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap}
     tokens = decode.generate(PROMPT)["output_ids"]
-    node = child_named(prefill.member.process.pid, "node_process")
+    node = child_named(prefill.member.process.pid, "node.process")
     os.kill(node, signal.SIGSTOP)
     try:
         reply = decode.generate(PROMPT, bootstrap_room=501, timeout=20, **pair)

@@ -13,7 +13,7 @@ from cluster import MODEL, START_S, HttpError, Server, eventually
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, free_ports, serve_words
-from tandem.server.cluster_auth import signed_headers
+from tandem.server.api.cluster_auth import signed_headers
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 

@@ -122,7 +122,7 @@ def test_batches_are_logged_under_the_numbers_of_their_launch(server: Server) ->
 
 
 def test_the_node_process_runs_without_torch(server: Server) -> None:
-    node = child_named(server.member.process.pid, "node_process")
+    node = child_named(server.member.process.pid, "node.process")
     worker = child_named(server.member.process.pid, "worker_process")
     assert "libtorch" not in Path(f"/proc/{node}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{worker}/maps").read_text()
@@ -246,7 +246,7 @@ def test_a_worker_that_dies_ends_its_requests_with_a_cause_and_the_server() -> N
         server, process = it.unified, it.unified.member.process
         stream = server.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
         assert stream.next() is not None
-        node = child_named(process.pid, "node_process")
+        node = child_named(process.pid, "node.process")
         os.kill(child_named(process.pid, "worker_process"), signal.SIGKILL)
         assert stream.rest()[-1]["error"]["code"] == "worker_lost"
         assert process.wait(10) == 1

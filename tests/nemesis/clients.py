@@ -26,7 +26,7 @@ from random import Random
 import httpx
 from oracle import OUTPUT_TOKENS, Case
 
-from tandem.server.errors import RULES
+from tandem.server.api.errors import RULES
 
 GRACE_S = 1.0
 RECONNECT_S = 0.05

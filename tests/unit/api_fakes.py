@@ -25,10 +25,10 @@ from tandem.core.values import Cause, Incarnation
 from tandem.metrics.log import RequestLog
 from tandem.sampling import Payload, TokenScore
 from tandem.server import wire
-from tandem.server.app import build_app
-from tandem.server.client import NodeClient
-from tandem.server.facts import ModelFacts
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.app import build_app
+from tandem.server.api.client import NodeClient
+from tandem.server.api.facts import ModelFacts
+from tandem.server.api.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"

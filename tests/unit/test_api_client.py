@@ -14,10 +14,10 @@ from tandem.core import commands, events
 from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.values import Address, Cause, Incarnation
 from tandem.server import wire
-from tandem.server.bootstrap import BootstrapServer, registration
-from tandem.server.client import NodeClient
-from tandem.server.cluster_auth import WriteGuard
-from tandem.server.errors import Refusal
+from tandem.server.api.bootstrap import BootstrapServer, registration
+from tandem.server.api.client import NodeClient
+from tandem.server.api.cluster_auth import WriteGuard
+from tandem.server.api.errors import Refusal
 
 PREFILL = wire.ReplicaInfo(
     Incarnation("p", 3), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from tandem.core import commands, events
 from tandem.core.values import Cause
-from tandem.server.errors import RULES, Problem
+from tandem.server.api.errors import RULES, Problem
 
 STREAMS = [False, True]
 

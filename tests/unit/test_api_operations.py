@@ -8,8 +8,8 @@ from api_fakes import END, Script, ids, says, world
 from starlette.testclient import TestClient
 
 from tandem.core.values import Cause
-from tandem.server.errors import RULES, Problem, errors_page
-from tandem.server.openapi import openapi_document
+from tandem.server.api.errors import RULES, Problem, errors_page
+from tandem.server.api.openapi import openapi_document
 
 NUMBERS = {
     "num_running_reqs": 2,
@@ -179,7 +179,7 @@ def test_detokenize_can_show_special_tokens_and_refuses_what_is_no_token() -> No
 def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_date() -> None:
     assert set(RULES) == {*Cause, *Problem}
     page = Path(__file__).parents[2] / "docs" / "errors.md"
-    assert page.read_text() == errors_page(), "run: python -m tandem.server.errors > docs/errors.md"
+    assert page.read_text() == errors_page(), "run: python -m tandem.server.api.errors > docs/errors.md"
 
 
 def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:

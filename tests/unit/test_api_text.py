@@ -4,8 +4,8 @@ from api_fakes import END, ids, tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.server.detokenizer import detokenizer
-from tandem.server.text import StopScanner, TextStream
+from tandem.server.api.detokenizer import detokenizer
+from tandem.server.api.text import StopScanner, TextStream
 
 TEXTS = st.text("abc", max_size=30)
 STOPS = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4)

@@ -12,8 +12,8 @@ from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.pd.dp_rank import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.server import wire
-from tandem.server.bootstrap import MAX_BODY_BYTES, MAX_ROOMS_PER_QUERY, BootstrapServer, registration
-from tandem.server.cluster_auth import MAX_SKEW_S, SecretError, WriteGuard, read_secret, signed_headers
+from tandem.server.api.bootstrap import MAX_BODY_BYTES, MAX_ROOMS_PER_QUERY, BootstrapServer, registration
+from tandem.server.api.cluster_auth import MAX_SKEW_S, SecretError, WriteGuard, read_secret, signed_headers
 
 SECRET = b"a secret of the whole cluster"
 ENDS = (wire.DataEndpoint("10.0.0.1", 6), wire.DataEndpoint("10.0.0.1", 7, "/tmp/seven"))

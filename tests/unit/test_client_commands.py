@@ -12,7 +12,7 @@ from tandem.cli import bench, eval, router
 from tandem.cli.api import ServerTrouble, base_url, chunks_of, raise_for_status
 from tandem.cli.failure import CommandFailed
 from tandem.core.settings import Role
-from tandem.server.router_config import make_worker
+from tandem.server.router.config import make_worker
 
 
 @pytest.mark.parametrize(

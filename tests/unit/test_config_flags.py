@@ -11,7 +11,7 @@ from tandem.cli.flags import add_flags, config_of, flags_page, kind_of
 from tandem.config import ServerConfig, flags
 from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
-from tandem.server.node_process import node_settings, optimistic_policy
+from tandem.server.node.process import node_settings, optimistic_policy
 from tandem.server.processes import Launch
 from tandem.server.wire import DataEndpoint, EngineReady
 

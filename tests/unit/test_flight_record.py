@@ -14,7 +14,7 @@ from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
-from tandem.server.flight import (
+from tandem.server.node.flight import (
     BrokenRecord,
     FlightRecorder,
     Head,

@@ -14,10 +14,11 @@ from tandem.core.events import AbortRequested, BatchReturned, Event, FlushReques
 from tandem.core.request import Request
 from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId
 from tandem.sampling import Payload, SamplingParams
-from tandem.server import driver, wire
+from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
-from tandem.server.driver import Inbox, NeighbourLost, Poller, drive
-from tandem.server.peers import Peers
+from tandem.server.node import driver
+from tandem.server.node.driver import Inbox, NeighbourLost, Poller, drive
+from tandem.server.node.peers import Peers
 
 LAUNCH = LaunchBatch(BatchPlan(BatchId(1), 1, BatchKind.PREFILL))
 RETURNED = BatchReturned(BatchOutcome(BatchId(1), 1, b"", b""))

@@ -10,8 +10,8 @@ from tandem.core.events import Event, PeerLost, PeerSaid
 from tandem.core.pd.messages import Ready, Release
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 from tandem.server.channel import CheckedFrames, append_checked_frame, head_check
-from tandem.server.driver import Poller
-from tandem.server.peers import CONTROL_PROTOCOL, Frame, Hello, Peers
+from tandem.server.node.driver import Poller
+from tandem.server.node.peers import CONTROL_PROTOCOL, Frame, Hello, Peers
 from tandem.server.wire import ReplicaInfo
 
 PREFILL = Incarnation("prefill", 10)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tandem.server.router_answer import error_at_end, merge_input_logprobs
+from tandem.server.router.answer import error_at_end, merge_input_logprobs
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from tandem.server.detokenizer import ByteDetokenizer, WindowDetokenizer, detokenizer
-from tandem.server.tokenizer import Tokenizer as Loaded
+from tandem.server.api.detokenizer import ByteDetokenizer, WindowDetokenizer, detokenizer
+from tandem.server.api.tokenizer import Tokenizer as Loaded
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. Größe, naïve café, ça va?",

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 import tandem
-from tandem.server.errors import Refusal
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.errors import Refusal
+from tandem.server.api.tokenizer import Tokenizer
 
 BUNDLED = Path(tandem.__file__).parent / "bundled" / "mini"
 MESSAGES = [
@@ -125,7 +125,7 @@ def test_transformers_is_not_imported_by_the_server() -> None:
     import sys
 
     code = (
-        "import sys, tandem.server.app; "
+        "import sys, tandem.server.api.app; "
         "bad = {'transformers', 'torch', 'numpy'} & set(sys.modules); sys.exit(str(bad) if bad else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,7 +9,7 @@ import msgspec
 from tandem.cli.failure import CommandFailed
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
-from tandem.server.flight import BrokenRecord, Difference, Step, StepRaised, replay, replayed_steps, segments_of
+from tandem.server.node.flight import BrokenRecord, Difference, Step, StepRaised, replay, replayed_steps, segments_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

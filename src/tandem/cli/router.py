@@ -8,8 +8,8 @@ from typing import Any  # values that argparse hands over
 from tandem.cli.failure import CommandFailed
 from tandem.core.fleet.registry import Worker
 from tandem.core.settings import Role
-from tandem.server.router_app import listen, serve_router
-from tandem.server.router_config import RouterConfig, make_worker, router_flags
+from tandem.server.router.app import listen, serve_router
+from tandem.server.router.config import RouterConfig, make_worker, router_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ from tandem.config import ServerConfig
 from tandem.core.values import Incarnation
 from tandem.engine.model_config import ModelError, read_config, read_json
 from tandem.server import logs
-from tandem.server.facts import ModelFacts
+from tandem.server.api.facts import ModelFacts
 from tandem.server.processes import (
     Launch,
     Listeners,
@@ -67,7 +67,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
     )
     try:
         # Why not at the top: a second of imports during which the children already load the model.
-        api_process = importlib.import_module("tandem.server.api_process")
+        api_process = importlib.import_module("tandem.server.api.process")
         api_process.run_api(config, children, listeners, model)
     finally:
         children.kill()

@@ -87,7 +87,7 @@ def start_children(launch: Launch) -> Children:
     with node_api_end, node_worker_end, worker_end:
         worker = _start("worker_process", [worker_end], launch, worker_environment(launch.cpu_threads))
         try:
-            node = _start("node_process", [node_api_end, node_worker_end], launch, dict(os.environ))
+            node = _start("node.process", [node_api_end, node_worker_end], launch, dict(os.environ))
         except OSError:
             worker.kill()
             worker.wait()

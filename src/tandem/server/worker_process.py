@@ -33,7 +33,7 @@ from tandem.engine.weights import LoadedModel
 from tandem.sampling import Payload
 from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
-from tandem.server.peers import CONTROL_PROTOCOL, numeric_host
+from tandem.server.node.peers import CONTROL_PROTOCOL, numeric_host
 from tandem.server.processes import Launch, ServerFailure, read_launch
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL

@@ -19,8 +19,8 @@ from tandem.core.values import SECOND, Nanos
 from tandem.ports import Clock, Node
 from tandem.server import wire
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
-from tandem.server.dispatch import dispatch
-from tandem.server.peers import Peers
+from tandem.server.node.dispatch import dispatch
+from tandem.server.node.peers import Peers
 
 WORKER_HIGH_BYTES = 16 << 20  # no more is read from the API while so much waits for the worker
 

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem import __version__
-from tandem.server.body import ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions
+from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions
 
 BODIES: dict[str, tuple[type[Struct], tuple[str, ...], str]] = {
     "/v1/chat/completions": (ChatBody, ("messages",), "Answer a conversation."),

@@ -20,9 +20,9 @@ from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSetting
 from tandem.core.values import MILLISECOND, SECOND, Nanos
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
-from tandem.server.driver import Inbox, NeighbourLost, Observer, Poller, drive
-from tandem.server.flight import FlightRecorder
-from tandem.server.peers import Peers, numeric_host
+from tandem.server.node.driver import Inbox, NeighbourLost, Observer, Poller, drive
+from tandem.server.node.flight import FlightRecorder
+from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.processes import Launch, ServerFailure, read_launch
 
 DEFAULT_RETRIES = 3

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Struct
 
 from tandem.sampling import TokenScore
-from tandem.server.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
-from tandem.server.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
-from tandem.server.errors import invalid
-from tandem.server.stream import Sample
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
+from tandem.server.api.errors import invalid
+from tandem.server.api.stream import Sample
+from tandem.server.api.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.tokenizer import Tokenizer
 
 REPLACEMENT = "�"
 

@@ -19,7 +19,7 @@ import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem.server.errors import Problem, Refusal
+from tandem.server.api.errors import Problem, Refusal
 
 LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

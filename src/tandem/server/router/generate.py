@@ -15,11 +15,11 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.fleet.messages import Fail
-from tandem.server.body import MAX_BODY_BYTES
-from tandem.server.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
-from tandem.server.router_answer import Document, Gone, Stream
-from tandem.server.router_metrics import RouterMetrics
-from tandem.server.router_shell import Call, RouterShell
+from tandem.server.api.body import MAX_BODY_BYTES
+from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
+from tandem.server.router.answer import Document, Gone, Stream
+from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.shell import Call, RouterShell
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 TIMEOUT_SECONDS_MAX = 7 * 24 * 3600.0

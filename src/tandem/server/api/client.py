@@ -23,8 +23,8 @@ from tandem.core.request import Request
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, RequestId
 from tandem.sampling import Payload
 from tandem.server import wire
-from tandem.server.errors import Problem, Refusal
-from tandem.server.facts import EVERY_HOST
+from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.facts import EVERY_HOST
 
 SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
 SWEEP_SECONDS = 0.25

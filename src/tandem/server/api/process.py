@@ -27,15 +27,15 @@ from tandem.core.commands import FailRequest
 from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.server import wire
-from tandem.server.app import build_app
-from tandem.server.ask import is_loopback
-from tandem.server.bootstrap import BootstrapServer, registration
+from tandem.server.api.app import build_app
+from tandem.server.api.ask import is_loopback
+from tandem.server.api.bootstrap import BootstrapServer, registration
+from tandem.server.api.client import NodeClient
+from tandem.server.api.cluster_auth import SecretError, WriteGuard, read_secret
+from tandem.server.api.facts import ModelFacts
+from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
-from tandem.server.client import NodeClient
-from tandem.server.cluster_auth import SecretError, WriteGuard, read_secret
-from tandem.server.facts import ModelFacts
 from tandem.server.processes import Children, Listeners, ServerFailure
-from tandem.server.tokenizer import Tokenizer
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error

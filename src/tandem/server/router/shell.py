@@ -41,7 +41,7 @@ from tandem.core.fleet.pairing import num_prompts
 from tandem.core.fleet.registry import ProbeResult, Worker
 from tandem.core.fleet.router import Router
 from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
-from tandem.server.router_answer import (
+from tandem.server.router.answer import (
     Document,
     Gone,
     Outcome,
@@ -51,8 +51,8 @@ from tandem.server.router_answer import (
     merge_input_logprobs,
     passed_headers,
 )
-from tandem.server.router_config import nanos
-from tandem.server.router_metrics import RouterMetrics
+from tandem.server.router.config import nanos
+from tandem.server.router.metrics import RouterMetrics
 
 log = logging.getLogger("tandem.router")
 

@@ -36,13 +36,13 @@ from tandem.core.fleet.router import Router
 from tandem.core.fleet.routing import POLICIES
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
-from tandem.server.errors import Failure, Problem, Refusal, error_headers, error_json
+from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
 from tandem.server.http_pool import PooledTransport
-from tandem.server.router_answer import passed_headers
-from tandem.server.router_config import RouterConfig
-from tandem.server.router_generate import GENERATION_PATHS, Generate, read_body, request_id_of
-from tandem.server.router_metrics import RouterMetrics
-from tandem.server.router_shell import CONNECT_SECONDS, RouterShell
+from tandem.server.router.answer import passed_headers
+from tandem.server.router.config import RouterConfig
+from tandem.server.router.generate import GENERATION_PATHS, Generate, read_body, request_id_of
+from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
 
 STAGE = "router"
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation

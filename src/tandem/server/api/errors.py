@@ -199,7 +199,7 @@ def errors_page() -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            "This page is generated from `src/tandem/server/errors.py`.",
+            "This page is generated from `src/tandem/server/api/errors.py`.",
             "",
         ]
     )

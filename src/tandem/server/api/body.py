@@ -10,7 +10,7 @@ from typing import Any, TypeVar  # messages are the template's business, whateve
 import msgspec
 from msgspec import Raw, Struct
 
-from tandem.server.errors import Problem, Refusal, invalid
+from tandem.server.api.errors import Problem, Refusal, invalid
 
 MAX_BODY_BYTES = 32 << 20
 NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw field that was not sent

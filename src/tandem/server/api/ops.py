@@ -15,14 +15,14 @@ from tandem.config import ServerConfig
 from tandem.core.commands import FailRequest
 from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams
-from tandem.server.ask import Ask, Facts, Prompt, Wish, not_a_model, submission
-from tandem.server.body import decode_body
-from tandem.server.client import NodeClient
-from tandem.server.errors import Refusal, failure_of, invalid
-from tandem.server.facts import ModelFacts
-from tandem.server.gate import error_response, read_body
-from tandem.server.openapi import openapi_document
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.ask import Ask, Facts, Prompt, Wish, not_a_model, submission
+from tandem.server.api.body import decode_body
+from tandem.server.api.client import NodeClient
+from tandem.server.api.errors import Refusal, failure_of, invalid
+from tandem.server.api.facts import ModelFacts
+from tandem.server.api.gate import error_response, read_body
+from tandem.server.api.openapi import openapi_document
+from tandem.server.api.tokenizer import Tokenizer
 
 HEALTH_NS = 20_000_000_000
 SECRETS = ("api_key", "admin_api_key")

@@ -11,12 +11,12 @@ from typing import Any  # values that may be one or one per prompt
 
 import msgspec
 
-from tandem.server.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
-from tandem.server.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
-from tandem.server.errors import invalid
-from tandem.server.openai import MAX_PROMPTS
-from tandem.server.stream import Sample
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
+from tandem.server.api.errors import invalid
+from tandem.server.api.openai import MAX_PROMPTS
+from tandem.server.api.stream import Sample
+from tandem.server.api.tokenizer import Tokenizer
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 

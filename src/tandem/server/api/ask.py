@@ -22,8 +22,8 @@ from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
-from tandem.server.body import Routing, SamplingFields, per_prompt
-from tandem.server.errors import Problem, Refusal, invalid
+from tandem.server.api.body import Routing, SamplingFields, per_prompt
+from tandem.server.api.errors import Problem, Refusal, invalid
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from tandem.config import ServerConfig
-from tandem.server.ask import Facts
+from tandem.server.api.ask import Facts
 
 EVERY_HOST = ("0.0.0.0", "::", "")
 

@@ -22,10 +22,10 @@ from tandem.core.values import Cause
 from tandem.metrics.fold import SECOND_NS, Fold, RequestRecord
 from tandem.metrics.log import RequestLog
 from tandem.sampling import TokenScore
-from tandem.server.ask import Ask
-from tandem.server.client import Generation, Live, NodeClient
-from tandem.server.errors import Failure, Problem, error_headers, error_json, failure_of
-from tandem.server.text import TextStream
+from tandem.server.api.ask import Ask
+from tandem.server.api.client import Generation, Live, NodeClient
+from tandem.server.api.errors import Failure, Problem, error_headers, error_json, failure_of
+from tandem.server.api.text import TextStream
 
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode

@@ -27,11 +27,11 @@ from starlette.routing import Route
 from tandem.core.fleet.bootstrap_registry import Registration, Registry, Rejected
 from tandem.core.values import Nanos, Room
 from tandem.server import wire
-from tandem.server.ask import check_room
-from tandem.server.body import decode_body
-from tandem.server.cluster_auth import WriteGuard
-from tandem.server.errors import Failure, Problem, Refusal, invalid
-from tandem.server.gate import error_response, request_id_of
+from tandem.server.api.ask import check_room
+from tandem.server.api.body import decode_body
+from tandem.server.api.cluster_auth import WriteGuard
+from tandem.server.api.errors import Failure, Problem, Refusal, invalid
+from tandem.server.api.gate import error_response, request_id_of
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ROOMS_PER_QUERY = 4096

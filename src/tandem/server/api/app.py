@@ -21,19 +21,19 @@ from tandem.config import ServerConfig
 from tandem.metrics.export import Exporter
 from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
-from tandem.server.ask import Ask, Facts, Prompt, Wish, ask_all, submission
-from tandem.server.body import ChatBody, CompletionBody, NativeBody, Routing, decode_body
-from tandem.server.client import NodeClient
-from tandem.server.detokenizer import detokenizer
-from tandem.server.errors import Failure, Problem, Refusal, invalid
-from tandem.server.facts import ModelFacts, facts_of
-from tandem.server.gate import Gate, error_response, read_body
-from tandem.server.generate import GenerateReply, read_native
-from tandem.server.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
-from tandem.server.ops import Ops, check_model, json_response
-from tandem.server.stream import Reply, Sample, TokenResponse
-from tandem.server.text import TextStream
-from tandem.server.tokenizer import Tokenizer
+from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, submission
+from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, Routing, decode_body
+from tandem.server.api.client import NodeClient
+from tandem.server.api.detokenizer import detokenizer
+from tandem.server.api.errors import Failure, Problem, Refusal, invalid
+from tandem.server.api.facts import ModelFacts, facts_of
+from tandem.server.api.gate import Gate, error_response, read_body
+from tandem.server.api.generate import GenerateReply, read_native
+from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
+from tandem.server.api.ops import Ops, check_model, json_response
+from tandem.server.api.stream import Reply, Sample, TokenResponse
+from tandem.server.api.text import TextStream
+from tandem.server.api.tokenizer import Tokenizer
 
 logger = logging.getLogger("tandem.server")
 Body = TypeVar("Body", bound=Struct)

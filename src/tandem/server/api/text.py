@@ -6,7 +6,7 @@ the tokens were grouped: the stop string that is complete first wins, of two the
 
 from collections.abc import Iterable, Sequence
 
-from tandem.server.detokenizer import Detokenizer
+from tandem.server.api.detokenizer import Detokenizer
 
 
 class StopScanner:
