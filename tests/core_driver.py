@@ -20,6 +20,8 @@ import msgspec
 
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
+    AnnounceDpRank,
+    AskDpRank,
     CancelPull,
     Command,
     Effects,
@@ -38,6 +40,7 @@ from tandem.core.commands import (
 from tandem.core.events import (
     AbortRequested,
     BatchReturned,
+    DpRankAnswered,
     Event,
     PageRead,
     PagesDigested,
@@ -296,6 +299,7 @@ class World:
         self.now = Nanos(TICK_NS)
         self.replicas: dict[Incarnation, Replica] = {}
         self.directory: dict[Address, tuple[Incarnation, str]] = {}
+        self.announced: dict[Room, int] = {}
         self.next_room = 100
 
     # --- building ------------------------------------------------------------------------------------------------
@@ -332,6 +336,7 @@ class World:
         room: int | None = None,
         peer: Address | None = None,
         rid: str | None = None,
+        dp_rank_hint: int | None = None,
     ) -> RequestId:
         """Seat the request at the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
@@ -349,6 +354,7 @@ class World:
             Nanos(timeout_ns),
             Room(room) if room is not None else None,
             peer,
+            dp_rank_hint,
             prompt_digest=prompt_digest(tokens),
         )
         self.send(replica, RequestArrived(asked))
@@ -477,6 +483,10 @@ class World:
             case LearnPeer(address):
                 known = self.directory.get(address)
                 self.send(replica, PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens"))
+            case AskDpRank(address, room):
+                self.send(replica, DpRankAnswered(address, room, self.announced.get(room)))
+            case AnnounceDpRank(room, rank):
+                self.announced[room] = rank
             case Tell(peer, message):
                 if peer in self.replicas:
                     self.send(self.replicas[peer], PeerSaid(replica.name, message))
@@ -534,7 +544,7 @@ def check(replica: Replica) -> None:
     check_pages(replica)
     assert len(node.window) <= settings.window_depth
     assert node.num_slots_used <= settings.max_running
-    assert len(node.stash) <= settings.stashed_readies
+    assert len(node.stash) <= settings.stashed_messages
     assert len(node.tombstones) <= settings.tombstones
     for state, queue in node.queues.items():
         for request in queue:

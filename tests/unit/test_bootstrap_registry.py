@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.fleet.bootstrap_registry import Accepted, Registration, Registry, RegistryLimits, Rejected
-from tandem.core.pd.dp_rank import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 
 FIELDS = {"page_size": "16", "dtype": "bfloat16"}

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from tandem.core.fleet.bootstrap_registry import Registry
-from tandem.core.pd.dp_rank import PrefillInfo
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.server import wire
 from tandem.server.api.bootstrap import MAX_BODY_BYTES, MAX_ROOMS_PER_QUERY, BootstrapServer, registration

@@ -10,12 +10,21 @@ from tandem.core.settings import NodeSettings, OptimisticPolicy, Role
 from tandem.core.values import Incarnation, RequestId
 
 
-def view(*, ready: bool = False, forced: bool = False, retries: int = 0, prompt_len: int = 10, parked: int = 0) -> View:
-    return View(ready, forced, retries, prompt_len, parked)
+def view(
+    *,
+    ready: bool = False,
+    forced: bool = False,
+    retries: int = 0,
+    yields: int = 0,
+    prompt_len: int = 10,
+    parked: int = 0,
+) -> View:
+    return View(ready, forced, retries, yields, prompt_len, parked)
 
 
 NOT_READY, READY, FORCED = view(), view(ready=True), view(ready=True, forced=True)
 AGAIN, SPENT = view(retries=1), view(retries=3)
+YIELDED = view(retries=1, yields=1)
 FULL = view(prompt_len=10, parked=95)
 
 
@@ -31,11 +40,13 @@ FULL = view(prompt_len=10, parked=95)
         (Retry(3), READY, True, Verdict.GO_ON, Verdict.GO_ON),
         (Retry(3), FORCED, True, Verdict.GIVE_BACK, Verdict.GIVE_BACK),
         (Retry(0), NOT_READY, False, Verdict.GIVE_BACK, Verdict.GIVE_BACK),
-        (Park(100), NOT_READY, True, Verdict.GO_ON, Verdict.PARK),
-        (Park(100), AGAIN, False, Verdict.GO_ON, Verdict.PARK),
-        (Park(100), FULL, True, Verdict.GO_ON, Verdict.YIELD),
-        (Park(100), READY, True, Verdict.GO_ON, Verdict.GO_ON),
-        (Park(100), FORCED, True, Verdict.GIVE_BACK, Verdict.GIVE_BACK),
+        (Park(100, 1), NOT_READY, True, Verdict.GO_ON, Verdict.PARK),
+        (Park(100, 0), NOT_READY, False, Verdict.GO_ON, Verdict.PARK),
+        (Park(100, 2), YIELDED, True, Verdict.GO_ON, Verdict.PARK),
+        (Park(100, 1), YIELDED, False, Verdict.GO_ON, Verdict.PARK),
+        (Park(100, 1), FULL, True, Verdict.GO_ON, Verdict.YIELD),
+        (Park(100, 1), READY, True, Verdict.GO_ON, Verdict.GO_ON),
+        (Park(100, 1), FORCED, True, Verdict.GIVE_BACK, Verdict.GIVE_BACK),
     ],
 )
 def test_verdicts(
@@ -56,7 +67,7 @@ def test_settings_choose_the_policy_and_its_numbers() -> None:
 
     assert isinstance(chosen(OptimisticPolicy.OFF), Off)
     assert chosen(OptimisticPolicy.RETRY) == Retry(5)
-    assert chosen(OptimisticPolicy.PARK) == Park(77)
+    assert chosen(OptimisticPolicy.PARK) == Park(77, max_attempts=1)
 
 
 def test_the_forced_retry_is_the_definition_of_the_seed() -> None:

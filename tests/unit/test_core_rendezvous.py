@@ -214,9 +214,9 @@ def test_a_ready_may_overtake_the_request_it_speaks_of() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
-def test_stashed_readies_are_bounded_and_expire() -> None:
+def test_stashed_messages_are_bounded_and_expire() -> None:
     world = World()
-    prefill, decode = world.prefill(stashed_readies=3, stash_ns=5 * SECOND), world.decode()
+    prefill, decode = world.prefill(stashed_messages=3, stash_ns=5 * SECOND), world.decode()
     for number in range(10):
         ready = Ready(Room(50 + number), 1, decode.name, prefill.name, "", 40)
         world.send(prefill, PeerSaid(decode.name, ready))
@@ -226,6 +226,45 @@ def test_stashed_readies_are_bounded_and_expire() -> None:
     request = world.submit(prefill, room=50)
     world.run()
     assert prefill.state_of(request) is State.PARKED, "a READY of long ago is not believed"
+
+
+def test_a_ready_whose_request_never_comes_is_answered_in_the_end() -> None:
+    world = World()
+    prefill, decode = world.prefill(stash_ns=5 * SECOND), world.decode()
+    request = world.submit(decode, room=7, peer=prefill.address, prompt_len=100)
+    world.advance(4 * SECOND)
+    assert decode.state_of(request) is State.ARRIVING
+    world.advance(3 * SECOND)
+    end = decode.ended[request]
+    assert isinstance(end, FinishRequest)
+    assert (end.path, decode.tokens[request]) == (Path.FALLBACK, TOKENS)
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_expired_messages_give_their_place_in_the_stash_to_new_ones() -> None:
+    world = World()
+    prefill, decode = world.prefill(stashed_messages=2, stash_ns=5 * SECOND), world.decode()
+    for number in (50, 51):
+        world.send(prefill, PeerSaid(decode.name, Ready(Room(number), 1, decode.name, prefill.name, "", 40)))
+    world.advance(6 * SECOND)
+    world.send(prefill, PeerSaid(decode.name, Ready(Room(52), 1, decode.name, prefill.name, "", 40)))
+    world.run()
+    assert list(prefill.state.stash) == [51, 52]
+
+
+def test_a_late_copy_of_done_does_not_end_the_next_request_of_the_room() -> None:
+    world, prefill, decode, _left, _right = meet()
+    world.run()
+    (done,) = decode.said(Release)
+    assert done.outcome == "done"
+    again = world.submit(prefill, room=done.room)
+    world.run()
+    world.send(prefill, PeerSaid(decode.name, done))
+    world.submit(decode, room=done.room, peer=prefill.address)
+    world.send(prefill, PeerSaid(decode.name, done))
+    world.run()
+    assert isinstance(prefill.ended[again], FinishRequest)
+    assert prefill.ended[again].path is Path.REMOTE
 
 
 def test_a_lost_ready_is_said_again() -> None:
@@ -598,7 +637,7 @@ def test_a_ready_with_an_impossible_count_ends_the_request_with_protocol(held_pa
 def test_done_before_everything_was_offered_is_a_lie() -> None:
     world, prefill, decode, left, _right = meet_before_computing()
     world.run_until(lambda: len(prefill.said(Offer)) == 1)
-    world.send(prefill, PeerSaid(decode.name, Release(Room(world.next_room), decode.name, "done")))
+    world.send(prefill, PeerSaid(decode.name, Release(Room(world.next_room), decode.name, "done", attempt=1)))
     world.run()
     assert prefill.cause(left) is Cause.PROTOCOL
     assert_nothing_is_held([prefill, decode])

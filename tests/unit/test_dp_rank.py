@@ -18,17 +18,14 @@ from tandem.core.pd.dp_rank import (
     Announce,
     Ask,
     Conflict,
-    DpConflictPolicy,
     DpTopology,
     Known,
-    LoadBalanceMethod,
-    PrefillInfo,
     Quiet,
     RequestFacts,
     resolve,
     settle,
 )
-from tandem.core.settings import Role
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import Room
 
 FOLLOW, FAIL, RESOLVE = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.FAIL, DpConflictPolicy.RESOLVE

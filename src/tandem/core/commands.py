@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
 from tandem.core.pd.messages import Message
-from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
+from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 
 
 class LaunchBatch(Struct, frozen=True, tag=True):
@@ -81,9 +81,24 @@ class FailRequest(Struct, frozen=True, tag=True):
 
 
 class LearnPeer(Struct, frozen=True, tag=True):
-    """Ask the bootstrap server at `address` who is there."""
+    """Ask the bootstrap server at `address` who its DP rank is; None: any, to learn what prefill this is."""
 
     address: Address
+    dp_rank: int | None = None
+
+
+class AskDpRank(Struct, frozen=True, tag=True):
+    """Ask the bootstrap server at `address` which of its DP ranks has this room. Answered by `DpRankAnswered`."""
+
+    address: Address
+    room: Room
+
+
+class AnnounceDpRank(Struct, frozen=True, tag=True):
+    """Register at our own bootstrap server that this room is with this DP rank."""
+
+    room: Room
+    dp_rank: int
 
 
 class Tell(Struct, frozen=True, tag=True):
@@ -141,6 +156,8 @@ Command = (
     | FinishRequest
     | FailRequest
     | LearnPeer
+    | AskDpRank
+    | AnnounceDpRank
     | Tell
     | PublishPages
     | RevokePages

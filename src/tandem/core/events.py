@@ -9,7 +9,8 @@ from msgspec import Struct
 from tandem.core.batch import BatchOutcome
 from tandem.core.pd.messages import Message
 from tandem.core.request import Request
-from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, ShardId
+from tandem.core.settings import PrefillInfo
+from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, Room, ShardId
 
 
 class RequestArrived(Struct, frozen=True, tag=True):
@@ -44,12 +45,14 @@ class BatchFailed(Struct, frozen=True, tag=True):
 
 
 class PeerLearned(Struct, frozen=True, tag=True):
-    """The bootstrap server at `address` told who is there. Answers `LearnPeer`."""
+    """The bootstrap server at `address` told who its DP rank `dp_rank` is. Answers `LearnPeer`."""
 
     address: Address
     peer: Incarnation
     layout: str
     differs: str = ""  # in which fields its layout differs from ours, in words; empty: in none, or nobody compared
+    dp_rank: int = 0
+    prefill: PrefillInfo = PrefillInfo()
 
 
 class PeerUnknown(Struct, frozen=True, tag=True):
@@ -57,6 +60,14 @@ class PeerUnknown(Struct, frozen=True, tag=True):
 
     address: Address
     detail: str
+
+
+class DpRankAnswered(Struct, frozen=True, tag=True):
+    """The bootstrap server at `address` told which of its DP ranks has this room; None: it does not know (yet)."""
+
+    address: Address
+    room: Room
+    dp_rank: int | None
 
 
 class PeerSaid(Struct, frozen=True, tag=True):
@@ -123,6 +134,12 @@ class TransferDrained(Struct, frozen=True, tag=True):
     shard: ShardId
 
 
+class HooksChanged(Struct, frozen=True, tag=True):
+    """An operator changed what the seed's test hooks do."""
+
+    force_retry_prob: float
+
+
 class DrainRequested(Struct, frozen=True, tag=True):
     """Shut down: accept no more, finish what runs."""
 
@@ -139,6 +156,7 @@ Event = (
     | BatchFailed
     | PeerLearned
     | PeerUnknown
+    | DpRankAnswered
     | PeerSaid
     | PeerLost
     | PagesDigested
@@ -147,6 +165,7 @@ Event = (
     | PagesLanded
     | TransferFailed
     | TransferDrained
+    | HooksChanged
     | DrainRequested
     | FlushRequested
 )

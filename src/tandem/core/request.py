@@ -18,5 +18,6 @@ class Request(Struct, frozen=True):
     timeout_ns: Nanos  # time remaining at arrival; bounds everything until the first token
     room: Room | None = None  # both halves of a disaggregated pair carry the same
     peer: Address | None = None  # decode only: the bootstrap server of the prefill that holds the room
+    dp_rank_hint: int | None = None  # `disagg_prefill_dp_rank`: who routes says which DP rank of the prefill has it
     priority: int = 0
     prompt_digest: bytes = b""  # `pagehash.prompt_digest`: equal on both halves, or they do not mean the same prompt

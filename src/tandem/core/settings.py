@@ -21,6 +21,43 @@ class OptimisticPolicy(StrEnum):
     PARK = "park"  # start; at the end keep pages and result row until READY comes
 
 
+class LocalPrefill(StrEnum):
+    """Which prompts decode computes itself, although a prefill was named for them (`pd.local_prefill`)."""
+
+    OFF = "off"
+    AUTO = "auto"  # little is left to compute, and nobody else's prompt is computed here
+    UP_TO = "up_to"  # at most `local_prefill_tokens` are left to compute
+
+
+class LoadBalanceMethod(StrEnum):
+    """How a server spreads requests over its DP ranks (`pd.dp_dispatch`)."""
+
+    AUTO = "auto"
+    ROUND_ROBIN = "round_robin"
+    FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
+    TOTAL_REQUESTS = "total_requests"
+    TOTAL_TOKENS = "total_tokens"
+
+
+class DpConflictPolicy(StrEnum):
+    """What a prefill does with a request that was routed to another rank than its room implies."""
+
+    RESOLVE = "resolve"  # announce the real rank of every request; decode asks
+    FAIL = "fail"  # refuse it; decode may trust the room
+
+
+class PrefillInfo(Struct, frozen=True):
+    """What a prefill tells about its DP ranks when decode learns of it (`pd.dp_rank`)."""
+
+    dp_size: int = 1
+    method: LoadBalanceMethod = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
+    conflict: DpConflictPolicy = DpConflictPolicy.RESOLVE
+
+    @property
+    def rooms_tell_the_rank(self) -> bool:
+        return self.method is LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM and self.conflict is DpConflictPolicy.FAIL
+
+
 class LoadFailurePolicy(StrEnum):
     RECOMPUTE = "recompute"
     FAIL = "fail"
@@ -44,6 +81,9 @@ class NodeSettings(Struct, frozen=True):
     page_size: int = 16  # tokens
     layout: str = ""  # digest compared with the peer's
     shards: tuple[ShardId, ...] = (ShardId(0),)
+    dp_rank: int = 0  # of this replica among those of its server
+    prefill_info: PrefillInfo = PrefillInfo()  # of this server, if it is a prefill
+    force_query: bool = False  # ask for, and announce, every request's rank
     max_running: int = 32
     max_queued: int = 2048
     chunk_tokens: int = 512  # prompt tokens per batch
@@ -59,12 +99,20 @@ class NodeSettings(Struct, frozen=True):
     optimistic_retries: int = 3
     force_retry_prob: float = 0.0  # test hook of the seed: share of request ids that must be retried once
     park_max_tokens: int = 1 << 20
+    park_attempts: int = 1  # how often a request gives its pages back under pressure until it waits for READY
+    local_prefill: LocalPrefill = LocalPrefill.OFF
+    local_prefill_tokens: int = 0
+    # How long prefill waits for READY, and decode for the KV that it said READY for. None: as the request's deadline
+    # says. Why not some minutes: who waits behind others would fail although everybody makes progress.
+    bootstrap_timeout_ns: Nanos | None = None
+    waiting_timeout_ns: Nanos | None = None
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
     stall_timeout_ns: Nanos = Nanos(30 * SECOND)
     lease_ns: Nanos = Nanos(30 * SECOND)
     resend_ns: Nanos = Nanos(1 * SECOND)  # how long to wait for an answer before saying it again
     learn_peer_ns: Nanos = Nanos(1 * SECOND)  # between two questions to a bootstrap server that knows nobody
+    ask_rank_ns: Nanos = Nanos(SECOND // 10)  # between two questions for the DP rank of one room
     learn_peer_tries: int = 5  # questions without an answer until a request stops waiting for that prefill
     tombstones: int = 1024  # ended rooms whose late messages are still answered
-    stashed_readies: int = 1024  # READYs that overtook their request
+    stashed_messages: int = 1024  # what decode said of requests that have not come
     stash_ns: Nanos = Nanos(60 * SECOND)

@@ -32,6 +32,9 @@ class Cause(StrEnum):
     PEER_LOST = "peer_lost"
     PEER_UNKNOWN = "peer_unknown"  # nobody answers at the bootstrap address
     PEER_ABORTED = "peer_aborted"
+    ROUTE_CONFLICT = "route_conflict"  # the DP rank that the request names, or its room implies, is not where it is
+    BOOTSTRAP_TIMEOUT = "bootstrap_timeout"  # decode has not said READY
+    WAITING_TIMEOUT = "waiting_timeout"  # the KV that prefill was told READY for has not come
     LAYOUT_MISMATCH = "layout_mismatch"
     LEASE_EXPIRED = "lease_expired"
     CORRUPT_PAGES = "corrupt_pages"  # digest or generation differs

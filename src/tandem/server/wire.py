@@ -7,7 +7,7 @@ events of the core travel as they are; here are the few messages that only the s
 from msgspec import Struct
 
 from tandem.core import commands, events
-from tandem.core.pd.dp_rank import PrefillInfo
+from tandem.core.settings import PrefillInfo
 from tandem.core.request import Request
 from tandem.core.values import Incarnation
 from tandem.sampling import Payload
@@ -102,6 +102,8 @@ ApiToNode = (
     | events.StopMatched
     | events.PeerLearned
     | events.PeerUnknown
+    | events.DpRankAnswered
+    | events.HooksChanged
     | events.DrainRequested
     | events.FlushRequested
 )
@@ -114,6 +116,8 @@ NodeToApi = (
     | commands.FinishRequest
     | commands.FailRequest
     | commands.LearnPeer
+    | commands.AskDpRank
+    | commands.AnnounceDpRank
 )
 NodeToWorker = (
     Payload

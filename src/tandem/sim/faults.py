@@ -177,7 +177,7 @@ def _draw_settings(
         stall_timeout_ns=Nanos(random.choice((5, 30)) * SECOND),
         lease_ns=Nanos(random.choice((2, 10, 30)) * SECOND),
         tombstones=random.choice((2, 1024)),
-        stashed_readies=random.choice((2, 1024)),
+        stashed_messages=random.choice((2, 1024)),
         stash_ns=Nanos(random.choice((1, 60)) * SECOND),
     )
 

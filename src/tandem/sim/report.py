@@ -15,6 +15,8 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import (
+    AnnounceDpRank,
+    AskDpRank,
     CancelPull,
     Command,
     EmitTokens,
@@ -33,7 +35,9 @@ from tandem.core.events import (
     AbortRequested,
     BatchFailed,
     BatchReturned,
+    DpRankAnswered,
     Event,
+    HooksChanged,
     PageRead,
     PagesDigested,
     PagesLanded,
@@ -157,9 +161,14 @@ def describe_event(event: Event) -> str:
         case BatchFailed(batch, cause, detail):
             return f"batch {batch} failed: {cause} ({detail})"
         case PeerLearned(address, peer, layout):
-            return f"{address.host} is {_name(peer)}, layout {layout}"
+            rank = f", DP rank {event.dp_rank} of {event.prefill.dp_size}" if event.prefill.dp_size > 1 else ""
+            return f"{address.host} is {_name(peer)}, layout {layout}{rank}"
         case PeerUnknown(address, detail):
             return f"{address.host} is unknown: {detail}"
+        case DpRankAnswered(address, room, rank):
+            return f"{address.host} has room {room} on DP rank {'unknown' if rank is None else rank}"
+        case HooksChanged(prob):
+            return f"forced retries: {prob:g} of all requests"
         case PeerSaid(peer, message):
             return f"{_name(peer)} says {describe_message(message)}"
         case PeerLost(peer, cause):
@@ -197,8 +206,12 @@ def describe_command(command: Command) -> str:
             )
         case FailRequest(request, cause, stage, detail):
             return f"fail request {request}: {cause} in {stage} ({detail})"
-        case LearnPeer(address):
-            return f"ask who is at {address.host}"
+        case LearnPeer(address, rank):
+            return f"ask who is {'' if rank is None else f'DP rank {rank} '}at {address.host}"
+        case AskDpRank(address, room):
+            return f"ask {address.host} which DP rank has room {room}"
+        case AnnounceDpRank(room, rank):
+            return f"announce that room {room} is on DP rank {rank}"
         case Tell(peer, message):
             return f"tell {_name(peer)} {describe_message(message)}"
         case PublishPages():

@@ -50,7 +50,7 @@ def _never_comes(draft: Draft, request: RequestId) -> None:
 
 
 def _is_not_needed(draft: Draft, request: RequestId, peer: Incarnation) -> None:
-    """The decode half is served without a peer, and says so. The node does not do that yet; the protocol has it."""
+    """The decode half is served without a peer, and says so (local prefill)."""
     draft.to_come.remove(request)
     room = draft.cast.requests[request].room
     assert room is not None

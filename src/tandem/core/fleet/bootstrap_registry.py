@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tandem.core.pd.dp_rank import PrefillInfo
 from tandem.core.pd.layout_check import differences
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 
 MAX_DP_SIZE = 1024

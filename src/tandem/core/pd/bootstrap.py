@@ -15,6 +15,7 @@ class View(Struct, frozen=True):
     ready: bool
     forced: bool  # the test hook has chosen this request for a retry
     retries: int  # times its pages were given back
+    yields: int  # those of them under pressure
     prompt_len: int
     parked_tokens: int  # of all requests parked on this node
 
@@ -70,9 +71,10 @@ class Park(Struct, frozen=True):
     """Compute to the end and keep everything until READY comes, up to a bound of parked tokens."""
 
     max_tokens: int
+    max_attempts: int
 
     def may_start(self, view: View) -> bool:
-        return view.ready or view.retries == 0
+        return view.ready or view.yields < self.max_attempts
 
     def at_boundary(self, view: View) -> Verdict:
         return Verdict.GIVE_BACK if view.forced else Verdict.GO_ON
@@ -92,7 +94,7 @@ def bootstrap_policy(settings: NodeSettings) -> BootstrapPolicy:
         case OptimisticPolicy.RETRY:
             return Retry(settings.optimistic_retries)
         case OptimisticPolicy.PARK:
-            return Park(settings.park_max_tokens)
+            return Park(settings.park_max_tokens, settings.park_attempts)
 
 
 def should_force_retry(rid: str, *, prob: float, prefill_retry_count: int, is_retracted: bool = False) -> bool:

@@ -16,8 +16,8 @@ from typing import assert_never
 from msgspec import Struct
 from msgspec.structs import replace
 
-from tandem.core.pd.dp_rank import LoadBalanceMethod, room_rank
-from tandem.core.settings import Role
+from tandem.core.pd.dp_rank import room_rank
+from tandem.core.settings import LoadBalanceMethod, Role
 from tandem.core.values import Room
 
 NO_ROOM = "follow_bootstrap_room needs a bootstrap_room: do not send requests to this server directly, use the router"

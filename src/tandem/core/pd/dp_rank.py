@@ -18,31 +18,14 @@ refused: the prefill announces every request's real rank, and decode asks, which
 environment forces the same on both sides.
 """
 
-from enum import StrEnum
 from typing import assert_never
 
 from msgspec import Struct
 
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import Room
 
 FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
-
-
-class LoadBalanceMethod(StrEnum):
-    """How a server spreads requests over its DP ranks."""
-
-    AUTO = "auto"
-    ROUND_ROBIN = "round_robin"
-    FOLLOW_BOOTSTRAP_ROOM = "follow_bootstrap_room"
-    TOTAL_REQUESTS = "total_requests"
-    TOTAL_TOKENS = "total_tokens"
-
-
-class DpConflictPolicy(StrEnum):
-    """What a prefill does with a request that was routed to another rank than its room implies."""
-
-    RESOLVE = "resolve"  # announce the real rank of every request; decode asks
-    FAIL = "fail"  # refuse it; decode may trust the room
 
 
 class DpTopology(Struct, frozen=True):
@@ -76,18 +59,6 @@ class RequestFacts(Struct, frozen=True):
 
     room: Room
     disagg_prefill_dp_rank: int | None = None  # carried by the request itself: nothing is derived then
-
-
-class PrefillInfo(Struct, frozen=True):
-    """What a prefill tells about its ranks when decode learns of it."""
-
-    dp_size: int = 1
-    method: LoadBalanceMethod = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
-    conflict: DpConflictPolicy = DpConflictPolicy.RESOLVE
-
-    @property
-    def rooms_tell_the_rank(self) -> bool:
-        return self.method is LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM and self.conflict is DpConflictPolicy.FAIL
 
 
 class Known(Struct, frozen=True, tag=True):

@@ -65,6 +65,7 @@ class Release(Struct, frozen=True, tag="release"):
     source: Incarnation
     outcome: Literal["done", "aborted", "not_needed"]
     cause: Cause | None = None
+    attempt: int = 0  # of the READY; a late copy about a room that is used again is told apart
 
 
 class Abort(Struct, frozen=True, tag="abort"):

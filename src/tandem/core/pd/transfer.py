@@ -87,6 +87,7 @@ class Sender:
     offered: int = 0  # pages [held, offered) were offered
     result: ResultRow | None = None
     result_offered: bool = False
+    bootstrap_until: Nanos | None = None  # when READY has to be here
     ready_at: Nanos | None = None
     offered_at: Nanos | None = None  # first offer
     lease_until: Nanos = ZERO_NS
@@ -123,6 +124,8 @@ class Receiver:
     address: Address
     attempt: int  # of this node, rising
     state: TransferState = TransferState.BOOTSTRAPPING
+    dp_rank: int | None = None  # of the prefill, as its bootstrap server answered
+    asks_rank: bool = False  # it is a question which rank has the room
     peer: Incarnation | None = None
     held_pages: int = 0
     total_pages: int = 0
@@ -134,6 +137,7 @@ class Receiver:
     ask_at: Nanos = ZERO_NS  # when to ask the bootstrap server (again)
     unanswered: int = 0  # times it was found that nobody is there
     resend_at: Nanos = ZERO_NS
+    arrival_until: Nanos | None = None  # when the KV has to be here
     pulling: bool = False  # a PullPages of this attempt was given out, so it has to be drained
 
     def move(self, trigger: TransferTrigger) -> None:

@@ -27,6 +27,8 @@ def admit(node: NodeState) -> None:
     backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
     for request in candidates(node):
         progress = node.requests[request]
+        if progress.receiver is not None and decode.prefers_local(node, progress, backlog):
+            decode.compute_here(node, progress)
         if progress.receiver is None and backlog >= enough:
             progress.lacks = WaitingFor.WINDOW
             return
@@ -74,6 +76,8 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
     else:
         progress.computing_since = node.now
         enter(node, progress, Trigger.COMPUTE)
+        if progress.sender is not None:
+            prefill.publish(node, progress)  # a cached prefix need not wait for the first chunk
     return None
 
 
@@ -89,7 +93,6 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     length = progress.length
     matchable = length if progress.receiver is not None else length - 1
     is_alone = node.num_slots_used == 0
-    is_first = progress.retractions == 0 and progress.prefill_retry_count == 0
     if not take_pages(
         node,
         progress,
@@ -98,7 +101,8 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
         reserve=0 if is_alone else reserve,
     ):
         return False
-    if is_first:
+    if not progress.is_counted:
+        progress.is_counted = True
         progress.cached_tokens = progress.computed
         node.tally.input_tokens += progress.request.prompt_len
         node.tally.hit_tokens += progress.computed

@@ -6,11 +6,16 @@ landed, result row read. A failed transfer is drained first; then the request is
 is computed here.
 """
 
-from tandem.core.commands import CancelPull, FailRequest, LearnPeer, Path, PullPages, Tell
-from tandem.core.events import PagesLanded, PeerLearned, PeerUnknown, TransferFailed
+from typing import assert_never
+
+from tandem.core.commands import AskDpRank, CancelPull, FailRequest, LearnPeer, Path, PullPages, Tell
+from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
 from tandem.core.pd.consensus import Failed, Failure, ShardReport
+from tandem.core.pd.dp_rank import Ask, Conflict, Known, RequestFacts, resolve
+from tandem.core.pd.local_prefill import LocalView, local_prefill_policy
 from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release
 from tandem.core.pd.transfer import Receiver, TransferState, TransferTrigger
+from tandem.core.request import Request
 from tandem.core.sched.progress import Progress, State, Trigger
 from tandem.core.sched.state import (
     KnownPeer,
@@ -20,19 +25,24 @@ from tandem.core.sched.state import (
     end,
     enter,
     give_back_pages,
+    is_over,
+    later,
     pages_for,
     schedule,
 )
-from tandem.core.settings import LoadFailurePolicy
+from tandem.core.settings import LoadFailurePolicy, LocalPrefill
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
-FINAL_CAUSES = frozenset({Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG})
+FINAL_CAUSES = frozenset(
+    {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
+)
 TOKEN_BYTES = 4
 
 
-def key(address: Address) -> str:
-    return f"{address.host}:{address.port}"
+def key(address: Address, dp_rank: int | None = None) -> str:
+    where = f"{address.host}:{address.port}"
+    return where if dp_rank is None else f"{where}/{dp_rank}"
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -46,31 +56,97 @@ def create_receiver(node: NodeState, progress: Progress) -> None:
     total_pages = pages_for(node, progress.request.prompt_len)
     progress.receiver = Receiver(address, attempt=node.attempts, total_pages=total_pages)
     node.rooms[room] = progress.id
-    known = node.peers.get(key(address))
-    if known is not None:
-        meet(node, progress, known)
-    else:
-        ask(node, progress)
+    find_peer(node, progress)
 
 
-def ask(node: NodeState, progress: Progress) -> None:
-    """One question per address and interval, however many requests wait for the answer."""
+def find_peer(node: NodeState, progress: Progress) -> None:
+    """What prefill is there, which of its DP ranks has the room, who is that? What is not known yet is asked for."""
+    receiver = progress.receiver
+    assert receiver is not None
+    found = find_rank(node, progress.request, receiver.dp_rank)
+    if isinstance(found, Ask) and not receiver.asks_rank:
+        receiver.ask_at = node.now  # a new question
+    receiver.asks_rank = isinstance(found, Ask)
+    match found:
+        case None:
+            learn(node, progress, None)
+        case Known(rank):
+            known = node.peers.get(key(receiver.address, rank))
+            if known is not None:
+                meet(node, progress, known)
+            else:
+                learn(node, progress, rank)
+        case Ask():
+            ask_rank(node, progress)
+        case Conflict(explanation):
+            fail_transfer(node, progress, Cause.ROUTE_CONFLICT, explanation)
+        case _:
+            assert_never(found)
+
+
+def find_rank(node: NodeState, request: Request, answered: int | None = None) -> Known | Ask | Conflict | None:
+    """Which DP rank of the prefill has the request. None: nothing is known of that prefill."""
+    assert request.room is not None
+    assert request.peer is not None
+    prefill = node.prefills.get(key(request.peer))
+    if prefill is None:
+        return None
+    facts = RequestFacts(request.room, request.dp_rank_hint)
+    found = resolve(facts, prefill, force_query=node.settings.force_query)
+    return Known(answered) if isinstance(found, Ask) and answered is not None else found
+
+
+def find_known(node: NodeState, request: Request) -> KnownPeer | None:
+    """The peer of a request, if nothing has to be asked for it."""
+    found = find_rank(node, request)
+    if request.peer is None or not isinstance(found, Known):
+        return None
+    return node.peers.get(key(request.peer, found.rank))
+
+
+def learn(node: NodeState, progress: Progress, dp_rank: int | None) -> None:
+    """One question per rank and interval, however many requests wait for the answer."""
     assert progress.receiver is not None
     address = progress.receiver.address
-    asked = node.asked.get(key(address))
+    question = key(address, dp_rank)
+    asked = node.asked.get(question)
     if asked is None or asked + node.settings.learn_peer_ns <= node.now:
-        node.asked[key(address)] = node.now
-        node.out.append(LearnPeer(address))
-    progress.receiver.ask_at = Nanos(node.asked[key(address)] + node.settings.learn_peer_ns)
+        node.asked[question] = node.now
+        node.out.append(LearnPeer(address, dp_rank))
+    progress.receiver.ask_at = Nanos(node.asked[question] + node.settings.learn_peer_ns)
     schedule(node, progress)
+
+
+def ask_rank(node: NodeState, progress: Progress) -> None:
+    """The prefill's bootstrap server knows the rank as soon as the request has come to it."""
+    receiver, room = progress.receiver, progress.request.room
+    assert receiver is not None
+    assert room is not None
+    if receiver.ask_at <= node.now:
+        receiver.ask_at = Nanos(node.now + node.settings.ask_rank_ns)
+        node.out.append(AskDpRank(receiver.address, room))
+    schedule(node, progress)
+
+
+def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
+    request = node.rooms.get(event.room)
+    progress = node.requests.get(request) if request is not None else None
+    receiver = progress.receiver if progress is not None else None
+    if progress is None or receiver is None or progress.state is not State.BOOTSTRAPPING:
+        return
+    if receiver.address == event.address and event.dp_rank is not None:
+        receiver.dp_rank = event.dp_rank
+        find_peer(node, progress)
 
 
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
-    known = node.peers[key(event.address)] = KnownPeer(event.peer, event.layout, event.differs)
+    node.asked.pop(key(event.address, event.dp_rank), None)
+    node.prefills[key(event.address)] = event.prefill
+    node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.peer, event.layout, event.differs)
     for progress in node.live(State.BOOTSTRAPPING):
         if progress.receiver is not None and progress.receiver.address == event.address:
-            meet(node, progress, known)
+            find_peer(node, progress)
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
@@ -80,7 +156,7 @@ def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
         if receiver is None or receiver.address != event.address:
             continue
         progress.first_cause = event.detail
-        receiver.unanswered += 1
+        receiver.unanswered += not receiver.asks_rank
         if receiver.unanswered >= node.settings.learn_peer_tries:
             fail_transfer(node, progress, Cause.PEER_UNKNOWN, event.detail)
 
@@ -94,6 +170,32 @@ def meet(node: NodeState, progress: Progress, known: KnownPeer) -> None:
         enter(node, progress, Trigger.PEER_READY)
 
 
+# --- local prefill ----------------------------------------------------------------------------------------------------
+
+
+def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
+    """By policy, is this prompt computed here although a peer was named? `backlog`: prompt tokens that wait here."""
+    if node.settings.local_prefill is LocalPrefill.OFF:
+        return False  # a look at the tree costs something
+    prompt_len, page_size = progress.request.prompt_len, node.settings.page_size
+    cached = len(node.tree.match(progress.hashes[: (prompt_len - 1) // page_size])) * page_size
+    view = LocalView(uncached=prompt_len - cached, backlog=backlog, chunk=node.settings.chunk_tokens)
+    return local_prefill_policy(node.settings).may_compute_here(view)
+
+
+def compute_here(node: NodeState, progress: Progress) -> None:
+    """Tell prefill that it is not needed; from here on this is a request like any other."""
+    receiver, room = progress.receiver, progress.request.room
+    assert receiver is not None
+    assert receiver.peer is not None
+    assert room is not None
+    assert receiver.state is TransferState.BOOTSTRAPPING, "READY is said: prefill may send already"
+    release = Release(room, node.settings.incarnation, "not_needed", attempt=receiver.attempt)
+    node.out.append(Tell(receiver.peer, release))
+    bury(node, room, release)
+    progress.receiver = None
+
+
 # --- arrival ---------------------------------------------------------------------------------------------------------
 
 
@@ -104,6 +206,7 @@ def await_arrival(node: NodeState, progress: Progress) -> None:
     receiver.held_pages = progress.inserted
     receiver.offered = progress.inserted
     receiver.ready_at = node.now
+    receiver.arrival_until = later(node, node.settings.waiting_timeout_ns)
     receiver.move(TransferTrigger.READY_SENT)
     say_ready(node, progress)
     enter(node, progress, Trigger.ARRIVE)
@@ -231,7 +334,7 @@ def commit(node: NodeState, progress: Progress) -> tuple[bytes, int, bytes]:
     assert receiver.result is not None
     assert room is not None
     receiver.move(TransferTrigger.COMMITTED)
-    release = Release(room, node.settings.incarnation, "done")
+    release = Release(room, node.settings.incarnation, "done", attempt=receiver.attempt)
     node.out.append(Tell(receiver.peer, release))
     bury(node, room, release)
     split_arrival_stage(node, progress, receiver)
@@ -309,7 +412,7 @@ def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
     receiver.move(TransferTrigger.FAULT)
     node.tally.transfer_failed += receiver.ready_at is not None
     node.tally.bootstrap_failed += receiver.ready_at is None
-    release = Release(room, node.settings.incarnation, "aborted", cause)
+    release = Release(room, node.settings.incarnation, "aborted", cause, receiver.attempt)
     if receiver.peer is not None:
         node.out.append(Tell(receiver.peer, release))
     bury(node, room, release)
@@ -329,6 +432,8 @@ def on_timer(node: NodeState, progress: Progress) -> None:
     receiver = progress.receiver
     assert receiver is not None
     if progress.state is State.BOOTSTRAPPING and receiver.ask_at <= node.now:
-        ask(node, progress)
+        find_peer(node, progress)
+    elif progress.state is State.ARRIVING and is_over(node, receiver.arrival_until):
+        fail_transfer(node, progress, Cause.WAITING_TIMEOUT, "the KV has not come in time")
     elif progress.state is State.ARRIVING and receiver.resend_at <= node.now:
         say_ready(node, progress)

@@ -8,6 +8,8 @@ with neither is computed and decoded here.
 from collections.abc import Sequence
 from typing import assert_never
 
+from msgspec import structs
+
 from tandem.core.batch import BatchOutcome, TokenFlag
 from tandem.core.commands import (
     Effects,
@@ -24,9 +26,11 @@ from tandem.core.events import (
     AbortRequested,
     BatchFailed,
     BatchReturned,
+    DpRankAnswered,
     DrainRequested,
     Event,
     FlushRequested,
+    HooksChanged,
     PageRead,
     PagesDigested,
     PagesLanded,
@@ -115,6 +119,8 @@ def handle(node: NodeState, event: Event) -> None:
             decode.on_peer_learned(node, event)
         case PeerUnknown():
             decode.on_peer_unknown(node, event)
+        case DpRankAnswered():
+            decode.on_rank_answered(node, event)
         case PeerLost():
             lose_peer(node, event)
         case PagesDigested():
@@ -126,8 +132,11 @@ def handle(node: NodeState, event: Event) -> None:
             start_if_landed(node, event.request)
         case TransferFailed():
             decode.on_transfer_failed(node, event)
+            prefill.on_transfer_failed(node, event)
         case ReadsDrained() | TransferDrained():
             drained(node, event.request, event.shard)
+        case HooksChanged(force_retry_prob):
+            node.settings = structs.replace(node.settings, force_retry_prob=force_retry_prob)
         case DrainRequested():
             node.draining = True
         case FlushRequested():
@@ -203,7 +212,7 @@ def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -
             node.out.append(Tell(from_peer.peer, abort))
     else:
         abort = Release(room, node.settings.incarnation, "aborted", cause)
-        known = node.peers.get(decode.key(request.peer))
+        known = decode.find_known(node, request)
         if known is not None:
             node.out.append(Tell(known.incarnation, abort))
     bury(node, room, abort)
@@ -394,6 +403,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
     for address, known in list(node.peers.items()):
         if known.incarnation == event.peer:
             del node.peers[address]
+            node.prefills.pop(address.rpartition("/")[0], None)  # its next life may have other ranks
     for room, stashed in list(node.stash.items()):
         if stashed.peer == event.peer:
             del node.stash[room]

@@ -5,7 +5,10 @@ a row of the result table, publish final pages as chunks return, park or give ba
 when decode releases. Nothing here knows how a chunk is planned.
 """
 
+from typing import assert_never
+
 from tandem.core.commands import (
+    AnnounceDpRank,
     EmitTokens,
     FailRequest,
     FinishReason,
@@ -17,25 +20,28 @@ from tandem.core.commands import (
     StartRequest,
     Tell,
 )
-from tandem.core.events import PageRead, PagesDigested
+from tandem.core.events import PageRead, PagesDigested, TransferFailed
 from tandem.core.pd.bootstrap import Verdict, View, bootstrap_policy, should_force_retry
+from tandem.core.pd.dp_rank import Announce, Conflict, Quiet, RequestFacts, settle
 from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Sender, TransferState, TransferTrigger
 from tandem.core.sched.progress import Progress, State, Trigger, is_aborted
 from tandem.core.sched.state import (
     NodeState,
-    StashedReady,
+    Stashed,
     bury,
     checkpoint,
     end,
     enter,
     give_back_pages,
+    is_over,
+    later,
     page_generations,
     pages_for,
     schedule,
 )
 from tandem.core.settings import OptimisticPolicy
-from tandem.core.values import Cause, Incarnation, Nanos
+from tandem.core.values import Cause, Incarnation, Nanos, Room
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
 
@@ -44,14 +50,47 @@ def create_sender(node: NodeState, progress: Progress) -> None:
     """The request has a room: somebody may already have said READY for it, or given it up."""
     room = progress.request.room
     assert room is not None
-    progress.sender = Sender()
+    progress.sender = Sender(bootstrap_until=later(node, node.settings.bootstrap_timeout_ns))
     node.rooms[room] = progress.id
+    if not announce_rank(node, progress, room):
+        return
     stashed = node.stash.pop(room, None)
-    tombstone = node.tombstones.get(room)
-    if isinstance(tombstone, Abort) and tombstone.cause is Cause.PEER_ABORTED:
-        fail(node, progress, Cause.PEER_ABORTED, "decode gave up before the request came")
-    elif stashed is not None and stashed.expires_at > node.now:
+    if stashed is None or stashed.expires_at <= node.now:
+        return
+    if isinstance(stashed.message, Ready):
         on_ready(node, stashed.peer, stashed.message)
+    else:
+        on_release(node, stashed.peer, stashed.message)
+
+
+def announce_rank(node: NodeState, progress: Progress, room: Room) -> bool:
+    """Decode must find this rank: by its own reckoning, or because we announce it. False: it would look elsewhere."""
+    info, rank = node.settings.prefill_info, node.settings.dp_rank
+    facts = RequestFacts(room, progress.request.dp_rank_hint)
+    found = settle(facts, info, actual=rank, force_query=node.settings.force_query)
+    match found:
+        case Quiet():
+            return True
+        case Announce(rank):
+            node.out.append(AnnounceDpRank(room, rank))
+            return True
+        case Conflict(explanation):
+            fail(node, progress, Cause.ROUTE_CONFLICT, explanation)
+            return False
+        case _:
+            assert_never(found)
+
+
+def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
+    """It overtook its request. What decode said last counts; saying it again does not make it wait longer."""
+    known = node.stash.get(message.room)
+    if known is None and len(node.stash) >= node.settings.stashed_messages:
+        oldest = next(iter(node.stash))
+        if node.stash[oldest].expires_at > node.now:
+            return  # decode says it again
+        del node.stash[oldest]
+    expires_at = known.expires_at if known is not None else Nanos(node.now + node.settings.stash_ns)
+    node.stash[message.room] = Stashed(peer, message, expires_at)
 
 
 def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
@@ -83,8 +122,14 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     elif ready.target != node.settings.incarnation:
         detail = f"READY is for epoch {ready.target.epoch}, this is {node.settings.incarnation.epoch}"
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_LOST, detail)))
-    elif ready.room in node.stash or len(node.stash) < node.settings.stashed_readies:
-        node.stash[ready.room] = StashedReady(peer, ready, Nanos(node.now + node.settings.stash_ns))
+    elif ready.room in node.stash and node.stash[ready.room].expires_at <= node.now:
+        del node.stash[ready.room]
+        detail = "prefill has not got this request; does its router send both halves here?"
+        abort = Abort(ready.room, node.settings.incarnation, Cause.PEER_ABORTED, detail)
+        node.out.append(Tell(peer, abort))
+        bury(node, ready.room, abort)
+    else:
+        stash(node, peer, ready)
 
 
 def refuse(node: NodeState, progress: Progress, ready: Ready) -> tuple[Cause, str] | None:
@@ -137,6 +182,7 @@ def policy_view(node: NodeState, progress: Progress) -> View:
         ready=sender.is_ready,
         forced=is_forced(node, progress),
         retries=progress.prefill_retry_count,
+        yields=progress.yields,
         prompt_len=progress.request.prompt_len,
         parked_tokens=sum(parked.request.prompt_len for parked in node.live(State.PARKED)),
     )
@@ -206,10 +252,11 @@ def finish_give_back(node: NodeState, progress: Progress) -> None:
     reset_prefill_retry_time(progress)
     reason = progress.give_back_reason
     node.tally.prefill_retries[reason] = node.tally.prefill_retries.get(reason, 0) + 1
+    progress.yields += reason == "yield"
     view = policy_view(node, progress)
     progress.prefill_retry_count += 1
-    if bootstrap_policy(node.settings).may_start(view) and reason != "yield":
-        enter(node, progress, Trigger.REQUEUE, first=True)
+    if bootstrap_policy(node.settings).may_start(view):
+        enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
     else:
         node.results.maybe_release_metadata_buffer(progress.id)
         enter(node, progress, Trigger.REQUEUE if progress.sender.is_ready else Trigger.FALL_BACK)
@@ -326,6 +373,14 @@ def timed_result(progress: Progress, sender: Sender) -> ResultRow:
     )
 
 
+def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
+    """A shard cannot hand its pages out."""
+    progress = node.requests.get(event.request)
+    if progress is None or progress.sender is None or is_aborted(progress) or event.attempt != progress.sender.attempt:
+        return
+    fail(node, progress, event.cause, f"shard {event.shard}: {event.detail}")
+
+
 def on_page_read(node: NodeState, event: PageRead) -> None:
     progress = node.requests.get(event.request)
     if progress is None or progress.sender is None or not progress.sender.is_ready:
@@ -344,9 +399,9 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
     if progress is None:
         node.stash.pop(release.room, None)
         if release.room not in node.tombstones and release.outcome != "done":
-            bury(node, release.room, Abort(release.room, node.settings.incarnation, Cause.PEER_ABORTED))
+            stash(node, peer, release)
         return
-    if progress.sender is None or is_aborted(progress) or progress.sender.peer not in (None, peer):
+    if progress.sender is None or is_aborted(progress) or is_stale(progress.sender, peer, release):
         return
     if release.outcome == "aborted":
         fail(node, progress, Cause.PEER_ABORTED, f"decode gave up: {release.cause or 'no cause given'}")
@@ -357,11 +412,18 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
         finish(node, progress, Path.REMOTE if release.outcome == "done" else Path.LOCAL)
 
 
+def is_stale(sender: Sender, peer: Incarnation, release: Release) -> bool:
+    """Said by somebody else, or of an earlier request in the same room."""
+    if sender.peer is None:
+        return release.outcome == "done"
+    return sender.peer != peer or release.attempt != sender.attempt
+
+
 def finish(node: NodeState, progress: Progress, path: Path) -> None:
-    """Decode has committed: the request ends here with the one token that was sampled, if it got so far."""
+    """Decode has committed: the request ends here with the one token that was sampled. Not needed: with none."""
     sender = progress.sender
     assert sender is not None
-    if sender.result is not None:
+    if sender.result is not None and path is Path.REMOTE:
         ledger = Ledger(tuple(progress.stages.items()))
         node.out.append(StartRequest(progress.id, path, progress.cached_tokens, ledger))
         extras = ((progress.id, sender.result.extra),) if sender.result.extra else ()
@@ -418,6 +480,8 @@ def on_timer(node: NodeState, progress: Progress) -> None:
     sender = progress.sender
     assert sender is not None
     if not sender.is_ready:
+        if is_over(node, sender.bootstrap_until):
+            fail(node, progress, Cause.BOOTSTRAP_TIMEOUT, "decode has not said READY in time")
         return
     if sender.lease_until <= node.now:
         fail(node, progress, Cause.LEASE_EXPIRED, "decode neither reads nor says READY any more")

@@ -87,6 +87,7 @@ class WaitingFor(StrEnum):
     """What a request that is not running waits for; `/debug/waits` lists it, and a missed deadline names it."""
 
     PEER = "peer"  # bootstrap
+    DP_RANK = "dp_rank"  # which of the peer's ranks has it
     PAGES = "pages"
     SLOT = "slot"
     METADATA_SLOT = "metadata_slot"
@@ -135,7 +136,9 @@ class Progress:
     cached_tokens: int = 0  # found in the prefix tree at the first admission
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
     kv_pages: int = 0  # pulled from a peer
+    is_counted: bool = False  # its prompt is in the hit rate
     prefill_retry_count: int = 0  # times its pages were given back before READY
+    yields: int = 0  # those of them under pressure
     retractions: int = 0
     path: Path = Path.LOCAL
     lacks: WaitingFor | None = None  # why the last admission did not take it, or the gate does not let it begin
@@ -158,6 +161,8 @@ class Progress:
     def waiting_for(self) -> WaitingFor | None:
         if self.state in (State.QUEUED, State.COMPUTING) and self.lacks is not None:
             return self.lacks
+        if self.state is State.BOOTSTRAPPING and self.receiver is not None and self.receiver.asks_rank:
+            return WaitingFor.DP_RANK
         return _WAITS.get(self.state)
 
 

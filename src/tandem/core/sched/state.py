@@ -19,22 +19,22 @@ from tandem.core.pd.messages import Abort, Ready, Release
 from tandem.core.pd.transfer import ResultTable
 from tandem.core.sched.gates import Decision, Memory, Snapshot
 from tandem.core.sched.progress import LIFECYCLE, SLOT_STATES, Flight, Progress, State, Trigger
-from tandem.core.settings import NodeSettings
+from tandem.core.settings import NodeSettings, PrefillInfo
 from tandem.core.values import ZERO_NS, Incarnation, Nanos, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
-class StashedReady:
-    """A READY that overtook its request."""
+class Stashed:
+    """What decode said of a request that has not come."""
 
     peer: Incarnation
-    message: Ready
+    message: Ready | Release
     expires_at: Nanos
 
 
 @dataclass(slots=True)
 class KnownPeer:
-    """What the bootstrap server at one address told."""
+    """What the bootstrap server at one address told of one DP rank."""
 
     incarnation: Incarnation
     layout: str
@@ -92,9 +92,10 @@ class NodeState:
     joins: dict[RequestId, Join] = field(default_factory=dict[RequestId, Join])  # not told to the workers yet
     leaves: list[RequestId] = field(default_factory=list[RequestId])
     timers: list[tuple[Nanos, RequestId]] = field(default_factory=list[tuple[Nanos, RequestId]])
-    stash: dict[Room, StashedReady] = field(default_factory=dict[Room, StashedReady])
+    stash: dict[Room, Stashed] = field(default_factory=dict[Room, Stashed])
     tombstones: dict[Room, Release | Abort] = field(default_factory=dict[Room, Release | Abort])
-    peers: dict[str, KnownPeer] = field(default_factory=dict[str, KnownPeer])  # by bootstrap address
+    prefills: dict[str, PrefillInfo] = field(default_factory=dict[str, PrefillInfo])  # by bootstrap address
+    peers: dict[str, KnownPeer] = field(default_factory=dict[str, KnownPeer])  # by bootstrap address and DP rank
     asked: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
     draining: bool = False
     tally: Tally = field(default_factory=Tally)
@@ -335,7 +336,12 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
             times.append(progress.receiver.ask_at)
         elif progress.state is State.ARRIVING:
             times.append(progress.receiver.resend_at)
-    if progress.sender is not None and progress.sender.is_ready:
+            if progress.receiver.arrival_until is not None:
+                times.append(progress.receiver.arrival_until)
+    if progress.sender is not None and not progress.sender.is_ready:
+        if progress.sender.bootstrap_until is not None:
+            times.append(progress.sender.bootstrap_until)
+    elif progress.sender is not None:
         times.append(progress.sender.lease_until)
         if progress.state is State.SENDING:
             times.append(progress.sender.resend_at)
@@ -379,6 +385,14 @@ def earliest_timer(node: NodeState) -> Nanos | None:
             progress.timer_at = None
         heapq.heappop(node.timers)
     return None
+
+
+def later(node: NodeState, timeout_ns: Nanos | None) -> Nanos | None:
+    return None if timeout_ns is None else Nanos(node.now + timeout_ns)
+
+
+def is_over(node: NodeState, time: Nanos | None) -> bool:
+    return time is not None and time <= node.now
 
 
 def page_generations(node: NodeState, pages: Sequence[int]) -> tuple[int, ...]:

@@ -89,6 +89,11 @@ RULES: dict[Code, Rule] = {
         502, True, "node", "check `bootstrap_host` and `bootstrap_port`: no prefill answers there"
     ),
     Cause.PEER_ABORTED: Rule(502, True, "node", "try again: the other half gave up, `message` says why"),
+    Cause.ROUTE_CONFLICT: Rule(
+        400, False, "node", "route the request to the DP rank that it names, or that its room implies; see `message`"
+    ),
+    Cause.BOOTSTRAP_TIMEOUT: Rule(504, True, "node", "decode is overloaded or gone; add decode servers, or try again"),
+    Cause.WAITING_TIMEOUT: Rule(504, True, "node", "prefill is overloaded or stuck; add prefill servers, or try again"),
     Cause.LAYOUT_MISMATCH: Rule(
         502, False, "node", "run both halves with the same model, dtype and page size; `message` names the difference"
     ),

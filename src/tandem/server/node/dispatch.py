@@ -38,6 +38,8 @@ def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> 
             | commands.FinishRequest()
             | commands.FailRequest()
             | commands.LearnPeer()
+            | commands.AskDpRank()
+            | commands.AnnounceDpRank()
         ):
             api.send(command)
         case commands.Tell():

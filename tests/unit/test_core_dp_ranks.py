@@ -1,0 +1,135 @@
+"""DP ranks of a prefill: decode finds the rank that has the request, prefill announces it or refuses what lies."""
+
+import pytest
+
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
+from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path
+from tandem.core.events import DpRankAnswered, PeerLearned
+from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
+from tandem.core.values import SECOND, Address, Cause, RequestId, Room
+
+FOLLOW_OR_FAIL = PrefillInfo(2, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.FAIL)
+RESOLVE = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN, DpConflictPolicy.RESOLVE)
+SERVER = Address("prefill.host", 8998)
+ODD = 7
+TOKENS = expected_tokens(40, 4, seed=1)
+
+
+def two_ranks(info: PrefillInfo, **settings: object) -> tuple[World, list[Replica], Replica]:
+    """One prefill server of two ranks behind one bootstrap address, and a decode."""
+    world = World()
+    plain = {"dp_size": info.dp_size, "method": info.method, "conflict": info.conflict}
+    ranks = [world.prefill(f"rank-{rank}", dp_rank=rank, prefill_info=plain, **settings) for rank in range(2)]
+    decode = world.decode(**settings)
+    return world, ranks, decode
+
+
+def answer_questions(world: World, ranks: list[Replica], decode: Replica, info: PrefillInfo) -> None:
+    """What the server's bootstrap server does, until nobody asks any more."""
+    answered = 0
+    while True:
+        world.run()
+        questions = [c for c in decode.commands if isinstance(c, LearnPeer | AskDpRank)][answered:]
+        if not questions:
+            return
+        answered += len(questions)
+        for question in questions:
+            if isinstance(question, LearnPeer):
+                rank = question.dp_rank or 0
+                world.send(decode, PeerLearned(SERVER, ranks[rank].name, "", "", rank, info))
+
+
+def submit(world: World, rank: Replica, decode: Replica, **asked: object) -> tuple[RequestId, RequestId]:
+    left = world.submit(rank, room=ODD, **asked)
+    return left, world.submit(decode, room=ODD, peer=SERVER, **asked)
+
+
+def path_of(decode: Replica, request: RequestId) -> Path:
+    end = decode.ended[request]
+    assert isinstance(end, FinishRequest), end
+    return end.path
+
+
+def test_a_room_that_tells_the_rank_needs_no_question() -> None:
+    world, ranks, decode = two_ranks(FOLLOW_OR_FAIL)
+    _left, right = submit(world, ranks[1], decode)
+    answer_questions(world, ranks, decode, FOLLOW_OR_FAIL)
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert decode.said(AskDpRank) == []
+    assert ranks[1].said(AnnounceDpRank) == []
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_an_external_route_that_contradicts_the_room_is_refused_in_the_seeds_words() -> None:
+    world, ranks, decode = two_ranks(FOLLOW_OR_FAIL)
+    left, _right = submit(world, ranks[0], decode)
+    world.run()
+    end = ranks[0].ended[left]
+    assert isinstance(end, FailRequest)
+    assert (end.cause, end.detail) == (
+        Cause.ROUTE_CONFLICT,
+        "follow_bootstrap_room conflict: dispatched to dp_rank 0 but bootstrap_room 7 implies dp_rank 1. "
+        "Set SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK=1 to allow mixed routing.",
+    )
+    assert_nothing_is_held(ranks[0])
+
+
+@pytest.mark.parametrize(("info", "settings"), [(RESOLVE, {}), (FOLLOW_OR_FAIL, {"force_query": True})])
+def test_any_route_is_announced_and_asked_for_where_rooms_do_not_tell(
+    info: PrefillInfo, settings: dict[str, object]
+) -> None:
+    world, ranks, decode = two_ranks(info, **settings)
+    _left, right = submit(world, ranks[0], decode)
+    answer_questions(world, ranks, decode, info)
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert ranks[0].said(AnnounceDpRank) == [AnnounceDpRank(Room(ODD), 0)]
+    assert ranks[1].commands == []
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_a_rank_that_is_not_known_yet_is_asked_for_again() -> None:
+    world, ranks, decode = two_ranks(RESOLVE, ask_rank_ns=SECOND)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    assert decode.progress(right).waiting_for is WaitingFor.DP_RANK
+    world.submit(ranks[1], room=ODD)
+    world.advance(2 * SECOND)
+    answer_questions(world, ranks, decode, RESOLVE)
+    assert path_of(decode, right) is Path.REMOTE
+    assert len(decode.said(AskDpRank)) == 2
+
+
+def test_a_rank_in_the_request_is_believed_and_checked_by_prefill() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    left, right = submit(world, ranks[1], decode, dp_rank_hint=1)
+    answer_questions(world, ranks, decode, RESOLVE)
+    assert path_of(decode, right) is Path.REMOTE
+    assert decode.said(AskDpRank) == []
+    assert isinstance(ranks[1].ended[left], FinishRequest)
+    wrong = world.submit(ranks[0], room=9, dp_rank_hint=1)
+    world.run()
+    end = ranks[0].ended[wrong]
+    assert isinstance(end, FailRequest)
+    assert end.detail == "dispatched to dp_rank 0 but disagg_prefill_dp_rank is 1"
+
+
+def test_a_rank_that_does_not_exist_ends_the_request_on_decode() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    right = world.submit(decode, room=ODD, peer=SERVER, dp_rank_hint=5)
+    answer_questions(world, ranks, decode, RESOLVE)
+    end = decode.ended[right]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.ROUTE_CONFLICT
+    assert end.detail == "disagg_prefill_dp_rank 5 does not exist: prefill has 2 DP ranks"
+
+
+def test_an_answer_for_a_request_that_has_ended_changes_nothing() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    world.abort(decode, right)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 1))
+    world.run()
+    assert decode.state_of(right) is State.DONE
+    assert_nothing_is_held(decode)
