@@ -307,6 +307,22 @@ def test_too_many_requests_at_once_are_refused() -> None:
         stuck.join()
 
 
+def test_a_request_that_was_aborted_by_name_is_not_tried_at_another_pair() -> None:
+    with fleet(2, 2) as made:
+        has_been_told = threading.Event()
+        for decode in made.decodes:
+            decode.behaves(Reject(502, once=has_been_told.is_set))
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(post(made, CHAT | {"rid": "mine"})))
+        asking.start()
+        eventually(lambda: any(decode.generations for decode in made.decodes))
+        CLIENT.post(made.url + "/abort_request", json={"rid": "mine"})
+        has_been_told.set()
+        asking.join()
+        assert (answers[0].status_code, error_of(answers[0])["code"]) == (499, "aborted")
+        assert len([seen for decode in made.decodes for seen in decode.generations]) == 1
+
+
 def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
     with fleet(2, 1) as made:
         assert CLIENT.get(made.url + "/ready").status_code == 200

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tandem.core.fleet.exchange import ExchangeSettings
 from tandem.core.fleet.messages import (
+    AbortAsked,
     CancelHalf,
     ClientAsked,
     ClientLeft,
@@ -162,6 +163,26 @@ def test_a_retry_avoids_the_workers_of_the_failed_pair_even_when_it_is_their_tur
     second = only_dispatch(world.sleep(0.05))
     assert second.pair.prefill != first.pair.prefill
     assert second.pair.decode != first.pair.decode
+
+
+def test_an_aborted_request_is_not_tried_again() -> None:
+    world = World()
+    world.ask()
+    assert world.tell(AbortAsked(R)) == []
+    cancelled, failed = world.tell(HalfRejected(R, 1, D, 502))
+    assert cancelled == CancelHalf(R, 1, P)
+    assert isinstance(failed, Fail)
+    assert failed.cause is RouteCause.ABORTED
+    assert world.router.num_active() == world.router.num_live_rooms() == 0
+
+
+def test_an_abort_between_two_attempts_ends_the_request_at_once() -> None:
+    world = World()
+    world.ask()
+    world.tell(HalfRejected(R, 1, P, 500))
+    (failed,) = world.tell(AbortAsked(R))
+    assert isinstance(failed, Fail)
+    assert (failed.cause, failed.stage) == (RouteCause.ABORTED, "retry_backoff")
 
 
 def test_more_requests_than_allowed_are_refused() -> None:

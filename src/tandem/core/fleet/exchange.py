@@ -18,7 +18,8 @@ Rules:
 4.  The deadline bounds everything until the first token. A grace is added, so that a worker that says at the deadline
     in which wait it was is still heard. Of a stream the first byte tells that there is a token. Of a document nothing
     may come before its end, but that prefill has ended well tells it: from then on it is `document_ns` that bounds.
-5.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
+5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
+6.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
 
 A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
 Events carry the number of their attempt; news of an earlier one, or of a half that is over, change nothing.
@@ -95,6 +96,7 @@ class Exchange:
     pair: Pair | None = None
     halves: dict[Half, HalfState] = field(default_factory=dict[Half, HalfState])
     wake_at: Nanos | None = None
+    is_aborted: bool = False
 
     def is_open(self, half: Half) -> bool:
         return self.halves.get(half) in OPEN
@@ -144,6 +146,11 @@ class Exchange:
     def leave(self) -> list[RouterCommand]:
         """The client has closed its connection: nobody wants the answer."""
         return [] if self.phase is Phase.ENDED else self._end(Finish(self.request))
+
+    def abort(self) -> list[RouterCommand]:
+        """By name, which the halves are told too."""
+        self.is_aborted = True
+        return self.fail(RouteCause.ABORTED, "by name") if self.phase is Phase.BACKOFF else []
 
     def fail(self, cause: RouteCause, detail: str = "") -> list[RouterCommand]:
         return self._end(Fail(self.request, cause, self.stage(), detail))
@@ -258,6 +265,8 @@ class Exchange:
 
     def _retry(self, now: Nanos, otherwise: ForwardRejection | Fail) -> list[RouterCommand]:
         """Cancel what is open; wait for another attempt, or end with `otherwise` if there is none."""
+        if self.is_aborted:
+            return self.fail(RouteCause.ABORTED, "by name")
         backoff = min(self.settings.backoff_ns << (self.attempt - 1), self.settings.backoff_max_ns)
         if self.attempt > self.settings.retries or now + backoff >= self.deadline:
             return self._end(otherwise)

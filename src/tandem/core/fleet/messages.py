@@ -34,6 +34,7 @@ class RouteCause(StrEnum):
     QUEUE_FULL = "queue_full"
     WORKER_UNREACHABLE = "worker_unreachable"
     CONNECTION_LOST = "connection_lost"
+    ABORTED = "aborted"
 
 
 # --- events -------------------------------------------------------------------------------------------------------
@@ -48,6 +49,12 @@ class ClientAsked(Struct, frozen=True, tag=True):
 
 
 class ClientLeft(Struct, frozen=True, tag=True):
+    request: RequestId
+
+
+class AbortAsked(Struct, frozen=True, tag=True):
+    """Somebody ended the request by its name. The halves are told too and say so: no other pair takes it over."""
+
     request: RequestId
 
 
@@ -98,7 +105,7 @@ class WorkerProbed(Struct, frozen=True, tag=True):
 
 
 HalfEvent = HalfAnswered | DecodeSpoke | HalfEnded | HalfRejected | HalfFailed
-RouterEvent = ClientAsked | ClientLeft | HalfEvent | WorkerProbed
+RouterEvent = ClientAsked | ClientLeft | AbortAsked | HalfEvent | WorkerProbed
 
 
 # --- commands -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from tandem.core.fleet.exchange import Exchange, ExchangeSettings, Phase
 from tandem.core.fleet.messages import (
+    AbortAsked,
     ClientAsked,
     ClientLeft,
     Failure,
@@ -106,6 +107,8 @@ class Router:
                 return self._ask(event, now)
             case ClientLeft(request=request):
                 return self._update(request, lambda exchange: exchange.leave(), now)
+            case AbortAsked(request=request):
+                return self._update(request, lambda exchange: exchange.abort(), now)
             case WorkerProbed(worker=worker, result=result):
                 return self._probed(worker, result, now)
             case _:

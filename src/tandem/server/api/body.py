@@ -154,6 +154,13 @@ class NativeBody(Struct, kw_only=True):
 AnyBody = TypeVar("AnyBody", bound=Struct)
 
 
+class AbortBody(Struct):
+    """Of `/abort_request`, on servers and router alike."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+
 def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     """The body as a struct; `Refusal` for what is not JSON, not an object, of a wrong type, or not supported."""
     try:

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any  # JSON documents
 
 import msgspec
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,7 +15,7 @@ from tandem.core.commands import FailRequest
 from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams
 from tandem.server.api.ask import Ask, Facts, Prompt, Wish, not_a_model, submission
-from tandem.server.api.body import decode_body
+from tandem.server.api.body import AbortBody, decode_body
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
@@ -26,11 +25,6 @@ from tandem.server.api.tokenizer import Tokenizer
 
 HEALTH_NS = 20_000_000_000
 SECRETS = ("api_key", "admin_api_key")
-
-
-class AbortBody(Struct):
-    rid: str | None = None
-    abort_all: bool | None = None
 
 
 def json_response(document: Any) -> Response:

@@ -36,6 +36,7 @@ from tandem.core.fleet.router import Router
 from tandem.core.fleet.routing import POLICIES
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
+from tandem.server.api.body import AbortBody
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
@@ -152,9 +153,11 @@ class RouterApp:
     # --- all workers ----------------------------------------------------------------------------------------------
 
     async def _ask_all(self, request: Request, path: str) -> list[tuple[Worker, httpx.Response | str]]:
-        """The live ones, prefills first."""
+        return await self._send_all(request, path, await read_body(request))
+
+    async def _send_all(self, request: Request, path: str, body: bytes) -> list[tuple[Worker, httpx.Response | str]]:
+        """To the live ones, prefills first."""
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
-        body = await read_body(request)
         answers = await asyncio.gather(*(self._ask(worker, request, path, body) for worker in workers))
         return list(zip(workers, answers, strict=True))
 
@@ -228,12 +231,23 @@ class RouterApp:
 
     async def _abort_request(self, request: Request) -> Response:
         """Both halves of a request know it, one of them perhaps no more: the larger count is the answer."""
-        answers = await self._ask_all(request, "/abort_request")
+        body = await read_body(request)
+        self._keep_from_retrying(body)
+        answers = await self._send_all(request, "/abort_request", body)
         given = [answer for _, answer in answers if isinstance(answer, httpx.Response)]
         if not given:
             raise Refusal(Problem.NO_LIVE_PAIR, "no worker answers", stage=STAGE)
         best = max(given, key=lambda answer: (answer.is_success, num_aborted(answer)))
         return Response(best.content, best.status_code, passed_headers(best.headers))
+
+    def _keep_from_retrying(self, body: bytes) -> None:
+        """What is aborted here must not come up at another pair. What names nothing is the workers' to refuse."""
+        try:
+            asked = msgspec.json.decode(body, type=AbortBody)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if asked.abort_all or asked.rid is not None:
+            self._shell.abort(None if asked.abort_all else asked.rid)
 
     def _require_pair(self) -> None:
         if not self.router.has_live_pair():

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from tandem.core.fleet.messages import (
+    AbortAsked,
     CancelHalf,
     ClientAsked,
     ClientLeft,
@@ -87,6 +88,7 @@ class Call:
     body: dict[str, object]
     headers: dict[str, str]  # for both halves
     merges: bool
+    names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
     legs: dict[Half, Leg] = field(default_factory=dict[Half, Leg])  # of the latest attempt
 
@@ -122,7 +124,7 @@ class RouterShell:
         streams = bool(body.get("stream"))
         merges = path == "/generate" and bool(body.get("return_logprob")) and not streams
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        call = Call(RequestId(self._next_id), path, body, headers, merges, future)
+        call = Call(RequestId(self._next_id), path, body, headers, merges, names_of(body, headers), future)
         self._calls[call.id] = call
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges))
         return call
@@ -131,6 +133,11 @@ class RouterShell:
         """The client has gone. Without effect when the request has ended."""
         if call.id in self._calls:
             self.tell(ClientLeft(call.id))
+
+    def abort(self, rid: str | None) -> None:
+        """Nothing more is tried for the requests of this name; for all of them when none is given."""
+        named = [call.id for call in self._calls.values() if rid is None or rid in call.names]
+        self.tell(*map(AbortAsked, named))
 
     def tell(self, *events: RouterEvent) -> None:
         effects = self.router.step(events, Nanos(time.monotonic_ns()))
@@ -294,3 +301,10 @@ async def collect(response: httpx.Response, body: bytearray, size_max: int) -> N
         body += piece
         if len(body) > size_max:
             raise httpx.DecodingError(f"answer is longer than {size_max} bytes")
+
+
+def names_of(body: dict[str, object], headers: dict[str, str]) -> frozenset[str]:
+    """As the workers know it: `rid` of the body, one or a list, and the request id."""
+    rid = body.get("rid")
+    given = rid if isinstance(rid, list) else [rid]
+    return frozenset(name for name in (*given, headers.get("x-request-id")) if isinstance(name, str))
