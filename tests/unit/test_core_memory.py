@@ -133,6 +133,15 @@ def test_admission_keeps_a_share_of_the_expected_output_free() -> None:
     assert running_together(1.0) == 1
 
 
+def test_a_burst_is_admitted_with_an_eye_on_what_all_of_it_will_need() -> None:
+    world = World()
+    node = world.unified(num_pages=22, conservativeness=1.0, chunk_tokens=256)
+    ids = [world.submit(node, prompt_len=40, max_new_tokens=100, seed=seed) for seed in range(4)]
+    world.run()
+    assert node.state.tally.retractions == 0
+    assert [node.tokens[request] for request in ids] == [expected_tokens(40, 100, seed=seed) for seed in range(4)]
+
+
 def test_prompts_of_one_chunk_fill_the_whole_window() -> None:
     world = World()
     node = world.unified(chunk_tokens=32, window_depth=2)

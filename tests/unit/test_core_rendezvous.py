@@ -14,6 +14,7 @@ from tandem.core.events import (
     PagesLanded,
     PeerLearned,
     PeerLost,
+    PeerReturned,
     PeerSaid,
     ReadsDrained,
     RequestArrived,
@@ -265,6 +266,17 @@ def test_a_late_copy_of_done_does_not_end_the_next_request_of_the_room() -> None
     world.run()
     assert isinstance(prefill.ended[again], FinishRequest)
     assert prefill.ended[again].path is Path.REMOTE
+
+
+def test_what_a_broken_connection_lost_is_asked_for_as_soon_as_it_is_back() -> None:
+    world, prefill, decode, _left, right = meet(resend_ns=SECOND)
+    prefill.drops.add(Ready)
+    world.run()
+    prefill.drops.clear()
+    world.send(decode, PeerReturned(prefill.name))
+    world.run()
+    assert world.now < SECOND, "no timer was waited for"
+    assert decode.tokens[right] == TOKENS
 
 
 def test_a_lost_ready_is_said_again() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
-from tandem.core.events import Event, PeerLost, PeerSaid
+from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.pd.messages import Ready, Release
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 from tandem.server.channel import CheckedFrames, append_checked_frame, head_check
@@ -165,8 +165,9 @@ def test_a_broken_connection_is_dialled_again_and_nobody_is_lost() -> None:
 
         eventually(has_returned, prefill, decode)
         decode.peers.tell(PREFILL, ready())
-        eventually(lambda: len(prefill.events) == 2, prefill, decode)
-        assert decode.events == []
+        eventually(lambda: [type(event) for event in prefill.events].count(PeerSaid) == 2, prefill, decode)
+        assert PeerReturned(DECODE) in prefill.events
+        assert decode.events == [PeerReturned(PREFILL)]
         assert decode.notes == ["connection to prefill broke: closed by the other end"]
 
 

@@ -77,6 +77,12 @@ class PeerSaid(Struct, frozen=True, tag=True):
     message: Message
 
 
+class PeerReturned(Struct, frozen=True, tag=True):
+    """The connection to this life of the peer broke and is there again; what was said meanwhile is lost."""
+
+    peer: Incarnation
+
+
 class PeerLost(Struct, frozen=True, tag=True):
     """The connection to this life of the peer broke and could not be made again, or it restarted."""
 
@@ -158,6 +164,7 @@ Event = (
     | PeerUnknown
     | DpRankAnswered
     | PeerSaid
+    | PeerReturned
     | PeerLost
     | PagesDigested
     | PageRead

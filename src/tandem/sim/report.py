@@ -43,6 +43,7 @@ from tandem.core.events import (
     PagesLanded,
     PeerLearned,
     PeerLost,
+    PeerReturned,
     PeerSaid,
     PeerUnknown,
     ReadsDrained,
@@ -171,6 +172,8 @@ def describe_event(event: Event) -> str:
             return f"forced retries: {prob:g} of all requests"
         case PeerSaid(peer, message):
             return f"{_name(peer)} says {describe_message(message)}"
+        case PeerReturned(peer):
+            return f"the connection to {_name(peer)} is back"
         case PeerLost(peer, cause):
             return f"{_name(peer)} is lost: {cause}"
         case PagesDigested(request, attempt, shard, first_page, digests):

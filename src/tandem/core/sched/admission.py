@@ -1,5 +1,6 @@
 """Who may start: slots, pages, result rows and the chunk budget, in queue order, and for those who may not, why."""
 
+from dataclasses import dataclass
 from itertools import islice
 
 from tandem.core.sched import decode, prefill
@@ -22,7 +23,7 @@ def admit(node: NodeState) -> None:
     if node.num_slots_used >= node.settings.max_running and not node.queues[State.PARKED]:
         node.requests[next(iter(queue))].lacks = WaitingFor.SLOT  # nobody gives way: no need to count pages
         return
-    reserve = reserved_pages(node)
+    reserve = Reserve.of(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.window))
     backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
     for request in candidates(node):
@@ -32,12 +33,13 @@ def admit(node: NodeState) -> None:
         if progress.receiver is None and backlog >= enough:
             progress.lacks = WaitingFor.WINDOW
             return
-        lacks = try_admit(node, progress, reserve)
+        lacks = try_admit(node, progress, reserve.pages(node, progress))
         progress.lacks = lacks
         if lacks is WaitingFor.METADATA_SLOT:
             continue
         if lacks is not None:
             return
+        reserve.tokens += claim(node, progress)
         if progress.state is State.COMPUTING:
             backlog += progress.length - progress.launched
 
@@ -109,10 +111,27 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     return True
 
 
-def reserved_pages(node: NodeState) -> int:
-    """Pages that admission keeps free for the output of those who run: what they lack now, and a share of the rest."""
-    clip = node.settings.reserved_decode_tokens
-    running = node.live(State.RUNNING)
-    expected = sum(min(progress.request.max_new_tokens - progress.generated, clip) for progress in running)
-    lacking = sum(lacks_page(node, progress) for progress in running)
-    return lacking + ceil_div(int(expected * node.settings.conservativeness), node.settings.page_size)
+@dataclass(slots=True)
+class Reserve:
+    """What admission keeps free for the output of those who were admitted, so that they need not be pushed back."""
+
+    lacking: int  # pages that running requests lack at this moment
+    tokens: int  # expected output
+
+    @classmethod
+    def of(cls, node: NodeState) -> "Reserve":
+        running = node.live(State.RUNNING)
+        admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING))
+        lacking = sum(lacks_page(node, progress) for progress in running)
+        return cls(lacking, sum(claim(node, progress) for progress in admitted))
+
+    def pages(self, node: NodeState, newcomer: Progress) -> int:
+        tokens = self.tokens + claim(node, newcomer)
+        return self.lacking + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
+
+
+def claim(node: NodeState, progress: Progress) -> int:
+    """Tokens that a request is assumed to emit here still. A prefill half emits none."""
+    if progress.sender is not None:
+        return 0
+    return min(progress.request.max_new_tokens - progress.generated, node.settings.reserved_decode_tokens)

@@ -233,6 +233,13 @@ def say_ready(node: NodeState, progress: Progress) -> None:
     schedule(node, progress)
 
 
+def on_peer_returned(node: NodeState, peer: Incarnation) -> None:
+    """Do not wait for the timer: what READY asks for may have been lost with the connection, or READY itself."""
+    for progress in node.live(State.ARRIVING):
+        if progress.receiver is not None and progress.receiver.peer == peer:
+            say_ready(node, progress)
+
+
 def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
     """Pull what is new. What was offered before, or leaves a gap after a lost message, changes nothing."""
     request = node.rooms.get(offer.room)

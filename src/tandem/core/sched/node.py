@@ -36,6 +36,7 @@ from tandem.core.events import (
     PagesLanded,
     PeerLearned,
     PeerLost,
+    PeerReturned,
     PeerSaid,
     PeerUnknown,
     ReadsDrained,
@@ -121,6 +122,8 @@ def handle(node: NodeState, event: Event) -> None:
             decode.on_peer_unknown(node, event)
         case DpRankAnswered():
             decode.on_rank_answered(node, event)
+        case PeerReturned(peer):
+            decode.on_peer_returned(node, peer)
         case PeerLost():
             lose_peer(node, event)
         case PagesDigested():
@@ -478,7 +481,8 @@ def expire(node: NodeState, progress: Progress) -> None:
         return
     if progress.deadline <= node.now:
         waited = "no token for too long" if progress.generated else "no first token in time"
-        fail(node, progress, Cause.DEADLINE_EXCEEDED, f"{waited} {progress.first_cause}".strip())
+        before = "" if progress.first_cause.startswith(Cause.DEADLINE_EXCEEDED) else progress.first_cause
+        fail(node, progress, Cause.DEADLINE_EXCEEDED, f"{waited}; before: {before}" if before else waited)
         return
     if progress.sender is not None:
         prefill.on_timer(node, progress)

@@ -5,6 +5,7 @@ server it is; whatever comes later belongs to that life.
 
     a frame that is no message or was changed on its way        the connection is dropped
     a message in another's name                                 the same
+    a connection that broke is there again                      `PeerReturned`
     a dialled connection breaks                                 dialled again for `RETURN_NS`, then `PeerLost`; at once
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
@@ -27,7 +28,7 @@ from typing import Protocol, assert_never
 
 from msgspec import Struct
 
-from tandem.core.events import Event, PeerLost, PeerSaid
+from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
@@ -329,6 +330,8 @@ class Peers:
                 self._close(peer.wire)
             peer.wire, wire.peer = wire, peer
         wire.greeted = True
+        if peer.lost_at is not None:
+            self.report(PeerReturned(peer.who))
         wire.channel.frames.max_frame_bytes = MESSAGE_BYTES
         peer.lost_at = peer.retry_at = None
         peer.retry_ns = FIRST_RETRY_NS
