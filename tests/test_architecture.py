@@ -48,6 +48,7 @@ EDGES: dict[str, set[str]] = {
 PREFIXES: tuple[tuple[str, str], ...] = (
     *((name, "core.base") for name in BASE),
     ("core.pd.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
+    ("core.sched.gates", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
     ("core.pd", "core.pd"),
     ("core.sched", "core.sched"),

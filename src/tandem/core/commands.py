@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
 from tandem.core.pd.messages import Message
+from tandem.core.sched.gates import Snapshot
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 
 
@@ -101,6 +102,13 @@ class AnnounceDpRank(Struct, frozen=True, tag=True):
     dp_rank: int
 
 
+class GatherSnapshot(Struct, frozen=True, tag=True):
+    """Give this rank's snapshot to a pass of the prefill delayer. Answered by `SnapshotsGathered`."""
+
+    number: int | None  # the pass that wants it; None: this rank wants a pass
+    snapshot: Snapshot
+
+
 class Tell(Struct, frozen=True, tag=True):
     """Send a message of the rendezvous. Lost if there is no connection: the sender's timer says it again."""
 
@@ -158,6 +166,7 @@ Command = (
     | LearnPeer
     | AskDpRank
     | AnnounceDpRank
+    | GatherSnapshot
     | Tell
     | PublishPages
     | RevokePages

@@ -9,6 +9,7 @@ from msgspec import Struct
 from tandem.core.batch import BatchOutcome
 from tandem.core.pd.messages import Message
 from tandem.core.request import Request
+from tandem.core.sched.gates import Memory, Snapshot
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, Room, ShardId
 
@@ -140,6 +141,20 @@ class TransferDrained(Struct, frozen=True, tag=True):
     shard: ShardId
 
 
+class SnapshotWanted(Struct, frozen=True, tag=True):
+    """Another DP rank wants to begin prompts. To be answered by `GatherSnapshot`."""
+
+    number: int  # of the pass
+
+
+class SnapshotsGathered(Struct, frozen=True, tag=True):
+    """One pass of the prefill delayer: what all ranks said, the same for all of them (`sched.gather`)."""
+
+    number: int
+    snapshots: tuple[Snapshot, ...]
+    memory: Memory  # with which this pass decides
+
+
 class HooksChanged(Struct, frozen=True, tag=True):
     """An operator changed what the seed's test hooks do."""
 
@@ -172,6 +187,8 @@ Event = (
     | PagesLanded
     | TransferFailed
     | TransferDrained
+    | SnapshotWanted
+    | SnapshotsGathered
     | HooksChanged
     | DrainRequested
     | FlushRequested

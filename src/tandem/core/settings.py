@@ -4,7 +4,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from tandem.core.values import SECOND, Incarnation, Nanos, ShardId
+from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId
 
 
 class Role(StrEnum):
@@ -72,6 +72,9 @@ class DelayerSettings(Struct, frozen=True):
     max_delay_ns: Nanos = Nanos(5 * SECOND)  # how long the queue gate may hold
     prompt_batch_max: int | None = None  # requests in a prompt batch, where that is limited
     window: int = 16  # prompt batches looked back on
+    num_ranks: int = 1  # DP ranks that have to decide alike
+    pass_ns: Nanos = Nanos(5 * MILLISECOND)  # with several: at least so long between two passes that a rank asks for
+    gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the snapshot of a rank
 
 
 class NodeSettings(Struct, frozen=True):

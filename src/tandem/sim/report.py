@@ -23,6 +23,7 @@ from tandem.core.commands import (
     FailRequest,
     FinishRequest,
     ForgetRequests,
+    GatherSnapshot,
     LaunchBatch,
     LearnPeer,
     PublishPages,
@@ -48,6 +49,8 @@ from tandem.core.events import (
     PeerUnknown,
     ReadsDrained,
     RequestArrived,
+    SnapshotsGathered,
+    SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
@@ -170,6 +173,10 @@ def describe_event(event: Event) -> str:
             return f"{address.host} has room {room} on DP rank {'unknown' if rank is None else rank}"
         case HooksChanged(prob):
             return f"forced retries: {prob:g} of all requests"
+        case SnapshotWanted(number):
+            return f"pass {number} of the delayer wants our snapshot"
+        case SnapshotsGathered(number, snapshots, _):
+            return f"pass {number} of the delayer has {len(snapshots)} snapshots"
         case PeerSaid(peer, message):
             return f"{_name(peer)} says {describe_message(message)}"
         case PeerReturned(peer):
@@ -213,6 +220,10 @@ def describe_command(command: Command) -> str:
             return f"ask who is {'' if rank is None else f'DP rank {rank} '}at {address.host}"
         case AskDpRank(address, room):
             return f"ask {address.host} which DP rank has room {room}"
+        case GatherSnapshot(number, _):
+            return (
+                "want a pass of the delayer" if number is None else f"give a snapshot to pass {number} of the delayer"
+            )
         case AnnounceDpRank(room, rank):
             return f"announce that room {room} is on DP rank {rank}"
         case Tell(peer, message):

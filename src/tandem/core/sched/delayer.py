@@ -1,8 +1,10 @@
 """The prefill delayer of one replica: what its node asks in each pass before prompts may begin.
 
-Two policies of one shape: `AlwaysOpen`, and `Delayer`, which makes this rank's snapshot, agrees with the other ranks
-(here: with itself), and keeps the books. It is asked about prompts that are admitted already, so they have pages, slot
-and result row, and nothing can come in between once it lets them. A prompt that has begun always goes on.
+Two policies of one shape: `AlwaysOpen`, and `Delayer`, which makes this rank's snapshot, agrees with the other ranks,
+and keeps the books. A rank that is alone agrees with itself at once. Where there are several, a pass is asked for
+(`sched.gather`), and its outcome is for the next batch that is planned; meanwhile who decodes goes on. It is asked
+about prompts that are admitted already, so they have pages, slot and result row, and nothing can come in between once
+it lets them. A prompt that has begun always goes on.
 
 A request that is held waits for `WaitingFor.GATE`. It is held only while somebody decodes or is about to: each batch
 that returns asks again, and the time at which the queue gate gives up is a wake-up of the node.
@@ -13,6 +15,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
+from tandem.core.commands import GatherSnapshot
+from tandem.core.events import SnapshotsGathered
 from tandem.core.sched.gates import Snapshot, agree, expected_batch, remember_batch
 from tandem.core.sched.progress import Progress, State, WaitingFor
 from tandem.core.sched.state import WAIT_SECONDS_BOUNDS, NodeState, charge_stage_as_waiting
@@ -50,11 +54,16 @@ class Delayer(Struct, frozen=True):
 
     def may_begin(self, node: NodeState, num_decoding: int) -> bool:
         state = node.delayer
-        computing = node.live(State.COMPUTING)
-        fresh = [progress for progress in computing if is_fresh(progress)]
-        snapshot = self.look(node, computing, fresh, num_decoding)
-        decision, memory = agree((snapshot,), state.memory, self.settings)
-        state.snapshot, state.decision = snapshot, decision
+        fresh = [progress for progress in node.live(State.COMPUTING) if is_fresh(progress)]
+        snapshot = state.snapshot = self.look(node, num_decoding)
+        ranks = (snapshot,) if self.settings.num_ranks == 1 else state.gathered
+        if ranks is None:
+            state.decision = None
+            self.ask(node, snapshot, fresh)
+            return False
+        state.gathered = None
+        decision, memory = agree(ranks, state.memory, self.settings)
+        state.decision = decision
         if decision.allows:
             state.waited_passes = state.memory.delayed_passes
             state.waited_ns = Nanos(node.now - state.since) if state.since is not None else ZERO_NS
@@ -69,9 +78,19 @@ class Delayer(Struct, frozen=True):
                 progress.lacks = WaitingFor.GATE
         return decision.allows
 
-    def look(self, node: NodeState, computing: list[Progress], fresh: list[Progress], num_decoding: int) -> Snapshot:
+    def ask(self, node: NodeState, snapshot: Snapshot, fresh: list[Progress]) -> None:
+        """Want a pass, if there is anything to begin."""
+        for progress in fresh:
+            progress.lacks = WaitingFor.GATE
+        if fresh and node.delayer.ask_at <= node.now:
+            node.delayer.ask_at = Nanos(node.now + self.settings.pass_ns)
+            node.out.append(GatherSnapshot(None, snapshot))
+
+    def look(self, node: NodeState, num_decoding: int) -> Snapshot:
         """This rank's row. Pages that waiting prompts hold are not 'used': nothing is computed in them yet."""
         state, pool = node.delayer, node.pool
+        computing = node.live(State.COMPUTING)
+        fresh = [progress for progress in computing if is_fresh(progress)]
         held = sum(len(progress.pages) - progress.inserted for progress in fresh)
         usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - held) / pool.num_pages
         is_prefillable = any(progress.launched < progress.length for progress in computing)
@@ -91,7 +110,8 @@ class Delayer(Struct, frozen=True):
         state = node.delayer
         snapshot, decision = state.snapshot, state.decision
         assert snapshot is not None
-        assert decision is not None
+        if decision is None:
+            return  # a pass has been asked for
         if not num_rows and not snapshot.num_running:
             return  # nobody runs and nobody could: not a pass
         if num_rows or not decision.allows:
@@ -111,10 +131,13 @@ class Delayer(Struct, frozen=True):
 
     def opens_at(self, node: NodeState) -> Nanos | None:
         since = node.delayer.since
-        if since is None or self.settings.queue_min_ratio is None:
-            return None
-        opens_at = Nanos(since + self.settings.max_delay_ns)
-        return opens_at if opens_at > node.now else None  # later it is asked whenever a batch returns
+        times: list[int] = []
+        if since is not None and self.settings.queue_min_ratio is not None:
+            times.append(since + self.settings.max_delay_ns)
+        if self.settings.num_ranks > 1 and any(map(is_fresh, node.live(State.COMPUTING))):
+            times.append(node.delayer.ask_at)
+        # What is over already is asked again whenever a batch returns.
+        return min((Nanos(time) for time in times if time > node.now), default=None)
 
 
 ALWAYS_OPEN = AlwaysOpen()
@@ -122,6 +145,20 @@ ALWAYS_OPEN = AlwaysOpen()
 
 def prefill_gate(settings: NodeSettings) -> PrefillGate:
     return ALWAYS_OPEN if settings.delayer is None else Delayer(settings.delayer)
+
+
+def on_snapshot_wanted(node: NodeState, number: int) -> None:
+    """Another rank has prompts to begin."""
+    if node.settings.delayer is not None:
+        snapshot = Delayer(node.settings.delayer).look(node, len(node.decode_set))
+        node.out.append(GatherSnapshot(number, snapshot))
+
+
+def on_snapshots_gathered(node: NodeState, event: SnapshotsGathered) -> None:
+    """For the next batch, if there are prompts to begin; the memory in any case."""
+    node.delayer.memory = event.memory
+    if any(map(is_fresh, node.live(State.COMPUTING))):
+        node.delayer.gathered = event.snapshots
 
 
 def is_fresh(progress: Progress) -> bool:

@@ -41,6 +41,8 @@ from tandem.core.events import (
     PeerUnknown,
     ReadsDrained,
     RequestArrived,
+    SnapshotsGathered,
+    SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
@@ -49,7 +51,7 @@ from tandem.core.pd.messages import Abort, Offer, Ready, Release
 from tandem.core.request import Request
 from tandem.core.sched import decode, prefill
 from tandem.core.sched.admission import admit
-from tandem.core.sched.delayer import prefill_gate
+from tandem.core.sched.delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.sched.planner import plan
 from tandem.core.sched.progress import Flight, Progress, State, Trigger, is_aborted
 from tandem.core.sched.state import (
@@ -138,6 +140,10 @@ def handle(node: NodeState, event: Event) -> None:
             prefill.on_transfer_failed(node, event)
         case ReadsDrained() | TransferDrained():
             drained(node, event.request, event.shard)
+        case SnapshotWanted(number):
+            on_snapshot_wanted(node, number)
+        case SnapshotsGathered():
+            on_snapshots_gathered(node, event)
         case HooksChanged(force_retry_prob):
             node.settings = structs.replace(node.settings, force_retry_prob=force_retry_prob)
         case DrainRequested():

@@ -62,6 +62,8 @@ class DelayerState:
 
     memory: Memory = field(default_factory=Memory)
     since: Nanos | None = None  # when the delay under way began
+    ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
+    gathered: tuple[Snapshot, ...] | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
     snapshot: Snapshot | None = None  # of the last pass
     decision: Decision | None = None

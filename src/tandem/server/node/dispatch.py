@@ -44,5 +44,7 @@ def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> 
             api.send(command)
         case commands.Tell():
             peers.tell(command.peer, command.message)
+        case commands.GatherSnapshot():
+            raise AssertionError("a server has one DP rank, which agrees with itself")
         case never:
             assert_never(never)

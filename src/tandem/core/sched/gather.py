@@ -1,0 +1,53 @@
+"""The passes of a prefill delayer over several DP ranks: collects one snapshot per rank, and tells all the same.
+
+A group of ranks has one `Gathering`, run by whoever starts the ranks. A rank that has prompts says so; the others are
+asked for their snapshots; when all are here, or the deadline is over, every rank hears the same tuple and the same
+memory, and decides by `gates.agree`. A rank that says nothing until the deadline is left out, so that one dead rank
+holds up nobody; it hears what was decided all the same. The memory is kept here: a rank that restarts has lost nothing.
+"""
+
+from dataclasses import dataclass, field
+
+from tandem.core.events import SnapshotsGathered, SnapshotWanted
+from tandem.core.sched.gates import Memory, Snapshot, agree
+from tandem.core.settings import DelayerSettings
+from tandem.core.values import Nanos
+
+Mail = list[tuple[int, SnapshotWanted | SnapshotsGathered]]  # to which rank, in this order
+
+
+@dataclass(slots=True)
+class Gathering:
+    settings: DelayerSettings
+    number: int = 0  # of the last pass
+    memory: Memory = field(default_factory=Memory)
+    snapshots: dict[int, Snapshot] = field(default_factory=dict[int, Snapshot])  # of the pass that is open, by rank
+    closes_at: Nanos | None = None  # None: no pass is open
+
+    def say(self, rank: int, number: int | None, snapshot: Snapshot, now: Nanos) -> Mail:
+        """A rank has given its snapshot. One for a pass that is over comes too late and changes nothing."""
+        assert 0 <= rank < self.settings.num_ranks
+        if number is not None and (self.closes_at is None or number != self.number):
+            return []
+        mail = self._open(rank, now) if self.closes_at is None else []
+        self.snapshots[rank] = snapshot
+        if len(self.snapshots) == self.settings.num_ranks:
+            mail += self._close()
+        return mail
+
+    def tick(self, now: Nanos) -> Mail:
+        """To be called at `closes_at`."""
+        return self._close() if self.closes_at is not None and self.closes_at <= now else []
+
+    def _open(self, asking: int, now: Nanos) -> Mail:
+        self.number += 1
+        self.closes_at = Nanos(now + self.settings.gather_timeout_ns)
+        return [(rank, SnapshotWanted(self.number)) for rank in range(self.settings.num_ranks) if rank != asking]
+
+    def _close(self) -> Mail:
+        snapshots = tuple(snapshot for _, snapshot in sorted(self.snapshots.items()))
+        said = SnapshotsGathered(self.number, snapshots, self.memory)
+        _, self.memory = agree(snapshots, self.memory, self.settings)
+        self.snapshots = {}
+        self.closes_at = None
+        return [(rank, said) for rank in range(self.settings.num_ranks)]
