@@ -194,3 +194,14 @@ def test_a_queued_request_names_what_it_lacks_when_its_deadline_comes(waits_for:
     end = node.ended[waiting]
     assert isinstance(end, FailRequest)
     assert (end.cause, end.stage) == (Cause.DEADLINE_EXCEEDED, waits_for)
+
+
+def test_a_failure_names_the_wait_how_long_it_was_and_on_whom() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    request = world.submit(decode, room=7, peer=prefill.address, timeout_ns=3 * SECOND)
+    world.advance(4 * SECOND)
+    end = decode.ended[request]
+    assert isinstance(end, FailRequest)
+    assert (end.stage, end.peer) == ("landing", "prefill")
+    assert 2 * SECOND < end.waited_ns <= 3 * SECOND

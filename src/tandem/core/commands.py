@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.core.batch import BatchPlan
 from tandem.core.pd.messages import Message
 from tandem.core.sched.gates import Snapshot
-from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
+from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 
 
 class LaunchBatch(Struct, frozen=True, tag=True):
@@ -79,6 +79,8 @@ class FailRequest(Struct, frozen=True, tag=True):
     cause: Cause
     stage: str  # the wait it was in
     detail: str = ""
+    peer: str = ""  # instance of the other half, if it was known
+    waited_ns: Nanos = ZERO_NS  # in that stage
 
 
 class LearnPeer(Struct, frozen=True, tag=True):

@@ -8,7 +8,7 @@ is computed here.
 
 from typing import assert_never
 
-from tandem.core.commands import AskDpRank, CancelPull, FailRequest, LearnPeer, Path, PullPages, Tell
+from tandem.core.commands import AskDpRank, CancelPull, LearnPeer, Path, PullPages, Tell
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
 from tandem.core.pd.consensus import Failed, Failure, ShardReport
 from tandem.core.pd.dp_rank import Ask, Conflict, Known, RequestFacts, resolve
@@ -24,6 +24,7 @@ from tandem.core.sched.state import (
     bury,
     end,
     enter,
+    failure,
     give_back_pages,
     is_over,
     later,
@@ -429,10 +430,10 @@ def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
 
 
 def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
-    stage = progress.waiting_for or progress.state
+    verdict = failure(node, progress, cause, detail or progress.first_cause)
     if progress.receiver is not None:
         let_go(node, progress, cause)
-    end(node, progress, FailRequest(progress.id, cause, str(stage), detail or progress.first_cause))
+    end(node, progress, verdict)
 
 
 def on_timer(node: NodeState, progress: Progress) -> None:

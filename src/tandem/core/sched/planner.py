@@ -5,11 +5,11 @@ request', so that costs nothing but one useless row when the token before turns 
 """
 
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
-from tandem.core.commands import FailRequest, LaunchBatch
+from tandem.core.commands import LaunchBatch
 from tandem.core.sched.delayer import is_fresh, prefill_gate
 from tandem.core.sched.progress import Flight, Progress, State
 from tandem.core.sched.retraction import retract, victims
-from tandem.core.sched.state import NodeState, end, forget_command, leave_decode_set, make_room, pages_for
+from tandem.core.sched.state import NodeState, end, failure, forget_command, leave_decode_set, make_room, pages_for
 from tandem.core.values import BatchId, Cause
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
@@ -164,4 +164,4 @@ def relieve(node: NodeState, num_pages: int) -> bool:
 
 def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:
     detail = f"{progress.length} tokens need more than the {node.pool.num_pages} pages of the pool"
-    end(node, progress, FailRequest(progress.id, Cause.OUT_OF_PAGES, "running", detail))
+    end(node, progress, failure(node, progress, Cause.OUT_OF_PAGES, detail))

@@ -10,7 +10,6 @@ from typing import assert_never
 from tandem.core.commands import (
     AnnounceDpRank,
     EmitTokens,
-    FailRequest,
     FinishReason,
     FinishRequest,
     Ledger,
@@ -33,6 +32,7 @@ from tandem.core.sched.state import (
     checkpoint,
     end,
     enter,
+    failure,
     give_back_pages,
     is_over,
     later,
@@ -459,10 +459,10 @@ def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") ->
         node.tally.bootstrap_failed += 1
     else:
         node.tally.transfer_failed += 1
-    stage = progress.waiting_for or progress.state
+    verdict = failure(node, progress, cause, detail)
     sender.move(TransferTrigger.FAULT)
     revoke(node, progress)
-    end(node, progress, FailRequest(progress.id, cause, str(stage), detail))
+    end(node, progress, verdict)
 
 
 def revoke(node: NodeState, progress: Progress) -> None:

@@ -20,7 +20,7 @@ from tandem.core.pd.transfer import ResultTable
 from tandem.core.sched.gates import Decision, Memory, Snapshot
 from tandem.core.sched.progress import LIFECYCLE, SLOT_STATES, Flight, Progress, State, Trigger
 from tandem.core.settings import NodeSettings, PrefillInfo
-from tandem.core.values import ZERO_NS, Incarnation, Nanos, RequestId, Room, ceil_div
+from tandem.core.values import ZERO_NS, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
@@ -285,6 +285,14 @@ def leave_decode_set(node: NodeState, progress: Progress) -> None:
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
+    """The cause in full: in which wait, for how long, on whom."""
+    half = progress.sender if progress.sender is not None else progress.receiver
+    peer = half.peer.instance if half is not None and half.peer is not None else ""
+    stage = str(progress.waiting_for or progress.state)
+    return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
 
 
 def end(node: NodeState, progress: Progress, verdict: FinishRequest | FailRequest) -> None:

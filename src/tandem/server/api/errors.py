@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.core.commands import FailRequest
-from tandem.core.values import Cause
+from tandem.core.values import SECOND, Cause
 
 EDGE_STAGE = "edge"  # the request never reached the node
 
@@ -64,11 +64,16 @@ RULES: dict[Code, Rule] = {
     Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
     Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`"),
     Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
-    Problem.FORBIDDEN: Rule(403, False, "edge", "debug endpoints answer on the server's own machine only"),
+    Problem.FORBIDDEN: Rule(
+        403,
+        False,
+        "edge",
+        "debug endpoints answer on the server's own machine only; /debug/faults needs --enable-fault-injection",
+    ),
     Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
     Problem.NOT_READY: Rule(503, True, "edge", "wait until /ready answers 200"),
-    Problem.NODE_SILENT: Rule(503, True, "edge", "the node does not answer; see the server's log"),
+    Problem.NODE_SILENT: Rule(503, True, "edge", "a process of the server does not answer; see its log"),
     Problem.NO_LIVE_PAIR: Rule(503, True, "router", "start the missing worker: the router finds it by itself"),
     Problem.WORKER_UNREACHABLE: Rule(
         502, True, "router", "`message` names a server that does not listen: is it running?"
@@ -129,6 +134,8 @@ class Failure(Struct, frozen=True):
     message: str
     param: str | None = None
     stage: str = EDGE_STAGE
+    peer: str = ""  # the server with the other half, if it was known
+    waited_seconds: float = 0.0  # in that stage
 
     @property
     def status(self) -> int:
@@ -150,7 +157,8 @@ def invalid(param: str, message: str) -> Refusal:
 def failure_of(command: FailRequest) -> Failure:
     """What the node said, in words for a client."""
     cause = str(command.cause).replace("_", " ")
-    return Failure(command.cause, f"{cause}: {command.detail}" if command.detail else cause, None, command.stage)
+    message = f"{cause}: {command.detail}" if command.detail else cause
+    return Failure(command.cause, message, None, command.stage, command.peer, command.waited_ns / SECOND)
 
 
 def error_json(failure: Failure, request_id: str) -> bytes:
@@ -165,6 +173,8 @@ def error_json(failure: Failure, request_id: str) -> bytes:
                 "code": failure.code,
                 "retryable": rule.retryable,
                 "stage": failure.stage,
+                "waited_seconds": round(failure.waited_seconds, 3),
+                "peer": failure.peer or None,
                 "remedy": rule.remedy,
                 "request_id": request_id,
             }
@@ -193,11 +203,12 @@ def errors_page() -> str:
             "",
             "Every request ends with its tokens or with one of these codes, in `error.code` of the body. Before the",
             "first token the HTTP status is the one below; later the stream ends with a last event that holds the",
-            "same object. `stage` is the wait the request was in, `edge` when it never reached the node.",
+            "same object. `stage` is the wait the request was in, `edge` when it never reached the node;",
+            "`waited_seconds` is the time it spent in that wait, `peer` the server it waited for, if it knew one.",
             "",
             "```json",
             '{"error": {"message": "...", "type": "...", "param": null, "code": "...", "retryable": true,',
-            '           "stage": "...", "remedy": "...", "request_id": "..."}}',
+            '           "stage": "...", "waited_seconds": 0.0, "peer": null, "remedy": "...", "request_id": "..."}}',
             "```",
             "",
             "| code | status | retryable | who says it | what to do |",
