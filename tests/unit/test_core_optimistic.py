@@ -50,11 +50,11 @@ def test_off_computes_nothing_and_holds_nothing() -> None:
 def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_cached() -> None:
     _, prefill, _, left, _ = withheld("retry", optimistic_retries=2)
     assert prefill.state_of(left) is State.BOOTSTRAPPING
-    assert prefill.progress(left).prefill_retry_count == 3
+    assert prefill.progress(left).prefill_retry_count == 2
     assert held_pages(prefill) == 0
     assert len(prefill.state.tree.nodes) > 0
     assert prefill.state.results.owners == {}
-    assert prefill.state.tally.prefill_retries == {"not_ready": 3}
+    assert prefill.state.tally.prefill_retries == {"not_ready": 2}
 
 
 def test_park_computes_once_and_holds_pages_and_result_row() -> None:
@@ -99,7 +99,7 @@ def test_retry_gives_back_at_a_chunk_boundary_and_continues_where_the_cache_ends
     world.run()
     starts = [row.start for plan in prefill.plans() for row in plan.rows]
     assert starts == [0, 32, 64, 96]
-    assert prefill.progress(left).prefill_retry_count == 4
+    assert prefill.progress(left).prefill_retry_count == 3
 
 
 def test_a_chunk_that_is_in_flight_when_pages_go_back_is_cached_too() -> None:

@@ -251,11 +251,12 @@ def finish_give_back(node: NodeState, progress: Progress) -> None:
         return
     reset_prefill_retry_time(progress)
     reason = progress.give_back_reason
-    node.tally.prefill_retries[reason] = node.tally.prefill_retries.get(reason, 0) + 1
     progress.yields += reason == "yield"
-    view = policy_view(node, progress)
-    progress.prefill_retry_count += 1
-    if bootstrap_policy(node.settings).may_start(view):
+    runs_again = bootstrap_policy(node.settings).may_start(policy_view(node, progress))
+    if runs_again or reason == "yield":  # a retry that there is no budget for is none (seed 1)
+        node.tally.prefill_retries[reason] = node.tally.prefill_retries.get(reason, 0) + 1
+        progress.prefill_retry_count += 1
+    if runs_again:
         enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
     else:
         node.results.maybe_release_metadata_buffer(progress.id)
