@@ -4,7 +4,7 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path
-from tandem.core.events import DpRankAnswered, PeerLearned
+from tandem.core.events import DpRankAnswered, PeerLearned, PeerLost, PeerUnknown
 from tandem.core.sched.progress import State, WaitingFor
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Address, Cause, RequestId, Room
@@ -122,6 +122,30 @@ def test_a_rank_that_does_not_exist_ends_the_request_on_decode() -> None:
     assert isinstance(end, FailRequest)
     assert end.cause is Cause.ROUTE_CONFLICT
     assert end.detail == "disagg_prefill_dp_rank 5 does not exist: prefill has 2 DP ranks"
+
+
+def test_a_dead_rank_does_not_hide_the_others() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, RESOLVE))
+    world.send(decode, PeerLearned(SERVER, ranks[1].name, "", "", 1, RESOLVE))
+    world.send(decode, PeerLost(ranks[0].name))
+    _left, right = submit(world, ranks[1], decode)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert decode.said(LearnPeer) == []
+
+
+def test_a_bootstrap_server_that_goes_while_ranks_are_asked_for_is_given_up() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    for _ in range(decode.state.settings.learn_peer_tries):
+        assert decode.state_of(right) is State.BOOTSTRAPPING
+        world.send(decode, PeerUnknown(SERVER, "nobody answers"))
+        world.advance(SECOND)
+    end = decode.ended[right]
+    assert isinstance(end, FinishRequest)
+    assert (end.path, decode.tokens[right]) == (Path.FALLBACK, TOKENS)
 
 
 def test_an_answer_for_a_request_that_has_ended_changes_nothing() -> None:

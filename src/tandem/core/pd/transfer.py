@@ -136,6 +136,7 @@ class Receiver:
     offered_at: Nanos | None = None
     ask_at: Nanos = ZERO_NS  # when to ask the bootstrap server (again)
     unanswered: int = 0  # times it was found that nobody is there
+    missed_at: Nanos | None = None  # the last of them
     resend_at: Nanos = ZERO_NS
     arrival_until: Nanos | None = None  # when the KV has to be here
     pulling: bool = False  # a PullPages of this attempt was given out, so it has to be drained

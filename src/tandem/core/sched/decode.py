@@ -157,7 +157,10 @@ def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
         if receiver is None or receiver.address != event.address:
             continue
         progress.first_cause = event.detail
-        receiver.unanswered += not receiver.asks_rank
+        if receiver.missed_at is not None and node.now < receiver.missed_at + node.settings.learn_peer_ns // 2:
+            continue  # ranks are asked for more often than one would give up
+        receiver.missed_at = node.now
+        receiver.unanswered += 1
         if receiver.unanswered >= node.settings.learn_peer_tries:
             fail_transfer(node, progress, Cause.PEER_UNKNOWN, event.detail)
 

@@ -412,7 +412,6 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
     for address, known in list(node.peers.items()):
         if known.incarnation == event.peer:
             del node.peers[address]
-            node.prefills.pop(address.rpartition("/")[0], None)  # its next life may have other ranks
     for room, stashed in list(node.stash.items()):
         if stashed.peer == event.peer:
             del node.stash[room]
