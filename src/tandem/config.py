@@ -6,6 +6,7 @@ SGLang's where it has them.
 
 import os
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_network
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
 
@@ -18,7 +19,7 @@ def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str
 class ServerConfig:
     """One server: an API process, a node process and a worker process.
 
-    A `bool` field with default False is a switch. `None` means: derived, see the help text.
+    A `bool` field with default False is a switch, another one can be negated. `None` means: derived, see the help text.
     """
 
     model: str
@@ -65,7 +66,24 @@ class ServerConfig:
         "prefill: writes to the bootstrap server must be signed with it (default: none are taken from afar)",
         metavar="PATH",
     )
+    disaggregation_allow: tuple[str, ...] = flag(
+        (), "networks in which a request may name a prefill (default: this host only); may be repeated", metavar="CIDR"
+    )
     disaggregation_transfer_backend: str = flag("auto", "how KV travels", choices=("auto", "sock"))
+    disaggregation_decode_enable_radix_cache: bool | None = flag(
+        None, "decode: keep a prefix cache, so that only what it lacks travels (default: on)"
+    )
+    disaggregation_local_prefill: str = flag(
+        "off",
+        "decode: compute prompts of which at most N tokens are not cached here; auto: up to an eighth of a chunk, "
+        "while no other prompt is computed here",
+        metavar="{off,auto,N}",
+    )
+    disaggregation_dp_rank_conflict: str = flag(
+        "resolve",
+        "prefill: what to do with a request on another DP rank than its room implies: announce the rank, or refuse it",
+        choices=("resolve", "fail"),
+    )
     num_reserved_decode_tokens: int = flag(512, "tokens a running request is assumed to need still, at most")
     disaggregation_metadata_slots: int | None = flag(
         None, "rows of the prefill's result table (default: 2 x max running)", metavar="N"
@@ -77,13 +95,22 @@ class ServerConfig:
         choices=("off", "retry", "park"),
     )
     optimistic_prefill_retries: int | None = flag(None, "selects retry with this many requeues; 0: off", metavar="N")
+    optimistic_prefill_attempts: int | None = flag(
+        None,
+        "selects park; so often a request gives its pages back under pressure until it waits for READY; 0: off",
+        metavar="N",
+    )
     kv_load_failure_policy: str = flag("recompute", "after a failed transfer", choices=("recompute", "fail"))
     strict_remote: bool = flag(False, "decode never computes a prompt itself: a failed transfer fails the request")
     request_timeout: float = flag(600.0, "seconds until the first token, unless the request says otherwise")
     stall_timeout: float = flag(30.0, "seconds between two tokens")
     drain_timeout: float = flag(60.0, "seconds that running requests get after SIGTERM")
+    watchdog_timeout: float = flag(
+        30.0, "seconds without progress of the node or the worker until the server ends; /health says 503 after half"
+    )
     flight_record: str | None = flag(None, "directory for the flight record of the node", metavar="DIR")
     flight_record_max_bytes: int = flag(256 << 20, "the older of two segments is dropped beyond that")
+    enable_fault_injection: bool = flag(False, "test hooks may be changed while it runs: PUT /debug/faults")
 
     @property
     def role(self) -> str:
@@ -108,7 +135,10 @@ RULES: tuple[Rule, ...] = (
     Rule(lambda c: c.max_running_requests < 1, "--max-running-requests must be at least 1"),
     Rule(lambda c: c.max_queued_requests < 1, "--max-queued-requests must be at least 1"),
     Rule(lambda c: not 0 < c.mem_fraction_static < 1, "--mem-fraction-static must lie between 0 and 1"),
-    Rule(lambda c: c.request_timeout <= 0 or c.stall_timeout <= 0, "timeouts must be positive"),
+    Rule(
+        lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
+        "timeouts must be positive",
+    ),
     Rule(
         lambda c: not c.enable_prefill_delayer and _changes_delayer(c),
         "--prefill-delayer-* flags need --enable-prefill-delayer",
@@ -137,12 +167,45 @@ RULES: tuple[Rule, ...] = (
         "--prefill-delayer-queue-min-ratio must be positive; leave it out for no queue gate",
     ),
     Rule(
-        lambda c: c.optimistic_prefill_policy in ("off", "park") and (c.optimistic_prefill_retries or 0) > 0,
-        "--optimistic-prefill-retries N selects retry; leave --optimistic-prefill-policy out or make it retry",
+        lambda c: min(c.optimistic_prefill_retries or 0, c.optimistic_prefill_attempts or 0) < 0,
+        "--optimistic-prefill-retries and --optimistic-prefill-attempts must not be negative",
     ),
     Rule(
-        lambda c: c.optimistic_prefill_policy == "retry" and c.optimistic_prefill_retries == 0,
-        "--optimistic-prefill-retries 0 means off; it contradicts --optimistic-prefill-policy retry",
+        lambda c: len(optimistic_wishes(c)) > 1,
+        "--optimistic-prefill-policy, --optimistic-prefill-retries (N: retry, 0: off) and "
+        "--optimistic-prefill-attempts (N: park, 0: off) contradict each other: give one of them",
+    ),
+    Rule(
+        lambda c: any(not is_network(text) for text in c.disaggregation_allow),
+        "--disaggregation-allow takes networks, such as 10.1.0.0/16 or fd00::/8, without bits behind the prefix",
+    ),
+    Rule(
+        lambda c: bool(c.disaggregation_allow) and c.disaggregation_mode == "null",
+        "--disaggregation-allow is for prefill and decode servers",
+    ),
+    Rule(
+        lambda c: local_prefill_tokens(c.disaggregation_local_prefill) is None,
+        "--disaggregation-local-prefill takes off, auto or a positive number of tokens",
+    ),
+    Rule(
+        lambda c: c.disaggregation_local_prefill != "off" and c.disaggregation_mode != "decode",
+        "--disaggregation-local-prefill is for decode servers",
+    ),
+    Rule(
+        lambda c: c.disaggregation_local_prefill != "off" and c.strict_remote,
+        "--disaggregation-local-prefill computes prompts on decode, which --strict-remote forbids",
+    ),
+    Rule(
+        lambda c: c.disaggregation_dp_rank_conflict != "resolve" and c.disaggregation_mode != "prefill",
+        "--disaggregation-dp-rank-conflict is for prefill servers: decode learns it from them",
+    ),
+    Rule(
+        lambda c: c.disaggregation_decode_enable_radix_cache is not None and c.disaggregation_mode != "decode",
+        "--disaggregation-decode-enable-radix-cache is for decode servers; elsewhere there is --disable-radix-cache",
+    ),
+    Rule(
+        lambda c: c.disaggregation_decode_enable_radix_cache is True and c.disable_radix_cache,
+        "--disaggregation-decode-enable-radix-cache contradicts --disable-radix-cache",
     ),
     Rule(
         lambda c: c.cluster_secret_file is not None and c.disaggregation_mode != "prefill",
@@ -165,22 +228,139 @@ def violations(config: ServerConfig) -> list[str]:
     return [rule.reason for rule in RULES if rule.broken(config)]
 
 
-def environment_switch(name: str) -> bool:
-    """`TANDEM_<name>`, with `SGLANG_<name>` as an alias, as a truth value."""
-    value = os.environ.get(f"TANDEM_{name}", os.environ.get(f"SGLANG_{name}", ""))
-    return value.lower() in ("1", "true", "yes", "on")
+def optimistic_wishes(config: ServerConfig) -> set[str]:
+    """The policies that the flags select, each on its own. More than one is a contradiction."""
+    retries, attempts = config.optimistic_prefill_retries, config.optimistic_prefill_attempts
+    by_number = (("retry", retries), ("park", attempts))
+    wishes = {policy if number > 0 else "off" for policy, number in by_number if number is not None}
+    return wishes | ({config.optimistic_prefill_policy} if config.optimistic_prefill_policy is not None else set())
 
 
-FORCED_RETRIES = "TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB"  # test hook of the seed: share of requests retried once
-
-
-def environment_number(name: str) -> float:
-    """`TANDEM_<name>`, with `SGLANG_<name>` as an alias; 0 when it is not set. Raises ValueError with a sentence."""
-    text = os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or "0"
+def is_network(text: str) -> bool:
     try:
-        return float(text)
+        ip_network(text)
     except ValueError:
-        raise ValueError(f"the environment variable TANDEM_{name} must be a number, not {text!r}") from None
+        return False
+    return True
+
+
+def local_prefill_tokens(text: str) -> int | None:
+    """The number in `--disaggregation-local-prefill`, 0 for `off` and `auto`; None: it is none of the three."""
+    if text in ("off", "auto"):
+        return 0
+    return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None
+
+
+# --- environment -----------------------------------------------------------------------------------------------------
+
+SWITCHED = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """An environment variable, `TANDEM_<name>` with `SGLANG_<name>` as an alias, which is read at start."""
+
+    name: str
+    text: str
+    default: float = 0.0
+    least: float = 0.0
+    most: float = 1e9
+    is_switch: bool = False
+    is_whole: bool = False
+
+
+LOG_FORWARD_ITERS = Variable("LOG_FORWARD_ITERS", "batch log lines show the batch's number", is_switch=True)
+FORCE_QUERY = Variable(
+    "DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
+    "set on both halves: prefill announces, and decode asks for, the DP rank of every request",
+    is_switch=True,
+)
+BOOTSTRAP_TIMEOUT = Variable(
+    "DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+    "seconds that prefill waits for READY; 0: until the request's deadline, which a longer time does not extend",
+)
+WAITING_TIMEOUT = Variable(
+    "DISAGGREGATION_WAITING_TIMEOUT",
+    "seconds that decode, having said READY, waits for the KV; 0: until the request's deadline, as above",
+)
+HEARTBEAT_INTERVAL = Variable(
+    "DISAGGREGATION_HEARTBEAT_INTERVAL",
+    "seconds without a word until a peer is pinged; each side tells the other its own",
+    default=1.0,
+    least=0.1,
+    most=60.0,
+)
+HEARTBEAT_MAX_FAILURE = Variable(
+    "DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
+    "pings that may be missing; a peer that is silent for one interval more is lost, one that closes is at once",
+    default=4,
+    least=1,
+    most=1000,
+    is_whole=True,
+)
+# The test hooks of the seed, as they are at the start.
+FORCED_RETRIES = Variable(
+    "TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "test hook: share of requests that are prefilled twice", most=1.0
+)
+FAILED_TRANSFERS = Variable(
+    "TEST_DISAGG_FAILURE_PROB", "test hook: share of transfers that fail, on each half", most=1.0
+)
+FAULT_SEED = Variable(
+    "TEST_FAULT_SEED", "test hook: says which transfers those are; 0: drawn", is_whole=True, most=2.0**53
+)
+
+ENVIRONMENT = (
+    LOG_FORWARD_ITERS,
+    FORCE_QUERY,
+    BOOTSTRAP_TIMEOUT,
+    WAITING_TIMEOUT,
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_MAX_FAILURE,
+    FORCED_RETRIES,
+    FAILED_TRANSFERS,
+    FAULT_SEED,
+)
+
+
+def environment_text(variable: Variable) -> str:
+    """As it is set; empty: not set."""
+    name = variable.name
+    return os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or ""
+
+
+def environment_switch(variable: Variable) -> bool:
+    """Raises ValueError with a sentence."""
+    text = environment_text(variable)
+    found = SWITCHED.get(text.lower(), None if text else bool(variable.default))
+    if found is None:
+        raise ValueError(f"the environment variable TANDEM_{variable.name} must be 1 or 0, not {text!r}")
+    return found
+
+
+def environment_number(variable: Variable) -> float:
+    """Raises ValueError with a sentence."""
+    text = environment_text(variable)
+    kind = "a whole number" if variable.is_whole else "a number"
+    try:
+        value = float(text) if text else variable.default
+    except ValueError:
+        value = None
+    is_fine = value is not None and variable.least <= value <= variable.most
+    if value is None or not is_fine or (variable.is_whole and value != int(value)):
+        span = f"from {variable.least:g} to {variable.most:g}"
+        raise ValueError(f"the environment variable TANDEM_{variable.name} must be {kind} {span}, not {text!r}")
+    return value
+
+
+def environment_complaints() -> list[str]:
+    """What is wrong with the environment, a sentence each."""
+    found: list[str] = []
+    for variable in ENVIRONMENT:
+        try:
+            environment_switch(variable) if variable.is_switch else environment_number(variable)
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def flags() -> list[tuple[str, Any]]:

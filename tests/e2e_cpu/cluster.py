@@ -44,6 +44,7 @@ class Server:
     """What a test asks of one member."""
 
     member: Member
+    host: str = "127.0.0.1"
 
     @property
     def url(self) -> str:
@@ -55,7 +56,7 @@ class Server:
 
     def open(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
         """The reply's head is here, its body not. Closing the reply closes the connection."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.member.port, timeout=REPLY_S)
+        connection = http.client.HTTPConnection(self.host, self.member.port, timeout=REPLY_S)
         text = None if body is None else json.dumps(body)
         connection.request(method, path, text, {"Content-Type": "application/json", "Connection": "close"})
         return connection.getresponse()
@@ -83,10 +84,17 @@ class Server:
 
     def open_stream(self, prompt: Sequence[int] | str, **fields: Any) -> http.client.HTTPConnection:
         """Send the request and wait for nothing: the head may come late, or never."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.member.port, timeout=REPLY_S)
+        connection = http.client.HTTPConnection(self.host, self.member.port, timeout=REPLY_S)
         body = json.dumps(generate_body(prompt, 32, **fields) | {"stream": True})
         connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
         return connection
+
+    def is_ready(self) -> bool:
+        try:
+            with self.open("GET", "/ready") as reply:
+                return reply.status == 200
+        except OSError:
+            return False
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = self.get("/debug/state")
@@ -163,6 +171,36 @@ def cluster(
         except (Exception, CommandFailed):
             show_logs(fleet)
             raise
+
+
+@contextmanager
+def halves(
+    folder: Path,
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
+    *,
+    prefill_host: str = "127.0.0.1",
+) -> Iterator[tuple[Server, Server]]:
+    """A prefill and a decode with flags of their own and nobody in front of them, ready."""
+    left, bootstrap, right = free_ports(3)
+    fleet = Fleet(folder, engines=2)
+    with fleet:
+        words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
+        prefill = fleet.start("prefill", serve_words(MODEL, left, *words, *prefill_flags), port=left)
+        decode_words = ("--disaggregation-mode", "decode", *decode_flags)
+        decode = fleet.start("decode", serve_words(MODEL, right, *decode_words), port=right)
+        found = Server(prefill, prefill_host), Server(decode)
+        try:
+            for server in found:
+                eventually(server.is_ready, within_s=START_S, what=lambda: [member.name for member in fleet.members])
+            yield found
+        except BaseException:
+            show_logs(fleet)
+            raise
+
+
+def bootstrap_port(prefill: Server) -> int:
+    return int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
 
 
 def _start(

@@ -3,37 +3,17 @@
 import http.client
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MODEL, START_S, HttpError, Server, eventually
+from cluster import MODEL, START_S, HttpError, bootstrap_port, eventually, halves
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, free_ports, serve_words
 from tandem.server.api.cluster_auth import signed_headers
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
-
-
-@contextmanager
-def halves(folder: Path, prefill_flags: tuple[str, ...], decode_flags: tuple[str, ...]) -> Iterator[tuple[Server, ...]]:
-    """A prefill and a decode with flags of their own, ready."""
-    left, bootstrap, right = free_ports(3)
-    fleet = Fleet(folder, engines=2)
-    with fleet:
-        words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
-        prefill = fleet.start("prefill", serve_words(MODEL, left, *words, *prefill_flags), port=left)
-        decode_words = ("--disaggregation-mode", "decode", *decode_flags)
-        decode = fleet.start("decode", serve_words(MODEL, right, *decode_words), port=right)
-        fleet.wait_ready(timeout_s=START_S)
-        yield Server(prefill), Server(decode)
-
-
-def bootstrap_port(prefill: Server) -> int:
-    return int(prefill.get("/server_info")["disaggregation_bootstrap_port"])
 
 
 def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp_path: Path) -> None:

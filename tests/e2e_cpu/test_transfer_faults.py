@@ -15,6 +15,7 @@ from tandem.core.events import PagesLanded, ReadsDrained, TransferDrained, Trans
 from tandem.core.values import Cause, Incarnation
 from tandem.transfer import link as links
 from tandem.transfer import protocol
+from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
 ABORTS = int(os.environ.get("TANDEM_TEST_ABORTS", "1500"))
@@ -89,6 +90,25 @@ def test_a_reader_whose_pages_are_revoked_fails_and_keeps_only_what_was_lent() -
         assert 0 < landed < 1024
         assert reader.memory[: landed * 16384] == before[: landed * 16384]
         assert len(owner.all(ReadsDrained, 1)) == 1
+        gate.close()
+
+
+def test_a_cancelled_pull_is_counted_until_no_byte_of_it_can_land() -> None:
+    with pair("tcp", num_pages=1024, page_bytes=16384) as (owner, reader):
+        gate = Gate(owner, pass_bytes=3 << 20)
+        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        reader.pull(1, range(1024), range(1024), owner.publish(1, range(1024)))
+        assert gate.is_full.wait(10)
+        held, lent = reader.transfer.held(), owner.transfer.held()
+        assert (held.live_rooms, held.open_transfers) == (1, 1)
+        assert 0 < held.pinned_pages < 1024
+        assert (lent.live_rooms, lent.pinned_pages, lent.open_transfers) == (1, 1024, 1)
+        reader.cancel(1)
+        reader.wait_drained(1)
+        assert reader.transfer.held() == Held()
+        owner.revoke(1)
+        owner.wait_reads_drained(1)
+        assert owner.transfer.held() == Held()
         gate.close()
 
 

@@ -35,6 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 END = 1  # id of </s>
+WORKER = wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})
 REPLICA = wire.ReplicaInfo(Incarnation("one", 7), "unified", "layout", {}, "127.0.0.1", 1, ())
 
 
@@ -170,7 +171,9 @@ def world(
     **settings: object,
 ) -> World:
     config = ServerConfig(model="toy", log_format="json", **settings)  # type: ignore[arg-type]
-    node = FakeNode(script or says("ok"), answers={"metrics": {}} if answers is None else answers)
+    node = FakeNode(
+        script or says("ok"), answers={"worker": WORKER} | ({"metrics": {}} if answers is None else answers)
+    )
     client = NodeClient(node, stall_timeout=config.stall_timeout)
     node.client = client
     if is_ready:

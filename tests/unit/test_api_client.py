@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from ipaddress import ip_network
 from typing import Any
 
 import msgspec
@@ -12,12 +13,15 @@ from api_fakes import REPLICA, FakeNode, says
 
 from tandem.core import commands, events
 from tandem.core.fleet.bootstrap_registry import Registry
-from tandem.core.values import Address, Cause, Incarnation
+from tandem.core.settings import PrefillInfo
+from tandem.core.values import Address, Cause, Incarnation, Room
 from tandem.server import wire
-from tandem.server.api.bootstrap import BootstrapServer, registration
+from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
+from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.errors import Refusal
+from tandem.server.api.hosts import Hosts
 
 PREFILL = wire.ReplicaInfo(
     Incarnation("p", 3), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
@@ -130,6 +134,141 @@ def test_nobody_at_the_address_is_unknown_with_a_reason() -> None:
         await client.close()
 
     asyncio.run(story())
+
+
+def ranked(rank: int) -> wire.ReplicaInfo:
+    """One of two DP ranks of a prefill."""
+    return msgspec.structs.replace(
+        PREFILL, incarnation=Incarnation(f"p{rank}", 3), dp_rank=rank, prefill=PrefillInfo(dp_size=2)
+    )
+
+
+def test_each_dp_rank_is_asked_for_by_its_number() -> None:
+    client, node = client_and_node()
+
+    async def story(port: int) -> None:
+        address = Address("127.0.0.1", port)
+        for rank in (None, 1, 0):
+            client.receive(commands.LearnPeer(address, rank))
+        await until(lambda: len(node.sent) == 6)
+        learned = [message for message in node.sent if isinstance(message, events.PeerLearned)]
+        assert sorted((message.dp_rank, message.peer.instance) for message in learned) == [(0, "p0")] * 2 + [(1, "p1")]
+        assert {message.prefill.dp_size for message in learned} == {2}
+        await client.close()
+
+    asyncio.run(serving(bootstrap_app(ranked(0), ranked(1))[0], story))
+
+
+def test_a_dp_rank_that_is_not_there_is_unknown() -> None:
+    client, node = client_and_node()
+
+    async def story(port: int) -> None:
+        client.receive(commands.LearnPeer(Address("127.0.0.1", port), 2))
+        await until(lambda: node.sent)
+        assert node.sent == [events.PeerUnknown(Address("127.0.0.1", port), UNKNOWN_RANK)]
+        await client.close()
+
+    asyncio.run(serving(bootstrap_app(ranked(0), ranked(1))[0], story))
+
+
+UNKNOWN_RANK = "GET /route?prefill_dp_rank=2 answered 404"
+
+
+class Counted:
+    """An application in front of a bootstrap server that counts the bodies that pass."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.bodies: list[bytes] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def listen() -> Any:
+            message = await receive()
+            self.bodies.append(message.get("body", b""))
+            return message
+
+        await self.app(scope, listen if scope["type"] == "http" else receive, send)
+
+
+def test_rooms_are_asked_for_at_once_and_together_and_unknown_ones_are_answered_too() -> None:
+    client, node = client_and_node()
+    app, registry = bootstrap_app(ranked(0), ranked(1))
+    registry.announce(Room(7), 1, monotonic_now())
+    counted = Counted(app)
+
+    async def story(port: int) -> None:
+        address = Address("127.0.0.1", port)
+        for room in (7, 8):
+            client.receive(commands.AskDpRank(address, Room(room)))
+        await until(lambda: len(node.sent) == 2)
+        assert node.sent == [
+            events.DpRankAnswered(address, Room(7), 1),
+            events.DpRankAnswered(address, Room(8), None),
+        ]
+        assert counted.bodies == [b'{"bootstrap_rooms":[7,8]}']
+        await client.close()
+
+    asyncio.run(serving(counted, story))
+
+
+def test_rooms_that_stay_unknown_cost_one_query_per_interval() -> None:
+    node: list[object] = []
+    counted = Counted(bootstrap_app(ranked(0), ranked(1))[0])
+
+    async def story(port: int) -> None:
+        asker = BootstrapClient(Hosts(), own=lambda: REPLICA, report=node.append, interval_s=3600)
+        address = Address("127.0.0.1", port)
+        asker.ask_rank(address, Room(1))
+        await until(lambda: node)
+        for _ in range(100):
+            for room in (1, 2, 3):
+                asker.ask_rank(address, Room(room))
+            await asyncio.sleep(0)
+        assert len(counted.bodies) == 1
+        await asker.close()
+
+    asyncio.run(serving(counted, story))
+
+
+def test_a_bootstrap_server_that_talks_nonsense_about_rooms_is_unknown_and_the_room_is_answered() -> None:
+    async def nonsense(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"5": -1}'})
+
+    client, node = client_and_node()
+
+    async def story(port: int) -> None:
+        address = Address("127.0.0.1", port)
+        client.receive(commands.AskDpRank(address, Room(5)))
+        await until(lambda: len(node.sent) == 2)
+        assert node.sent == [
+            events.PeerUnknown(address, "told of a negative DP rank"),
+            events.DpRankAnswered(address, Room(5), None),
+        ]
+        await client.close()
+
+    asyncio.run(serving(nonsense, story))
+
+
+def test_a_name_is_connected_to_at_the_address_that_was_checked() -> None:
+    asked: list[str] = []
+
+    async def look_up(name: str) -> list[str]:
+        asked.append(name)
+        return ["203.0.113.9", "::1", "127.0.0.1"]  # not allowed; nobody listens; the server
+
+    found: list[object] = []
+
+    async def story(port: int) -> None:
+        allowed = Hosts(networks=(ip_network("127.0.0.0/8"),), look_up=look_up)
+        asker = BootstrapClient(allowed, own=lambda: REPLICA, report=found.append)
+        asker.learn(Address("prefill.example", port), None)
+        await until(lambda: len(found) == 2)
+        assert [type(message) for message in found] == [wire.Connect, events.PeerLearned]
+        assert asked == ["prefill.example"]
+        await asker.close()
+
+    asyncio.run(serving(bootstrap_app(PREFILL)[0], story))
 
 
 def test_news_about_unknown_requests_changes_nothing() -> None:

@@ -8,6 +8,7 @@ from api_fakes import END, Script, ids, says, world
 from starlette.testclient import TestClient
 
 from tandem.core.values import Cause
+from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
 from tandem.server.api.openapi import openapi_document
 
@@ -30,6 +31,44 @@ def test_health_follows_readiness_and_draining() -> None:
         assert http.get("/health").content == b""
         w.client.drain()
         assert [http.get(path).status_code for path in ("/health", "/ready")] == [503, 503]
+
+
+def test_health_tells_which_process_makes_no_progress() -> None:
+    w = world()
+    with w.http() as http:
+        w.client.trouble = "the worker process hangs"
+        for path in ("/health", "/ready", "/health_generate"):
+            answer = http.get(path)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the worker process hangs")
+        assert http.get("/server_info").json()["status"] == "not_ready"
+        w.client.trouble = ""
+        assert http.get("/health").status_code == 200
+    assert w.node.submits == []
+
+
+def test_a_request_that_has_just_succeeded_spares_the_canary() -> None:
+    w = world()
+    with w.http() as http:
+        assert http.post("/generate", json={"text": "x"}).status_code == 200
+        answer = http.get("/health_generate").json()
+    assert (answer["checked"], answer["path"]) == ("request", "unified")
+    assert len(w.node.submits) == 1
+
+
+def test_neither_a_canary_nor_a_failure_spares_the_next_canary() -> None:
+    w = world(lambda request, payload: Script(failure=Cause.ENGINE_FAILED) if request.max_new_tokens > 1 else Script())
+    with w.http() as http:
+        assert http.post("/generate", json={"text": "x"}).status_code == 500
+        assert [http.get("/health_generate").json()["checked"] for _ in range(2)] == ["engine", "engine"]
+    assert len(w.node.submits) == 3
+
+
+def test_an_old_success_spares_no_canary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "FRESH_NS", 0)
+    w = world()
+    with w.http() as http:
+        http.post("/generate", json={"text": "x"})
+        assert http.get("/health_generate").json()["checked"] == "engine"
 
 
 def test_health_generate_generates_a_token() -> None:

@@ -135,6 +135,29 @@ def test_the_address_this_server_listens_on_is_a_good_host() -> None:
     assert request.peer == Address("10.0.0.5", 9001)
 
 
+@pytest.mark.parametrize("half", [prefill, decode])
+def test_an_allowed_network_is_allowed_on_both_halves(half) -> None:
+    w = half(disaggregation_allow=("10.1.0.0/16",))
+    requests_of(w, {"prompt": "x", **PAIR, "bootstrap_host": "10.1.2.3"})
+    other = half(disaggregation_allow=("10.1.0.0/16",))
+    assert refusal_of(other, PAIR | {"bootstrap_host": "10.2.2.3"})["param"] == "bootstrap_host"
+
+
+def test_the_prefills_dp_rank_reaches_the_node_of_both_halves_per_prompt() -> None:
+    body = {"prompt": ["x", "y"], **PAIR, "bootstrap_room": [5, 6], "disagg_prefill_dp_rank": [3, None]}
+    for half in (prefill, decode):
+        assert [request.dp_rank_hint for request in requests_of(half(), body)] == [3, None]
+    assert [request.dp_rank_hint for request in requests_of(world(), body)] == [None, None]
+
+
+def test_decode_that_is_strictly_remote_refuses_a_request_without_room() -> None:
+    error = refusal_of(decode(strict_remote=True), {})
+    assert error["param"] == "bootstrap_room"
+    assert "--strict-remote" in error["message"]
+    (request,) = requests_of(decode(strict_remote=True), {"prompt": "x", **PAIR})
+    assert request.room == 77
+
+
 @pytest.mark.parametrize("port", [0, -1, 65536, "80"])
 def test_a_bad_port_is_refused(port: object) -> None:
     assert refusal_of(decode(), PAIR | {"bootstrap_port": port})["param"] == "bootstrap_port"

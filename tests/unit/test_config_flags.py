@@ -8,10 +8,20 @@ import pytest
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of, flags_page, kind_of
-from tandem.config import ServerConfig, flags
-from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
+from tandem.core.settings import (
+    DelayerSettings,
+    DpConflictPolicy,
+    LoadFailurePolicy,
+    LocalPrefill,
+    NodeSettings,
+    OptimisticPolicy,
+    PrefillInfo,
+    Role,
+)
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
-from tandem.server.node.process import node_settings, optimistic_policy
+from tandem.server.node.peers import Heartbeat
+from tandem.server.node.settings import heartbeat, node_settings, optimistic_policy
 from tandem.server.processes import Launch
 from tandem.server.wire import DataEndpoint, EngineReady
 
@@ -41,6 +51,8 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         words, expected = [name], not field.default
     elif field.metadata["choices"]:
         words, expected = [name, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+    elif kind is tuple:
+        words, expected = [name, "a,b", name, "c"], ("a", "b", "c")
     else:
         words, expected = [name, "64"], kind("64")
     parser = cli.Parser(prog="tandem serve")
@@ -84,8 +96,29 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--max-running-requests", "0"], "--max-running-requests"),
         (["--mem-fraction-static", "1.5"], "between 0 and 1"),
         (["--request-timeout", "0"], "timeouts must be positive"),
-        (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "make it retry"),
-        (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradicts"),
+        (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "contradict each other"),
+        (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradict each other"),
+        (["--optimistic-prefill-policy", "park", "--optimistic-prefill-attempts", "0"], "contradict each other"),
+        (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-attempts", "1"], "contradict each other"),
+        (["--optimistic-prefill-retries", "2", "--optimistic-prefill-attempts", "2"], "contradict each other"),
+        (["--optimistic-prefill-retries", "0", "--optimistic-prefill-attempts", "2"], "contradict each other"),
+        (["--optimistic-prefill-attempts", "-1"], "must not be negative"),
+        (["--disaggregation-allow", "10.0.0.0/8", "--disaggregation-mode", "null"], "for prefill and decode"),
+        (["--disaggregation-allow", "10.0.0.1/8", "--disaggregation-mode", "decode"], "takes networks"),
+        (["--disaggregation-allow", "prefill.local", "--disaggregation-mode", "decode"], "takes networks"),
+        (["--disaggregation-local-prefill", "auto"], "for decode servers"),
+        (["--disaggregation-local-prefill", "0", "--disaggregation-mode", "decode"], "a positive number"),
+        (["--disaggregation-local-prefill", "some", "--disaggregation-mode", "decode"], "a positive number"),
+        (["--disaggregation-local-prefill", "9", "--disaggregation-mode", "decode", "--strict-remote"], "forbids"),
+        (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "decode"], "for prefill servers"),
+        (["--no-disaggregation-decode-enable-radix-cache"], "for decode servers"),
+        (
+            [
+                *("--disaggregation-decode-enable-radix-cache", "--disable-radix-cache"),
+                *("--disaggregation-mode", "decode"),
+            ],
+            "contradicts --disable-radix-cache",
+        ),
         (["--strict-remote"], "for decode servers"),
         (["--prefill-delayer-queue-min-ratio", "0.2"], "need --enable-prefill-delayer"),
         (["--prefill-delayer-max-delay-passes", "9"], "need --enable-prefill-delayer"),
@@ -115,6 +148,9 @@ def test_all_violations_are_reported_together() -> None:
         (["--optimistic-prefill-policy", "retry"], OptimisticPolicy.RETRY),
         (["--optimistic-prefill-retries", "2"], OptimisticPolicy.RETRY),
         (["--optimistic-prefill-retries", "0"], OptimisticPolicy.OFF),
+        (["--optimistic-prefill-attempts", "3"], OptimisticPolicy.PARK),
+        (["--optimistic-prefill-attempts", "0"], OptimisticPolicy.OFF),
+        (["--optimistic-prefill-policy", "off", "--optimistic-prefill-attempts", "0"], OptimisticPolicy.OFF),
     ],
 )
 def test_the_optimistic_flags_select_one_policy(words: list[str], policy: OptimisticPolicy) -> None:
@@ -168,10 +204,63 @@ def test_the_hook_of_forced_retries_comes_from_the_environment(monkeypatch: pyte
     assert settings(parse()).force_retry_prob == 0.5
 
 
-def test_a_hook_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TANDEM_TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "often")
-    with pytest.raises(CommandFailed, match="must be a number, not 'often'"):
-        parse()
+def test_the_flags_of_the_pair_reach_the_node() -> None:
+    prefill = settings(
+        parse(
+            *("--disaggregation-mode", "prefill", "--optimistic-prefill-attempts", "3"),
+            *("--disaggregation-dp-rank-conflict", "fail"),
+        )
+    )
+    assert (prefill.optimistic, prefill.park_attempts) == (OptimisticPolicy.PARK, 3)
+    assert prefill.prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
+    decode = ("--disaggregation-mode", "decode")
+    usual = settings(parse(*decode))
+    assert (usual.local_prefill, usual.prefix_cache) == (LocalPrefill.OFF, True)
+    other = settings(parse(*decode, "--disaggregation-local-prefill", "40", *NO_DECODE_CACHE))
+    assert (other.local_prefill, other.local_prefill_tokens, other.prefix_cache) == (LocalPrefill.UP_TO, 40, False)
+    auto = settings(parse(*decode, "--disaggregation-local-prefill", "auto"))
+    assert auto.local_prefill is LocalPrefill.AUTO
+
+
+NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)
+
+
+def test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    usual = settings(parse())
+    assert (usual.bootstrap_timeout_ns, usual.waiting_timeout_ns, usual.force_query) == (None, None, False)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "300")
+    monkeypatch.setenv("TANDEM_DISAGGREGATION_WAITING_TIMEOUT", "0.5")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK", "1")
+    made = settings(parse())
+    assert (made.bootstrap_timeout_ns, made.waiting_timeout_ns) == (300 * SECOND, SECOND // 2)
+    assert made.force_query
+
+
+def test_the_heartbeat_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert heartbeat() == Heartbeat() == Heartbeat(Nanos(SECOND), 4)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL", "2.5")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE", "2")
+    assert heartbeat() == Heartbeat(Nanos(5 * SECOND // 2), 2)
+
+
+def out_of_range(variable: Variable) -> list[str]:
+    if variable.is_switch:
+        return ["maybe", "2"]
+    return ["often", "nan", "inf", str(variable.least - 0.01), "1e99", *(["1.5"] if variable.is_whole else [])]
+
+
+@pytest.mark.parametrize("variable", ENVIRONMENT, ids=lambda variable: variable.name)
+def test_a_variable_that_is_out_of_range_is_refused_by_name(
+    variable: Variable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for prefix in ("SGLANG_", "TANDEM_"):
+        for text in out_of_range(variable):
+            monkeypatch.setenv(prefix + variable.name, text)
+            with pytest.raises(CommandFailed, match=f"{variable.name} must be .*, not '{text}'") as failure:
+                parse()
+            assert failure.value.is_wrong_usage
 
 
 def test_the_page_of_flags_is_generated_from_the_configuration() -> None:

@@ -1,4 +1,4 @@
-"""The pages under docs/ say what is there: the seeds' table, and nothing outside of this repository.
+"""The pages under docs/ say what is there: the tables of seeds and of cases, and nothing outside of this repository.
 
 Pages that are generated are compared where they come from: flags.md in test_config_flags.py, errors.md in
 test_api_operations.py, the diagrams in tests/test_architecture.py.
@@ -18,7 +18,9 @@ from tandem.config import flags
 ROOT = Path(__file__).parents[2]
 SEEDS = ROOT / "docs" / "seeds.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
+CASES = ROOT / "docs" / "pd-cases.md"
 HEADER = ["seed", "kind", "name there", "here", "file", "shown by"]
+NUM_CASES, NUM_SPOTS = 29, 40
 KINDS = {
     1: {"flag", "environment", "metric", "symbol", "behaviour", "error text", "test", "incompatibility", "related"},
     2: {"metric", "log line", "error text", "symbol", "behaviour", "test", "related"},
@@ -39,6 +41,7 @@ CAPABILITIES = {
     "hierarchical cache",
     "OpenTelemetry traces",
     "PP ranks",
+    "role switch",
     "TP ranks",
 }
 
@@ -56,11 +59,6 @@ class Row:
     def capability(self) -> str | None:
         """What is missing, when it is."""
         return self.shown_by.removeprefix("open: ") if self.shown_by.startswith("open: ") else None
-
-    @property
-    def tests(self) -> list[tuple[str, str]]:
-        """(file, name) of each test."""
-        return [tuple(name.split("::")) for name in words(self.shown_by)]  # type: ignore[misc]  # two parts, see below
 
     def __str__(self) -> str:
         return f"seed {self.seed} {self.kind} {self.there}"
@@ -105,11 +103,16 @@ def test_a_row_is_shown_by_tests_that_exist_or_names_what_is_open(row: Row) -> N
     if row.capability is not None:
         assert row.capability in CAPABILITIES
         return
-    assert row.tests
-    for path, name in row.tests:
+    assert_it_is_there(words(row.shown_by))
+
+
+def assert_it_is_there(names: list[str]) -> None:
+    """Each names a test, or a story with its trace."""
+    assert names
+    for path, _, test in (name.partition("::") for name in names):
         assert path.startswith("tests/")
         assert (ROOT / path).is_file(), path
-        assert name in functions(ROOT / path), f"{path} has no {name}"
+        assert path.endswith(".txt") or test in functions(ROOT / path), f"{path} has no {test}"
 
 
 @pytest.mark.parametrize("row", [row for row in rows() if row.capability is None or row.file], ids=str)
@@ -136,6 +139,33 @@ def test_how_much_of_the_seeds_is_open_is_printed(capsys: pytest.CaptureFixture[
         print(f"\ndocs/seeds.md: {len(rows())} rows, {open_rows.total()} open: {dict(open_rows.most_common())}")
     assert open_rows.total() < len(rows())
     assert set(open_rows) <= CAPABILITIES
+
+
+# --- the cases of prefill and decode ---------------------------------------------------------------------------------
+
+
+def cases() -> list[list[str]]:
+    """The cells of each row that begins with a number: of the cases, then of the weak spots."""
+    lines = [line.strip("|").split("|") for line in CASES.read_text().splitlines() if re.match(r"\| \d+ \|", line)]
+    return [[cell.strip() for cell in cells] for cells in lines]
+
+
+def test_every_case_and_every_weak_spot_has_its_row() -> None:
+    numbers = [int(cells[0]) for cells in cases()]
+    assert numbers == [*range(1, NUM_CASES + 1), *range(1, NUM_SPOTS + 1)]
+    assert all(cell for cells in cases() for cell in cells)
+
+
+@pytest.mark.parametrize("cells", cases(), ids=lambda cells: f"{len(cells)} cells {cells[0]}")
+def test_a_case_is_shown_or_says_why_not(cells: list[str]) -> None:
+    kind, _, what = cells[-1].partition(": ")
+    match kind:
+        case "open":
+            assert what in CAPABILITIES
+        case "does not apply":
+            assert what
+        case _:
+            assert_it_is_there(words(cells[-1]))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

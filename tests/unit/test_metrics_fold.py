@@ -125,6 +125,22 @@ def test_the_nodes_histograms_are_exported_as_histograms() -> None:
     }
 
 
+def test_what_workers_count_is_exported_under_their_own_ranks_and_nothing_for_one_that_did_not_count() -> None:
+    workers = {(0, 0, 0): {"live_rooms": 2, "pinned_pages": 9}, (1, 0, 0): {"live_rooms": 0}}
+    text = Exporter(Fold(), model_name="toy", engine_type="prefill").render({}, workers).decode()
+    found = {
+        (sample.name, sample.labels["engine_type"], sample.labels["tp_rank"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("tandem:worker_")
+    }
+    assert found == {
+        ("tandem:worker_live_rooms", "prefill", "0"): 2,
+        ("tandem:worker_live_rooms", "prefill", "1"): 0,
+        ("tandem:worker_pinned_pages", "prefill", "0"): 9,
+    }
+
+
 def test_keys_are_names_with_or_without_labels() -> None:
     assert parse_key("a_total") == ("a_total", {})
     assert parse_key('a{x=1,y="two"}') == ("a", {"x": "1", "y": "two"})

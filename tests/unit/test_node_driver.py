@@ -10,14 +10,23 @@ import pytest
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import Command, Effects, EmitTokens, FailRequest, LaunchBatch
-from tandem.core.events import AbortRequested, BatchReturned, Event, FlushRequested, RequestArrived
+from tandem.core.events import (
+    AbortRequested,
+    BatchReturned,
+    Event,
+    FlushRequested,
+    PagesLanded,
+    RequestArrived,
+    TransferFailed,
+)
 from tandem.core.request import Request
-from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId
+from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId, ShardId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
 from tandem.server.node import driver
 from tandem.server.node.driver import Inbox, NeighbourLost, Poller, drive
+from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.peers import Peers
 
 LAUNCH = LaunchBatch(BatchPlan(BatchId(1), 1, BatchKind.PREFILL))
@@ -67,6 +76,7 @@ class Server:
             api=PolledChannel(node_api, wire.ApiToNode),
             worker=PolledChannel(node_worker, wire.WorkerToNode),
             clock=clock,
+            failures=FailedTransfers(0.0),
         )
         self.inbox.meet(
             Peers(Incarnation("me", 1), "", poller, self.inbox.report, clock=clock.now, note=lambda line: None)
@@ -143,6 +153,44 @@ def test_a_question_is_answered_without_a_step_and_a_flush_after_one() -> None:
     assert receive(server.api, 1) == [wire.Answer(2, b"flush")]
     assert server.node.steps == [(FlushRequested(),)]
     server.end()
+
+
+def test_the_question_for_the_pulse_is_passed_on_to_the_worker_whose_answers_are_counted() -> None:
+    server = Server(FakeNode())
+    server.api.send(wire.Query(1, "pulse"))
+    assert receive(server.api, 1) == [wire.Answer(1, b"pulse")]
+    assert receive(server.worker, 1) == [wire.Ping()]
+    server.worker.send(wire.Echo())
+    server.worker.send(RETURNED)  # so that there is a step to wait for
+    deadline = time.monotonic() + 5
+    while not server.node.steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    server.end()
+    assert server.inbox.echoes == 1
+    assert server.node.steps == [(RETURNED,)]
+
+
+def test_what_the_worker_counts_is_asked_of_it_and_its_answer_goes_to_the_api_without_a_step() -> None:
+    server = Server(FakeNode())
+    server.api.send(wire.Query(3, "worker"))
+    assert receive(server.worker, 1) == [wire.Query(3, "worker")]
+    server.worker.send(wire.Answer(3, b"{}"))
+    assert receive(server.api, 1) == [wire.Answer(3, b"{}")]
+    server.end()
+    assert server.node.steps == []
+
+
+def test_a_transfer_that_is_to_fail_comes_to_the_node_as_a_failure() -> None:
+    server = Server(FakeNode(lambda event: [LAUNCH]))
+    server.api.send(wire.FailTransfers(1.0))
+    server.api.send(wire.Query(1, "faults"))
+    assert receive(server.api, 1) == [wire.Answer(1, b"faults")]
+    server.worker.send(PagesLanded(RequestId(1), 1, ShardId(0), 3))
+    assert receive(server.worker, 1) == [LAUNCH]
+    server.end()
+    ((event,),) = server.node.steps
+    assert event == TransferFailed(RequestId(1), 1, ShardId(0), Cause.TRANSFER_FAILED, "injected")
 
 
 def test_a_node_is_stepped_again_when_it_wants_to_be_woken() -> None:

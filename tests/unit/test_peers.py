@@ -11,7 +11,7 @@ from tandem.core.pd.messages import Ready, Release
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 from tandem.server.channel import CheckedFrames, append_checked_frame, head_check
 from tandem.server.node.driver import Poller
-from tandem.server.node.peers import CONTROL_PROTOCOL, Frame, Hello, Peers
+from tandem.server.node.peers import CONTROL_PROTOCOL, MAX_PING_NS, Frame, Heartbeat, Hello, Peers
 from tandem.server.wire import ReplicaInfo
 
 PREFILL = Incarnation("prefill", 10)
@@ -28,10 +28,17 @@ class Side:
     events: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     poller: Poller = field(default_factory=Poller)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     def __post_init__(self) -> None:
         self.peers = Peers(
-            self.me, "layout", self.poller, self.events.append, clock=lambda: self.now, note=self.notes.append
+            self.me,
+            "layout",
+            self.poller,
+            self.events.append,
+            clock=lambda: self.now,
+            note=self.notes.append,
+            heartbeat=self.heartbeat,
         )
         self.port = self.peers.listen("127.0.0.1")
 
@@ -58,8 +65,10 @@ def eventually(condition: Callable[[], object], *sides: Side) -> None:
 
 
 @contextmanager
-def two_sides() -> Iterator[tuple[Side, Side]]:
-    prefill, decode = Side(PREFILL), Side(DECODE)
+def two_sides(*rhythms: Heartbeat) -> Iterator[tuple[Side, Side]]:
+    """Prefill and decode, with these rhythms or the usual one."""
+    of_prefill, of_decode = rhythms or (Heartbeat(), Heartbeat())
+    prefill, decode = Side(PREFILL, heartbeat=of_prefill), Side(DECODE, heartbeat=of_decode)
     try:
         decode.peers.connect(prefill.replica)
         yield prefill, decode
@@ -232,6 +241,39 @@ def test_silence_is_filled_with_pings_and_too_much_of_it_is_a_loss() -> None:
         prefill.now = Nanos(prefill.now + 6 * SECOND)
         prefill.peers.tick()
         assert prefill.events[1:] == [PeerLost(DECODE)]
+
+
+def test_the_rhythm_of_pings_and_the_patience_can_be_set_and_a_slower_peer_is_given_its_time() -> None:
+    quick, slow = Heartbeat(Nanos(SECOND), 1), Heartbeat(Nanos(10 * SECOND), 1)
+    with two_sides(quick, slow) as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        prefill.now = Nanos(19 * SECOND)
+        prefill.peers.tick()
+        assert prefill.events == [PeerSaid(DECODE, ready())]
+        prefill.now = Nanos(21 * SECOND)
+        prefill.peers.tick()
+        assert prefill.events[1:] == [PeerLost(DECODE)]
+
+
+def test_a_rhythm_that_nobody_keeps_is_not_believed() -> None:
+    assert Heartbeat(Nanos(SECOND), 2).silence_ns(Nanos(10**18)) == 3 * MAX_PING_NS
+    assert Heartbeat(Nanos(SECOND), 2).silence_ns(Nanos(-1)) == 3 * SECOND
+
+
+def test_a_connection_that_is_closed_needs_no_heartbeat_to_be_noticed() -> None:
+    slow = Heartbeat(Nanos(60 * SECOND), 10)
+    with two_sides(slow, slow) as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        prefill.peers.close()
+
+        def is_lost() -> bool:
+            decode.now = Nanos(decode.now + SECOND // 1000)
+            return decode.events == [PeerLost(PREFILL)]
+
+        eventually(is_lost, decode)
+        assert decode.now < SECOND
 
 
 def test_nothing_to_do_means_no_deadline_in_the_past() -> None:

@@ -1,12 +1,20 @@
 """What a server says of its processes and ports."""
 
+import asyncio
 import os
 import socket
 
 import pytest
 
 from tandem.config import ServerConfig
+from tandem.core.commands import AnnounceDpRank
+from tandem.core.settings import PrefillInfo
+from tandem.core.values import Incarnation, Room
+from tandem.server import wire
+from tandem.server.api.bootstrap import monotonic_now
+from tandem.server.api.process import ApiProcess
 from tandem.server.processes import (
+    Children,
     ServerFailure,
     bind_listeners,
     describe_exit,
@@ -38,6 +46,25 @@ def test_threads_of_the_engine_give_their_core_away_while_they_wait() -> None:
 )
 def test_an_exit_is_told_in_words(code: int, words: str) -> None:
     assert words in describe_exit(code)
+
+
+def test_a_prefill_registers_with_its_own_bootstrap_server_and_announces_the_ranks_of_rooms_there() -> None:
+    config = ServerConfig(model="m", port=0, disaggregation_mode="prefill", disaggregation_bootstrap_port=0)
+    listeners = bind_listeners(config)
+
+    async def story() -> dict[Room, int]:
+        process = ApiProcess(config, Children(None, None, None), listeners)  # type: ignore[arg-type]  # none are asked
+        info = PrefillInfo(dp_size=1)
+        replica = wire.ReplicaInfo(Incarnation("p", 1), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=info)
+        process._receive(wire.NodeReady(replica, num_pages=1, page_bytes=1))
+        process._receive(AnnounceDpRank(Room(7), 0))
+        process._receive(AnnounceDpRank(Room(8), 1))  # a rank that nobody has: refused, and no harm done
+        return process._registry.ranks_of([Room(7), Room(8)], monotonic_now())
+
+    try:
+        assert asyncio.run(story()) == {Room(7): 0}
+    finally:
+        listeners.close()
 
 
 def test_port_0_is_a_free_port_and_an_address_that_can_be_dialled() -> None:

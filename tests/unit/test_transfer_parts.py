@@ -14,6 +14,7 @@ from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.grants import READ_REPORT_INTERVAL_S, Grant, Grants
 from tandem.transfer.pages import Pages, pack_digests, unpack_digests
+from tandem.transfer.port import Held
 from tandem.transfer.protocol import Malformed, Status
 
 U64 = st.integers(min_value=0, max_value=(1 << 64) - 1)
@@ -168,6 +169,17 @@ def test_a_publication_during_the_drain_is_a_new_grant(link: socket.socket) -> N
     assert grants.lease(5, pages=[1], generations=[10], reader=link) is Status.WRONG_GENERATION
     assert grants.end_lease(old, link)
     assert not grants.revoke(RequestId(1), 0)
+
+
+def test_what_is_lent_is_counted_until_the_last_reader_has_left(link: socket.socket) -> None:
+    grants = granted()
+    assert grants.held() == Held(live_rooms=1, pinned_pages=2)
+    lease = grants.lease(5, pages=[1], generations=[10], reader=link)
+    assert isinstance(lease, Grant)
+    grants.revoke(RequestId(1), 0)
+    assert grants.held() == Held(live_rooms=1, pinned_pages=2, open_transfers=1)
+    grants.end_lease(lease, link)
+    assert grants.held() == Held()
 
 
 def test_reads_are_reported_at_most_once_per_interval(link: socket.socket) -> None:

@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
@@ -14,6 +15,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
 from tandem.server.worker_process import Worker, layout_digest
+from tandem.transfer.port import Held
 
 PEER = Incarnation("peer", 3)
 
@@ -57,6 +59,9 @@ class FakeTransfer:
 
     def cancel(self, command: CancelPull) -> None:
         self.calls.append(command)
+
+    def held(self) -> Held:
+        return Held(live_rooms=1, pinned_pages=5, open_transfers=2)
 
     def close(self) -> None:
         pass
@@ -105,6 +110,17 @@ def test_what_concerns_the_engine_is_done_in_order() -> None:
     assert it.engine.calls == [("add", 7), ("run", 1), ("forget", (7,)), ("run", 3)]
 
 
+def test_a_worker_whose_engine_computes_says_that_it_is_there() -> None:
+    it = Running()
+    may_return = threading.Event()
+    it.engine.run = lambda plan: (may_return.wait(5), BatchOutcome(plan.id, plan.iteration, b"", b""))[1]  # type: ignore
+    it.send(launch(1), wire.Ping())
+    assert it.receive(1) == [wire.Echo()]
+    may_return.set()
+    assert it.receive(1) == [BatchReturned(BatchOutcome(BatchId(1), 1, b"", b""))]
+    it.end()
+
+
 def test_a_forward_that_raises_ends_its_batch_and_the_worker_goes_on() -> None:
     it = Running()
     it.send(launch(2), launch(3))
@@ -128,6 +144,17 @@ def test_transfers_go_to_the_data_plane() -> None:
     it.send(wire.Connect(replica), *commands)
     it.end()
     assert it.transfer.calls == [(PEER, "10.0.0.2", 6, "@kv"), *commands]
+
+
+def test_a_worker_tells_what_its_data_plane_holds_under_its_own_ranks() -> None:
+    it = Running()
+    it.send(wire.Query(9, "worker"))
+    (answer,) = it.receive(1)
+    it.end()
+    numbers = {"live_rooms": 1, "pinned_pages": 5, "open_transfers": 2}
+    assert isinstance(answer, wire.Answer)
+    assert msgspec.json.decode(answer.body, type=wire.WorkerNumbers) == wire.WorkerNumbers(0, 0, 0, numbers)
+    assert answer.id == 9
 
 
 def test_a_node_that_is_gone_ends_the_worker() -> None:

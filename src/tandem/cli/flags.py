@@ -2,10 +2,18 @@
 
 import argparse
 from types import UnionType
-from typing import Any, get_args, get_type_hints  # Any: a flag's type, default and value are whatever its field says
+from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defaults and values are as their field says
 
 from tandem.cli.failure import CommandFailed
-from tandem.config import FORCED_RETRIES, ServerConfig, environment_number, flags, violations
+from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
+
+
+class Collect(argparse.Action):
+    """A flag that may be repeated, and may hold several values between commas."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parts = [part.strip() for part in values.split(",")]
+        setattr(namespace, self.dest, (*getattr(namespace, self.dest), *parts))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -13,9 +21,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         kind = kind_of(field.name)
         options: dict[str, Any] = {"default": field.default, "help": help_text(field)}
         if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
+            options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
         else:
-            options["type"] = kind
+            options |= {"type": str, "action": Collect} if kind is tuple else {"type": kind}
             options["metavar"] = field.metadata["metavar"] or None
         if field.metadata["choices"]:
             options["choices"] = field.metadata["choices"]
@@ -23,20 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
-    """Raises CommandFailed with every rule that the combination breaks."""
+    """Raises CommandFailed with every rule that the combination breaks, and all that is wrong with the environment."""
     config = ServerConfig(model=args.model, **{field.name: getattr(args, field.name) for _, field in flags()})
-    try:
-        environment_number(FORCED_RETRIES)
-    except ValueError as error:
-        raise CommandFailed(str(error), is_wrong_usage=True) from error
-    if broken := violations(config):
+    if broken := [*violations(config), *environment_complaints()]:
         raise CommandFailed("; ".join(broken), is_wrong_usage=True)
     return config
 
 
 def kind_of(name: str) -> type:
-    """`int | None` is an int that may be left out."""
+    """`int | None` is an int that may be left out; `tuple[str, ...]` is a tuple."""
     kind = get_type_hints(ServerConfig)[name]
+    if get_origin(kind) is tuple:
+        return tuple
     if isinstance(kind, UnionType):
         (kind,) = [part for part in get_args(kind) if part is not type(None)]
     return kind
@@ -44,7 +50,7 @@ def kind_of(name: str) -> type:
 
 def help_text(field: Any) -> str:
     text: str = field.metadata["help"].replace("%", "%%")
-    return text if field.default in (None, False) else f"{text} (default: {field.default})"
+    return text if field.default in (None, False, ()) else f"{text} (default: {field.default})"
 
 
 def flags_page() -> str:
@@ -61,6 +67,24 @@ def flags_page() -> str:
         kind = kind_of(field.name)
         choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
         value = "" if kind is bool else f" {choices or field.metadata['metavar'] or kind.__name__.upper()}"
-        default = "-" if field.default is None else "off" if field.default is False else f"`{field.default}`"
+        default = "-" if field.default in (None, ()) else f"`{field.default}`"
+        if field.default in (True, False) and kind is bool:
+            default = "on" if field.default else "off"
         lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {field.metadata['help']} |")
+    lines += [
+        "",
+        "## Environment",
+        "",
+        "`TANDEM_<name>`, or `SGLANG_<name>` where that is not set. Read at start; what is out of range is refused.",
+        "",
+        "| name | default | range | meaning |",
+        "|---|---|---|---|",
+        *map(environment_row, ENVIRONMENT),
+    ]
     return "\n".join(lines) + "\n"
+
+
+def environment_row(variable: Variable) -> str:
+    span = f"{variable.least:g} to {variable.most:g}" if variable.most < 1e9 else f"{variable.least:g} or more"
+    default = "off" if variable.is_switch else f"`{variable.default:g}`"
+    return f"| `{variable.name}` | {default} | {'1, 0' if variable.is_switch else span} | {variable.text} |"

@@ -3,7 +3,8 @@
 Names are `sglang:*` where the meaning is SGLang's, so that existing boards, gateways and benchmarks find them, and
 `tandem:*` otherwise. The node's numbers come as a flat mapping whose keys are metric names without prefix, optionally
 with labels (`num_prefill_retries_total{reason=forced}`): whatever the node counts is exported, nothing else is. What
-has a `_bucket{le=...}` is a histogram, with its `_count` and `_sum`.
+has a `_bucket{le=...}` is a histogram, with its `_count` and `_sum`. What a worker counts of itself is exported under
+its own ranks as `tandem:worker_*`, and not at all for one that has not counted.
 """
 
 import re
@@ -17,6 +18,7 @@ from prometheus_client.registry import Collector
 from tandem.metrics.fold import Fold, Histogram
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+Ranks = tuple[int, int, int]  # TP, PP, DP
 LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank")
 KEY = re.compile(r"^([A-Za-z_][\w:]*?)(?:\{([^}]*)\})?$")
 
@@ -39,6 +41,9 @@ HELP = {
     "prefill_delayer_wait_seconds": "Seconds that a prompt batch waited; 0: none.",
     "num_retracted_reqs": "Requests pushed back from the running batch.",
     "gen_throughput": "Tokens generated per second.",
+    "live_rooms": "Rooms with pages that a peer may read, or that are being pulled.",
+    "pinned_pages": "Pages that a peer may read, or into which bytes of a peer may land.",
+    "open_transfers": "Frames on their way out, and pulls with bytes on their way in.",
 }
 
 
@@ -47,12 +52,13 @@ class Exporter:
 
     def __init__(self, fold: Fold, *, model_name: str, engine_type: str) -> None:
         self._fold = fold
-        self._labels = (model_name, engine_type, "0", "0", "0")
+        self._server = (model_name, engine_type)
+        self._labels = (*self._server, "0", "0", "0")
 
-    def render(self, node: Mapping[str, float]) -> bytes:
-        """The whole page. `node` is the node's mapping at this moment, empty when it could not be asked."""
+    def render(self, node: Mapping[str, float], workers: Mapping[Ranks, Mapping[str, float]] | None = None) -> bytes:
+        """The whole page. `node` is the node's mapping at this moment, `workers` are those who could be asked."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Page([*self._edge(), *self._node(node)]))
+        registry.register(Page([*self._edge(), *self._node(node), *self._workers(workers or {})]))
         return generate_latest(registry)
 
     def _edge(self) -> Iterable[Metric]:
@@ -95,6 +101,14 @@ class Exporter:
                 family = families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
             family.add_metric((*self._labels, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
         yield from families.values()
+
+    def _workers(self, workers: Mapping[Ranks, Mapping[str, float]]) -> Iterable[Metric]:
+        for name in dict.fromkeys(name for numbers in workers.values() for name in numbers):
+            family = GaugeMetricFamily("tandem:worker_" + name, HELP.get(name, name), labels=LABELS)
+            for ranks, numbers in workers.items():
+                if name in numbers:
+                    family.add_metric((*self._server, *map(str, ranks)), numbers[name])
+            yield family
 
     def _node_histogram(self, name: str, node: Mapping[str, float]) -> Metric:
         found = [(parse_key(key), value) for key, value in node.items()]

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -22,7 +23,8 @@ from tandem.config import ServerConfig
 from tandem.core.values import Incarnation
 
 PR_SET_PDEATHSIG = 1
-KILL_GRACE_S = 5.0
+
+ChildName = Literal["node", "worker"]
 
 
 class Launch(Struct, frozen=True):
@@ -55,6 +57,10 @@ class Children:
                 child.kill()
         for child in (self.node, self.worker):
             child.wait()
+
+    def kill_one(self, name: ChildName) -> None:
+        """End this one now; `kill` or `wait` collects it."""
+        (self.node if name == "node" else self.worker).kill()
 
     async def wait(self, timeout_s: float) -> None:
         """Give them time to end by themselves, then kill them."""

@@ -7,8 +7,8 @@ events of the core travel as they are; here are the few messages that only the s
 from msgspec import Struct
 
 from tandem.core import commands, events
-from tandem.core.settings import PrefillInfo
 from tandem.core.request import Request
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
 from tandem.sampling import Payload
 
@@ -23,7 +23,7 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Query(Struct, frozen=True, tag=True):
-    """API -> node: one of `state`, `waits`, `metrics`, `flush`."""
+    """API -> node: one of `state`, `waits`, `metrics`, `flush`, `faults`, `pulse`, and `worker` for the worker."""
 
     id: int
     what: str
@@ -32,6 +32,45 @@ class Query(Struct, frozen=True, tag=True):
 class Answer(Struct, frozen=True, tag=True):
     id: int
     body: bytes  # JSON
+
+
+class WorkerNumbers(Struct, frozen=True):
+    """The answer to `worker`: what this worker holds, counted by itself, and which one it is."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+    numbers: dict[str, int]
+
+
+class Pulse(Struct, frozen=True):
+    """The answer to `pulse`: how far the node and its worker are. The same one twice means that nothing moves."""
+
+    launched: int  # the last iteration
+    oldest: int | None  # the first iteration that has not returned; None: all have
+    echoes: int  # how often the worker has answered a `Ping`
+
+
+class Ping(Struct, frozen=True, tag=True):
+    """node -> worker: answered at once by the thread that reads, whatever the engine does."""
+
+
+class Echo(Struct, frozen=True, tag=True):
+    """worker -> node: the answer to a `Ping`."""
+
+
+class Faults(Struct, frozen=True):
+    """The answer to `faults`: the test hooks as they are now."""
+
+    force_optimistic_prefill_retry_prob: float
+    disagg_failure_prob: float
+    seed: int  # of the failures
+
+
+class FailTransfers(Struct, frozen=True, tag=True):
+    """API -> node: from here on this share of all transfers fails."""
+
+    prob: float
 
 
 class Shutdown(Struct, frozen=True, tag=True):
@@ -97,6 +136,7 @@ ApiToNode = (
     Submit
     | Query
     | Connect
+    | FailTransfers
     | Shutdown
     | events.AbortRequested
     | events.StopMatched
@@ -121,7 +161,9 @@ NodeToApi = (
 )
 NodeToWorker = (
     Payload
+    | Query
     | Connect
+    | Ping
     | Shutdown
     | commands.LaunchBatch
     | commands.ForgetRequests
@@ -132,6 +174,8 @@ NodeToWorker = (
 )
 WorkerToNode = (
     EngineReady
+    | Answer
+    | Echo
     | Died
     | events.BatchReturned
     | events.BatchFailed

@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
 from tandem.config import ServerConfig
@@ -151,8 +152,16 @@ class Worker:
                 self._data_plane.pull(message)
             case CancelPull():
                 self._data_plane.cancel(message)
+            case wire.Query(id):
+                self._channel.send(wire.Answer(id, msgspec.json.encode(self._numbers())))
+            case wire.Ping():
+                self._channel.send(wire.Echo())
             case wire.Shutdown():
                 pass
+
+    def _numbers(self) -> wire.WorkerNumbers:
+        held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
+        return wire.WorkerNumbers(tp_rank=0, pp_rank=0, dp_rank=0, numbers=held)
 
     @property
     def _data_plane(self) -> KvTransfer:

@@ -14,6 +14,7 @@ from operator import eq
 
 from tandem.core.values import RequestId
 from tandem.transfer import link as links
+from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
 READ_REPORT_INTERVAL_S = 1.0
@@ -98,6 +99,16 @@ class Grants:
                 return False
             grant.read_reported_at = now
             return True
+
+    def held(self) -> Held:
+        """A revoked grant counts until its last reader has left."""
+        with self._lock:
+            grants = self._by_attempt.values()
+            return Held(
+                live_rooms=len({grant.room for grant in grants}),
+                pinned_pages=sum(len(grant.generations) for grant in grants),
+                open_transfers=sum(len(grant.readers) for grant in grants),
+            )
 
     def _drop_when_drained(self, grant: Grant) -> bool:
         if grant.readers:

@@ -16,8 +16,18 @@ returned no event follows and no byte lands.
 
 from typing import Protocol
 
+from msgspec import Struct
+
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.values import Incarnation
+
+
+class Held(Struct, frozen=True):
+    """What a data plane holds at this moment, counted from its own tables. All 0 when nothing moves or may be read."""
+
+    live_rooms: int = 0  # with pages that a peer may read, or that are being pulled
+    pinned_pages: int = 0  # that a peer may read, or into which bytes may land
+    open_transfers: int = 0  # frames on their way out, and pulls with bytes on their way in
 
 
 class KvTransfer(Protocol):
@@ -38,5 +48,9 @@ class KvTransfer(Protocol):
     def pull(self, command: PullPages) -> None: ...
 
     def cancel(self, command: CancelPull) -> None: ...
+
+    def held(self) -> Held:
+        """Thread-safe, and as short as the other calls."""
+        ...
 
     def close(self) -> None: ...

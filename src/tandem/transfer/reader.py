@@ -26,6 +26,7 @@ from tandem.core.values import Cause, Incarnation, RequestId, ShardId
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.pages import DIGEST_BYTES, Pages, unpack_digests
+from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Pull:
     """One attempt of one request that has pages to pull. Forgotten when they all landed."""
 
     key: Key
+    room: int
     wanted: int  # pages named so far, by all commands of the attempt
     landed: int  # of which these are here and checked
     commands: deque[PullPages] = field(default_factory=deque)
@@ -87,6 +89,7 @@ class PageReader:
         self._lock = threading.Lock()
         self._peers: OrderedDict[Incarnation, Peer] = OrderedDict()
         self._pulls: dict[Key, Pull] = {}
+        self._leaving: dict[Key, Pull] = {}  # cancelled, and a thread still receives
         self._ended: OrderedDict[Key, bool] = OrderedDict()  # True: TransferDrained is said or on its way
         self._queue: queue.SimpleQueue[Pull | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -115,7 +118,9 @@ class PageReader:
             pull = self._pulls.get(key)
             is_new = pull is None
             if pull is None:
-                pull = self._pulls[key] = Pull(key, wanted=command.first_wanted, landed=command.first_wanted)
+                pull = self._pulls[key] = Pull(
+                    key, command.room, wanted=command.first_wanted, landed=command.first_wanted
+                )
             assert pull.wanted == command.first_wanted
             pull.wanted += count
             pull.commands.append(command)
@@ -135,8 +140,19 @@ class PageReader:
                 pull.is_cancelled = True
                 if pull.armed is not None:
                     links.cut(pull.armed)
+                    self._leaving[key] = pull
                     return  # the thread that receives says it, when it has left
             self._report_later(TransferDrained(*key, self._shard))
+
+    def held(self) -> Held:
+        """A cancelled pull counts until no byte of it can land any more."""
+        with self._lock:
+            pulls = [*self._pulls.values(), *self._leaving.values()]
+        return Held(
+            live_rooms=len({pull.room for pull in pulls}),
+            pinned_pages=sum(pull.wanted - pull.landed for pull in pulls),
+            open_transfers=sum(pull.armed is not None for pull in pulls),
+        )
 
     def close(self, *, grace_s: float) -> None:
         """No byte lands after this. Threads that still dial end by themselves: they find nothing to arm."""
@@ -252,6 +268,7 @@ class PageReader:
         with self._lock:
             pull.armed = None  # before the link is closed: `cut` must never meet a descriptor that was closed
             is_cancelled = pull.is_cancelled
+            self._leaving.pop(pull.key, None)
         if is_whole and not is_cancelled:
             self._return_link(incarnation, link)
         else:

@@ -18,6 +18,7 @@ from tandem.core.values import Incarnation, ShardId
 from tandem.transfer.grants import Grants
 from tandem.transfer.owner import PageOwner
 from tandem.transfer.pages import Pages, pack_digests
+from tandem.transfer.port import Held
 from tandem.transfer.reader import PageReader
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,14 @@ class SockTransfer:
 
     def cancel(self, command: CancelPull) -> None:
         self._reader.cancel(command)
+
+    def held(self) -> Held:
+        lent, pulled = self._grants.held(), self._reader.held()
+        return Held(
+            lent.live_rooms + pulled.live_rooms,
+            lent.pinned_pages + pulled.pinned_pages,
+            lent.open_transfers + pulled.open_transfers,
+        )
 
     def close(self) -> None:
         """End all transfers and threads and remove the unix socket. May be called twice."""

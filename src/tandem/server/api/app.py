@@ -27,8 +27,10 @@ from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import Failure, Problem, Refusal, invalid
 from tandem.server.api.facts import ModelFacts, facts_of
+from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import Gate, error_response, read_body
 from tandem.server.api.generate import GenerateReply, read_native
+from tandem.server.api.hosts import Hosts
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.stream import Reply, Sample, TokenResponse
@@ -65,7 +67,7 @@ def build_app(
         return error_response(error.failure, request.state.request_id)
 
     app = Starlette(
-        routes=[*generation.routes(), *ops.routes()],
+        routes=[*generation.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
         middleware=[Middleware(Gate, config=config)],
         exception_handlers={
             Refusal: on_refusal,
@@ -112,6 +114,7 @@ class Endpoints:
         self._tokenizer = tokenizer
         self._fold = fold
         self._log = log
+        self._hosts = Hosts.of(config)
 
     def routes(self) -> list[Route]:
         return [
@@ -161,6 +164,8 @@ class Endpoints:
         if checks_model:
             check_model(routing.model, self._config)
         prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
+        if self._facts.role != "unified":  # which ignores the fields of a pair
+            await self._hosts.check(routing.bootstrap_host)
         timeout_ms = request.headers.get("x-request-timeout-ms")
         asks = ask_all(
             routing, prompts, wishes, self._facts, self._config, own_rid=uuid.uuid4().hex, timeout_ms=timeout_ms

@@ -11,7 +11,6 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from ipaddress import ip_address
 from typing import Any  # a value that may be one or one per prompt
 
 import msgspec
@@ -24,6 +23,7 @@ from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
 from tandem.server.api.body import Routing, SamplingFields, per_prompt
 from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.hosts import without_brackets
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -47,7 +47,7 @@ class Facts(Struct, frozen=True):
     eos_token_ids: frozenset[int]
     max_samples: int  # core requests that one HTTP request may become
     bootstrap_port: int
-    bootstrap_hosts: frozenset[str]  # beside loopback
+    is_strict_remote: bool  # decode: no prompt is computed here
 
 
 class Prompt(Struct, frozen=True):
@@ -67,6 +67,14 @@ class Wish(Struct, frozen=True):
     skip_special_tokens: bool
 
 
+class Pair(Struct, frozen=True):
+    """What a body says of the other half."""
+
+    room: Room | None = None
+    peer: Address | None = None  # decode: the prefill's bootstrap server
+    dp_rank_hint: int | None = None  # of the prefill; both halves are told, and both refuse one that cannot be
+
+
 class Ask(Struct, frozen=True):
     """One sample of one prompt: becomes one request of the core."""
 
@@ -78,8 +86,7 @@ class Ask(Struct, frozen=True):
     max_new_tokens: int
     rid: str
     names: tuple[str, ...]  # rids by which it can be aborted
-    room: Room | None
-    peer: Address | None
+    pair: Pair
     priority: int
     tenant: str
     timeout_ns: int  # from arrival
@@ -240,19 +247,18 @@ def ask_all(
         for sample in range(wish.n):
             base = rids[prompt_index]
             rid = base if wish.n == 1 else f"{base}_{sample}"
-            room, peer = pairs[len(asks)]
+            pair = pairs[len(asks)]
             asks.append(
                 Ask(
                     index=len(asks),
                     prompt_index=prompt_index,
                     prompt=prompt,
                     wish=wish,
-                    sampling=with_seed(wish, sample, room),
+                    sampling=with_seed(wish, sample, pair.room),
                     max_new_tokens=min(wish.max_new_tokens or space, space),
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *([routing.rid] if isinstance(routing.rid, str) else [])))),
-                    room=room,
-                    peer=peer,
+                    pair=pair,
                     priority=routing.priority or 0,
                     tenant=routing.cache_salt or "",
                     timeout_ns=timeout_ns,
@@ -276,8 +282,9 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> t
             page_hashes=tuple(hashes),
             max_new_tokens=ask.max_new_tokens,
             timeout_ns=Nanos(remaining_ns),
-            room=ask.room,
-            peer=ask.peer,
+            room=ask.pair.room,
+            peer=ask.pair.peer,
+            dp_rank_hint=ask.pair.dp_rank_hint,
             priority=ask.priority,
             prompt_digest=prompt_digest(ask.prompt.tokens),
         ),
@@ -320,7 +327,8 @@ def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[st
 
 
 def check_dp_ranks(routing: Routing) -> None:
-    for param in ("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank"):
+    """Of this server. The prefill's is a matter between the two nodes (`core.pd.dp_rank`)."""
+    for param in ("routed_dp_rank", "data_parallel_rank"):
         value = getattr(routing, param)
         for rank in value if isinstance(value, list) else [value]:
             if rank not in (None, 0):
@@ -330,28 +338,34 @@ def check_dp_ranks(routing: Routing) -> None:
 # pairing
 
 
-def check_pairs(routing: Routing, samples: Sequence[int], facts: Facts) -> list[tuple[Room | None, Address | None]]:
-    """(room, peer) of every sample of every prompt; `samples` counts them per prompt.
+def check_pairs(routing: Routing, samples: Sequence[int], facts: Facts) -> list[Pair]:
+    """One for every sample of every prompt; `samples` counts them per prompt.
 
     A list names one value per prompt or, as sglang-router writes it for a chat with n > 1, one per sample.
     Unified servers ignore the fields; a decode without a room computes the prompt.
     """
     if facts.role == "unified":
-        return [(None, None)] * sum(samples)
+        return [Pair()] * sum(samples)
     hosts = per_sample(routing.bootstrap_host, samples, "bootstrap_host")
     ports = per_sample(routing.bootstrap_port, samples, "bootstrap_port")
     rooms = rooms_of(routing.bootstrap_room, samples)
-    pairs: list[tuple[Room | None, Address | None]] = []
-    for host, port, room in zip(hosts, ports, rooms, strict=True):
+    ranks = per_sample(routing.disagg_prefill_dp_rank, samples, "disagg_prefill_dp_rank")
+    pairs: list[Pair] = []
+    for host, port, room, rank in zip(hosts, ports, rooms, ranks, strict=True):
         address = None if host is None else check_address(host, port, facts)
         if room is None and facts.role == "prefill":
             raise invalid(
                 "bootstrap_room", "a prefill server needs one; send requests through a router, or to a unified server"
             )
+        if room is None and facts.is_strict_remote:
+            raise invalid(
+                "bootstrap_room", "this decode computes no prompt itself (--strict-remote); send requests via a router"
+            )
         if room is not None and address is None and facts.role == "decode":
             raise invalid("bootstrap_host", "a room without the host of the prefill that holds it")
-        pairs.append((room, address if facts.role == "decode" and room is not None else None))
-    used = [room for room, _ in pairs if room is not None]
+        is_paired = facts.role == "decode" and room is not None
+        pairs.append(Pair(room, address if is_paired else None, rank))
+    used = [pair.room for pair in pairs if pair.room is not None]
     if len(set(used)) != len(used):
         raise Refusal(
             Cause.DUPLICATE_ROOM, "bootstrap_room: two prompts of one request share a room", param="bootstrap_room"
@@ -397,23 +411,11 @@ def check_room(value: int | str | None) -> Room | None:
 
 
 def check_address(host: str, port: int | None, facts: Facts) -> Address:
-    """A request must not make this server open connections anywhere else than to prefills."""
-    bare = host.removeprefix("[").removesuffix("]")
-    if not is_loopback(bare) and bare not in facts.bootstrap_hosts:
-        raise invalid("bootstrap_host", f"{host!r} is neither loopback nor the address this server listens on")
+    """Of a host that `Hosts` has let pass."""
     port = facts.bootstrap_port if port is None else port
     if not 0 < port < 1 << 16:
         raise invalid("bootstrap_port", "must lie between 1 and 65535")
-    return Address(bare, port)
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return Address(without_brackets(host), port)
 
 
 # what both halves derive alike

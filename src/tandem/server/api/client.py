@@ -14,25 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import httpx
-import msgspec
-
 from tandem.core import commands, events
-from tandem.core.pd import layout_check
+from tandem.core.commands import Path
 from tandem.core.request import Request
-from tandem.core.values import MILLISECOND, SECOND, Address, Cause, RequestId
+from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
 from tandem.sampling import Payload
 from tandem.server import wire
+from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.errors import Problem, Refusal
-from tandem.server.api.facts import EVERY_HOST
+from tandem.server.api.hosts import Hosts
 
 SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
 SWEEP_SECONDS = 0.25
 QUERY_SECONDS = 5.0
-LEARN_SECONDS = 2.0
-MAX_LEARNING = 16  # questions to bootstrap servers at a time ...
-MAX_ADDRESSES = 1024  # ... and waiting or running
-MAX_ROUTE_BYTES = 1 << 20
 
 logger = logging.getLogger("tandem.client")
 
@@ -53,6 +47,7 @@ class Live:
     names: tuple[str, ...]  # the rids under which it can be aborted
     generation: "Generation"
     give_up_ns: int  # on time.monotonic_ns: by then the node must have spoken
+    is_canary: bool = False  # sent by a probe, not by a user
     tokens: list[int] = field(default_factory=list)
     extras: list[bytes] = field(default_factory=list)  # extras[i] belongs to tokens[i]; shorter when the last have none
     started: commands.StartRequest | None = None
@@ -103,9 +98,10 @@ class Generation:
 class NodeClient:
     """Talks to one node. `stall_timeout` in seconds bounds the gap between two tokens."""
 
-    def __init__(self, port: NodePort, *, stall_timeout: float) -> None:
+    def __init__(self, port: NodePort, *, stall_timeout: float, hosts: Hosts | None = None) -> None:
         self.node: wire.NodeReady | None = None  # None until the node is ready, and again when it is gone
         self.loss = ""  # why the node is gone
+        self.trouble = ""  # which process of this server makes no progress, in words; empty: all do
         self.is_draining = False
         self._port = port
         self._stall_ns = int(stall_timeout * SECOND)
@@ -114,16 +110,19 @@ class NodeClient:
         self._live: dict[int, Live] = {}
         self._named: dict[str, list[Live]] = {}
         self._queries: dict[int, asyncio.Future[bytes]] = {}
-        self._learning: dict[Address, asyncio.Task[None]] = {}
-        self._learn_slots = asyncio.Semaphore(MAX_LEARNING)
-        self._http: httpx.AsyncClient | None = None
+        self._bootstraps = BootstrapClient(hosts or Hosts(), own=self._own_replica, report=port.send)
         self._sweeper: asyncio.TimerHandle | None = None
+        self._succeeded: tuple[Path, int] | None = None  # the last request that got its tokens, and when
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def is_ready(self) -> bool:
         return self.node is not None and not self.is_draining
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.is_ready and not self.trouble
 
     @property
     def num_live(self) -> int:
@@ -142,10 +141,32 @@ class NodeClient:
         """Raises `Refusal` while nothing can be accepted."""
         if self.is_draining:
             raise Refusal(Cause.DRAINING, "the server is shutting down")
+        self._check_there()
+
+    def _check_there(self) -> None:
         if self.node is None:
             raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
 
-    def start(self, submits: Sequence[tuple[Request, Payload]], names: Sequence[tuple[str, ...]]) -> Generation:
+    def check_healthy(self) -> None:
+        """Raises `Refusal` while nothing can be accepted, or a process of this server makes no progress."""
+        self.check_acceptable()
+        if self.trouble:
+            raise Refusal(Problem.NODE_SILENT, self.trouble)
+
+    def last_success(self) -> tuple[Path, int] | None:
+        """The path of the last request that got its tokens, canaries aside, and nanoseconds since; None: none yet."""
+        if self._succeeded is None:
+            return None
+        path, at_ns = self._succeeded
+        return path, time.monotonic_ns() - at_ns
+
+    def start(
+        self,
+        submits: Sequence[tuple[Request, Payload]],
+        names: Sequence[tuple[str, ...]],
+        *,
+        is_canary: bool = False,
+    ) -> Generation:
         """Send requests to the node; `names[i]` are the rids by which the i-th can be aborted.
 
         Raises `Refusal` when nothing can be accepted or a rid is live already; then nothing was sent.
@@ -159,7 +180,8 @@ class NodeClient:
         generation = Generation()
         now_ns = time.monotonic_ns()
         for (request, payload), group in zip(submits, names, strict=True):
-            live = Live(request, group, generation, now_ns + request.timeout_ns + SILENCE_GRACE_NS)
+            give_up_ns = now_ns + request.timeout_ns + SILENCE_GRACE_NS
+            live = Live(request, group, generation, give_up_ns, is_canary)
             generation.lives.append(live)
             self._live[request.id] = live
             for name in group:
@@ -200,6 +222,14 @@ class NodeClient:
             self.is_draining = True
             self._port.send(events.DrainRequested())
 
+    def change_hooks(self, force_retry_prob: float | None, failure_prob: float | None) -> None:
+        """From here on the test hooks work with these probabilities; None: as before. Raises `Refusal`."""
+        self._check_there()
+        if force_retry_prob is not None:
+            self._port.send(events.HooksChanged(force_retry_prob))
+        if failure_prob is not None:
+            self._port.send(wire.FailTransfers(failure_prob))
+
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
@@ -218,18 +248,11 @@ class NodeClient:
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        tasks = list(self._learning.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._http is not None:
-            await self._http.aclose()
-            self._http = None
+        await self._bootstraps.close()
 
     async def query(self, what: str, *, timeout: float = QUERY_SECONDS) -> bytes:
         """Ask the node for one of `wire.Query`'s documents (JSON). Raises `Refusal` when it does not answer."""
-        if self.node is None:
-            raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
+        self._check_there()
         query_id = next(self._query_ids)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
@@ -260,11 +283,16 @@ class NodeClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message.body)
             case commands.LearnPeer():
-                self._learn(message.address)
+                self._bootstraps.learn(message.address, message.dp_rank)
+            case commands.AskDpRank():
+                self._bootstraps.ask_rank(message.address, message.room)
             case wire.NodeReady():
                 self.node = message
             case wire.Died():
                 self.lose(f"{message.who}: {message.reason}")
+
+    def _own_replica(self) -> wire.ReplicaInfo | None:
+        return None if self.node is None else self.node.replica
 
     def _take_tokens(self, message: commands.EmitTokens) -> None:
         tokens = array("i")
@@ -286,6 +314,8 @@ class NodeClient:
 
     def _end(self, live: Live, terminal: commands.FinishRequest | commands.FailRequest) -> None:
         live.ended = terminal
+        if isinstance(terminal, commands.FinishRequest) and not live.is_canary:
+            self._succeeded = (terminal.path, time.monotonic_ns())
         del self._live[live.request.id]
         for name in live.names:
             self._named[name].remove(live)
@@ -305,68 +335,3 @@ class NodeClient:
             self._end(live, commands.FailRequest(request, cause, "node", "the node kept silent"))
         if self._live:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
-
-    # bootstrap servers
-
-    def _learn(self, address: Address) -> None:
-        if address in self._learning:
-            return  # the question under way is the answer to this one too
-        if len(self._learning) >= MAX_ADDRESSES:
-            self._port.send(events.PeerUnknown(address, f"{MAX_ADDRESSES} other bootstrap servers are being asked"))
-            return
-        self._learning[address] = asyncio.get_running_loop().create_task(self._ask_bootstrap(address))
-
-    async def _ask_bootstrap(self, address: Address) -> None:
-        try:
-            async with self._learn_slots:
-                replica = await asyncio.wait_for(self._fetch_replica(address), LEARN_SECONDS)
-        except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, msgspec.MsgspecError, ValueError, OSError) as error:
-            self._port.send(events.PeerUnknown(address, describe(error)))
-        else:
-            self._port.send(wire.Connect(replica))
-            differs = self._differences(replica)
-            self._port.send(events.PeerLearned(address, replica.incarnation, replica.layout, differs))
-        finally:
-            del self._learning[address]
-
-    def _differences(self, replica: wire.ReplicaInfo) -> str:
-        """What a user has to change before KV can travel, in words; empty where the layouts are equal."""
-        if self.node is None or self.node.replica.layout == replica.layout:
-            return ""
-        own = self.node.replica.layout_fields
-        return layout_check.differences(replica.layout_fields, own, them="prefill", us="decode")
-
-    async def _fetch_replica(self, address: Address) -> wire.ReplicaInfo:
-        if self._http is None:
-            # trust_env=False: a proxy meant for the outside must not see, or break, traffic between the two halves
-            # verify=False: there is no TLS here, and reading the CA store would cost the first request 30 ms
-            self._http = httpx.AsyncClient(timeout=LEARN_SECONDS, trust_env=False, follow_redirects=False, verify=False)
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        async with self._http.stream("GET", f"http://{host}:{address.port}/route") as response:
-            peer_address = response.extensions["network_stream"].get_extra_info("server_addr")
-            body = b""
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_ROUTE_BYTES:
-                    raise ValueError(f"the answer is longer than {MAX_ROUTE_BYTES} bytes")
-        if response.status_code != 200:
-            raise ValueError(f"GET /route answered {response.status_code}")
-        replica = msgspec.json.decode(body, type=wire.ReplicaInfo)
-        if replica.role != "prefill":
-            raise ValueError(f"the server there has the role {replica.role}, not prefill")
-        return reachable(replica, peer_address[0])
-
-
-def reachable(replica: wire.ReplicaInfo, host: str) -> wire.ReplicaInfo:
-    """A server that listens everywhere cannot name an address of itself: it is the one where it was found."""
-
-    def named(own: str) -> str:
-        return host if own in EVERY_HOST else own
-
-    shards = tuple(msgspec.structs.replace(shard, host=named(shard.host)) for shard in replica.shards)
-    return msgspec.structs.replace(replica, control_host=named(replica.control_host), shards=shards)
-
-
-def describe(error: BaseException) -> str:
-    """One line; some exceptions of the network have no text of their own."""
-    return str(error) or type(error).__name__

@@ -5,8 +5,6 @@ from msgspec import Struct
 from tandem.config import ServerConfig
 from tandem.server.api.ask import Facts
 
-EVERY_HOST = ("0.0.0.0", "::", "")
-
 
 class ModelFacts(Struct):
     """Filled by whoever starts the server: from the model directory, and from the worker once it is ready."""
@@ -32,5 +30,5 @@ def facts_of(config: ServerConfig, model: ModelFacts) -> Facts:
         eos_token_ids=model.eos_token_ids,
         max_samples=config.max_queued_requests,
         bootstrap_port=config.disaggregation_bootstrap_port,
-        bootstrap_hosts=frozenset({config.host}) - frozenset(EVERY_HOST),
+        is_strict_remote=config.strict_remote,
     )

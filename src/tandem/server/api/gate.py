@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.config import ServerConfig
-from tandem.server.api.ask import is_loopback
 from tandem.server.api.body import MAX_BODY_BYTES
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
+from tandem.server.api.hosts import is_loopback
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 ADMIN_PATHS = ("/flush_cache", "/abort_request", "/debug/")

@@ -17,9 +17,9 @@ BODIES: dict[str, tuple[type[Struct], tuple[str, ...], str]] = {
 READS = {
     "/v1/models": "The served model.",
     "/v1/models/{id}": "The served model.",
-    "/health": "200 while new requests are accepted, else 503.",
+    "/health": "200 while new requests are accepted and make progress, else 503.",
     "/ready": "As /health.",
-    "/health_generate": "Generates one token.",
+    "/health_generate": "Generates one token, unless a request has just ended well.",
     "/version": "Version of the server.",
     "/metrics": "Prometheus text.",
     "/server_info": "Settings and state.",
@@ -29,6 +29,7 @@ READS = {
     "/flush_cache": "Drop cached pages that nobody holds.",
     "/debug/waits": "Every waiting request: reason, owner, age, deadline.",
     "/debug/state": "Pools and queues.",
+    "/debug/faults": "The test hooks, with --enable-fault-injection.",
 }
 
 
@@ -47,6 +48,7 @@ def openapi_document() -> dict[str, Any]:
     paths["/tokenize"] = {"post": operation("Text to token ids.", {"type": "object"})}
     paths["/detokenize"] = {"post": operation("Token ids to text.", {"type": "object"})}
     paths["/abort_request"] = {"post": operation("Abort by exact rid.", {"type": "object"})}
+    paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})
     paths["/flush_cache"]["post"] = operation(READS["/flush_cache"])
     return {
         "openapi": "3.1.0",

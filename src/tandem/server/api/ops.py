@@ -1,5 +1,6 @@
 """Endpoints for operators, gateways and probes: health, facts, load, metrics, flush, abort, debug."""
 
+import asyncio
 import time
 from dataclasses import asdict
 from typing import Any  # JSON documents
@@ -12,9 +13,10 @@ from starlette.routing import Route
 from tandem import __version__
 from tandem.config import ServerConfig
 from tandem.core.commands import FailRequest
-from tandem.metrics.export import CONTENT_TYPE, Exporter
+from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
 from tandem.sampling import SamplingParams
-from tandem.server.api.ask import Ask, Facts, Prompt, Wish, not_a_model, submission
+from tandem.server import wire
+from tandem.server.api.ask import Ask, Facts, Pair, Prompt, Wish, not_a_model, submission
 from tandem.server.api.body import AbortBody, decode_body
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal, failure_of, invalid
@@ -24,6 +26,8 @@ from tandem.server.api.openapi import openapi_document
 from tandem.server.api.tokenizer import Tokenizer
 
 HEALTH_NS = 20_000_000_000
+FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
+WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
 SECRETS = ("api_key", "admin_api_key")
 
 
@@ -77,19 +81,26 @@ class Ops:
     # probes
 
     async def health(self, request: Request) -> Response:
-        """200 while new requests are accepted. Costs nothing: the node tells on its own when it is ready or gone."""
-        return Response(status_code=200 if self._client.is_ready else 503)
+        """200 while new requests are accepted and make progress. Costs nothing: the watchdog knows already."""
+        self._client.check_healthy()
+        return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """One token through node and engine. Where a prompt needs a peer to be answered, only the node is asked."""
-        self._client.check_acceptable()
+        """One token through node and engine, unless a user's request has just got there and back.
+
+        Where a prompt needs a peer to be answered, only the node is asked.
+        """
+        self._client.check_healthy()
+        success = self._client.last_success()
+        if success is not None and success[1] < FRESH_NS:
+            return json_response({"checked": "request", "path": success[0], "age_seconds": success[1] / 1e9})
         if self._facts.role == "prefill" or self._config.strict_remote:
             await self._client.query("state")
             return json_response({"checked": "node"})
         started_ns = time.monotonic_ns()
         ask = probe(self._tokenizer, request.state.request_id)
         submit = submission(ask, self._client.next_request_id(), started_ns, self._facts)
-        generation = self._client.start([submit], [ask.names])
+        generation = self._client.start([submit], [ask.names], is_canary=True)
         live = generation.lives[0]
         try:
             while live.ended is None:
@@ -148,7 +159,7 @@ class Ops:
                 "disaggregation_bootstrap_port": self._facts.bootstrap_port,
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
-                "status": "ready" if self._client.is_ready else "not_ready",
+                "status": "ready" if self._client.is_healthy else "not_ready",
                 "internal_states": [state],
             }
         )
@@ -184,8 +195,18 @@ class Ops:
         except Refusal:
             return {}
 
+    async def _worker_numbers(self) -> dict[Ranks, dict[str, int]]:
+        """What the worker counts. None of a worker that does not answer, rather than made-up ones."""
+        try:
+            answer = await self._client.query("worker", timeout=WORKER_SECONDS)
+        except Refusal:
+            return {}
+        said = msgspec.json.decode(answer, type=wire.WorkerNumbers)
+        return {(said.tp_rank, said.pp_rank, said.dp_rank): said.numbers}
+
     async def metrics(self, request: Request) -> Response:
-        page = self._exporter.render(await self.numbers())
+        numbers, worker = await asyncio.gather(self.numbers(), self._worker_numbers())
+        page = self._exporter.render(numbers, worker)
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
@@ -274,4 +295,4 @@ def probe(tokenizer: Tokenizer, request_id: str) -> Ask:
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{request_id}-{time.monotonic_ns()}"
     wish = Wish(sampling, None, 1, 1, (), False, True)
-    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), None, None, 0, "", HEALTH_NS)
+    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), 0, "", HEALTH_NS)

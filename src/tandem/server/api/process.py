@@ -4,6 +4,7 @@ start     the children load while this process reads the tokenizer; the ports li
           the bootstrap server's before the one whose /health says so
 SIGTERM   /health says 503 and nothing new is accepted; what runs may finish within --drain-timeout; exit 0
 again     exit at once
+a child hangs   /health says 503, later the child is killed (`watchdog.py`)
 a child dies    every live request ends with `worker_lost`, then exit 1 with one line that says why
 """
 
@@ -16,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any  # what a coroutine is sent and gives back while it runs
 
@@ -23,19 +25,20 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
-from tandem.core.commands import FailRequest
+from tandem.core.commands import AnnounceDpRank, FailRequest
 from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.server import wire
 from tandem.server.api.app import build_app
-from tandem.server.api.ask import is_loopback
-from tandem.server.api.bootstrap import BootstrapServer, registration
+from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import SecretError, WriteGuard, read_secret
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.hosts import Hosts, is_loopback
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
-from tandem.server.processes import Children, Listeners, ServerFailure
+from tandem.server.processes import ChildName, Children, Listeners, ServerFailure
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
@@ -89,10 +92,11 @@ class ApiProcess:
         self._stop = asyncio.Event()
         self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
+        self._watching: asyncio.Task[None] | None = None
         self._registry = Registry()
         link = NodeLink()
         self._link = link
-        self._client = link.client = NodeClient(link, stall_timeout=config.stall_timeout)
+        self._client = link.client = NodeClient(link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
 
     async def run(self, model: ModelFacts) -> None:
         """Until a signal ends it. Raises ServerFailure."""
@@ -112,6 +116,7 @@ class ApiProcess:
             if self._ready.is_set():
                 gc.collect()
                 gc.freeze()  # what is here now stays; the collector need not look at it again
+                self._watch()
                 print(ready_line(self._config, self._listeners), flush=True)
                 await self._wait_for(self._stop.wait())
             self._client.drain()
@@ -142,6 +147,8 @@ class ApiProcess:
         return said or self._children.obituary() or "a process of this server ended without a word; see its log"
 
     async def _end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         for server, _ in self._servers:
             server.should_exit = True
         for _, task in self._servers:
@@ -164,8 +171,13 @@ class ApiProcess:
         )
         server = QuietServer(config)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
-        task.add_done_callback(self._http_ended)
+        task.add_done_callback(partial(self._task_ended, "HTTP server"))
         self._servers.append((server, task))
+
+    def _watch(self) -> None:
+        watchdog = Watchdog(self._client, timeout_s=self._config.watchdog_timeout, fire=self._hangs)
+        self._watching = asyncio.get_running_loop().create_task(watchdog.run())
+        self._watching.add_done_callback(partial(self._task_ended, "watchdog"))
 
     # -- what comes --------------------------------------------------------------------------------------------------
 
@@ -177,6 +189,8 @@ class ApiProcess:
                 self._client.receive(message)
                 self._register(message.replica)
                 self._ready.set()
+            case AnnounceDpRank():
+                self._announce(message)
             case _:
                 self._client.receive(message)
 
@@ -188,6 +202,11 @@ class ApiProcess:
         if isinstance(outcome, Rejected):
             self._lose(f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}")
 
+    def _announce(self, command: AnnounceDpRank) -> None:
+        outcome = self._registry.announce(command.room, command.dp_rank, monotonic_now())
+        if isinstance(outcome, Rejected):  # we have unregistered: decode finds another life, or nobody
+            logger.warning("room %d is not announced: %s", command.room, outcome.reason)
+
     def _unregister(self) -> None:
         if self._client.node is not None:
             self._registry.unregister(self._client.node.replica.incarnation)
@@ -195,9 +214,14 @@ class ApiProcess:
     def _channel_closed(self, _reason: str) -> None:
         self._lose("")
 
-    def _http_ended(self, task: asyncio.Task[None]) -> None:
+    def _task_ended(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._lose(f"the HTTP server ended: {error}")
+            self._lose(f"the {name} ended: {error}")
+
+    def _hangs(self, who: ChildName, reason: str) -> None:
+        """End it, which the others take for the loss that it is: they write what they still have, and end too."""
+        self._lose(f"{reason} (--watchdog-timeout); start the server again")
+        self._children.kill_one(who)
 
     def _lose(self, reason: str) -> None:
         self._unregister()

@@ -140,7 +140,7 @@ class Sample:
             computed_tokens=0 if finish is None else finish.computed_tokens,
             kv_pages=0 if finish is None else finish.kv_pages,
             retries=0 if finish is None else finish.retries,
-            room=self.ask.room,
+            room=self.ask.pair.room,
             stage=None if failure is None else failure.stage,
             detail="" if failure is None else failure.message,
             ledger=self.ledger,

@@ -20,6 +20,7 @@ from tandem.ports import Clock, Node
 from tandem.server import wire
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
 from tandem.server.node.dispatch import dispatch
+from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.peers import Peers
 
 WORKER_HIGH_BYTES = 16 << 20  # no more is read from the API while so much waits for the worker
@@ -150,13 +151,16 @@ class Inbox:
         api: PolledChannel[wire.ApiToNode],
         worker: PolledChannel[wire.WorkerToNode],
         clock: Clock,
+        failures: FailedTransfers,
     ) -> None:
         self._poller = poller
         self._clock = clock
+        self.failures = failures
         self._happened: list[Event] = []
         self._peers: Peers | None = None
         self.questions: list[wire.Query] = []
         self.engine: wire.EngineReady | None = None
+        self.echoes = 0  # of the worker
         self.is_over = False
         self.api = Neighbour("API process", api, poller, self._from_api)
         self.worker = Neighbour("worker", worker, poller, self._from_worker)
@@ -218,13 +222,19 @@ class Inbox:
             case wire.Submit():
                 self.worker.send(message.payload)
                 self._happened.append(events.RequestArrived(message.request))
+            case wire.Query(what="worker"):
+                self.worker.send(message)
             case wire.Query():
                 if message.what == "flush":
                     self._happened.append(events.FlushRequested())
+                if message.what == "pulse":
+                    self.worker.send(wire.Ping())
                 self.questions.append(message)
             case wire.Connect():
                 self.worker.send(message)
                 self.peers.connect(message.replica)
+            case wire.FailTransfers(prob):
+                self.failures.prob = prob
             case wire.Shutdown():
                 self.is_over = True
             case _:
@@ -236,8 +246,12 @@ class Inbox:
                 self.engine = message
             case wire.Died():
                 raise NeighbourLost(message.who, message.reason)
+            case wire.Answer():
+                self.api.send(message)
+            case wire.Echo():
+                self.echoes += 1
             case _:
-                self._happened.append(message)
+                self._happened.append(self.failures.instead_of(message))
 
 
 def drive(

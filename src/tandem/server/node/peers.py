@@ -10,7 +10,7 @@ server it is; whatever comes later belongs to that life.
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
     the peer comes back as another life                         `PeerLost` for the old one, at once
-    nothing at all was heard for `SILENCE_NS`                   `PeerLost`; who has nothing to say says `Ping`
+    nothing at all was heard for as long as `Heartbeat` says    `PeerLost`; who has nothing to say says `Ping`
 
 Everything here runs on the node's one thread and never waits. `Tell` to a peer without a connection is dropped: who
 waits for an answer says its message again.
@@ -36,8 +36,7 @@ from tandem.server.wire import ReplicaInfo
 
 CONTROL_PROTOCOL = 2
 RETURN_NS = 2 * SECOND  # how long a broken connection may take to return
-PING_NS = 1 * SECOND
-SILENCE_NS = 5 * SECOND
+MAX_PING_NS = 60 * SECOND  # more than that is not believed
 HELLO_NS = 5 * SECOND  # a connection that has not said who it is by then is dropped
 FIRST_RETRY_NS = Nanos(20 * MILLISECOND)
 MAX_STRANGERS = 64  # accepted connections that have not said who they are
@@ -55,12 +54,24 @@ KEEPALIVE = (
 )
 
 
+class Heartbeat(Struct, frozen=True):
+    """How often who has nothing to say says so, and how many such words may be missing."""
+
+    interval_ns: Nanos = Nanos(1 * SECOND)
+    max_failure: int = 4
+
+    def silence_ns(self, peer_interval_ns: Nanos) -> Nanos:
+        """How long a peer may be silent that pings in its own rhythm. One interval more: the last word may be late."""
+        return Nanos((self.max_failure + 1) * max(self.interval_ns, min(peer_interval_ns, MAX_PING_NS)))
+
+
 class Hello(Struct, frozen=True, tag="hello"):
     """First on every connection, in both directions."""
 
     protocol: int
     source: Incarnation
     layout: str
+    ping_ns: Nanos = Heartbeat().interval_ns
 
 
 class Ping(Struct, frozen=True, tag="ping"):
@@ -91,6 +102,7 @@ class _Wire:
     side: Side
     heard_ns: Nanos
     said_ns: Nanos
+    silence_ns: Nanos  # after so much of it the peer is lost
     connected: bool  # False while a dial is under way
     greeted: bool = False  # the peer's hello is here
     mask: int = 0
@@ -117,6 +129,7 @@ class Peers:
     report: Callable[[Event], None]
     clock: Callable[[], Nanos]
     note: Callable[[str], None]  # one line for the log
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     _listener: socket.socket | None = None
     _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
     _strangers: list[_Wire] = field(default_factory=list)  # accepted, not greeted
@@ -159,9 +172,9 @@ class Peers:
         for peer in self._peers.values():
             times += [time for time in (peer.lost_at, peer.retry_at) if time is not None]
             if peer.wire is not None:
-                times.append(peer.wire.heard_ns + SILENCE_NS)
+                times.append(peer.wire.heard_ns + peer.wire.silence_ns)
             if peer.wire is not None and peer.wire.connected:
-                times.append(peer.wire.said_ns + PING_NS)
+                times.append(peer.wire.said_ns + self.heartbeat.interval_ns)
         return Nanos(min(times)) if times else None
 
     def tick(self) -> None:
@@ -170,9 +183,11 @@ class Peers:
         for wire in [wire for wire in self._strangers if now >= wire.heard_ns + HELLO_NS]:
             self._drop(wire, "did not say who it is")
         for peer in list(self._peers.values()):
-            if peer.wire is not None and now >= peer.wire.heard_ns + SILENCE_NS:
+            if peer.wire is not None and now >= peer.wire.heard_ns + peer.wire.silence_ns:
                 self._lose(peer, "silent")
-            elif peer.wire is not None and peer.wire.connected and now >= peer.wire.said_ns + PING_NS:
+            elif (
+                peer.wire is not None and peer.wire.connected and now >= peer.wire.said_ns + self.heartbeat.interval_ns
+            ):
                 self._say(peer.wire, Ping())
             elif peer.lost_at is not None and now >= peer.lost_at:
                 self._lose(peer, "did not return")
@@ -200,7 +215,7 @@ class Peers:
         wire = self._wire(sock, Side.ACCEPTED, connected=True)
         self._strangers.append(wire)
         self._watch(wire)
-        self._say(wire, Hello(CONTROL_PROTOCOL, self.me, self.layout))
+        self._say(wire, self._hello())
         self._flush(wire)
 
     def _dial(self, peer: _Peer) -> None:
@@ -225,8 +240,11 @@ class Peers:
             return
         peer.wire = self._wire(sock, Side.DIALLED, connected=False)
         peer.wire.peer = peer
-        self._say(peer.wire, Hello(CONTROL_PROTOCOL, self.me, self.layout))
+        self._say(peer.wire, self._hello())
         self._watch(peer.wire)
+
+    def _hello(self) -> Hello:
+        return Hello(CONTROL_PROTOCOL, self.me, self.layout, self.heartbeat.interval_ns)
 
     def _wire(self, sock: socket.socket, side: Side, *, connected: bool) -> _Wire:
         for option in KEEPALIVE:
@@ -235,7 +253,8 @@ class Peers:
         channel: PolledChannel[Frame] = PolledChannel(
             sock, Frame, max_frame_bytes=HELLO_BYTES, max_pending_bytes=PENDING_BYTES, is_checked=True
         )
-        return _Wire(channel, side, heard_ns=now, said_ns=now, connected=connected)
+        silence_ns = self.heartbeat.silence_ns(self.heartbeat.interval_ns)
+        return _Wire(channel, side, heard_ns=now, said_ns=now, silence_ns=silence_ns, connected=connected)
 
     def _watch(self, wire: _Wire) -> None:
         """Wait for bytes, and for room where some could not be written."""
@@ -330,6 +349,7 @@ class Peers:
                 self._close(peer.wire)
             peer.wire, wire.peer = wire, peer
         wire.greeted = True
+        wire.silence_ns = self.heartbeat.silence_ns(hello.ping_ns)
         if peer.lost_at is not None:
             self.report(PeerReturned(peer.who))
         wire.channel.frames.max_frame_bytes = MESSAGE_BYTES

@@ -13,19 +13,26 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.config import FORCED_RETRIES, ServerConfig, environment_number, environment_switch
+from tandem.config import (
+    FAILED_TRANSFERS,
+    FAULT_SEED,
+    LOG_FORWARD_ITERS,
+    ServerConfig,
+    environment_number,
+    environment_switch,
+)
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
-from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
-from tandem.core.values import MILLISECOND, SECOND, Nanos
+from tandem.core.settings import NodeSettings
+from tandem.core.values import Nanos
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.node.driver import Inbox, NeighbourLost, Observer, Poller, drive
 from tandem.server.node.flight import FlightRecorder
+from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.peers import Peers, numeric_host
+from tandem.server.node.settings import heartbeat, node_settings
 from tandem.server.processes import Launch, ServerFailure, read_launch
-
-DEFAULT_RETRIES = 3
 
 logger = logging.getLogger("tandem.node")
 
@@ -35,58 +42,12 @@ class MonotonicClock:
         return Nanos(time.monotonic_ns())
 
 
-def node_settings(launch: Launch, engine: wire.EngineReady) -> NodeSettings:
-    config = launch.config
-    return NodeSettings(
-        role=Role(config.role),
-        incarnation=launch.incarnation,
-        num_pages=engine.num_pages,
-        page_size=config.page_size,
-        layout=engine.layout,
-        max_running=config.max_running_requests,
-        max_queued=config.max_queued_requests,
-        chunk_tokens=config.chunked_prefill_size,
-        window_depth=1 if config.disable_overlap_schedule else 2,
-        mixed_chunk=config.enable_mixed_chunk,
-        delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
-        prefix_cache=not config.disable_radix_cache,
-        reserved_decode_tokens=config.num_reserved_decode_tokens,
-        conservativeness=config.schedule_conservativeness,
-        metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,
-        optimistic=optimistic_policy(config),
-        optimistic_retries=config.optimistic_prefill_retries or DEFAULT_RETRIES,
-        force_retry_prob=environment_number(FORCED_RETRIES),
-        park_max_tokens=config.disaggregation_park_max_tokens,
-        load_failure=LoadFailurePolicy.FAIL
-        if config.strict_remote
-        else LoadFailurePolicy(config.kv_load_failure_policy),
-        stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
-    )
-
-
-def delayer_settings(config: ServerConfig) -> DelayerSettings:
-    return DelayerSettings(
-        max_delay_passes=config.prefill_delayer_max_delay_passes,
-        low_watermark=config.prefill_delayer_token_usage_low_watermark,
-        queue_min_ratio=config.prefill_delayer_queue_min_ratio,
-        max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
-    )
-
-
-def optimistic_policy(config: ServerConfig) -> OptimisticPolicy:
-    """`--optimistic-prefill-retries` alone selects: 0 is off, more is retry."""
-    if config.optimistic_prefill_policy is not None:
-        return OptimisticPolicy(config.optimistic_prefill_policy)
-    if config.optimistic_prefill_retries is None:
-        return OptimisticPolicy.PARK
-    return OptimisticPolicy.RETRY if config.optimistic_prefill_retries > 0 else OptimisticPolicy.OFF
-
-
 @dataclass(slots=True)
 class Questions:
     """What the API asks about the node."""
 
     node: EngineNode
+    inbox: Inbox
 
     def answer(self, query: wire.Query, now: Nanos) -> bytes:
         match query.what:
@@ -98,9 +59,22 @@ class Questions:
                 found = inspect.gauges(self.node)
             case "flush":
                 found = {"flushed": True}  # the step before has done it
+            case "faults":
+                found = self._faults()
+            case "pulse":
+                found = self._pulse()
             case unknown:
                 found = {"error": f"unknown question {unknown}"}
         return msgspec.json.encode(found)
+
+    def _faults(self) -> wire.Faults:
+        failures = self.inbox.failures
+        return wire.Faults(self.node.state.settings.force_retry_prob, failures.prob, failures.seed)
+
+    def _pulse(self) -> wire.Pulse:
+        window = self.node.state.window
+        oldest = window[0].forward_iter if window else None
+        return wire.Pulse(self.node.state.forward_ct, oldest, self.inbox.echoes)
 
 
 def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
@@ -109,7 +83,8 @@ def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
     poller = Poller()
     api: PolledChannel[wire.ApiToNode] = PolledChannel(socket.socket(fileno=api_fd), wire.ApiToNode)
     worker: PolledChannel[wire.WorkerToNode] = PolledChannel(socket.socket(fileno=worker_fd), wire.WorkerToNode)
-    inbox = Inbox(poller=poller, api=api, worker=worker, clock=clock)
+    failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
+    inbox = Inbox(poller=poller, api=api, worker=worker, clock=clock, failures=failures)
     try:
         _run(launch, inbox, poller, clock)
     except NeighbourLost as lost:
@@ -131,7 +106,15 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
         return
     settings = node_settings(launch, engine)
     node = EngineNode(settings)
-    peers = Peers(launch.incarnation, engine.layout, poller, inbox.report, clock=clock.now, note=logger.info)
+    peers = Peers(
+        launch.incarnation,
+        engine.layout,
+        poller,
+        inbox.report,
+        clock=clock.now,
+        note=logger.info,
+        heartbeat=heartbeat(),
+    )
     host = numeric_host(launch.config.host)
     replica = wire.ReplicaInfo(
         incarnation=launch.incarnation,
@@ -142,15 +125,19 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
         control_port=peers.listen(host) if launch.config.role == "prefill" else 0,  # decode dials, prefill answers
         shards=(engine.data,),
         http_port=launch.http_port,
+        dp_rank=settings.dp_rank,
+        prefill=settings.prefill_info,
     )
     inbox.meet(peers)
+    if launch.config.enable_fault_injection or inbox.failures.prob > 0:
+        logger.info("transfers fail with probability %g, seed %d", inbox.failures.prob, inbox.failures.seed)
     recorder = _recorder(launch.config, settings, node)
     observers: list[Observer] = [recorder] if recorder is not None else []
     observers.append(
         logs.BatchLog(
             logger.info,
             lambda: logs.load_of(inspect.gauges(node)),
-            shows_numbers=environment_switch("LOG_FORWARD_ITERS"),
+            shows_numbers=environment_switch(LOG_FORWARD_ITERS),
         )
     )
     inbox.api.send(wire.NodeReady(replica, engine.num_pages, engine.page_bytes))
@@ -158,7 +145,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
     gc.collect()
     gc.freeze()  # what is here now stays; the collector need not look at it again
     try:
-        drive(node, inbox, clock, observers=observers, answer=Questions(node).answer)
+        drive(node, inbox, clock, observers=observers, answer=Questions(node, inbox).answer)
     finally:
         peers.close()
         if recorder is not None:

@@ -1,0 +1,99 @@
+"""What the flags and the environment of a server mean for its node: from `ServerConfig` to `NodeSettings`."""
+
+from tandem.config import (
+    BOOTSTRAP_TIMEOUT,
+    FORCE_QUERY,
+    FORCED_RETRIES,
+    HEARTBEAT_INTERVAL,
+    HEARTBEAT_MAX_FAILURE,
+    WAITING_TIMEOUT,
+    ServerConfig,
+    Variable,
+    environment_number,
+    environment_switch,
+    local_prefill_tokens,
+    optimistic_wishes,
+)
+from tandem.core.settings import (
+    DelayerSettings,
+    DpConflictPolicy,
+    LoadFailurePolicy,
+    LocalPrefill,
+    NodeSettings,
+    OptimisticPolicy,
+    PrefillInfo,
+    Role,
+)
+from tandem.core.values import MILLISECOND, SECOND, Nanos
+from tandem.server import wire
+from tandem.server.node.peers import Heartbeat
+from tandem.server.processes import Launch
+
+DEFAULT_RETRIES = 3
+DEFAULT_ATTEMPTS = 1
+
+
+def node_settings(launch: Launch, engine: wire.EngineReady) -> NodeSettings:
+    config = launch.config
+    return NodeSettings(
+        role=Role(config.role),
+        incarnation=launch.incarnation,
+        num_pages=engine.num_pages,
+        page_size=config.page_size,
+        layout=engine.layout,
+        prefill_info=PrefillInfo(conflict=DpConflictPolicy(config.disaggregation_dp_rank_conflict)),
+        force_query=environment_switch(FORCE_QUERY),
+        max_running=config.max_running_requests,
+        max_queued=config.max_queued_requests,
+        chunk_tokens=config.chunked_prefill_size,
+        window_depth=1 if config.disable_overlap_schedule else 2,
+        mixed_chunk=config.enable_mixed_chunk,
+        delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
+        prefix_cache=not config.disable_radix_cache and config.disaggregation_decode_enable_radix_cache is not False,
+        reserved_decode_tokens=config.num_reserved_decode_tokens,
+        conservativeness=config.schedule_conservativeness,
+        metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,
+        optimistic=optimistic_policy(config),
+        optimistic_retries=config.optimistic_prefill_retries or DEFAULT_RETRIES,
+        force_retry_prob=environment_number(FORCED_RETRIES),
+        park_max_tokens=config.disaggregation_park_max_tokens,
+        park_attempts=config.optimistic_prefill_attempts or DEFAULT_ATTEMPTS,
+        local_prefill=local_prefill(config),
+        local_prefill_tokens=local_prefill_tokens(config.disaggregation_local_prefill) or 0,
+        bootstrap_timeout_ns=timeout(BOOTSTRAP_TIMEOUT),
+        waiting_timeout_ns=timeout(WAITING_TIMEOUT),
+        load_failure=LoadFailurePolicy.FAIL
+        if config.strict_remote
+        else LoadFailurePolicy(config.kv_load_failure_policy),
+        stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
+    )
+
+
+def delayer_settings(config: ServerConfig) -> DelayerSettings:
+    return DelayerSettings(
+        max_delay_passes=config.prefill_delayer_max_delay_passes,
+        low_watermark=config.prefill_delayer_token_usage_low_watermark,
+        queue_min_ratio=config.prefill_delayer_queue_min_ratio,
+        max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
+    )
+
+
+def optimistic_policy(config: ServerConfig) -> OptimisticPolicy:
+    """The one that the flags select."""
+    wishes = optimistic_wishes(config)
+    return OptimisticPolicy(wishes.pop()) if wishes else OptimisticPolicy.PARK
+
+
+def local_prefill(config: ServerConfig) -> LocalPrefill:
+    named = config.disaggregation_local_prefill
+    return LocalPrefill(named) if named in ("off", "auto") else LocalPrefill.UP_TO
+
+
+def timeout(variable: Variable) -> Nanos | None:
+    """None: the request's deadline is all that bounds this wait."""
+    return Nanos(int(environment_number(variable) * SECOND)) or None
+
+
+def heartbeat() -> Heartbeat:
+    interval_ns = Nanos(int(environment_number(HEARTBEAT_INTERVAL) * SECOND))
+    return Heartbeat(interval_ns, int(environment_number(HEARTBEAT_MAX_FAILURE)))

@@ -1,0 +1,175 @@
+"""Prefill and decode say what one engine alone says, under each policy and whatever is thrown away.
+
+The hooks of the seeds are changed at run time: a share of the requests gives its computed prompt back once, a share of
+the transfers fails. Whoever gets an answer gets the answer of one engine; whoever does not gets a code.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any  # JSON documents
+
+import pytest
+from cluster import Cluster, HttpError, Server, cluster, eventually
+
+import tandem
+from tandem.core.pd.bootstrap import should_force_retry
+from tandem.server.api.errors import RULES
+
+HELD_OUT = Path(tandem.__file__).parent / "bundled" / "mini" / "heldout.jsonl"
+POLICIES = ("off", "retry", "park")
+FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", "64")
+CODES = {code.value for code in RULES}
+NUM_PROMPTS = 24
+NUM_PROBLEMS = 40
+RIDS = (f"pd-{number}" for number in count())
+
+Answers = list[dict[str, Any] | HttpError]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    rows = [json.loads(line) for line in HELD_OUT.read_text().splitlines()]
+    return [f"{before['question']} {row['question']}" for before, row in pairwise(rows[: NUM_PROMPTS + 1])]
+
+
+@pytest.fixture(scope="module")
+def unified() -> Iterator[Server]:
+    with cluster(unified=True, flags=["--deterministic", "--chunked-prefill-size", "64"]) as it:
+        assert it.unified is not None
+        yield it.unified
+
+
+@pytest.fixture(scope="module")
+def alone(unified: Server, prompts: list[str]) -> Answers:
+    return ask_all(unified, prompts, [next(RIDS) for _ in prompts])
+
+
+@pytest.fixture(scope="module")
+def accuracy_alone(unified: Server) -> float:
+    return accuracy(unified)
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
+    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--optimistic-prefill-policy", request.param]) as it:
+        yield request.param, it
+
+
+def ask_all(server: Server, prompts: Sequence[str], rids: Sequence[str]) -> Answers:
+    def ask(prompt: str, rid: str) -> dict[str, Any] | HttpError:
+        try:
+            return server.generate(prompt, max_new_tokens=12, rid=rid, return_logprob=True, top_logprobs_num=2)
+        except HttpError as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, prompts, rids))
+
+
+def ask_pair(it: Cluster, prompts: Sequence[str], rids: Sequence[str]) -> Answers:
+    """With nothing cached: what is found in a cache would be neither computed nor sent."""
+    assert it.router is not None
+    for server in it.servers:
+        server.open("POST", "/flush_cache").close()
+    answers = ask_all(it.router, prompts, rids)
+    for server in it.servers:
+        eventually(server.is_idle, what=server.state)
+    return answers
+
+
+def set_hooks(it: Cluster, *, forced: float = 0.0, failing: float = 0.0) -> None:
+    it.prefills[0].call(
+        "PUT", "/debug/faults", {"force_optimistic_prefill_retry_prob": forced, "disagg_failure_prob": failing}
+    )
+    it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": failing})
+
+
+def num_forced(it: Cluster) -> float:
+    with it.prefills[0].open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("sglang:num_prefill_retries_total{") and "forced" in line]
+    return float(line.rpartition(" ")[2])
+
+
+def assert_same(answers: Answers, alone: Answers) -> None:
+    """Of those that got an answer."""
+    for ours, theirs in zip(answers, alone, strict=True):
+        assert isinstance(theirs, dict)
+        if isinstance(ours, HttpError):
+            assert ours.error["code"] in CODES
+            continue
+        assert ours["output_ids"] == theirs["output_ids"]
+        for scores in ("output_token_logprobs", "output_top_logprobs"):
+            assert ours["meta_info"][scores] == theirs["meta_info"][scores]
+
+
+def failures(answers: Answers) -> list[str]:
+    return [str(answer) for answer in answers if isinstance(answer, HttpError)]
+
+
+def paths(answers: Answers) -> set[str]:
+    return {answer["meta_info"]["path"] for answer in answers if isinstance(answer, dict)}
+
+
+@pytest.mark.parametrize("forced", [0.0, 0.1, 1.0])
+def test_forced_retries_change_no_token_and_are_counted(
+    pair: tuple[str, Cluster], prompts: list[str], alone: Answers, forced: float
+) -> None:
+    policy, it = pair
+    set_hooks(it, forced=forced)
+    rids = [next(RIDS) for _ in prompts]
+    chosen = sum(should_force_retry(rid, prob=forced, prefill_retry_count=0) for rid in rids)
+    before = num_forced(it)
+    answers = ask_pair(it, prompts, rids)
+    assert failures(answers) == []
+    assert_same(answers, alone)
+    assert paths(answers) == {"remote"}
+    assert num_forced(it) - before == (0 if policy == "off" else chosen)
+
+
+@pytest.mark.parametrize("failing", [0.05, 0.3, 1.0])
+def test_transfers_that_fail_change_no_token(
+    pair: tuple[str, Cluster], prompts: list[str], alone: Answers, failing: float
+) -> None:
+    _, it = pair
+    set_hooks(it, failing=failing)
+    answers = ask_pair(it, prompts, [next(RIDS) for _ in prompts])
+    assert failures(answers) == [], "what fails is computed on decode"
+    assert_same(answers, alone)
+    assert paths(answers) <= {"remote", "fallback"}
+    assert failing < 1 or paths(answers) == {"fallback"}
+    set_hooks(it)
+    assert paths(ask_pair(it, prompts[:4], [next(RIDS) for _ in range(4)])) == {"remote"}
+
+
+def test_without_recompute_the_survivors_are_right_and_the_rest_has_a_code(prompts: list[str], alone: Answers) -> None:
+    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--kv-load-failure-policy", "fail"]) as it:
+        for failing in (0.3, 1.0, 0.0):
+            set_hooks(it, failing=failing)
+            answers = ask_pair(it, prompts, [next(RIDS) for _ in prompts])
+            assert_same(answers, alone)
+            failed = sum(isinstance(answer, HttpError) for answer in answers)
+            assert paths(answers) <= {"remote"}
+            assert failed == {1.0: len(prompts), 0.0: 0}.get(failing, failed)
+
+
+def test_accuracy_is_that_of_one_engine_whatever_is_retried_or_fails(
+    pair: tuple[str, Cluster], accuracy_alone: float
+) -> None:
+    _, it = pair
+    assert it.router is not None
+    set_hooks(it, forced=0.5, failing=0.3)
+    assert accuracy(it.router) == accuracy_alone >= 0.9
+
+
+def accuracy(server: Server) -> float:
+    command = [sys.executable, "-m", "tandem.cli.main", "eval", "--url", server.url, "--num", str(NUM_PROBLEMS)]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found: float = json.loads(done.stdout)["accuracy"]
+    return found

@@ -1,0 +1,122 @@
+"""Progress as the watchdog sees it: who hangs, for how long, and what does not count."""
+
+import asyncio
+from collections.abc import Iterator
+
+from api_fakes import REPLICA, FakeNode, says
+
+from tandem.server import wire
+from tandem.server.api.client import NodeClient
+from tandem.server.api.watchdog import SICK_TICKS, TICKS, Progress, Watchdog
+
+
+def watched(*pulses: wire.Pulse | None) -> Progress:
+    progress = Progress()
+    for pulse in pulses:
+        progress.tick(pulse)
+    return progress
+
+
+def idle(echoes: int) -> wire.Pulse:
+    return wire.Pulse(launched=7, oldest=None, echoes=echoes)
+
+
+def test_a_server_that_answers_and_has_nothing_to_do_does_not_hang() -> None:
+    assert watched(*(idle(echoes) for echoes in range(100))).longest.ticks == 0
+
+
+def test_a_server_that_computes_does_not_hang() -> None:
+    assert watched(*(wire.Pulse(number + 2, number, number) for number in range(100))).longest.ticks == 0
+
+
+def test_a_node_that_does_not_answer_is_named_with_the_last_iteration_heard_of() -> None:
+    longest = watched(idle(1), idle(2), None, None, None).longest
+    assert (longest.who, longest.ticks) == ("node", 3)
+    assert longest.describe(1.0) == "the node process hangs: no answer for 3 s, the last iteration heard of is 7"
+
+
+def test_a_worker_that_does_not_answer_is_named_although_it_has_nothing_to_do() -> None:
+    longest = watched(idle(1), idle(2), idle(2), idle(2)).longest
+    assert (longest.who, longest.what, longest.ticks) == ("worker", "no answer", 2)
+
+
+def test_a_batch_that_does_not_return_is_named_although_the_worker_answers() -> None:
+    longest = watched(*(wire.Pulse(launched=9, oldest=8, echoes=number) for number in range(5))).longest
+    assert (longest.who, longest.what, longest.ticks) == ("worker", "iteration 8 has not returned", 4)
+
+
+def test_only_the_oldest_batch_counts() -> None:
+    """A window is never empty under load."""
+    assert watched(wire.Pulse(9, 8, 1), wire.Pulse(9, 8, 2), wire.Pulse(10, 9, 3)).longest.ticks == 0
+
+
+def test_nothing_is_held_against_a_worker_while_the_node_is_silent() -> None:
+    stuck = wire.Pulse(9, 8, 1)
+    longest = watched(stuck, stuck, stuck, *[None] * 10).longest
+    assert (longest.who, longest.ticks) == ("node", 10)
+    assert watched(stuck, stuck, stuck, *[None] * 10, stuck).longest.ticks == 3
+
+
+def test_an_answer_ends_the_silence() -> None:
+    assert watched(idle(1), None, None, idle(2)).longest.ticks == 0
+
+
+class Pulses(FakeNode):
+    """Answers the n-th question for its pulse with the n-th pulse; no answer when there are no more."""
+
+    pulses: Iterator[wire.Pulse] = iter(())
+    asked = 0
+
+    def send(self, message: wire.ApiToNode) -> None:
+        if isinstance(message, wire.Query) and message.what == "pulse":
+            self.asked += 1
+            pulse = next(self.pulses, None)
+            self.answers = {} if pulse is None else {"pulse": pulse}
+        super().send(message)
+
+
+def fired_at(pulses: Iterator[wire.Pulse], *, timeout_s: float = 0.3) -> tuple[list[tuple[str, str]], list[str]]:
+    """What the watchdog says in the end, and what troubles the client told of until then."""
+    told: list[tuple[str, str]] = []
+    troubles: list[str] = []
+
+    class Client(NodeClient):
+        @property
+        def trouble(self) -> str:
+            return troubles[-1] if troubles else ""
+
+        @trouble.setter
+        def trouble(self, value: str) -> None:
+            troubles.append(value)
+
+    async def story() -> None:
+        node = Pulses(says("x"))
+        node.pulses = pulses
+        node.client = client = Client(node, stall_timeout=1.0)
+        client.receive(wire.NodeReady(REPLICA, 10, 10))
+        await Watchdog(client, timeout_s=timeout_s, fire=lambda who, reason: told.append((who, reason))).run()
+
+    asyncio.run(story())
+    return told, troubles
+
+
+def test_a_silent_node_makes_the_server_sick_and_later_ends_it() -> None:
+    told, troubles = fired_at(iter([idle(0), idle(1)]))
+    assert told == [("node", troubles[-1])]
+    assert troubles[-1] == "the node process hangs: no answer for 0.3 s, the last iteration heard of is 7"
+    sick = [trouble for trouble in troubles if trouble]
+    assert len(sick) == TICKS - SICK_TICKS + 1
+    assert len({*sick}) == len(sick)
+
+
+def test_a_batch_that_never_returns_ends_the_server_while_everybody_answers() -> None:
+    told, _ = fired_at(wire.Pulse(9, 8, echoes) for echoes in range(10_000))
+    assert [who for who, _ in told] == ["worker"]
+    assert "iteration 8 has not returned" in told[0][1]
+
+
+def test_who_recovers_in_time_is_well_again() -> None:
+    stuck = [wire.Pulse(9, 8, echoes) for echoes in range(SICK_TICKS + 5)]
+    _, troubles = fired_at(iter([*stuck, wire.Pulse(9, None, 99)]))
+    first_sick = next(index for index, trouble in enumerate(troubles) if trouble)
+    assert "" in troubles[first_sick:]
