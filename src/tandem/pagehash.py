@@ -21,9 +21,13 @@ def page_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()[:HASH_BYTES]
 
 
-def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """Of the whole prompt and without a key, so that two servers agree on it; compared, never used to find pages."""
-    return hashlib.sha256(b"prompt\0" + array("i", tokens).tobytes()).digest()[:HASH_BYTES]
+def prompt_digest(tokens: Sequence[int], sampling: bytes = b"") -> bytes:
+    """Of the whole prompt and of how its first token is sampled: two halves with equal digests mean the same request.
+
+    Without a key, so that two servers agree on it; compared, never used to find pages.
+    """
+    prompt = array("i", tokens).tobytes()
+    return hashlib.sha256(b"prompt\0%d\0" % len(prompt) + prompt + sampling).digest()[:HASH_BYTES]
 
 
 def prompt_hashes(root: bytes, tokens: Sequence[int], *, page_size: int) -> list[bytes]:

@@ -100,6 +100,30 @@ def test_a_rank_that_is_not_known_yet_is_asked_for_again() -> None:
     assert len(decode.said(AskDpRank)) == 2
 
 
+def test_a_room_that_no_rank_ever_gets_is_given_up_with_ever_fewer_questions() -> None:
+    world, ranks, decode = two_ranks(RESOLVE, stash_ns=20 * SECOND)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    world.advance(19 * SECOND)
+    assert decode.progress(right).waiting_for is WaitingFor.DP_RANK
+    assert len(decode.said(AskDpRank)) < 16
+    world.advance(5 * SECOND)
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.FALLBACK, TOKENS)
+
+
+def test_a_rank_is_announced_again_until_ready_comes() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    left = world.submit(ranks[0], room=ODD)
+    world.advance(3 * SECOND)
+    announced = len(ranks[0].said(AnnounceDpRank))
+    assert announced in (3, 4)
+    world.submit(decode, room=ODD, peer=SERVER)
+    answer_questions(world, ranks, decode, RESOLVE)
+    world.advance(10 * SECOND)
+    assert isinstance(ranks[0].ended[left], FinishRequest)
+    assert len(ranks[0].said(AnnounceDpRank)) <= announced + 1
+
+
 def test_a_rank_in_the_request_is_believed_and_checked_by_prefill() -> None:
     world, ranks, decode = two_ranks(RESOLVE)
     left, right = submit(world, ranks[1], decode, dp_rank_hint=1)

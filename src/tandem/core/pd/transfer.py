@@ -87,6 +87,7 @@ class Sender:
     offered: int = 0  # pages [held, offered) were offered
     result: ResultRow | None = None
     result_offered: bool = False
+    is_announced: bool = False  # decode asks for our rank: what a bootstrap server forgot is said again
     bootstrap_until: Nanos | None = None  # when READY has to be here
     ready_at: Nanos | None = None
     offered_at: Nanos | None = None  # first offer
@@ -126,6 +127,8 @@ class Receiver:
     state: TransferState = TransferState.BOOTSTRAPPING
     dp_rank: int | None = None  # of the prefill, as its bootstrap server answered
     asks_rank: bool = False  # it is a question which rank has the room
+    rank_asked: int = 0  # times
+    rank_until: Nanos | None = None  # when some rank has to have it
     peer: Incarnation | None = None
     held_pages: int = 0
     total_pages: int = 0

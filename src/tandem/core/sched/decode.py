@@ -119,12 +119,20 @@ def learn(node: NodeState, progress: Progress, dp_rank: int | None) -> None:
 
 
 def ask_rank(node: NodeState, progress: Progress) -> None:
-    """The prefill's bootstrap server knows the rank as soon as the request has come to it."""
+    """The prefill's bootstrap server knows the rank as soon as the request has come to it. If ever: not for ever."""
     receiver, room = progress.receiver, progress.request.room
     assert receiver is not None
     assert room is not None
+    if receiver.rank_until is None:
+        receiver.rank_until = later(node, node.settings.stash_ns)
+    if is_over(node, receiver.rank_until):
+        detail = "no DP rank of prefill has got this request; does its router send both halves there?"
+        fail_transfer(node, progress, Cause.PEER_ABORTED, detail)
+        return
     if receiver.ask_at <= node.now:
-        receiver.ask_at = Nanos(node.now + node.settings.ask_rank_ns)
+        patience = min(node.settings.ask_rank_ns << receiver.rank_asked, node.settings.ask_rank_max_ns)
+        receiver.ask_at = Nanos(node.now + patience)
+        receiver.rank_asked += 1
         node.out.append(AskDpRank(receiver.address, room))
     schedule(node, progress)
 

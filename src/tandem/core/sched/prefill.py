@@ -71,14 +71,25 @@ def announce_rank(node: NodeState, progress: Progress, room: Room) -> bool:
     match found:
         case Quiet():
             return True
-        case Announce(rank):
-            node.out.append(AnnounceDpRank(room, rank))
+        case Announce():
+            assert progress.sender is not None
+            progress.sender.is_announced = True
+            say_rank(node, progress)
             return True
         case Conflict(explanation):
             fail(node, progress, Cause.ROUTE_CONFLICT, explanation)
             return False
         case _:
             assert_never(found)
+
+
+def say_rank(node: NodeState, progress: Progress) -> None:
+    """Until READY comes: a bootstrap server may restart, or hear it before it knows this rank."""
+    sender, room = progress.sender, progress.request.room
+    assert sender is not None
+    assert room is not None
+    sender.resend_at = Nanos(node.now + node.settings.resend_ns)
+    node.out.append(AnnounceDpRank(room, node.settings.dp_rank))
 
 
 def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
@@ -483,6 +494,8 @@ def on_timer(node: NodeState, progress: Progress) -> None:
     if not sender.is_ready:
         if is_over(node, sender.bootstrap_until):
             fail(node, progress, Cause.BOOTSTRAP_TIMEOUT, "decode has not said READY in time")
+        elif sender.is_announced and sender.resend_at <= node.now:
+            say_rank(node, progress)
         return
     if sender.lease_until <= node.now:
         fail(node, progress, Cause.LEASE_EXPIRED, "decode neither reads nor says READY any more")

@@ -351,6 +351,8 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
     if progress.sender is not None and not progress.sender.is_ready:
         if progress.sender.bootstrap_until is not None:
             times.append(progress.sender.bootstrap_until)
+        if progress.sender.is_announced:
+            times.append(progress.sender.resend_at)
     elif progress.sender is not None:
         times.append(progress.sender.lease_until)
         if progress.state is State.SENDING:

@@ -286,7 +286,7 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> t
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
             priority=ask.priority,
-            prompt_digest=prompt_digest(ask.prompt.tokens),
+            prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling)),
         ),
         Payload(
             request=request,
@@ -424,6 +424,13 @@ def check_address(host: str, port: int | None, facts: Facts) -> Address:
 def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
     """The room of the index-th sample (or prompt); the 0th has the room itself."""
     return room if index == 0 else Room(hashed(purpose, room, index) or 1)
+
+
+def sampling_bytes(sampling: SamplingParams) -> bytes:
+    """Equal where the first token is. What is told of a token beside it may differ between the halves."""
+    return msgspec.msgpack.encode(
+        msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0), order="deterministic"
+    )
 
 
 def with_seed(wish: Wish, sample: int, room: Room | None) -> SamplingParams:
