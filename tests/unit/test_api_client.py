@@ -165,7 +165,7 @@ def test_a_dp_rank_that_is_not_there_is_unknown() -> None:
     async def story(port: int) -> None:
         client.receive(commands.LearnPeer(Address("127.0.0.1", port), 2))
         await until(lambda: node.sent)
-        assert node.sent == [events.PeerUnknown(Address("127.0.0.1", port), UNKNOWN_RANK)]
+        assert node.sent == [events.PeerUnknown(Address("127.0.0.1", port), UNKNOWN_RANK, 2)]
         await client.close()
 
     asyncio.run(serving(bootstrap_app(ranked(0), ranked(1))[0], story))

@@ -181,3 +181,63 @@ def test_an_answer_for_a_request_that_has_ended_changes_nothing() -> None:
     world.run()
     assert decode.state_of(right) is State.DONE
     assert_nothing_is_held(decode)
+
+
+def test_a_prefill_that_restarts_with_fewer_ranks_is_found_again() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, RESOLVE))
+    world.run()
+    alone = world.prefill("alone")
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.submit(alone, room=ODD)
+    for _ in range(20):
+        world.advance(SECOND // 4)
+        if LearnPeer(SERVER) in decode.commands:
+            world.send(decode, PeerLearned(SERVER, alone.name, "", "", 0, PrefillInfo()))
+    assert path_of(decode, right) is Path.REMOTE
+
+
+@pytest.mark.parametrize("dp_size", [0, -3])
+def test_a_bootstrap_server_that_tells_nonsense_ends_the_request_only(dp_size: int) -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    nonsense = PrefillInfo(dp_size, conflict=DpConflictPolicy.FAIL)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, nonsense))
+    world.run()
+    end = decode.ended[right]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.ROUTE_CONFLICT
+
+
+def test_a_half_that_ends_while_its_rank_is_asked_for_is_told_to_prefill() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    for rank in (0, 1):
+        world.send(decode, PeerLearned(SERVER, ranks[rank].name, "", "", rank, RESOLVE))
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    left = world.submit(ranks[1], room=ODD)
+    world.abort(decode, right)
+    world.run()
+    end = ranks[1].ended[left]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.PEER_ABORTED
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_addresses_that_never_answer_are_forgotten() -> None:
+    world, _ranks, decode = two_ranks(RESOLVE)
+    for port in range(1, 40):
+        world.submit(decode, room=port, peer=Address("nowhere", port), timeout_ns=SECOND)
+    world.advance(100 * SECOND)
+    world.submit(decode, room=50, peer=Address("nowhere", 50))
+    world.run()
+    assert len(decode.state.asked) == 1
+
+
+def test_prefills_are_remembered_in_bounded_number() -> None:
+    world, ranks, decode = two_ranks(RESOLVE, max_prefills=3)
+    for port in range(10):
+        world.send(decode, PeerLearned(Address("host", port), ranks[0].name, "", "", 0, RESOLVE))
+    world.run()
+    assert list(decode.state.prefills) == ["host:7", "host:8", "host:9"]
+    assert len(decode.state.peers) == 3

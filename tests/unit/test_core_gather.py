@@ -170,6 +170,18 @@ def test_a_rank_that_is_dead_does_not_hold_up_the_others() -> None:
     assert [len(event.snapshots) for rank, event in it.heard if rank == 0] == [1]
 
 
+def test_a_rank_that_slept_through_passes_takes_the_one_that_let_its_prompts() -> None:
+    it = group()
+    rank = it.ranks[0]
+    request = it.world.submit(rank, max_new_tokens=1)
+    it.world.run_until(lambda: rank.state_of(request) is State.COMPUTING)
+    lets, holds = Memory(29, True), Memory(0, True)
+    for number, memory in enumerate((holds, lets, holds, holds)):
+        it.world.send(rank, SnapshotsGathered(number, (WANTS, IDLE), memory))
+    it.world.run()
+    assert rank.tokens[request] == expected_tokens(40, 1, seed=1)
+
+
 def test_prompts_of_one_rank_wait_for_the_others_no_longer_than_the_passes_allow() -> None:
     it = group(max_delay_passes=5)
     for rank in it.ranks:

@@ -4,7 +4,7 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import FinishRequest
-from tandem.core.events import BatchReturned, RequestArrived
+from tandem.core.events import BatchReturned, HooksChanged, RequestArrived
 from tandem.core.pd.bootstrap import should_force_retry
 from tandem.core.pd.messages import Offer, Ready
 from tandem.core.sched import inspect
@@ -280,3 +280,15 @@ def test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_nee
     world.run()
     assert prefill.progress(waiting).waiting_for is WaitingFor.METADATA_SLOT
     assert prefill.state_of(plain) is State.COMPUTING
+
+
+def test_a_hook_that_is_set_later_does_not_touch_a_request_that_is_here() -> None:
+    world, prefill, _decode, left, _right = withheld("park")
+    world.send(prefill, HooksChanged(1.0))
+    world.run()
+    prefill.drops.clear()
+    world.advance(2 * SECOND)
+    end = prefill.ended[left]
+    assert isinstance(end, FinishRequest)
+    assert end.retries == 0
+    assert_nothing_is_held(prefill)

@@ -121,6 +121,6 @@ def test_a_room_whose_rank_nobody_knows_is_asked_for_at_a_bounded_rate() -> None
         world.send(decode, DpRankAnswered(server, Room(ROOM), None))
         world.advance(9 * MILLISECOND)
     world.advance(SECOND)
-    assert len(decode.said(AskDpRank)) == 4, "after 0, 0.1, 0.3 and 0.7 s"
+    assert len(decode.said(AskDpRank)) == 5, "after 0, 0.1, 0.3 and 0.7 s, and to tell of the end"
     assert decode.cause(request) is Cause.DEADLINE_EXCEEDED
     assert_nothing_is_held(decode)

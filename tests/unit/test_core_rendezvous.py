@@ -242,6 +242,32 @@ def test_a_ready_whose_request_never_comes_is_answered_in_the_end() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
+def test_a_prefill_half_that_comes_after_that_is_told_that_decode_has_given_up() -> None:
+    world = World()
+    prefill, decode = world.prefill(stash_ns=5 * SECOND), world.decode()
+    world.submit(decode, room=7, peer=prefill.address, prompt_len=100)
+    world.advance(8 * SECOND)
+    late = world.submit(prefill, room=7, prompt_len=100)
+    world.run()
+    assert prefill.cause(late) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_decode_that_begins_anew_in_a_room_is_not_left_waiting() -> None:
+    world, prefill, decode, left, right = meet_before_computing()
+    world.run_until(lambda: len(prefill.said(Offer)) == 1)
+    prefill.drops.add(Release)
+    room = Room(world.next_room)
+    world.abort(decode, right)
+    world.run_until(lambda: right in decode.ended)
+    again = world.submit(decode, room=room, peer=prefill.address, prompt_len=100)
+    world.run()
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    end = decode.ended[again]
+    assert isinstance(end, FinishRequest)
+    assert (end.path, decode.tokens[again]) == (Path.FALLBACK, TOKENS)
+
+
 def test_expired_messages_give_their_place_in_the_stash_to_new_ones() -> None:
     world = World()
     prefill, decode = world.prefill(stashed_messages=2, stash_ns=5 * SECOND), world.decode()

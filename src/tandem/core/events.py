@@ -61,6 +61,7 @@ class PeerUnknown(Struct, frozen=True, tag=True):
 
     address: Address
     detail: str
+    dp_rank: int | None = None  # who was asked for; None: anybody
 
 
 class DpRankAnswered(Struct, frozen=True, tag=True):

@@ -1,10 +1,13 @@
 """The numbers a node is built with. Every queue, stash, window, retry and cache has its bound here."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId
+
+MAX_DP_SIZE = 1024
 
 
 class Role(StrEnum):
@@ -49,7 +52,7 @@ class DpConflictPolicy(StrEnum):
 class PrefillInfo(Struct, frozen=True):
     """What a prefill tells about its DP ranks when decode learns of it (`pd.dp_rank`)."""
 
-    dp_size: int = 1
+    dp_size: Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)] = 1
     method: LoadBalanceMethod = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
     conflict: DpConflictPolicy = DpConflictPolicy.RESOLVE
 
@@ -116,6 +119,7 @@ class NodeSettings(Struct, frozen=True):
     learn_peer_ns: Nanos = Nanos(1 * SECOND)  # between two questions to a bootstrap server that knows nobody
     ask_rank_ns: Nanos = Nanos(SECOND // 10)  # between two questions for the DP rank of one room; doubles
     ask_rank_max_ns: Nanos = Nanos(2 * SECOND)
+    max_prefills: int = 1024  # bootstrap addresses that are remembered; the oldest is forgotten first
     learn_peer_tries: int = 5  # questions without an answer until a request stops waiting for that prefill
     tombstones: int = 1024  # ended rooms whose late messages are still answered
     stashed_messages: int = 1024  # what decode said of requests that have not come

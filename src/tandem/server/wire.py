@@ -4,11 +4,13 @@ One stream socket between two neighbours, frames of a 4-byte big-endian length a
 events of the core travel as they are; here are the few messages that only the shell knows.
 """
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
 
 from tandem.core import commands, events
 from tandem.core.request import Request
-from tandem.core.settings import PrefillInfo
+from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
 from tandem.core.values import Incarnation
 from tandem.sampling import Payload
 
@@ -96,7 +98,7 @@ class ReplicaInfo(Struct, frozen=True):
     control_port: int
     shards: tuple[DataEndpoint, ...]
     http_port: int = 0
-    dp_rank: int = 0
+    dp_rank: Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)] = 0
     prefill: PrefillInfo = PrefillInfo()
 
 

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from tandem.core.pd.layout_check import differences
-from tandem.core.settings import PrefillInfo
+from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
-
-MAX_DP_SIZE = 1024
 
 
 class Registration(Struct, frozen=True):

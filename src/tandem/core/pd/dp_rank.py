@@ -93,6 +93,8 @@ def room_rank(room: Room, dp_size: int) -> int:
 def resolve(request: RequestFacts, prefill: PrefillInfo | None, *, force_query: bool = False) -> Known | Ask | Conflict:
     """Where decode finds the request. `prefill` is None as long as nothing is known of it."""
     hint = request.disagg_prefill_dp_rank
+    if prefill is not None and prefill.dp_size < 1:
+        return Conflict(f"prefill says that it has {prefill.dp_size} DP ranks")
     if hint is not None and hint < 0:
         return Conflict(f"disagg_prefill_dp_rank {hint} is not a rank")
     if hint is not None and prefill is not None and hint >= prefill.dp_size:

@@ -1,7 +1,7 @@
 """Local prefill: which prompts decode computes itself, although a prefill was named for them.
 
 What is short, or mostly cached here already, is computed sooner than it is fetched, and spares prefill the work. It is
-asked once pages are there to be taken and before READY is said; prefill is told `not_needed`.
+asked when its turn to be admitted has come and before READY is said; prefill is told `not_needed`.
 """
 
 from typing import Protocol

@@ -87,6 +87,7 @@ class Sender:
     offered: int = 0  # pages [held, offered) were offered
     result: ResultRow | None = None
     result_offered: bool = False
+    is_forced: bool = False  # the test hook has chosen it for a retry, which it has not had yet
     is_announced: bool = False  # decode asks for our rank: what a bootstrap server forgot is said again
     bootstrap_until: Nanos | None = None  # when READY has to be here
     ready_at: Nanos | None = None
@@ -126,6 +127,7 @@ class Receiver:
     attempt: int  # of this node, rising
     state: TransferState = TransferState.BOOTSTRAPPING
     dp_rank: int | None = None  # of the prefill, as its bootstrap server answered
+    learns_rank: int | None = None  # whose incarnation is asked for
     asks_rank: bool = False  # it is a question which rank has the room
     rank_asked: int = 0  # times
     rank_until: Nanos | None = None  # when some rank has to have it

@@ -22,6 +22,7 @@ from tandem.core.sched.state import (
     NodeState,
     add_stage,
     bury,
+    charge_stage,
     end,
     enter,
     failure,
@@ -31,7 +32,7 @@ from tandem.core.sched.state import (
     pages_for,
     schedule,
 )
-from tandem.core.settings import LoadFailurePolicy, LocalPrefill
+from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
@@ -39,6 +40,7 @@ FINAL_CAUSES = frozenset(
     {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
 )
 TOKEN_BYTES = 4
+RELEARN_EVERY = 4  # questions for a rank
 
 
 def key(address: Address, dp_rank: int | None = None) -> str:
@@ -97,25 +99,36 @@ def find_rank(node: NodeState, request: Request, answered: int | None = None) ->
     return Known(answered) if isinstance(found, Ask) and answered is not None else found
 
 
-def find_known(node: NodeState, request: Request) -> KnownPeer | None:
-    """The peer of a request, if nothing has to be asked for it."""
+def tell_prefill(node: NodeState, request: Request, release: Release) -> None:
+    """A half that never said READY is over. Where its rank is not known, the answer to a question brings it over."""
     found = find_rank(node, request)
-    if request.peer is None or not isinstance(found, Known):
-        return None
-    return node.peers.get(key(request.peer, found.rank))
+    assert request.peer is not None
+    assert request.room is not None
+    if isinstance(found, Known):
+        known = node.peers.get(key(request.peer, found.rank))
+        if known is not None:
+            node.out.append(Tell(known.incarnation, release))
+    elif isinstance(found, Ask):
+        node.out.append(AskDpRank(request.peer, request.room))
 
 
 def learn(node: NodeState, progress: Progress, dp_rank: int | None) -> None:
-    """One question per rank and interval, however many requests wait for the answer."""
     assert progress.receiver is not None
-    address = progress.receiver.address
+    progress.receiver.learns_rank = dp_rank
+    asked_at = ask_who(node, progress.receiver.address, dp_rank)
+    progress.receiver.ask_at = Nanos(asked_at + node.settings.learn_peer_ns)
+    schedule(node, progress)
+
+
+def ask_who(node: NodeState, address: Address, dp_rank: int | None) -> Nanos:
+    """One question per rank and interval, however many requests wait for the answer. Returns when it was asked."""
+    while node.asked and next(iter(node.asked.values())) + node.settings.learn_peer_ns <= node.now:
+        del node.asked[next(iter(node.asked))]  # in the order in which they were asked
     question = key(address, dp_rank)
-    asked = node.asked.get(question)
-    if asked is None or asked + node.settings.learn_peer_ns <= node.now:
+    if question not in node.asked:
         node.asked[question] = node.now
         node.out.append(LearnPeer(address, dp_rank))
-    progress.receiver.ask_at = Nanos(node.asked[question] + node.settings.learn_peer_ns)
-    schedule(node, progress)
+    return node.asked[question]
 
 
 def ask_rank(node: NodeState, progress: Progress) -> None:
@@ -129,6 +142,8 @@ def ask_rank(node: NodeState, progress: Progress) -> None:
         detail = "no DP rank of prefill has got this request; does its router send both halves there?"
         fail_transfer(node, progress, Cause.PEER_ABORTED, detail)
         return
+    if receiver.rank_asked % RELEARN_EVERY == RELEARN_EVERY - 1:
+        ask_who(node, receiver.address, None)  # its next life may have other ranks
     if receiver.ask_at <= node.now:
         patience = min(node.settings.ask_rank_ns << receiver.rank_asked, node.settings.ask_rank_max_ns)
         receiver.ask_at = Nanos(node.now + patience)
@@ -141,9 +156,12 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
     request = node.rooms.get(event.room)
     progress = node.requests.get(request) if request is not None else None
     receiver = progress.receiver if progress is not None else None
-    if progress is None or receiver is None or progress.state is not State.BOOTSTRAPPING:
-        return
-    if receiver.address == event.address and event.dp_rank is not None:
+    if progress is None or receiver is None:
+        tombstone = node.tombstones.get(event.room)
+        known = node.peers.get(key(event.address, event.dp_rank)) if event.dp_rank is not None else None
+        if tombstone is not None and known is not None:
+            node.out.append(Tell(known.incarnation, tombstone))
+    elif progress.state is State.BOOTSTRAPPING and receiver.address == event.address and event.dp_rank is not None:
         receiver.dp_rank = event.dp_rank
         find_peer(node, progress)
 
@@ -151,11 +169,21 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
     node.asked.pop(key(event.address, event.dp_rank), None)
-    node.prefills[key(event.address)] = event.prefill
+    remember_prefill(node, key(event.address), event.prefill)
     node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.peer, event.layout, event.differs)
     for progress in node.live(State.BOOTSTRAPPING):
         if progress.receiver is not None and progress.receiver.address == event.address:
             find_peer(node, progress)
+
+
+def remember_prefill(node: NodeState, address: str, prefill: PrefillInfo) -> None:
+    node.prefills.pop(address, None)
+    node.prefills[address] = prefill
+    while len(node.prefills) > node.settings.max_prefills:
+        oldest = next(iter(node.prefills))
+        del node.prefills[oldest]
+        for known in [known for known in node.peers if known.rpartition("/")[0] == oldest]:
+            del node.peers[known]
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
@@ -164,12 +192,15 @@ def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
         receiver = progress.receiver
         if receiver is None or receiver.address != event.address:
             continue
+        if event.dp_rank is not None and (receiver.asks_rank or receiver.learns_rank != event.dp_rank):
+            continue  # nobody asked that for it
         progress.first_cause = event.detail
         if receiver.missed_at is not None and node.now < receiver.missed_at + node.settings.learn_peer_ns // 2:
             continue  # ranks are asked for more often than one would give up
         receiver.missed_at = node.now
         receiver.unanswered += 1
         if receiver.unanswered >= node.settings.learn_peer_tries:
+            node.prefills.pop(key(event.address), None)
             fail_transfer(node, progress, Cause.PEER_UNKNOWN, event.detail)
 
 
@@ -191,6 +222,8 @@ def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
         return False  # a look at the tree costs something
     prompt_len, page_size = progress.request.prompt_len, node.settings.page_size
     cached = len(node.tree.match(progress.hashes[: (prompt_len - 1) // page_size])) * page_size
+    if pages_for(node, prompt_len) - cached // page_size > node.pool.num_free + node.tree.num_evictable:
+        return False  # prefill may compute it meanwhile
     view = LocalView(uncached=prompt_len - cached, backlog=backlog, chunk=node.settings.chunk_tokens)
     return local_prefill_policy(node.settings).may_compute_here(view)
 
@@ -205,6 +238,7 @@ def compute_here(node: NodeState, progress: Progress) -> None:
     release = Release(room, node.settings.incarnation, "not_needed", attempt=receiver.attempt)
     node.out.append(Tell(receiver.peer, release))
     bury(node, room, release)
+    charge_stage(node, progress)
     progress.receiver = None
 
 
@@ -410,8 +444,8 @@ def fail_transfer(node: NodeState, progress: Progress, cause: Cause, detail: str
         recover_if_drained(node, progress)
     else:
         let_go(node, progress, cause)
-        progress.receiver = None
         enter(node, progress, Trigger.PEER_FAILED)
+        progress.receiver = None
 
 
 def recover_if_drained(node: NodeState, progress: Progress) -> None:
@@ -434,6 +468,8 @@ def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
     release = Release(room, node.settings.incarnation, "aborted", cause, receiver.attempt)
     if receiver.peer is not None:
         node.out.append(Tell(receiver.peer, release))
+    else:
+        tell_prefill(node, progress.request, release)
     bury(node, room, release)
     if receiver.pulling:
         progress.drains = dict.fromkeys(node.settings.shards)

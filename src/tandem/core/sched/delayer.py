@@ -56,12 +56,15 @@ class Delayer(Struct, frozen=True):
         state = node.delayer
         fresh = [progress for progress in node.live(State.COMPUTING) if is_fresh(progress)]
         snapshot = state.snapshot = self.look(node, num_decoding)
-        ranks = (snapshot,) if self.settings.num_ranks == 1 else state.gathered
-        if ranks is None:
+        if self.settings.num_ranks > 1 and state.gathered is None:
             state.decision = None
+            if not fresh:
+                state.since = None  # whom the last delay was for has gone
             self.ask(node, snapshot, fresh)
             return False
-        state.gathered = None
+        ranks = (snapshot,)
+        if state.gathered is not None:
+            ranks, state.memory, state.gathered = state.gathered.snapshots, state.gathered.memory, None
         decision, memory = agree(ranks, state.memory, self.settings)
         state.decision = decision
         if decision.allows:
@@ -155,10 +158,13 @@ def on_snapshot_wanted(node: NodeState, number: int) -> None:
 
 
 def on_snapshots_gathered(node: NodeState, event: SnapshotsGathered) -> None:
-    """For the next batch, if there are prompts to begin; the memory in any case."""
-    node.delayer.memory = event.memory
-    if any(map(is_fresh, node.live(State.COMPUTING))):
-        node.delayer.gathered = event.snapshots
+    """For the next batch, if there are prompts to begin. A pass that let them is not taken back before it is used."""
+    settings, state = node.settings.delayer, node.delayer
+    if settings is None or not any(map(is_fresh, node.live(State.COMPUTING))):
+        return
+    before = state.gathered
+    if before is None or not agree(before.snapshots, before.memory, settings)[0].allows:
+        state.gathered = event
 
 
 def is_fresh(progress: Progress) -> bool:

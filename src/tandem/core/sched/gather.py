@@ -2,8 +2,9 @@
 
 A group of ranks has one `Gathering`, run by whoever starts the ranks. A rank that has prompts says so; the others are
 asked for their snapshots; when all are here, or the deadline is over, every rank hears the same tuple and the same
-memory, and decides by `gates.agree`. A rank that says nothing until the deadline is left out, so that one dead rank
-holds up nobody; it hears what was decided all the same. The memory is kept here: a rank that restarts has lost nothing.
+memory, and decides by `gates.agree`. A rank that says nothing until the deadline is left out, and not waited for again
+until it speaks, so that one dead rank holds up the others once; it hears what was decided all the same. The memory is
+kept here: a rank that restarts has lost nothing.
 """
 
 from dataclasses import dataclass, field
@@ -23,21 +24,27 @@ class Gathering:
     memory: Memory = field(default_factory=Memory)
     snapshots: dict[int, Snapshot] = field(default_factory=dict[int, Snapshot])  # of the pass that is open, by rank
     closes_at: Nanos | None = None  # None: no pass is open
+    silent: dict[int, None] = field(default_factory=dict[int, None])  # not waited for until they say something
 
     def say(self, rank: int, number: int | None, snapshot: Snapshot, now: Nanos) -> Mail:
         """A rank has given its snapshot. One for a pass that is over comes too late and changes nothing."""
         assert 0 <= rank < self.settings.num_ranks
         if number is not None and (self.closes_at is None or number != self.number):
+            self.silent.pop(rank, None)  # alive after all
             return []
         mail = self._open(rank, now) if self.closes_at is None else []
         self.snapshots[rank] = snapshot
-        if len(self.snapshots) == self.settings.num_ranks:
+        self.silent.pop(rank, None)
+        if len(self.snapshots) + len(self.silent) == self.settings.num_ranks:
             mail += self._close()
         return mail
 
     def tick(self, now: Nanos) -> Mail:
         """To be called at `closes_at`."""
-        return self._close() if self.closes_at is not None and self.closes_at <= now else []
+        if self.closes_at is None or self.closes_at > now:
+            return []
+        self.silent = {rank: None for rank in range(self.settings.num_ranks) if rank not in self.snapshots}
+        return self._close()
 
     def _open(self, asking: int, now: Nanos) -> Mail:
         self.number += 1

@@ -221,9 +221,7 @@ def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -
             node.out.append(Tell(from_peer.peer, abort))
     else:
         abort = Release(room, node.settings.incarnation, "aborted", cause)
-        known = decode.find_known(node, request)
-        if known is not None:
-            node.out.append(Tell(known.incarnation, abort))
+        decode.tell_prefill(node, request, abort)
     bury(node, room, abort)
 
 
@@ -413,7 +411,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
         if known.incarnation == event.peer:
             del node.peers[address]
     for room, stashed in list(node.stash.items()):
-        if stashed.peer == event.peer:
+        if stashed.peer == event.peer and isinstance(stashed.message, Ready):
             del node.stash[room]
     for progress in list(node.requests.values()):
         if is_aborted(progress):

@@ -24,6 +24,7 @@ from tandem.core.pd.bootstrap import Verdict, View, bootstrap_policy, should_for
 from tandem.core.pd.dp_rank import Announce, Conflict, Quiet, RequestFacts, settle
 from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Sender, TransferState, TransferTrigger
+from tandem.core.request import Request
 from tandem.core.sched.progress import Progress, State, Trigger, is_aborted
 from tandem.core.sched.state import (
     NodeState,
@@ -50,11 +51,13 @@ def create_sender(node: NodeState, progress: Progress) -> None:
     """The request has a room: somebody may already have said READY for it, or given it up."""
     room = progress.request.room
     assert room is not None
-    progress.sender = Sender(bootstrap_until=later(node, node.settings.bootstrap_timeout_ns))
+    progress.sender = Sender(
+        is_forced=is_chosen_for_retry(node, progress.request),
+        bootstrap_until=later(node, node.settings.bootstrap_timeout_ns),
+    )
     node.rooms[room] = progress.id
-    if not announce_rank(node, progress, room):
-        return
     stashed = node.stash.pop(room, None)
+    announce_rank(node, progress, room)
     if stashed is None or stashed.expires_at <= node.now:
         return
     if isinstance(stashed.message, Ready):
@@ -63,22 +66,20 @@ def create_sender(node: NodeState, progress: Progress) -> None:
         on_release(node, stashed.peer, stashed.message)
 
 
-def announce_rank(node: NodeState, progress: Progress, room: Room) -> bool:
-    """Decode must find this rank: by its own reckoning, or because we announce it. False: it would look elsewhere."""
+def announce_rank(node: NodeState, progress: Progress, room: Room) -> None:
+    """Decode must find this rank: by its own reckoning, or because we announce it. Else it would look elsewhere."""
     info, rank = node.settings.prefill_info, node.settings.dp_rank
     facts = RequestFacts(room, progress.request.dp_rank_hint)
     found = settle(facts, info, actual=rank, force_query=node.settings.force_query)
     match found:
         case Quiet():
-            return True
+            pass
         case Announce():
             assert progress.sender is not None
             progress.sender.is_announced = True
             say_rank(node, progress)
-            return True
         case Conflict(explanation):
             fail(node, progress, Cause.ROUTE_CONFLICT, explanation)
-            return False
         case _:
             assert_never(found)
 
@@ -98,7 +99,7 @@ def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
     if known is None and len(node.stash) >= node.settings.stashed_messages:
         oldest = next(iter(node.stash))
         if node.stash[oldest].expires_at > node.now:
-            return  # decode says it again
+            return  # decode says READY again; a release that is lost here ends by its deadline
         del node.stash[oldest]
     expires_at = known.expires_at if known is not None else Nanos(node.now + node.settings.stash_ns)
     node.stash[message.room] = Stashed(peer, message, expires_at)
@@ -111,6 +112,8 @@ def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     if progress is None or progress.sender is None:
         answer_unknown_room(node, peer, ready)
         return
+    if progress.sender.peer == ready.source and ready.attempt < progress.sender.attempt:
+        return  # a late copy of an earlier attempt
     refusal = refuse(node, progress, ready)
     if refusal is not None:
         cause, detail = refusal
@@ -136,9 +139,7 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     elif ready.room in node.stash and node.stash[ready.room].expires_at <= node.now:
         del node.stash[ready.room]
         detail = "prefill has not got this request; does its router send both halves here?"
-        abort = Abort(ready.room, node.settings.incarnation, Cause.PEER_ABORTED, detail)
-        node.out.append(Tell(peer, abort))
-        bury(node, ready.room, abort)
+        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_ABORTED, detail)))
     else:
         stash(node, peer, ready)
 
@@ -156,6 +157,8 @@ def refuse(node: NodeState, progress: Progress, ready: Ready) -> tuple[Cause, st
         return Cause.PROTOCOL, "decode means another prompt"
     if sender.peer is not None and sender.peer != ready.source:
         return Cause.PEER_LOST, "another decode has said READY for this room"
+    if sender.peer is not None and sender.attempt != ready.attempt:
+        return Cause.PEER_ABORTED, "decode has begun anew in this room"
     if not 0 <= ready.held_pages <= pages_for(node, ready.prompt_len):
         return Cause.PROTOCOL, "decode claims to hold more pages than the prompt has"
     return None
@@ -191,7 +194,7 @@ def policy_view(node: NodeState, progress: Progress) -> View:
     assert sender is not None
     return View(
         ready=sender.is_ready,
-        forced=is_forced(node, progress),
+        forced=sender.is_forced,
         retries=progress.prefill_retry_count,
         yields=progress.yields,
         prompt_len=progress.request.prompt_len,
@@ -199,13 +202,10 @@ def policy_view(node: NodeState, progress: Progress) -> View:
     )
 
 
-def is_forced(node: NodeState, progress: Progress) -> bool:
-    """Without optimistic prefill there is nothing to retry, and a forced one would never be published."""
+def is_chosen_for_retry(node: NodeState, request: Request) -> bool:
+    """Once, at arrival. Without optimistic prefill there is nothing to retry: it would never be published."""
     return node.settings.optimistic is not OptimisticPolicy.OFF and should_force_retry(
-        progress.request.rid,
-        prob=node.settings.force_retry_prob,
-        prefill_retry_count=progress.prefill_retry_count,
-        is_retracted=progress.retractions > 0,
+        request.rid, prob=node.settings.force_retry_prob, prefill_retry_count=0
     )
 
 
@@ -241,7 +241,8 @@ GIVE_BACK_REASONS = {Verdict.GIVE_BACK: "not_ready", Verdict.YIELD: "yield"}
 
 
 def retry_reason(node: NodeState, progress: Progress, verdict: Verdict) -> str:
-    return "forced" if is_forced(node, progress) else GIVE_BACK_REASONS[verdict]
+    assert progress.sender is not None
+    return "forced" if progress.sender.is_forced else GIVE_BACK_REASONS[verdict]
 
 
 def give_back(node: NodeState, progress: Progress, reason: str) -> None:
@@ -278,6 +279,7 @@ def reset_prefill_retry_time(progress: Progress) -> None:
     """A retry starts its stages anew; the arrival, and with it the deadline and the TTFT clock, stays."""
     assert progress.sender is not None
     progress.sender.result = None
+    progress.sender.is_forced = False
     progress.stages = {"prefill_retried": Nanos(sum(progress.stages.values()))}
 
 
@@ -297,7 +299,7 @@ def publish(node: NodeState, progress: Progress) -> None:
     """Hand final pages that were not handed out yet to the shards, which digest them and let the peer read."""
     sender = progress.sender
     assert sender is not None
-    if not sender.is_ready or is_forced(node, progress):
+    if not sender.is_ready or sender.is_forced:
         return
     if progress.state not in (State.COMPUTING, State.SENDING):
         return

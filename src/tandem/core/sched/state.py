@@ -13,6 +13,7 @@ import msgspec
 
 from tandem.core.batch import Join
 from tandem.core.commands import Command, FailRequest, FinishRequest, ForgetRequests
+from tandem.core.events import SnapshotsGathered
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.pd.messages import Abort, Ready, Release
@@ -63,7 +64,7 @@ class DelayerState:
     memory: Memory = field(default_factory=Memory)
     since: Nanos | None = None  # when the delay under way began
     ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
-    gathered: tuple[Snapshot, ...] | None = None  # what they said for the next batch
+    gathered: SnapshotsGathered | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
     snapshot: Snapshot | None = None  # of the last pass
     decision: Decision | None = None

@@ -428,9 +428,8 @@ def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
 
 def sampling_bytes(sampling: SamplingParams) -> bytes:
     """Equal where the first token is. What is told of a token beside it may differ between the halves."""
-    return msgspec.msgpack.encode(
-        msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0), order="deterministic"
-    )
+    bias = dict(sorted(sampling.logit_bias.items()))
+    return msgspec.msgpack.encode(msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, logit_bias=bias))
 
 
 def with_seed(wish: Wish, sample: int, room: Room | None) -> SamplingParams:

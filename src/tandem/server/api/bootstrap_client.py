@@ -79,7 +79,7 @@ class BootstrapClient:
         try:
             replica = await self._fetch_replica(address, dp_rank)
         except TROUBLE as error:
-            self.report(events.PeerUnknown(address, describe(error)))
+            self.report(events.PeerUnknown(address, describe(error), dp_rank))
         else:
             self.report(wire.Connect(replica))
             self.report(
