@@ -17,9 +17,11 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 
 import httpx
+import records
 from clients import Clients, Order, Outcome
 from cluster import START_S, Server, child_named, children_of
 from proxy import LOOPBACK, Link, RouteProxy
@@ -116,6 +118,10 @@ class Arena:
         return kinds
 
     @property
+    def records(self) -> Path:
+        return self.fleet.folder / "records"
+
+    @property
     def router_server(self) -> Server:
         assert self.router is not None
         return self.router
@@ -183,7 +189,8 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     name = f"prefill-{index}"
     port, bootstrap = free_ports(2)
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
-    member = it.fleet.start(name, serve_words(model, port, *mode, *SERVER_FLAGS), port=port)
+    words = serve_words(model, port, *mode, *SERVER_FLAGS, *records.flags(it.records, name))
+    member = it.fleet.start(name, words, port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
 
     def plane(kind: str, port: int) -> Awaitable[Link]:
@@ -201,7 +208,8 @@ async def start_decode(it: Arena, model: str, index: int) -> str:
     """URL as the router is to know it. The second has no prefix cache: whatever it decodes was pulled or computed."""
     name = f"decode-{index}"
     (port,) = free_ports(1)
-    flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *(("--disable-radix-cache",) if index % 2 else ()))
+    cache = ("--disable-radix-cache",) if index % 2 else ()
+    flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *cache, *records.flags(it.records, name))
     member = it.fleet.start(name, serve_words(model, port, *flags), port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
     it.targets.append(Target(Server(member), "decode", link))

@@ -15,6 +15,7 @@ from random import Random
 
 import leaks
 import pytest
+import records
 import report
 from clients import Clients, Outcome
 from cluster import START_S, Server, eventually, show_logs
@@ -73,10 +74,22 @@ def test_every_request_ends_with_its_tokens_or_a_cause_whatever_is_killed_paused
     except BaseException:
         show_logs(fleet)
         raise
+    check_records(tmp_path / "records", capsys)
     assert exits == dict.fromkeys(exits, 0)
     eventually(lambda: not leaks.left_running(mark), what=lambda: leaks.left_running(mark))
     assert leaks.left_sockets(pids) == []
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def check_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every life of every node decides the same again, through rotations and up to where a kill has cut it."""
+    lives = list(records.replayed(folder))
+    with capsys.disabled():
+        print(records.page(lives), flush=True)
+    assert [(life.record.name, life.differences) for life in lives if life.differences] == []
+    assert {life.server for life in lives} == {f"{role}-{n}" for role in ("prefill", "decode") for n in range(PREFILLS)}
+    assert len(lives) > PREFILLS + DECODES, "nobody was killed"
+    assert any(life.is_rotated for life in lives)
 
 
 async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.CaptureFixture[str]) -> set[int]:

@@ -1,11 +1,13 @@
 """The flight record of a real node replays to the same decisions, and says so when they are not the same."""
 
+import json
 from array import array
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from tandem.cli.main import main
 from tandem.core.batch import BatchOutcome, TokenFlag
 from tandem.core.commands import Effects, LaunchBatch
 from tandem.core.events import BatchReturned, Event, RequestArrived
@@ -25,6 +27,7 @@ from tandem.server.node.flight import (
     replay,
     segments_of,
 )
+from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
 
 SETTINGS = NodeSettings(Role.UNIFIED, Incarnation("server", 1), num_pages=64)
 SECRET_TOKEN = 1_234_567
@@ -185,3 +188,156 @@ def test_flags_tell_the_node_what_it_needs_and_stay_in_the_record(tmp_path: Path
     world.recorder.close()
     (segment,) = segments_of(tmp_path)
     assert replay(segment, EngineNode).difference is None
+
+
+# --- a record of several segments ------------------------------------------------------------------------------------
+
+
+def rotated(tmp_path: Path) -> tuple[World, Record]:
+    """Served long enough that segments have gone."""
+    world = World(tmp_path, max_bytes=24_000)
+    world.serve(requests=40, tokens=8)
+    world.recorder.close()
+    (record,) = records_at(tmp_path)
+    return world, record
+
+
+def first_step(segment: Path) -> int:
+    head = next(read_segment(segment))
+    assert isinstance(head, Head)
+    return head.first_step
+
+
+def test_one_node_goes_through_a_rotation_with_the_same_decisions(tmp_path: Path) -> None:
+    world, record = rotated(tmp_path)
+    result = replay_through(record, EngineNode)
+    assert len(record.segments) == 2
+    assert result.difference is None
+    assert not result.is_cut
+    assert first_step(record.segments[0]) + result.steps == world.steps
+
+
+def test_a_bound_below_the_size_of_a_snapshot_does_not_turn_the_page_at_every_step(tmp_path: Path) -> None:
+    world = World(tmp_path, max_bytes=100)
+    world.serve(requests=20, tokens=8)
+    world.recorder.close()
+    (record,) = records_at(tmp_path)
+    assert replay(record.segments[0], EngineNode).steps > 5
+    assert replay_through(record, EngineNode).difference is None
+
+
+def test_any_segment_stands_for_its_record(tmp_path: Path) -> None:
+    _, record = rotated(tmp_path)
+    another_life = tmp_path / "flight-2-77-000000.tandem"
+    another_life.write_bytes(record.segments[0].read_bytes())
+    assert [records_at(segment) for segment in record.segments] == [[record], [record]]
+    assert [found.name for found in records_at(tmp_path)] == [record.name, "flight-2-77"]
+
+
+def test_a_difference_behind_the_rotation_is_found_at_its_step(tmp_path: Path) -> None:
+    _, record = rotated(tmp_path)
+    frames = list(read_segment(record.segments[1]))
+    number = next(index for index, entry in enumerate(frames) if isinstance(entry, Output) and entry.commands)
+    changed = frames[number]
+    assert isinstance(changed, Output)
+    frames[number] = Output((), changed.wake_at)
+    record.segments[1].write_bytes(b"".join(map(frame, frames)))
+    difference = replay_through(record, EngineNode).difference
+    assert difference is not None
+    assert difference.step == first_step(record.segments[1]) + (number - 2) // 2
+
+
+def test_a_segment_that_is_missing_between_two_is_named(tmp_path: Path) -> None:
+    _, record = rotated(tmp_path)
+    frames = list(read_segment(record.segments[0]))
+    record.segments[0].write_bytes(b"".join(map(frame, frames[:-2])))
+    with pytest.raises(BrokenRecord, match=r"000\d+.tandem: begins at step \d+; \d+ is the next"):
+        replay_through(record, EngineNode)
+
+
+@pytest.mark.parametrize("kept", [-3, -30])
+def test_a_record_of_a_killed_node_says_that_it_is_cut(tmp_path: Path, kept: int) -> None:
+    world, record = rotated(tmp_path)
+    data = record.segments[1].read_bytes()
+    record.segments[1].write_bytes(data[:kept])
+    result = replay_through(record, EngineNode)
+    assert result.is_cut
+    assert result.difference is None
+    assert first_step(record.segments[0]) + result.steps in (world.steps, world.steps - 1)
+
+
+def test_a_node_that_was_killed_while_it_turned_the_page_has_a_record(tmp_path: Path) -> None:
+    _, record = rotated(tmp_path)
+    record.segments[1].write_bytes(record.segments[1].read_bytes()[:100])  # within the snapshot
+    result = replay_through(record, EngineNode)
+    assert result.is_cut
+    assert result.difference is None
+    assert result.steps == replay(record.segments[0], EngineNode).steps
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_step_is_reached_from_the_nearest_snapshot_before_it(tmp_path: Path, which: int) -> None:
+    _, record = rotated(tmp_path)
+    built: list[bytes] = []
+
+    class Watched(EngineNode):
+        def restore(self, snapshot: bytes) -> None:
+            built.append(snapshot)
+            super().restore(snapshot)
+
+    wanted = first_step(record.segments[which]) + 7  # inside the segment
+    steps = list(steps_from(record, wanted, Watched))
+    head = next(read_segment(record.segments[which]))
+    assert isinstance(head, Head)
+    assert built == [head.snapshot]
+    assert steps[0].index == wanted
+    assert [step.index for step in steps] == list(range(wanted, wanted + len(steps)))
+    assert all(step.is_as_recorded for step in steps)
+
+
+def test_a_step_that_the_record_has_lost_or_never_had_is_told_from_one_it_has(tmp_path: Path) -> None:
+    world, record = rotated(tmp_path)
+    with pytest.raises(NoSuchStep, match="no step 0 any more: it begins at"):
+        next(steps_from(record, 0, EngineNode))
+    with pytest.raises(NoSuchStep, match=f"it ends at {world.steps - 1}"):
+        next(steps_from(record, world.steps, EngineNode))
+
+
+def test_replay_at_a_step_prints_it_and_what_follows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    world, record = rotated(tmp_path)
+    wanted = world.steps - 3
+    assert main(["replay", str(tmp_path), "--at", str(wanted)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith(f" server.1 step {wanted}")
+    assert f"state after step {wanted}:" in printed
+    assert any(line.endswith(f" server.1 step {world.steps - 1}") for line in printed)
+    assert main(["replay", str(record.segments[0]), "--at", str(wanted), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["step"] == wanted
+    assert document["is_as_recorded"] is True
+
+
+def test_replay_says_what_each_segment_and_the_whole_came_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, record = rotated(tmp_path)
+    record.segments[1].write_bytes(record.segments[1].read_bytes()[:-3])
+    assert main(["replay", str(tmp_path)]) == 0
+    first, second, whole = capsys.readouterr().out.splitlines()
+    assert first.endswith("events: identical")
+    assert second.endswith("events: identical, then it is cut: the process was killed while it wrote")
+    assert whole.startswith(f"{record.name}, 2 segments as one: ")
+    assert main(["replay", str(tmp_path), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["identical"] is True
+    assert [segment["cut"] for segment in document["segments"]] == [False, True]
+    assert document["records"][0]["steps"] == world.steps - first_step(record.segments[0])
+
+
+def test_replay_of_a_folder_of_several_records_asks_which_one_has_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, record = rotated(tmp_path)
+    (tmp_path / "flight-2-77-000000.tandem").write_bytes(record.segments[0].read_bytes())
+    assert main(["replay", str(tmp_path), "--at", "3"]) == 1
+    assert "2 records are here" in capsys.readouterr().err

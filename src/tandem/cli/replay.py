@@ -1,7 +1,12 @@
-"""`tandem replay FILE|DIR`: a node decides again what is in a flight record; every decision is compared."""
+"""`tandem replay FILE|DIR`: a node decides again what is in a flight record; every decision is compared.
+
+Each segment is done again from its own snapshot, and a record of several once more as a whole, through its rotations.
+With `--at N` the node is resumed at the nearest snapshot before step N, goes there silently, and is shown from there.
+"""
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -9,50 +14,93 @@ import msgspec
 from tandem.cli.failure import CommandFailed
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
-from tandem.server.node.flight import BrokenRecord, Difference, Step, StepRaised, replay, replayed_steps, segments_of
+from tandem.server.node.flight import BrokenRecord, Difference, NothingWritten, Replay, Step, StepRaised, replay
+from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
+from tandem.sim.report import trace_step
+
+CUT = ", then it is cut: the process was killed while it wrote"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("record", metavar="FILE|DIR", type=Path, help="what --flight-record has written")
-    parser.add_argument("--at", metavar="N", type=int, help="show step N, and the state of the node after it")
+    parser.add_argument(
+        "record", metavar="FILE|DIR", type=Path, help="what --flight-record has written; a file stands for its record"
+    )
+    parser.add_argument(
+        "--at", metavar="N", type=int, help="show step N, the state of the node after it, and the steps that follow"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(args: argparse.Namespace) -> int:
-    segments = segments_of(args.record)
-    if not segments:
+    records = records_at(args.record)
+    if not records:
         raise CommandFailed(f"no flight record at {args.record}; a server writes one with --flight-record DIR")
     try:
-        return show_step(segments, args.at) if args.at is not None else compare(segments, as_json=args.json)
+        if args.at is not None:
+            return show(the_only(records), args.at, as_json=args.json)
+        return compare(records, as_json=args.json)
     except StepRaised as error:
         raise CommandFailed(f"{error}; `--at` shows the step before") from error
+    except NoSuchStep as error:
+        raise CommandFailed(f"{error}; without --at it is compared as a whole") from error
     except (BrokenRecord, PermissionError) as error:
         raise CommandFailed(f"{error}; record again with this version") from error
 
 
-def compare(segments: list[Path], *, as_json: bool) -> int:
-    is_identical = True
-    reports: list[dict[str, object]] = []
-    for path in segments:
-        result = replay(path, EngineNode)
-        is_identical = is_identical and result.difference is None
-        reports.append({"file": str(path), "steps": result.steps, "events": result.events, **_told(result.difference)})
-        if not as_json:
-            print(f"{path}: {result.steps} steps, {result.events} events: ", end="")
-            print("identical" if result.difference is None else difference_text(result.difference))
+def the_only(records: list[Record]) -> Record:
+    if len(records) > 1:
+        names = ", ".join(record.name for record in records)
+        raise CommandFailed(f"{len(records)} records are here ({names}); name a file of the one that has the step")
+    return records[0]
+
+
+# --- all of it -------------------------------------------------------------------------------------------------------
+
+
+def compare(records: list[Record], *, as_json: bool) -> int:
+    segments: list[dict[str, object]] = []
+    wholes: list[dict[str, object]] = []
+    for record in records:
+        for path, result in each_alone(record):
+            segments.append({"file": str(path), **_told(result)})
+            say(f"{path}: {_text(result)}", as_json=as_json)
+        whole = replay_through(record, EngineNode)
+        wholes.append({"name": record.name, "segments": len(record.segments), **_told(whole)})
+        if len(record.segments) > 1:
+            say(f"{record.name}, {len(record.segments)} segments as one: {_text(whole)}", as_json=as_json)
+    is_identical = all(report["identical"] for report in (*segments, *wholes))
     if as_json:
-        print(json.dumps({"identical": is_identical, "segments": reports}))
+        print(json.dumps({"identical": is_identical, "segments": segments, "records": wholes}))
     return 0 if is_identical else 1
 
 
-def _told(difference: Difference | None) -> dict[str, object]:
+def each_alone(record: Record) -> Iterator[tuple[Path, Replay]]:
+    for path in record.segments:
+        try:
+            yield path, replay(path, EngineNode)
+        except NothingWritten:
+            if len(record.segments) == 1:
+                raise
+            yield path, Replay(0, 0, None, is_cut=True)
+
+
+def say(text: str, *, as_json: bool) -> None:
+    if not as_json:
+        print(text)
+
+
+def _text(result: Replay) -> str:
+    how = "identical" if result.difference is None else difference_text(result.difference)
+    return f"{result.steps} steps, {result.events} events: {how}{CUT if result.is_cut else ''}"
+
+
+def _told(result: Replay) -> dict[str, object]:
+    found: dict[str, object] = {"steps": result.steps, "events": result.events, "cut": result.is_cut}
+    difference = result.difference
     if difference is None:
-        return {"identical": True}
-    return {"identical": False, "step": difference.step, **_sides(difference)}
-
-
-def _sides(difference: Difference) -> dict[str, object]:
-    return {"expected": readable(difference.expected), "got": readable(difference.got)}
+        return {**found, "identical": True}
+    sides = {"expected": readable(difference.expected), "got": readable(difference.got)}
+    return {**found, "identical": False, "step": difference.step, **sides}
 
 
 def difference_text(difference: Difference) -> str:
@@ -70,26 +118,45 @@ def difference_text(difference: Difference) -> str:
     return "\n".join(lines)
 
 
-def show_step(segments: list[Path], index: int) -> int:
-    """One step in full. The state after it is the node's, so it is where a debugger would begin."""
-    for path in segments:
-        for step in replayed_steps(path, EngineNode):
-            if step.index == index:
-                print(json.dumps(step_document(step), indent=2))
-                return 0
-    raise CommandFailed(f"the record has no step {index}; without --at it is compared as a whole")
+# --- from one step on ------------------------------------------------------------------------------------------------
+
+
+def show(record: Record, index: int, *, as_json: bool) -> int:
+    """As JSON the one step; otherwise its trace, the state where a debugger would begin, and the trace of the rest."""
+    is_identical = True
+    for step in steps_from(record, index, EngineNode):
+        is_identical = is_identical and step.is_as_recorded
+        if as_json:
+            print(json.dumps(step_document(step)))
+            break
+        print("\n".join(trace_lines(step)))
+        if step.index == index:
+            print(f"state after step {index}:\n{json.dumps(inspect.state(engine_node(step)), indent=2)}")
+    return 0 if is_identical else 1
+
+
+def trace_lines(step: Step) -> Iterator[str]:
+    incarnation = engine_node(step).state.settings.incarnation
+    name = f"{incarnation.instance}.{incarnation.epoch} step {step.index}"
+    yield from list(trace_step(step.input.now, name, step.input.happened, step.got.commands)) or [f"{name} is silent"]
+    if step.expected is not None and not step.is_as_recorded:
+        yield difference_text(Difference(step.index, step.expected, step.got))
 
 
 def step_document(step: Step) -> dict[str, object]:
-    assert isinstance(step.node, EngineNode)
     return {
         "step": step.index,
         "now": step.input.now,
         "events": readable(step.input.happened),
         "commands": readable(step.got.commands),
-        "is_as_recorded": step.expected is None or step.expected == step.got,
-        "state": inspect.state(step.node),
+        "is_as_recorded": step.is_as_recorded,
+        "state": inspect.state(engine_node(step)),
     }
+
+
+def engine_node(step: Step) -> EngineNode:
+    assert isinstance(step.node, EngineNode)
+    return step.node
 
 
 def readable(thing: object) -> object:

@@ -2,7 +2,8 @@
 
 A record is one or two segment files in a folder; a segment is frames of a 4-byte big-endian length and one msgpack
 object: a `Head` (settings and a snapshot of the node), then per step an `Input`, written before the step so that a
-step that raises is on record, and an `Output`. When both segments would exceed their bound, the older one goes.
+step that raises is on record, and an `Output`. When both segments would exceed their bound, the older one goes; a
+segment holds at least as many bytes of steps as its snapshot takes, or a small bound would turn the page every step.
 
 No text is in it: token ids and their scores are replaced by zeros of the same length. The core never looks at them,
 so a replay decides the same. (A snapshot may hold the first token of a request that was being handed over.)
@@ -124,6 +125,7 @@ class FlightRecorder:
         self._num_segments = 0
         self._steps = 0
         self._written = 0
+        self._head_bytes = 0
         self._flushed_at = Nanos(0)
         self._scratch = bytearray()
         self._note = note
@@ -147,7 +149,7 @@ class FlightRecorder:
             self._file.close()
 
     def _turn_page(self, now: Nanos, effects: Effects) -> None:
-        if self._written > self._segment_bytes:
+        if self._written > max(self._segment_bytes, 2 * self._head_bytes):
             self._file.close()
             self._begin_segment()
         elif now - self._flushed_at > FLUSH_NS or not any(isinstance(c, LaunchBatch) for c in effects.commands):
@@ -167,11 +169,13 @@ class FlightRecorder:
         name = f"flight-{self._settings.incarnation.epoch}-{os.getpid()}-{self._num_segments:06}.tandem"
         self._num_segments += 1
         self._segments.append(self._folder / name)
-        while len(self._segments) > 2:
-            self._segments.pop(0).unlink(missing_ok=True)
         self._file = self._segments[-1].open("wb", buffering=BUFFER_BYTES)
         self._written = 0
         self._write(Head(FORMAT, self._steps, self._settings, self._snapshot()))
+        self._head_bytes = self._written
+        self._file.flush()  # before the older one goes: whatever kills us now leaves a beginning
+        while len(self._segments) > 2:
+            self._segments.pop(0).unlink(missing_ok=True)
 
     def _write(self, frame: Frame) -> None:
         self._scratch.clear()
@@ -184,6 +188,10 @@ class BrokenRecord(Exception):
     """The file is no flight record of this version."""
 
 
+class NothingWritten(BrokenRecord):
+    """Not even a snapshot is in the file."""
+
+
 class StepRaised(Exception):
     """The node raised, as it may have done when it was recorded: a bug of ours, found again."""
 
@@ -191,19 +199,57 @@ class StepRaised(Exception):
         super().__init__(f"step {step} raises {type(error).__name__}: {error}")
 
 
+class Segment:
+    """One file of a record, read in order. Raises BrokenRecord if it does not begin as one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_cut = False  # known at the end: the process was killed while it wrote
+        self.frames = self._read()
+        head = next(self.frames, None)
+        if head is None:
+            raise NothingWritten(f"{path}: ends before its first step, so it is no flight record yet")
+        if not isinstance(head, Head) or head.format != FORMAT:
+            raise BrokenRecord(f"{path}: does not begin as a flight record of format {FORMAT}")
+        self.head = head
+
+    def steps(self, node: Node) -> Iterator["Step"]:
+        """Step a node through it, once. It is the one that was recorded, or restored from `head.snapshot`."""
+        index = self.head.first_step
+        for entry in self.frames:
+            if not isinstance(entry, Input):
+                raise BrokenRecord(f"{self.path}: step {index} has no input")
+            expected = next(self.frames, None)
+            if not isinstance(expected, Output | None):
+                raise BrokenRecord(f"{self.path}: step {index} has no output")
+            self.is_cut = self.is_cut or expected is None
+            try:
+                got = recorded(node.step(entry.happened, entry.now))
+            except Exception as error:
+                raise StepRaised(index, error) from error
+            yield Step(index, entry, expected, got, node)
+            index += 1
+
+    def _read(self) -> Iterator[Frame]:
+        decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+        with self.path.open("rb") as file:
+            while head := file.read(HEAD_BYTES):
+                size = int.from_bytes(head)
+                body = file.read(size)
+                if len(head) < HEAD_BYTES or len(body) < size:
+                    self.is_cut = True
+                    return
+                try:
+                    yield decoder.decode(body)
+                except msgspec.DecodeError as error:
+                    raise BrokenRecord(f"{self.path}: {error}") from error
+
+
 def read_segment(path: Path) -> Iterator[Frame]:
     """Frames in order. A last frame that was cut, because the process was killed, is left out."""
-    decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-    with path.open("rb") as file:
-        while head := file.read(HEAD_BYTES):
-            size = int.from_bytes(head)
-            body = file.read(size)
-            if len(head) < HEAD_BYTES or len(body) < size:
-                return
-            try:
-                yield decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise BrokenRecord(f"{path}: {error}") from error
+    segment = Segment(path)
+    yield segment.head
+    yield from segment.frames
 
 
 def segments_of(path: Path) -> list[Path]:
@@ -223,6 +269,7 @@ class Replay:
     steps: int
     events: int
     difference: Difference | None
+    is_cut: bool = False  # the record ends within a frame or a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,39 +282,39 @@ class Step:
     got: Output
     node: Node
 
+    @property
+    def is_as_recorded(self) -> bool:
+        return self.expected is None or _same_bytes(self.expected, self.got)
+
 
 def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[Step]:
     """Restore the node of one segment and step it through again. Raises BrokenRecord, StepRaised."""
-    frames = read_segment(path)
-    head = next(frames, None)
-    if not isinstance(head, Head) or head.format != FORMAT:
-        raise BrokenRecord(f"{path}: does not begin as a flight record of format {FORMAT}")
-    node = make_node(head.settings)
-    node.restore(head.snapshot)
-    index = head.first_step
-    for entry in frames:
-        if not isinstance(entry, Input):
-            raise BrokenRecord(f"{path}: step {index} has no input")
-        expected = next(frames, None)
-        if not isinstance(expected, Output | None):
-            raise BrokenRecord(f"{path}: step {index} has no output")
-        try:
-            got = recorded(node.step(entry.happened, entry.now))
-        except Exception as error:
-            raise StepRaised(index, error) from error
-        yield Step(index, entry, expected, got, node)
-        index += 1
+    segment = Segment(path)
+    yield from segment.steps(restored(segment, make_node))
+
+
+def restored(segment: Segment, make_node: Callable[[NodeSettings], Node]) -> Node:
+    node = make_node(segment.head.settings)
+    node.restore(segment.head.snapshot)
+    return node
 
 
 def replay(path: Path, make_node: Callable[[NodeSettings], Node]) -> Replay:
-    """Do one segment again and compare every decision, byte for byte, up to the first difference."""
+    """Do one segment again, from its snapshot."""
+    segment = Segment(path)
+    return compared(segment, restored(segment, make_node))
+
+
+def compared(segment: Segment, node: Node) -> Replay:
+    """Compare every decision of a segment, byte for byte, up to the first difference."""
     steps = num_events = 0
-    for step in replayed_steps(path, make_node):
+    for step in segment.steps(node):
         steps += 1
         num_events += len(step.input.happened)
-        if step.expected is not None and not _same_bytes(step.expected, step.got):
+        if not step.is_as_recorded:
+            assert step.expected is not None
             return Replay(steps, num_events, Difference(step.index, step.expected, step.got))
-    return Replay(steps, num_events, None)
+    return Replay(steps, num_events, None, segment.is_cut)
 
 
 def _same_bytes(left: Output, right: Output) -> bool:
