@@ -2,7 +2,7 @@
 #   make demo     one prompt through prefill and decode workers, compared with one engine
 #   make test     the whole test suite
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
-#   make hunt     simulate new seeds for HUNT_SECONDS, stop at the first that breaks an invariant
+#   make hunt     simulate new seeds for HUNT_SECONDS or to Ctrl+C; what breaks an invariant is shrunk to a scenario
 #   make nemesis  real processes under faults for NEMESIS_SECONDS; NEMESIS_SEED=K draws the same faults again
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
@@ -13,7 +13,6 @@ SHELL := bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 HUNT_SECONDS ?= 600
-HUNT_BATCH ?= 100
 NEMESIS_SECONDS ?= 600
 
 VENV := .venv
@@ -51,12 +50,7 @@ check: $(INSTALLED)
 	@$(BIN)/python -m pytest $(FAST_TESTS)
 
 hunt: $(INSTALLED)
-	@end=$$((SECONDS + $(HUNT_SECONDS))); first=$${FIRST_SEED:-$$(date +%s)}; \
-	while [ $$SECONDS -lt $$end ]; do \
-		$(BIN)/tandem simulate --seed $$first --seeds $(HUNT_BATCH); \
-		first=$$((first + $(HUNT_BATCH))); \
-	done; \
-	echo "hunted $(HUNT_SECONDS) s, last seed $$((first - 1)): no violation"
+	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
 nemesis: $(INSTALLED)
 	@NEMESIS_SECONDS=$(NEMESIS_SECONDS) $(BIN)/python -m pytest tests/nemesis -s

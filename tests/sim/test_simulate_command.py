@@ -6,6 +6,8 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.sim.mutants import MUTANTS
+from tandem.sim.oracle import Violation
+from tandem.sim.scenario import DIVIDER, play
 
 
 def test_simulate_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,12 +31,24 @@ def test_simulate_draws_and_prints_a_seed(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_simulate_stops_where_it_is_told_and_traces(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--seed", "5", "--until", "300ms", "--trace"]) == 0
+    assert main(["simulate", "--seed", "5", "--until", "4s", "--trace"]) == 0
     printed = capsys.readouterr().out.splitlines()
     times = [float(line.split()[0]) for line in printed[:-1] if not line.startswith(" ")]
     assert times
-    assert max(times) <= 0.3
+    assert max(times) <= 4.0
     assert any(line.startswith("    < request 1 arrived") for line in printed)
+
+
+def test_simulate_for_a_while_takes_one_seed_after_another_and_says_what_that_was_worth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["simulate", "--seed", "3", "--for", "1ms", "--json"]) == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert document["first_seed"] == 3
+    assert document["seeds"] >= 1
+    for unit in ("seeds and ", "simulated hours per minute", "events per second and core"):
+        assert unit in printed.err
 
 
 @pytest.mark.parametrize("flags", [["--until", "soon"], ["--seed", "x"], ["--seeds", "0"], ["--sed", "3"]])
@@ -65,3 +79,15 @@ def test_a_violation_is_in_the_json_document(capsys: pytest.CaptureFixture[str])
     assert violation["seed"] == mutant.seed
     assert violation["invariant"] == "S12"
     assert violation["line"].endswith("--trace")
+
+
+def test_a_violation_can_be_shrunk_to_a_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    mutant = MUTANTS["terminal_event_comes_twice"]
+    with mutant.breaks():
+        assert main(["simulate", "--seed", str(mutant.seed), "--shrink"]) == 1
+    printed = capsys.readouterr()
+    text = printed.out[printed.out.index("node ") : printed.out.index(DIVIDER)]
+    assert "shrunk to " in printed.err
+    with mutant.breaks(), pytest.raises(Violation) as broken:
+        play(text)
+    assert broken.value.invariant == "S12"

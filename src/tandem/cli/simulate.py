@@ -3,11 +3,15 @@
 import argparse
 import re
 import sys
+import time
+from collections.abc import Iterator
 
 from tandem.core.values import SECOND
 from tandem.sim.faults import draw_options
-from tandem.sim.hunt import draw_first_seed, run_seed, run_seeds
+from tandem.sim.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
 from tandem.sim.report import SeedResult, Summary
+from tandem.sim.shrink import shrink_seed
+from tandem.sim.sometimes import table
 
 DEFAULT_SEEDS = 100
 PROGRESS_EVERY = 50  # seeds
@@ -22,21 +26,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--until", type=duration_ns, metavar="TIME", help="stop each seed at this virtual time, such as 4.2s"
     )
+    parser.add_argument(
+        "--for",
+        dest="hunt_ns",
+        type=duration_ns,
+        metavar="TIME",
+        help="seed after seed for so long, or to Ctrl+C",
+    )
+    parser.add_argument(
+        "--shrink", action="store_true", help="make what breaks an invariant small: a scenario of a few lines"
+    )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
+    parser.add_argument("--sometimes", action="store_true", help="print which rare states the seeds have reached")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
 
 
 def run(args: argparse.Namespace) -> int:
     first = draw_first_seed() if args.seed is None else args.seed
     num_seeds = args.seeds or (DEFAULT_SEEDS if args.seed is None else 1)
-    note(f"first seed {first}, {num_seeds} seeds")
-    summary = Summary(first)
-    results = traced(first, num_seeds, args) if args.trace else run_seeds(first, num_seeds, args.until)
-    for result in results:
-        summary.add(result)
-        show(result, summary, num_seeds, as_json=args.json)
+    note(f"first seed {first}, " + (f"for {args.hunt_ns / SECOND:g} s" if args.hunt_ns else f"{num_seeds} seeds"))
+    summary, began = Summary(first), time.monotonic()
+    shrunk: set[str] = set()
+    try:
+        for result in results(first, num_seeds, args):
+            summary.add(result)
+            show(result, summary, args)
+            if args.shrink and result.invariant not in {"", *shrunk}:
+                shrunk.add(result.invariant)  # one of a kind: the others are mostly the same bug
+                show_shrunk(result, as_json=args.json)
+    except KeyboardInterrupt:
+        note("stopped; so far:")
+    if args.sometimes:
+        print("\n".join(table(summary.seeds, summary.rare)), file=sys.stderr if args.json else sys.stdout)
     print(summary.json() if args.json else summary.text())
+    if args.hunt_ns:
+        note(rates_text(summary, time.monotonic() - began))
     return 1 if summary.violations else 0
+
+
+def results(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
+    if args.trace:
+        return traced(first, num_seeds, args)
+    if args.hunt_ns:
+        over_at = time.monotonic() + args.hunt_ns / SECOND
+        return run_until(first, lambda: time.monotonic() > over_at, watches=args.sometimes)
+    return run_seeds(first, num_seeds, args.until, watches=args.sometimes)
+
+
+def rates_text(summary: Summary, seconds: float) -> str:
+    rates = summary.rates(seconds, num_cores())
+    return (
+        f"in {seconds:.0f} s on {num_cores()} cores: {rates['seeds_per_minute']:.0f} seeds and "
+        f"{rates['simulated_hours_per_minute']:.0f} simulated hours per minute, "
+        f"{rates['events_per_second_per_core']:.0f} events per second and core"
+    )
 
 
 def traced(first: int, num_seeds: int, args: argparse.Namespace):  # type: ignore[no-untyped-def]
@@ -47,14 +90,25 @@ def traced(first: int, num_seeds: int, args: argparse.Namespace):  # type: ignor
         yield run_seed(number, args.until, lambda line: print(line, file=stream))
 
 
-def show(result: SeedResult, summary: Summary, num_seeds: int, *, as_json: bool) -> None:
+def show(result: SeedResult, summary: Summary, args: argparse.Namespace) -> None:
     """A violation is one line that can be pasted into a shell; what is broken stands behind it as a comment."""
     if result.invariant:
-        print(f"{result.line}  # {result.invariant}: {result.detail}", file=sys.stderr if as_json else sys.stdout)
-    elif num_seeds == 1:
+        print(f"{result.line}  # {result.invariant}: {result.detail}", file=sys.stderr if args.json else sys.stdout)
+    elif args.seed is not None and not args.seeds and not args.hunt_ns:
         note(draw_options(result.seed).describe())
-    if num_seeds >= PROGRESS_EVERY and summary.seeds % PROGRESS_EVERY == 0:
-        note(f"{summary.seeds} of {num_seeds} seeds, {len(summary.violations)} violations")
+    if summary.seeds % PROGRESS_EVERY == 0:
+        note(f"{summary.seeds} seeds, {len(summary.violations)} violations")
+
+
+def show_shrunk(result: SeedResult, *, as_json: bool) -> None:
+    """The scenario that is left, which a file in tests/scenarios may keep."""
+    note("shrinking")
+    found = shrink_seed(result.seed)
+    if found is None:
+        note("it does not break when it is told as a scenario; the line above reproduces it")
+        return
+    note(f"shrunk to {found.num_events} events")
+    print(found.text(), file=sys.stderr if as_json else sys.stdout)
 
 
 def note(text: str) -> None:

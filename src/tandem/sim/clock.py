@@ -12,6 +12,23 @@ from typing import Any  # arguments of scheduled actions are whatever the action
 from tandem.core.values import Nanos
 
 Action = Callable[..., None]
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LocalClock:
+    """What one life takes for the time: it began at another moment, and runs a little fast or slow."""
+
+    offset_ns: int = 0
+    drift_ppm: int = 0  # above -MILLION
+
+    def read(self, time_ns: int) -> Nanos:
+        return Nanos(self.offset_ns + time_ns + time_ns * self.drift_ppm // MILLION)
+
+    def when(self, local_ns: int) -> int:
+        """The first moment at which this clock shows `local_ns`."""
+        passed, rate = local_ns - self.offset_ns, MILLION + self.drift_ppm
+        return -(-passed * MILLION // rate)
 
 
 @dataclass(slots=True)

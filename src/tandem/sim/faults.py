@@ -3,28 +3,41 @@
     F1  message loss                        F13 aborts at random moments
     F2  delays and clogged links            F14 corrupted transfers
     F3  duplicates of messages and events   F15 transfers that end late after a cancel
-    F4  duplicates from old connections     F17 repeated rooms, hostile messages
+    F4  duplicates from old connections     F17 repeated rooms, lost halves, wrong ranks, hostile messages
     F5  partitions                          F18 bursts of clients that leave
-    F6  crash and restart                   F19 prefill and decode with different layouts
-    F8  pauses of a node                    F20 batches that fail, logits that are not finite
-    F9  slow executors                      F22 nodes replaced by their own snapshot
+    F6  crash and restart of servers,       F19 prefill and decode with different layouts
+        bootstrap servers and routers       F20 what devices and sockets refuse: batches, publishing, pulls, messages,
+    F7  one shard or DP rank dies               requests; logits that are not finite
+    F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
+    F9  slow executors, slow shards         F22 nodes replaced by their own snapshot
+    F10 clocks that began elsewhere, and drift
     F11 few metadata slots
     F12 few pages
 
-A run has a safety phase, in which faults happen, and a liveness phase: everything is healed, nothing new happens, and
-the system has to drain.
+What the classes do at moments is `nemesis.py`; everything else is a distribution that is drawn here.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
 
 from msgspec import structs
 
-from tandem.core.settings import DelayerSettings, LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.fleet.exchange import ExchangeSettings
+from tandem.core.fleet.registry import HealthSettings
+from tandem.core.fleet.router import RouterSettings
+from tandem.core.fleet.routing import POLICIES
+from tandem.core.pd.dp_dispatch import method_for
+from tandem.core.settings import (
+    DelayerSettings,
+    DpConflictPolicy,
+    LoadBalanceMethod,
+    LoadFailurePolicy,
+    NodeSettings,
+    OptimisticPolicy,
+    PrefillInfo,
+    Role,
+)
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
-from tandem.sim.clock import Clock
 from tandem.sim.links import LinkSettings
 from tandem.sim.workload import WorkloadSettings
 
@@ -35,8 +48,10 @@ CLASSES = (
     "F4",
     "F5",
     "F6",
+    "F7",
     "F8",
     "F9",
+    "F10",
     "F11",
     "F12",
     "F13",
@@ -46,9 +61,14 @@ CLASSES = (
     "F18",
     "F19",
     "F20",
+    "F21",
     "F22",
 )
-RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4}  # probability; 0.5 otherwise
+RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probability; 0.5 otherwise
+
+
+ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
+USUAL_ROUTER = RouterSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +91,26 @@ class Options:
     batch_failure: float  # share of batches
     event_copies: float  # share of events that a node hears twice
     hostility: float  # share of requests that come with a made-up message
+    unified_share: float = 0.2  # of the requests, where there are unified replicas
+    prefill_info: PrefillInfo = ALONE  # of every prefill server: its DP ranks
+    decode_info: PrefillInfo = ALONE
+    force_query: bool = False  # on both sides
+    num_gateways: int = 0  # our routers
+    direct_share: float = 1.0  # of the requests: they come through other gateways
+    router: RouterSettings = USUAL_ROUTER
+    policies: tuple[str, str] = ("round_robin", "round_robin")
+    http_breaks: float = 0.0  # share of what is said between routers and servers
+    error_heads: float = 0.0  # share of requests that a server's edge has no means for
+    io_failure: float = 0.0  # share of messages, of publishing and of pulling
 
     def describe(self) -> str:
         on = " ".join(self.classes) or "none"
         return (
             f"seed {self.seed}: {self.num_prefills} prefill, {self.num_decodes} decode, {self.num_unified} unified, "
-            f"{self.num_shards} shard(s), {self.workload.num_requests} requests in "
+            f"{self.prefill_info.dp_size}+{self.decode_info.dp_size} DP ranks ({self.prefill_info.method}, "
+            f"{self.prefill_info.conflict}{', forced query' if self.force_query else ''}), "
+            f"{self.num_shards} shard(s), {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
+            f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
             f"faults: {on}"
@@ -85,19 +119,22 @@ class Options:
 
 def draw_options(seed: int) -> Options:
     random = Random(f"options {seed}")
-    classes = tuple(name for name in CLASSES if random.random() < RARE.get(name, 0.5))
+    classes = tuple(name for name in CLASSES if Random(f"{name} {seed}").random() < RARE.get(name, 0.5))
     workload = _draw_workload(random, classes)
-    num_shards = random.choice((1, 1, 1, 2))
+    num_shards = random.choice((1, 1, 1, 2, 3, 4))
     prefill = _draw_settings(random, classes, workload, num_shards)
     decode = _draw_settings(random, classes, workload, num_shards, page_size=prefill.page_size)
     delayers = Random(f"delayer {seed}")
     prefill = structs.replace(prefill, delayer=_draw_delayer(delayers))
     decode = structs.replace(decode, delayer=_draw_delayer(delayers))
+    ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
+    prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
+    server_counts = (1, 2, 2, 2, 3) if prefill_info.dp_size == decode_info.dp_size == 1 else (1, 2, 2)
     return Options(
         seed=seed,
         classes=classes,
-        num_prefills=random.choice((1, 2, 2, 2, 3)),
-        num_decodes=random.choice((1, 2, 2, 2, 3)),
+        num_prefills=random.choice(server_counts),
+        num_decodes=random.choice(server_counts),
         num_unified=int(random.random() < 0.3),
         num_shards=num_shards,
         workload=workload,
@@ -110,11 +147,44 @@ def draw_options(seed: int) -> Options:
         batch_failure=random.uniform(0.0, 0.01) if "F20" in classes else 0.0,
         event_copies=random.uniform(0.0, 0.05) if "F3" in classes else 0.0,
         hostility=random.uniform(0.0, 1.0) if "F17" in classes else 0.0,
+        unified_share=delayers.choice((0.2, 0.8)),
+        prefill_info=prefill_info,
+        decode_info=decode_info,
+        force_query=ranks.random() < 0.3,
+        num_gateways=routers.choice((1, 1, 2)),
+        direct_share=routers.choice((0.1, 0.3, 0.6)),
+        router=_draw_router(routers),
+        policies=(routers.choice(tuple(POLICIES)), routers.choice(tuple(POLICIES))),
+        http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
+        error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
+        io_failure=routers.uniform(0.0, 0.01) if "F20" in classes else 0.0,
+    )
+
+
+def _draw_info(random: Random, role: Role) -> PrefillInfo:
+    """How many DP ranks servers of this role have, and how they are dispatched to."""
+    dp_size = random.choice((1, 1, 1, 1, 2, 2, 3, 4))
+    method = method_for(random.choice(tuple(LoadBalanceMethod)), role)
+    return PrefillInfo(dp_size, method, random.choice(tuple(DpConflictPolicy)))
+
+
+def _draw_router(random: Random) -> RouterSettings:
+    exchange = ExchangeSettings(
+        retries=random.choice((0, 1, 3)),
+        document_ns=Nanos(random.choice((60, 600)) * SECOND),
+    )
+    health = HealthSettings(
+        interval_ns=Nanos(random.choice((5, 60)) * SECOND),
+        fast_interval_ns=Nanos(random.choice((500, 3000)) * MILLISECOND),
+        misses=random.choice((1, 2)),
+    )
+    return RouterSettings(
+        exchange, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
     )
 
 
 def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:
-    timeout_s = random.choice((5, 30, 120, 600))
+    timeout_s = random.choice((5, 30, 600, 600, 1800, 1800))
     return WorkloadSettings(
         num_requests=random.randrange(30, 61),
         duration_ns=random.choice((5, 20, 60, 600)) * SECOND,
@@ -126,6 +196,7 @@ def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings
         tight_deadlines=random.choice((0.0, 0.0, 0.2)),
         aborts=random.uniform(0.0, 0.6) if "F13" in classes else 0.0,
         hostile_rooms=random.uniform(0.0, 0.2) if "F17" in classes else 0.0,
+        lost_halves=random.uniform(0.05, 0.25) if {"F6", "F17"} & set(classes) else 0.0,
     )
 
 
@@ -179,6 +250,7 @@ def _draw_settings(
         tombstones=random.choice((2, 1024)),
         stashed_messages=random.choice((2, 1024)),
         stash_ns=Nanos(random.choice((1, 60)) * SECOND),
+        ask_rank_ns=Nanos(random.choice((100, 300)) * MILLISECOND),
     )
 
 
@@ -186,78 +258,9 @@ def _draw_delayer(random: Random) -> DelayerSettings | None:
     if random.random() < 0.7:
         return None
     return DelayerSettings(
-        max_delay_passes=random.choice((3, 30)),
+        max_delay_passes=random.choice((3, 30, 300)),
         low_watermark=random.choice((None, 0.3)),
         queue_min_ratio=random.choice((None, 0.2, 1.0)),
         max_delay_ns=Nanos(random.choice((100, 5000)) * MILLISECOND),
+        pass_ns=Nanos(random.choice((20, 100)) * MILLISECOND),
     )
-
-
-class Target(Protocol):
-    """What the nemesis may do to the world."""
-
-    clock: Clock
-
-    def replica_names(self) -> list[str]: ...
-
-    def crash(self, name: str, *, down_ns: int) -> None: ...
-
-    def pause(self, name: str, *, duration_ns: int) -> None: ...
-
-    def slow_down(self, name: str, *, factor: float, duration_ns: int) -> None: ...
-
-    def partition(self, source: str, target: str, *, duration_ns: int) -> None: ...
-
-    def disconnect(self, share: float) -> None: ...
-
-    def swap_for_snapshot(self, name: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Nemesis:
-    """Puts the faults that are moments, not probabilities, on the clock."""
-
-    target: Target
-    random: Random
-    options: Options
-
-    def schedule(self, until_ns: int) -> None:
-        for name, times, strike in self._plans():
-            if name in self.options.classes:
-                for _ in range(times):
-                    self.target.clock.at(self.random.randrange(until_ns), strike)
-
-    def _plans(self) -> list[tuple[str, int, Callable[[], None]]]:
-        draw = self.random.randrange
-        return [
-            ("F5", draw(1, 6), self._partition),
-            ("F6", draw(1, 4), self._crash),
-            ("F8", draw(1, 4), self._pause),
-            ("F9", draw(1, 3), self._slow_down),
-            ("F18", draw(1, 3), lambda: self.target.disconnect(self.random.uniform(0.1, 0.9))),
-            ("F22", draw(5, 20), lambda: self.target.swap_for_snapshot(self._any_name())),
-        ]
-
-    def _any_name(self) -> str:
-        return self.random.choice(self.target.replica_names())
-
-    def _duration_ns(self, longest_s: float) -> int:
-        """Short ones are as likely as long ones: what matters often happens just after a restart."""
-        return int(longest_s * SECOND * 10 ** self.random.uniform(-3.0, 0.0))
-
-    def _partition(self) -> None:
-        source, target = self._any_name(), self._any_name()
-        duration_ns = self._duration_ns(60.0)
-        self.target.partition(source, target, duration_ns=duration_ns)
-        if self.random.random() < 0.6:
-            self.target.partition(target, source, duration_ns=duration_ns)
-
-    def _crash(self) -> None:
-        self.target.crash(self._any_name(), down_ns=self._duration_ns(120.0))
-
-    def _pause(self) -> None:
-        self.target.pause(self._any_name(), duration_ns=self._duration_ns(60.0))
-
-    def _slow_down(self) -> None:
-        factor = self.random.uniform(2.0, 50.0)
-        self.target.slow_down(self._any_name(), factor=factor, duration_ns=self._duration_ns(60.0))

@@ -1,4 +1,4 @@
-"""Messages that nobody who keeps the protocol would send: from a stranger, about rooms that exist."""
+"""Messages that nobody who keeps the protocol would send: from a stranger, or malformed, about rooms that exist."""
 
 from random import Random
 
@@ -15,10 +15,11 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
     names = sorted(life.node.state.peers.values(), key=lambda known: known.incarnation)
     claimed = random.choice(names).incarnation if names and random.random() < 0.5 else STRANGER
     attempt = random.choice((0, 1, 1, 2))
-    match random.randrange(4):
+    match random.randrange(5):
         case 0:
+            target = Incarnation(life.incarnation.instance, life.incarnation.epoch - random.choice((0, 0, 1)))
             ready = Ready(
-                room, attempt, claimed, life.incarnation, life.settings.layout, random.randrange(1, 100),
+                room, attempt, claimed, target, life.settings.layout, random.randrange(1, 100),
                 held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4),
             )  # fmt: skip
             return STRANGER, ready
@@ -28,6 +29,8 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             source, total = end.peer or claimed, end.total_pages
             offer = Offer(room, end.attempt, source, end.offered, (), (), digests, Nanos(SECOND), total, row)
             return STRANGER, offer
+        case 4 if (end := _receiver(life, room)) is not None and end.peer is not None:
+            return end.peer, _misfitting_offer(random, room, end, end.peer, len(life.settings.shards))
         case 1:
             num_pages = random.randrange(0, 4)
             row = ResultRow(room, random.randbytes(4), 0, b"", 0)
@@ -42,6 +45,17 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             return STRANGER, Release(room, claimed, outcome, random.choice((None, Cause.ABORTED)))
         case _:
             return STRANGER, Abort(room, claimed, random.choice(tuple(Cause)), "made up")
+
+
+def _misfitting_offer(random: Random, room: Room, end: Receiver, peer: Incarnation, num_shards: int) -> Offer:
+    """What the right prefill would say if it had lost its mind: for this room and attempt, and the sizes are wrong."""
+    count = random.randrange(1, 4)
+    short, long = random.choice(((1, 0), (0, 1), (0, 0)))
+    total = end.total_pages if (short or long) else end.total_pages + 1
+    first = max(0, end.total_pages - count) if random.random() < 0.3 else end.offered
+    digests = tuple(random.randbytes(8 * (count - short)) for _ in range(num_shards))
+    pages, generations = tuple(range(count)), (0,) * (count + long)
+    return Offer(room, end.attempt, peer, first, pages, generations, digests, Nanos(SECOND), total)
 
 
 def _receiver(life: Life, room: Room) -> Receiver | None:

@@ -13,6 +13,8 @@ from tandem.core.pd.messages import Message
 from tandem.core.values import MILLISECOND, SECOND, Incarnation
 from tandem.sim.clock import Clock
 
+CALM_SPREAD = 0.1
+
 
 @dataclass(slots=True)
 class LinkSettings:
@@ -109,11 +111,12 @@ class Network:
             self.clock.at(link.last_arrival, self.deliver, origin, destination, message)
 
     def heal_all(self) -> None:
-        """No new faults from here on; copies that are under way still come."""
+        """No new faults from here on, nor messages that take a hundred times as long; copies under way still come."""
         for (source, target), link in list(self.links.items()):
             self.heal(source, target)
             link.last_arrival = self.clock.time  # a new connection does not wait behind a clogged one
         self.settings.loss = self.settings.duplication = self.settings.clog = 0.0
+        self.settings.spread = min(self.settings.spread, CALM_SPREAD)
 
     def drop_stalled(self, instance: str) -> None:
         """A replica has died: what was under way from it or to it is gone."""

@@ -13,6 +13,7 @@ from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import Incarnation, RequestId
 from tandem.sim.clients import Half
+from tandem.sim.clock import LocalClock
 from tandem.sim.executor import CostModel, Executor
 from tandem.sim.transfer import KvStore
 
@@ -26,6 +27,7 @@ class Life:
     executor: Executor
     store: KvStore
     cost: CostModel
+    local_clock: LocalClock = field(default_factory=LocalClock)
     inbox: list[Event] = field(default_factory=list)
     is_step_due: bool = False  # a step is on the clock
     wake_at: int | None = None

@@ -67,11 +67,13 @@ class SeedResult:
     invariant: str = ""  # empty: no violation
     detail: str = ""
     simulated_ns: int = 0
+    lived_ns: int = 0  # of it the time in which a request lived
     num_events: int = 0
     num_requests: int = 0
     num_finished: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     log_hash: str = ""
+    rare: tuple[str, ...] = ()  # states that it has reached, where that was asked (`sometimes.py`)
 
     @property
     def line(self) -> str:
@@ -87,21 +89,23 @@ class Summary:
     first_seed: int
     seeds: int = 0
     violations: list[dict[str, Any]] = field(default_factory=list)
-    simulated_ns: int = 0
+    lived_ns: int = 0
     events: int = 0
     requests: int = 0
     finished: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     hashes: list[str] = field(default_factory=list)
+    rare: Counter[str] = field(default_factory=Counter)  # seeds that have reached each rare state
 
     def add(self, result: SeedResult) -> None:
         self.seeds += 1
-        self.simulated_ns += result.simulated_ns
+        self.lived_ns += result.lived_ns
         self.events += result.num_events
         self.requests += result.num_requests
         self.finished += result.num_finished
         self.faults.update(result.faults)
         self.hashes.append(result.log_hash)
+        self.rare.update(result.rare)
         if result.invariant:
             self.violations.append({"seed": result.seed, "invariant": result.invariant, "line": result.line})
 
@@ -116,7 +120,7 @@ class Summary:
             "first_seed": self.first_seed,
             "seeds": self.seeds,
             "violations": self.violations,
-            "simulated_hours": round(self.simulated_ns / SECOND / 3600, 4),
+            "simulated_hours": round(self.lived_ns / SECOND / 3600, 4),
             "events": self.events,
             "requests": self.requests,
             "faults": {name: self.faults[name] for name in sorted(self.faults, key=lambda name: int(name[1:]))},
@@ -134,6 +138,14 @@ class Summary:
             f"{document['simulated_hours']:.2f} simulated hours, {self.events} events, {self.requests} requests "
             f"({self.finished} halves finished), faults {faults}, log {document['log_hash']}"
         )
+
+    def rates(self, seconds: float, num_cores: int) -> dict[str, float]:
+        """What a hunt is worth: per minute of the machine, and per second of one core."""
+        return {
+            "seeds_per_minute": self.seeds / seconds * 60,
+            "simulated_hours_per_minute": self.lived_ns / SECOND / 3600 / seconds * 60,
+            "events_per_second_per_core": self.events / seconds / num_cores,
+        }
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------

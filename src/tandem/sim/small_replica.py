@@ -59,7 +59,8 @@ class Name:
 RECOUNTERS = (
     checkers.PageAccounting(),
     checkers.PageOwnership(),
-    checkers.ResultRows(),
+    checkers.RowOwners(),
+    checkers.RowsOnce(),
     checkers.PrefixTreePins(),
     checkers.OneQueue(),
     checkers.Retries(),

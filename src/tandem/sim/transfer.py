@@ -106,7 +106,9 @@ class KvStore:
     find: Callable[[Incarnation], "KvStore | None"]  # the store of that very life, None when it has ended
     grants: dict[tuple[int, RequestId, int], Grant] = field(default_factory=dict)
     pulls: dict[tuple[RequestId, int], Pull] = field(default_factory=dict)
-    digesting_until: int = 0  # one thread digests, in the order of the commands
+    digesting_until: dict[ShardId, int] = field(default_factory=dict)  # per shard: one thread, in order of the commands
+    dead: set[ShardId] = field(default_factory=set)  # their workers have died, and the replica will with them
+    slowness: dict[ShardId, float] = field(default_factory=dict)  # shards whose transfers take longer
 
     def is_busy(self) -> bool:
         """A page is on its way, or is being read."""
@@ -116,19 +118,30 @@ class KvStore:
 
     # -- source side
 
-    def publish(self, command: PublishPages) -> None:
+    def publish(self, command: PublishPages, failing: ShardId | None = None) -> None:
+        """Every shard in its own time. `failing`: a shard that has no memory for it."""
         key = (command.room, command.request, command.attempt)
         grant = self.grants.get(key)
         if grant is None:
             grant = Grant(command.request, command.attempt, num_reading=[0] * len(self.memories))
             self.grants[key] = grant
-        begin_at = max(self.clock.time, self.digesting_until)
-        self.digesting_until = begin_at + self.weather.digest_ns(len(command.pages))
-        for shard in range(len(self.memories)):
-            self.clock.at(self.digesting_until + shard * 1000, self._digested, command, grant, ShardId(shard))
+        for shard in map(ShardId, range(len(self.memories))):
+            if shard == failing:
+                detail = "no memory for digests"
+                self._tell(TransferFailed(command.request, command.attempt, shard, Cause.TRANSFER_FAILED, detail))
+                continue
+            duration_ns = self.weather.digest_ns(len(command.pages)) * self.slowness.get(shard, 1.0)
+            ends_at = max(self.clock.time, self.digesting_until.get(shard, 0)) + int(duration_ns)
+            self.digesting_until[shard] = ends_at
+            self.clock.at(ends_at, self._digested, command, grant, shard)
+
+    def _tell(self, event: Event) -> None:
+        """What a dead worker would say is not heard."""
+        if getattr(event, "shard", None) not in self.dead:
+            self.emit(event)
 
     def _digested(self, command: PublishPages, grant: Grant, shard: ShardId) -> None:
-        if grant.is_revoked:
+        if grant.is_revoked or shard in self.dead:
             return
         memory = self.memories[shard]
         digests = b"".join(digest(memory.slots[page]) for page in command.pages)
@@ -136,7 +149,7 @@ class KvStore:
         for index, (page, generation) in enumerate(pages, start=command.first_page):
             grant.generations[page] = generation
             grant.page_indices[page] = index
-        self.emit(PagesDigested(command.request, command.attempt, shard, command.first_page, digests))
+        self._tell(PagesDigested(command.request, command.attempt, shard, command.first_page, digests))
 
     def revoke(self, command: RevokePages) -> None:
         """No new read; each shard answers when its last one has ended, also when nothing was ever published."""
@@ -149,12 +162,14 @@ class KvStore:
         grant.is_revoked = True
         for shard, num_reading in enumerate(grant.num_reading):
             if num_reading == 0:
-                self.emit(ReadsDrained(grant.request, grant.attempt, ShardId(shard)))
+                self._tell(ReadsDrained(grant.request, grant.attempt, ShardId(shard)))
         if not any(grant.num_reading):
             self.grants = {key: other for key, other in self.grants.items() if other is not grant}
 
     def begin_read(self, room: int, page: int, generation: int, shard: ShardId) -> Grant | Cause:
         """Whether a peer may read `page` now. A granted read is counted until `end_read`."""
+        if shard in self.dead:
+            return Cause.PEER_LOST
         for (granted_room, _, _), grant in self.grants.items():
             if granted_room == room and not grant.is_revoked and page in grant.generations:
                 if grant.generations[page] != generation:
@@ -169,7 +184,7 @@ class KvStore:
         self.watcher.page_is_read(self, grant, page, generation, contents if shard == 0 else [])
         grant.num_reading[shard] -= 1
         if grant.is_revoked and grant.num_reading[shard] == 0:
-            self.emit(ReadsDrained(grant.request, grant.attempt, shard))
+            self._tell(ReadsDrained(grant.request, grant.attempt, shard))
             if not any(grant.num_reading):
                 self.grants = {key: other for key, other in self.grants.items() if other is not grant}
         return contents
@@ -178,11 +193,11 @@ class KvStore:
         told_at = grant.told_read_at.get(shard)
         if told_at is None or self.clock.time - told_at >= PAGE_READ_INTERVAL_NS:
             grant.told_read_at[shard] = self.clock.time
-            self.emit(PageRead(grant.request, shard))
+            self._tell(PageRead(grant.request, shard))
 
     # -- destination side
 
-    def pull(self, command: PullPages) -> None:
+    def pull(self, command: PullPages, failing: ShardId | None = None) -> None:
         key = (command.request, command.attempt)
         pull = self.pulls.get(key)
         if pull is None:
@@ -198,6 +213,8 @@ class KvStore:
                     page_digest = digests[index * 8 : index * 8 + 8]
                     wanted = (source, command.generations[index], command.destinations[index], page_digest)
                     stream.wanted.append(wanted)
+            if stream.shard == failing and not stream.is_moving:
+                self._fail(pull, stream, Cause.TRANSFER_FAILED, "no socket")
             self._next_page(pull, stream)
 
     def cancel(self, command: CancelPull) -> None:
@@ -205,7 +222,7 @@ class KvStore:
         pull = self.pulls.get((command.request, command.attempt))
         if pull is None:
             for shard in range(len(self.memories)):
-                self.emit(TransferDrained(command.request, command.attempt, ShardId(shard)))
+                self._tell(TransferDrained(command.request, command.attempt, ShardId(shard)))
             return
         if pull.is_cancelled:
             return
@@ -248,7 +265,8 @@ class KvStore:
         if isinstance(grant, Cause):
             self._fail(pull, stream, grant, "not granted")
             return
-        self.clock.after(self.weather.page_read_ns(), self._end, pull, stream, source, grant, give_up_at)
+        duration_ns = self.weather.page_read_ns() * source.slowness.get(stream.shard, 1.0)
+        self.clock.after(duration_ns, self._end, pull, stream, source, grant, give_up_at)
 
     def _end(self, pull: Pull, stream: Stream, source: "KvStore", grant: Grant, give_up_at: int) -> None:
         if self.find(source.incarnation) is not source:
@@ -281,7 +299,7 @@ class KvStore:
         else:
             stream.is_moving = False
             stream.landed += 1
-            self.emit(PagesLanded(pull.command.request, pull.command.attempt, stream.shard, stream.landed))
+            self._tell(PagesLanded(pull.command.request, pull.command.attempt, stream.shard, stream.landed))
             self._next_page(pull, stream)
 
     def _fail(self, pull: Pull, stream: Stream, cause: Cause, detail: str) -> None:
@@ -290,7 +308,7 @@ class KvStore:
             return
         stream.is_moving = False
         stream.has_failed = True
-        self.emit(TransferFailed(pull.command.request, pull.command.attempt, stream.shard, cause, detail))
+        self._tell(TransferFailed(pull.command.request, pull.command.attempt, stream.shard, cause, detail))
 
     def _stop(self, pull: Pull, stream: Stream) -> None:
         """Nothing of a cancelled stream is on its way any more; saying so may take a while."""
@@ -298,4 +316,4 @@ class KvStore:
 
     def _drained(self, pull: Pull, stream: Stream) -> None:
         stream.is_moving = False
-        self.emit(TransferDrained(pull.command.request, pull.command.attempt, stream.shard))
+        self._tell(TransferDrained(pull.command.request, pull.command.attempt, stream.shard))

@@ -7,6 +7,8 @@ from tandem.core.values import MILLISECOND, SECOND
 from tandem.sim.model import FIRST_TOKEN, VOCABULARY
 from tandem.sim.oracle import Script
 
+TENANTS = ("", "another")  # their prompts begin alike
+
 
 @dataclass(slots=True)
 class WorkloadSettings:
@@ -21,6 +23,7 @@ class WorkloadSettings:
     aborts: float = 0.0  # share whose client leaves at a random moment
     stops: float = 0.05  # share that end by a stop string
     hostile_rooms: float = 0.0  # share that repeat the room of an earlier request
+    lost_halves: float = 0.0  # share of those from other gateways of which one half is never sent
 
 
 @dataclass(slots=True)
@@ -36,6 +39,11 @@ class Ask:
     stops_after: int | None  # tokens after which the edge sees a stop string
     repeats_room: bool
     must_finish: bool = False  # nothing is wrong any more: it has to get its tokens
+    tenant: str = ""  # prefixes are shared only with requests of the same
+    is_direct: bool = True  # comes through another gateway than ours
+    loses_half: bool = False  # that gateway sends one of the two halves only
+    routed_rank: int | None = None  # `routed_dp_rank`: for the server that gets it
+    prefill_rank: int | None = None  # `disagg_prefill_dp_rank`: where decode is to look for it
 
 
 @dataclass(slots=True)
@@ -89,6 +97,7 @@ class Workload:
             leaves,
             stops_after,
             repeats_room=random.random() < settings.hostile_rooms,
+            tenant=TENANTS[index % len(TENANTS)],
         )
 
     def _tokens(self, count: int) -> tuple[int, ...]:
@@ -100,3 +109,21 @@ def plain_ask(random: Random, index: int, time: int, prompt_len_max: int) -> Ask
     """A small request that a healthy pair has to answer."""
     prompt = tuple(FIRST_TOKEN + random.randrange(VOCABULARY) for _ in range(random.randrange(1, prompt_len_max + 1)))
     return Ask(index, time, Script(prompt, 3, 0), 300 * SECOND, 0, None, None, repeats_room=False, must_finish=True)
+
+
+def route_asks(
+    asks: list[Ask], random: Random, *, direct_share: float, dp_size: int, lost: float, hostility: float
+) -> None:
+    """How they come in, and which of the `dp_size` ranks of a prefill they name: mostly none, some not rightly."""
+    for ask in asks:
+        ask.is_direct = ask.repeats_room or random.random() < direct_share
+        ask.loses_half = ask.is_direct and random.random() < lost
+        draw, rank = random.random(), random.randrange(dp_size)
+        if dp_size > 1 and draw < 0.25:
+            ask.routed_rank = rank
+        if dp_size > 1 and draw < 0.15:
+            ask.prefill_rank = rank
+        elif draw < 0.2 and (dp_size > 1 or hostility):
+            ask.prefill_rank = random.randrange(dp_size + 1)
+        if hostility and random.random() < 0.02:
+            ask.routed_rank = random.choice((-1, dp_size))

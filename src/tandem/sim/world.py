@@ -10,17 +10,21 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any  # what a step was told and wants, only encoded here
 
 import msgspec
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import (
+    AnnounceDpRank,
+    AskDpRank,
     CancelPull,
     Command,
     EmitTokens,
     FailRequest,
     FinishRequest,
     ForgetRequests,
+    GatherSnapshot,
     LaunchBatch,
     LearnPeer,
     PublishPages,
@@ -33,32 +37,41 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
-    PeerLearned,
     PeerLost,
     PeerSaid,
-    PeerUnknown,
     RequestArrived,
 )
 from tandem.core.pd.messages import Message
+from tandem.core.sched.gates import Snapshot
+from tandem.core.sched.gather import Gathering, Mail
 from tandem.core.sched.node import EngineNode
-from tandem.core.settings import Role
-from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Incarnation, PageId, RequestId
+from tandem.core.settings import NodeSettings, PrefillInfo, Role
+from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.sim.bootstraps import Bootstraps
 from tandem.sim.checkers import Checkers
-from tandem.sim.clients import Half
-from tandem.sim.clock import Clock
+from tandem.sim.clients import Exchange, Half
+from tandem.sim.clock import Clock, LocalClock
+from tandem.sim.direct import DirectClients
+from tandem.sim.edge import Edge
 from tandem.sim.executor import CostModel, Executor, MemoryGuard, PageMemory
-from tandem.sim.faults import Nemesis, Options
+from tandem.sim.faults import ALONE, Options
+from tandem.sim.gateway import Gateway
+from tandem.sim.harm import Harm
+from tandem.sim.http import Http
 from tandem.sim.links import Network
+from tandem.sim.nemesis import Nemesis, cast_of
 from tandem.sim.oracle import Violation
 from tandem.sim.replica import Life, Replica
-from tandem.sim.router import Router
+from tandem.sim.servers import Server, rank_names, server_of
 from tandem.sim.transfer import KvStore
 from tandem.sim.weather import DataWeather
-from tandem.sim.workload import Workload
+from tandem.sim.workload import Ask, Workload, plain_ask, route_asks
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
 QUIET_NS = 5 * SECOND  # after the last end: late copies of messages still come
-RECOUNT_EVERY = 256  # events
+RECOUNT_EVERY = 256
+YEAR_NS = 365 * 24 * 3600 * SECOND
+MAX_DRIFT_PPM = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +82,10 @@ class Timing:
     page_digest: tuple[int, int] = (10_000, 100_000)
     look_up: tuple[int, int] = (MILLISECOND, 20 * MILLISECOND)
     batch_jitter: float = 0.2
+    register: tuple[int, int] = (0, 50 * MILLISECOND)
 
 
-STEADY = Timing((10_000, 10_001), (50_000, 50_001), (MILLISECOND, MILLISECOND + 1), 0.0)
+STEADY = Timing((10_000, 10_001), (50_000, 50_001), (MILLISECOND, MILLISECOND + 1), 0.0, (0, 1))
 
 Trace = Callable[[int, Life, tuple[Event, ...], tuple[Command, ...]], None]
 
@@ -81,19 +95,29 @@ class World:
     options: Options
     trace: Trace | None = None
     timing: Timing = Timing()
+    recount_every: int = RECOUNT_EVERY  # events
     swap_every: int = 0  # replace each node by its own snapshot every so many steps; must change nothing
     clock: Clock = field(default_factory=Clock)
+    servers: dict[str, Server] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
+    gateways: dict[str, Gateway] = field(default_factory=dict)
     faults: Counter[str] = field(default_factory=Counter)
     num_events: int = 0
     num_planned: int = 0  # restarts, and the healing, that are still on the clock
+    heals_at: int = 0
+    quiet_at: int = 0  # when gateways have found out that everything is healed
     is_healed: bool = False
     is_probed: bool = False
     batches_to_fail: int = 0  # the next so many, by order of a scenario
 
     # Not part of the constructor: one random stream per concern, so that one draw more here moves nothing there.
     random: Random = field(init=False)
-    router: Router = field(init=False)
+    io_random: Random = field(init=False)
+    edge: Edge = field(init=False)
+    direct: DirectClients = field(init=False)
+    bootstraps: Bootstraps = field(init=False)
+    harm: Harm = field(init=False)
+    http: Http = field(init=False)
     weather: DataWeather = field(init=False)
     network: Network = field(init=False)
     checkers: Checkers = field(init=False)
@@ -101,13 +125,17 @@ class World:
     encoder: msgspec.msgpack.Encoder = field(init=False)
 
     def __post_init__(self) -> None:
-        seed = self.options.seed
+        seed, timing = self.options.seed, self.timing
         self.random = Random(f"world {seed}")
-        self.router = Router(self, self.options, Random(f"router {seed}"), self.random)
-        links = Random(f"links {seed}")
+        self.io_random = Random(f"io {seed}")
         settings = replace(self.options.links)  # healing changes it
-        self.network = Network(self.clock, links, settings, self._arrive, self._lose, self.count)
-        self.weather = DataWeather(self.random, self.options, self.network, self.timing.page_digest, self.count)
+        self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
+        self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
+        self.weather = DataWeather(self.random, self.options, self.network, timing.page_digest, self.count)
+        self.edge = Edge(self, self.random)
+        self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
+        self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
+        self.harm = Harm(self, self.random, Random(f"hosts {seed}"), self.clock)
         self.checkers = Checkers(self)
         self.log = hashlib.blake2b(digest_size=16)
         self.encoder = msgspec.msgpack.Encoder()
@@ -117,34 +145,89 @@ class World:
 
     def _build(self) -> None:
         options = self.options
-        for role, template, count in (
-            (Role.PREFILL, options.prefill, options.num_prefills),
-            (Role.DECODE, options.decode, options.num_decodes),
-            (Role.UNIFIED, options.decode, options.num_unified),
-        ):
-            for index in range(count):
-                replica = Replica(f"{role}-{index}", role, template)
-                if "F19" in options.classes and role is Role.DECODE and index == 0:
-                    replica.template = msgspec.structs.replace(template, layout="another layout")
-                    self.count("F19")
-                for name in ("F11", "F12"):
-                    if name in options.classes:
-                        self.count(name)
-                self.replicas[replica.name] = replica
-                self.start(replica)
+        for name, role in cast_of(options).servers.items():
+            template = options.prefill if role is Role.PREFILL else options.decode
+            info = {Role.PREFILL: options.prefill_info, Role.DECODE: options.decode_info}.get(role, ALONE)
+            if "F19" in options.classes and name == "decode-0":
+                template = msgspec.structs.replace(template, layout="another layout")
+                self.count("F19")
+            for fault in ("F11", "F12"):
+                if fault in options.classes:
+                    self.count(fault)
+            self.add_server(name, role, template, info)
+        for name in cast_of(options).gateways:
+            self.add_gateway(name)
+
+    def add_server(self, name: str, role: Role, template: NodeSettings, info: PrefillInfo = ALONE) -> None:
+        """With all of its ranks, up from now on."""
+        server = self.servers[name] = Server(name, role, info)
+        for rank, rank_name in enumerate(rank_names(name, info.dp_size)):
+            settings = ranked(template, role, rank, info, force_query=self.options.force_query)
+            replica = self.replicas[rank_name] = Replica(rank_name, role, settings)
+            server.ranks.append(replica)
+        self.start_server(server)
+
+    def add_replica(self, name: str, role: Role, template: NodeSettings) -> Replica:
+        """One rank, whose settings say which; up from now on. The first one brings its server."""
+        server_name = server_of(name)
+        info = template.prefill_info if role is Role.PREFILL else ALONE
+        server = self.servers.setdefault(server_name, Server(server_name, role, info))
+        replica = self.replicas[name] = Replica(name, role, template)
+        server.ranks.append(replica)
+        self.start(replica)
+        return replica
+
+    def add_gateway(self, name: str) -> None:
+        """Put in when all servers are."""
+        options, random = self.options, Random(f"{name} {self.options.seed}")
+        gateway = Gateway(name, self, options.router, options.policies, random, options.error_heads)
+        self.gateways[name] = gateway
+        self.start_gateway(gateway)
+
+    def start_gateway(self, gateway: Gateway) -> None:
+        gateway.start(self._draw_clock(Incarnation(gateway.name, gateway.epoch + 1)))
+
+    def start_server(self, server: Server) -> None:
+        """An API process, and a new life of every rank."""
+        server.start(self._draw_clock(Incarnation(f"edge of {server.name}", server.epoch + 1)))
+        for rank in server.ranks:
+            self.start(rank)
 
     def schedule_all(self) -> None:
         """Clients, faults, and the moment of healing."""
         seed, options = self.options.seed, self.options
         asks = Workload(Random(f"workload {seed}"), options.workload).draw()
-        self.router.expect(asks)
-        heal_at = asks[-1].arrives_at + SETTLE_NS
-        Nemesis(self, Random(f"nemesis {seed}"), options).schedule(heal_at)
+        route_asks(
+            asks,
+            Random(f"ranks {seed}"),
+            direct_share=options.direct_share,
+            dp_size=options.prefill_info.dp_size,
+            lost=options.workload.lost_halves,
+            hostility=options.hostility,
+        )
+        for ask in asks:
+            self.edge.num_to_come += 1
+            self.clock.at(ask.arrives_at, self._ask, ask)
+        self.heals_at = asks[-1].arrives_at + SETTLE_NS
+        Nemesis(self.harm, Random(f"nemesis {seed}"), options).schedule(self.heals_at)
         self.num_planned += 1
-        self.clock.at(heal_at, self._heal)
+        self.clock.at(self.heals_at, self.harm.heal)
+
+    def _ask(self, ask: Ask) -> None:
+        self.edge.num_to_come -= 1
+        exchange = Exchange(ask, None)
+        self.edge.exchanges.append(exchange)
+        gateways = list(self.gateways.values())
+        if ask.is_direct or not gateways:
+            self.direct.ask(ask, exchange)
+        else:
+            gateways[ask.index % len(gateways)].ask(ask, exchange)
 
     def start(self, replica: Replica) -> None:
-        """A new life: an empty node and empty memory under the next epoch."""
+        """A new life: an empty node and empty memory under the next epoch. It registers by itself."""
+        server = self.servers[server_of(replica.name)]
+        if not server.is_up:
+            server.start(self._draw_clock(Incarnation(f"edge of {server.name}", server.epoch + 1)))
         replica.epoch += 1
         incarnation = Incarnation(replica.name, replica.epoch)
         settings = msgspec.structs.replace(replica.template, role=replica.role, incarnation=incarnation)
@@ -158,9 +241,20 @@ class World:
             executor,
             self._new_store(incarnation, executor.memories),
             CostModel(jitter=self.timing.batch_jitter),
+            self._draw_clock(incarnation),
         )
         life.store.emit = lambda event: self.push(life, event)
         replica.life = life
+        if replica.role is Role.PREFILL:
+            self.bootstraps.register(life)
+
+    def _draw_clock(self, incarnation: Incarnation) -> LocalClock:
+        """A clock that nobody else has: a time that leaves its node is years off for everybody else."""
+        if "F10" not in self.options.classes:
+            return LocalClock()
+        self.count("F10")
+        random = Random(f"clock {self.options.seed} {incarnation.instance} {incarnation.epoch}")
+        return LocalClock(random.randrange(YEAR_NS, 100 * YEAR_NS), random.randrange(-MAX_DRIFT_PPM, MAX_DRIFT_PPM + 1))
 
     def _new_store(self, incarnation: Incarnation, memories: list[PageMemory]) -> KvStore:
         random = Random(f"store {self.options.seed} {incarnation.instance} {incarnation.epoch}")
@@ -184,24 +278,24 @@ class World:
                 return
             self.clock.run_next()
             self.num_events += 1
-            if self.num_events % RECOUNT_EVERY == 0:
+            if self.num_events % self.recount_every == 0:
                 self.checkers.recount()
-            if self.router.num_open == 0 and self._is_over():
+            if self.edge.num_open == 0 and self._is_over():
                 break
         self.checkers.at_idle()
 
     def _is_over(self) -> bool:
         """Drained twice: after healing, and once more after every pair has had its probe."""
-        if not self.is_healed or self.num_planned or self.router.num_to_come:
+        if not self.is_healed or self.num_planned or self.edge.num_to_come:
             return False
-        if self.clock.time < self.router.last_end_at + QUIET_NS:
+        if self.clock.time < max(self.edge.last_end_at + QUIET_NS, self.quiet_at):
             return False
         if any(replica.life is not None and replica.life.store.is_busy() for replica in self.replicas.values()):
             return False
         if not self.is_probed:
             self.is_probed = True
             if "F19" not in self.options.classes:
-                self.router.probe_all()
+                self.probe_all()
             return False
         return True
 
@@ -223,6 +317,7 @@ class World:
         if not life.is_alive:
             return
         if life.replica.paused_until > self.clock.time:
+            life.is_step_due = True
             self.clock.at(life.replica.paused_until, self._step, life)
             return
         life.is_step_due = False
@@ -234,19 +329,25 @@ class World:
         self._sleep(life, wake_at)
 
     def _think(self, life: Life, events: tuple[Event, ...]) -> tuple[tuple[Command, ...], int | None]:
-        now = self.clock.now()
+        now = life.local_clock.read(self.clock.time)
         life.num_steps += 1
         if self.swap_every and life.num_steps % self.swap_every == 0:
             life.node = restored(life)
         try:
             effects = life.node.step(events, now)
         except Exception as error:
+            if self.trace is not None:
+                self.trace(self.clock.time, life, events, ())
             raise Violation("S13", f"{life.replica.name} raised {describe_error(error)}") from error
         self.checkers.compare_with_twin(life, events, now, effects)
-        self.log.update(self.encoder.encode((now, life.replica.name, events, effects.commands, effects.wake_at)))
+        self.log_step(life.replica.name, now, events, effects.commands, effects.wake_at)
         if self.trace is not None:
-            self.trace(now, life, events, effects.commands)
-        return effects.commands, effects.wake_at
+            self.trace(self.clock.time, life, events, effects.commands)
+        wake_at = effects.wake_at
+        return effects.commands, life.local_clock.when(wake_at) if wake_at is not None else None
+
+    def log_step(self, name: str, now: Nanos, events: Any, commands: Any, wake_at: int | None) -> None:
+        self.log.update(self.encoder.encode((now, name, events, commands, wake_at)))
 
     def _sleep(self, life: Life, wake_at: int | None) -> None:
         life.wake_at = wake_at
@@ -269,25 +370,67 @@ class World:
                 life.work.append(requests)
                 life.store.forget(requests)
                 self._work(life)
-            case EmitTokens(requests, _, _):
-                for request in requests:
-                    self.router.see_token(life, life.halves[request])
+            case EmitTokens(requests, tokens, _):
+                for index, request in enumerate(requests):
+                    token = int.from_bytes(tokens[4 * index : 4 * index + 4], "little")
+                    self.edge.see_token(life.halves[request], token)
             case FinishRequest(request) | FailRequest(request):
-                self.router.see_end(life, life.halves[request])
+                self.edge.see_end(life.halves[request])
             case StartRequest():
                 pass
-            case LearnPeer(address):
-                self._look_up(life, address)
+            case LearnPeer() | AskDpRank():
+                self.bootstraps.ask(life, command)
+            case AnnounceDpRank():
+                self._announce(life, command)
+            case GatherSnapshot(number, snapshot):
+                self._gather(life, number, snapshot)
             case Tell(peer, message):
-                self.network.send(life.incarnation, peer, message)
+                if not self._io_fails():
+                    self.network.send(life.incarnation, peer, message)
             case PublishPages():
-                life.store.publish(command)
+                life.store.publish(command, failing=self._failing_shard(life))
             case RevokePages():
                 life.store.revoke(command)
             case PullPages():
-                life.store.pull(command)
+                life.store.pull(command, failing=self._failing_shard(life))
             case CancelPull():
                 life.store.cancel(command)
+
+    def _io_fails(self) -> bool:
+        """A socket without room, a device without memory."""
+        rate = 0.0 if self.is_healed else self.options.io_failure
+        if not rate or self.io_random.random() >= rate:
+            return False
+        self.count("F20")
+        return True
+
+    def _failing_shard(self, life: Life) -> ShardId | None:
+        return ShardId(self.io_random.randrange(len(life.settings.shards))) if self._io_fails() else None
+
+    def _announce(self, life: Life, command: AnnounceDpRank) -> None:
+        if not self._io_fails():
+            self.bootstraps.announce(life, command)
+
+    def _gather(self, life: Life, number: int | None, snapshot: Snapshot) -> None:
+        """The ranks of a server decide together; their snapshots meet at its API process."""
+        server = self.servers[server_of(life.replica.name)]
+        if server.gathering is None:
+            return
+        gathering = server.gathering
+        now = server.clock.read(self.clock.time)
+        self._mail(server, gathering.say(life.settings.dp_rank, number, snapshot, now))
+        if gathering.closes_at is not None:
+            self.clock.at(server.clock.when(gathering.closes_at), self._tick, server, gathering)
+
+    def _tick(self, server: Server, gathering: Gathering) -> None:
+        if server.gathering is gathering:
+            self._mail(server, gathering.tick(server.clock.read(self.clock.time)))
+
+    def _mail(self, server: Server, mail: Mail) -> None:
+        for rank, event in mail:
+            life = server.ranks[rank].life
+            if life is not None:
+                self.push(life, event)
 
     def _work(self, life: Life) -> None:
         """Give the worker its next batch, if it has none."""
@@ -303,8 +446,8 @@ class World:
                 life.executor.forget(item)
 
     def _finish_batch(self, life: Life, plan: BatchPlan) -> None:
-        if not life.is_alive:
-            return
+        if not life.is_alive or life.store.dead:
+            return  # a shard that is dead ends no batch
         life.is_working = False
         invalid: frozenset[int] = frozenset()
         rate = 0.0 if self.is_healed else self.options.batch_failure
@@ -321,19 +464,22 @@ class World:
             self.push(life, BatchReturned(life.executor.run(plan, invalid=invalid)))
         self._work(life)
 
-    def _look_up(self, life: Life, address: Address) -> None:
-        """The bootstrap server lives and dies with its replica."""
-        self.clock.after(self.random.randrange(*self.timing.look_up), self._answer, life, address)
+    # -- the end
 
-    def _answer(self, life: Life, address: Address) -> None:
-        if not life.is_alive:
-            return
-        replica = self.replicas.get(address.host)
-        there = replica.life if replica is not None else None
-        if there is None or self.network.is_cut(life.replica.name, address.host):
-            self.push(life, PeerUnknown(address, "nobody answers"))
-        else:
-            self.push(life, PeerLearned(address, there.incarnation, there.settings.layout))
+    def probe_all(self) -> None:
+        """Every pair, directly; and every gateway has to find one by itself."""
+        self.direct.probe_all()
+        for index, gateway in enumerate(self.gateways.values()):
+            self.edge.num_to_come += 1
+            self.clock.after((index + 1) * SECOND, self._probe, gateway)
+
+    def _probe(self, gateway: Gateway) -> None:
+        self.edge.num_to_come -= 1
+        prompt_len_max = min(20, self.options.workload.prompt_len_max)
+        ask = plain_ask(self.io_random, len(self.edge.exchanges), self.clock.time, prompt_len_max)
+        exchange = Exchange(ask, None)
+        self.edge.exchanges.append(exchange)
+        gateway.ask(ask, exchange)
 
     # -- network
 
@@ -345,17 +491,22 @@ class World:
             return
         sender = self.find(source)
         if sender is not None:  # the connection is refused, or made by another epoch
-            self.clock.after(self.random.randrange(MILLISECOND, SECOND), self._tell_loss, sender, target)
+            self.clock.after(self.random.randrange(MILLISECOND, SECOND), self.tell_refusal, sender, target)
 
     def _lose(self, name: str, lost: str) -> None:
-        """The connection from `name` to `lost` has broken although both live."""
+        """The connection from `name` to `lost` has broken although both live. Those of HTTP find out by themselves."""
+        if name not in self.replicas or lost not in self.replicas:
+            return
         life, there = self.replicas[name].life, self.replicas[lost].life
         if life is not None and there is not None:
             self.push(life, PeerLost(there.incarnation))
 
-    def _tell_loss(self, life: Life, lost: Incarnation) -> None:
+    def tell_refusal(self, life: Life, lost: Incarnation) -> None:
         if life.is_alive and self.find(lost) is None:
             self.push(life, PeerLost(lost))
+
+    def tell_loss(self, life: Life, lost: Life) -> None:
+        self.tell_refusal(life, lost.incarnation)
 
     def find(self, incarnation: Incarnation) -> Life | None:
         replica = self.replicas.get(incarnation.instance)
@@ -366,90 +517,27 @@ class World:
         life = self.find(incarnation)
         return life.store if life is not None else None
 
-    # -- faults
-
-    def replica_names(self) -> list[str]:
-        return list(self.replicas)
-
-    def crash(self, name: str, *, down_ns: int) -> None:
-        replica = self.replicas[name]
-        life, replica.life = replica.life, None
-        if life is None:
-            return
-        self.count("F6")
-        self.network.drop_stalled(name)
-        for half in life.halves.values():
-            if half.is_open:
-                self.router.close(half)
-        for other in self.replicas.values():
-            if other.life is not None:
-                detected_ns = int(3 * SECOND * 10 ** self.random.uniform(-3.0, 0.0))
-                self.clock.after(detected_ns, self._tell_loss, other.life, life.incarnation)
-        self.num_planned += 1
-        self.clock.after(down_ns, self._restart, replica)
-
-    def _restart(self, replica: Replica) -> None:
-        self.num_planned -= 1
-        if replica.life is None:
-            self.start(replica)
-
-    def pause(self, name: str, *, duration_ns: int) -> None:
-        replica = self.replicas[name]
-        if replica.paused_until > self.clock.time:
-            return
-        self.count("F8")
-        replica.paused_until = self.clock.time + duration_ns
-        replica.pauses_ns += duration_ns
-
-    def slow_down(self, name: str, *, factor: float, duration_ns: int) -> None:
-        self.count("F9")
-        replica = self.replicas[name]
-        replica.slowdown = factor
-        self.clock.after(duration_ns, self._speed_up, replica)
-
-    def _speed_up(self, replica: Replica) -> None:
-        replica.slowdown = 1.0
-
-    def partition(self, source: str, target: str, *, duration_ns: int) -> None:
-        if source == target:
-            return
-        self.count("F5")
-        self.network.cut(source, target)
-        self.clock.after(duration_ns, self.network.heal, source, target)
-
-    def disconnect(self, share: float) -> None:
-        self.router.disconnect(share)
-
-    def swap_for_snapshot(self, name: str) -> None:
-        """From here on a restored copy decides beside the original; see `Checkers.compare_with_twin`."""
-        life = self.replicas[name].life
-        if life is not None and life.twin is None:
-            self.count("F22")
-            life.twin = restored(life)
-            life.twin_steps = 100
-
-    def _heal(self) -> None:
-        self.num_planned -= 1
-        self.is_healed = self.weather.is_calm = True
-        self.network.heal_all()
-        for replica in self.replicas.values():
-            replica.slowdown = 1.0
-            replica.pauses_ns -= max(0, replica.paused_until - self.clock.time)
-            replica.paused_until = 0
-            if replica.life is None:
-                self.start(replica)
-            elif replica.life.is_step_due:
-                self.clock.after(0, self._step_if_due, replica.life)
-
-    def _step_if_due(self, life: Life) -> None:
+    def step_if_due(self, life: Life) -> None:
         if life.is_alive and life.is_step_due:
             self._step(life)
 
     def watch_deadline(self, life: Life, half: Half) -> None:
         self.checkers.watch_deadline(life, half)
 
+    def copy_of(self, life: Life) -> EngineNode:
+        return restored(life)
+
     def count(self, fault: str) -> None:
         self.faults[fault] += 1
+
+
+def ranked(template: NodeSettings, role: Role, dp_rank: int, info: PrefillInfo, *, force_query: bool) -> NodeSettings:
+    """The settings of one rank. Only a prefill tells of its ranks; those of any server delay prompts together."""
+    delayer = template.delayer
+    if delayer is not None:
+        delayer = msgspec.structs.replace(delayer, num_ranks=info.dp_size)
+    template = msgspec.structs.replace(template, delayer=delayer, force_query=force_query)
+    return msgspec.structs.replace(template, dp_rank=dp_rank, prefill_info=info) if role is Role.PREFILL else template
 
 
 def restored(life: Life) -> EngineNode:

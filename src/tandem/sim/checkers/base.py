@@ -1,0 +1,32 @@
+"""What every checker needs: the world as it sees it, and the words in which it names a place."""
+
+from typing import Protocol
+
+from tandem.core.commands import FailRequest, FinishRequest
+from tandem.core.kv.pool import NOBODY, PagePool, PageState
+from tandem.core.values import SECOND, Incarnation, PageId, RequestId
+from tandem.sim.clock import Clock
+from tandem.sim.replica import Life, Replica
+
+GRACE_NS = SECOND  # "never hangs" = ended by deadline + 1 s
+
+End = FinishRequest | FailRequest
+
+
+class Watched(Protocol):
+    """What the checkers see of a `World`."""
+
+    clock: Clock
+    replicas: dict[str, Replica]
+
+    def find(self, incarnation: Incarnation) -> Life | None: ...
+
+
+def where(life: Life, request: RequestId | None = None) -> str:
+    name = f"{life.replica.name}.{life.incarnation.epoch}"
+    return name if request is None else f"{name} request {request}"
+
+
+def owner_of(pool: PagePool, page: PageId) -> str:
+    owner, state = pool.owners[page], PageState(pool.states[page]).name.lower()
+    return f"{state} by request {owner}" if owner != NOBODY else state
