@@ -37,6 +37,7 @@ PARTS = (
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
     Part("processes and clients", ("e2e_cpu/",), 240),
     Part("nemesis", ("nemesis/",), 180),
+    Part("mutants in real servers", ("mutants/test_real_server",), 120),
     Part("simulation", ("sim/", "mutants/"), 120),
     Part("rest", ("",), 60),
 )

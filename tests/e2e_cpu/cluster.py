@@ -101,10 +101,11 @@ class Server:
         return found
 
     def is_idle(self) -> bool:
-        """No request, and no page that is not free or cached."""
+        """No request, and nothing that only requests have: pages neither free nor cached, pins, rooms, result rows."""
         state = self.state()
-        pages = state["pages"]
-        return not any(state["queues"].values()) and pages["owned"] == pages["quarantined"] == 0
+        pages, rows = state["pages"], state["result_rows"]
+        held = pages["owned"] + pages["quarantined"] + state["pages_pinned_by_tree"] + state["rooms"]
+        return not any(state["queues"].values()) and held == 0 and rows["free"] == rows["total"]
 
 
 @dataclass

@@ -12,6 +12,7 @@ from tandem.core.sched import (
     gates,
     planner,
 )
+from tandem.core.values import ShardId
 from tandem.sim.mutants.base import mutant, replaced
 
 
@@ -44,7 +45,7 @@ def node_takes_its_decode_set_for_sorted() -> Iterator[None]:
 def failure_of_a_later_shard_is_not_heard() -> Iterator[None]:
     original = transfer.Receiver.hear
 
-    def hear(receiver: Any, shard: Any, report: Any) -> None:
+    def hear(receiver: Any, shard: ShardId, report: Any) -> None:
         if report.failure is None or shard == 0:
             original(receiver, shard, report)
 
