@@ -338,7 +338,7 @@ async def kill_child(it: Arena, clients: Clients, aftermath: asyncio.TaskGroup) 
     """The server notices by itself, ends, and is started again by whoever supervises it."""
     async with calmness(it):
         target = it.random.choice(it.targets)
-        module = it.random.choice(("worker_process", "node_process"))
+        module = it.random.choice(("worker_process", "node.process"))
         it.note("kill", f"{target.name} {module}")
         target.is_impaired = True
         remember_pids(it)
@@ -394,7 +394,7 @@ async def pause(it: Arena, aftermath: asyncio.TaskGroup, over_at: float) -> None
     if not free:
         return
     target = it.random.choice(free)
-    module = it.random.choice(("api", "node_process", "worker_process", "all"))
+    module = it.random.choice(("api", "node.process", "worker_process", "all"))
     seconds = log_uniform(it.random, *PAUSE_S)
     async with it.calm:
         it.note("pause", f"{target.name} {module} for {seconds:.1f} s")
