@@ -14,7 +14,7 @@ from statistics import median
 
 from conditions import conditions
 
-from tandem.sim.faults import draw_options
+from tandem.sim.faults.options import draw_options
 from tandem.sim.hunt import draw_first_seed, num_cores, run_until
 from tandem.sim.report import SeedResult, Summary
 

@@ -11,8 +11,8 @@ import pytest
 
 from tandem.core.events import AbortRequested, Event, PeerLost, StopMatched
 from tandem.core.values import RequestId
-from tandem.sim.replica import Life
-from tandem.sim.scenario import DIVIDER, Scenario
+from tandem.sim.actors.replica import Life
+from tandem.sim.story.scenario import DIVIDER, Scenario
 from tandem.sim.world import World
 
 STORIES = Path(__file__).parent.parent / "scenarios"

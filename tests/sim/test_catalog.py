@@ -8,7 +8,7 @@ import pytest
 
 from tandem.sim import catalog
 from tandem.sim.catalog import CAPABILITIES, FAULTS, INVARIANTS, Row, page
-from tandem.sim.faults import CLASSES
+from tandem.sim.faults.options import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "invariants.md"
 ROWS = (*INVARIANTS, *FAULTS)

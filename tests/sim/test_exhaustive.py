@@ -16,10 +16,10 @@ from tandem.core.request import Request
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId, Room
-from tandem.sim.exhaustive import MACHINES, Found, entries, explore, explore_all, report
-from tandem.sim.forks import situation
 from tandem.sim.mutants import MUTANTS
-from tandem.sim.small_worlds import SMALL_WORLDS, TO_THE_END
+from tandem.sim.small.exhaustive import MACHINES, Found, entries, explore, explore_all, report
+from tandem.sim.small.forks import situation
+from tandem.sim.small.worlds import SMALL_WORLDS, TO_THE_END
 
 DEPTH = int(os.environ.get("TANDEM_EXHAUSTIVE_DEPTH", "0"))
 WORLDS = {small.name: small for small in SMALL_WORLDS}
@@ -131,7 +131,7 @@ def test_a_search_leaves_the_tables_as_they_were() -> None:
 def test_a_search_is_the_same_whatever_the_hash_seed() -> None:
     said = set()
     for hash_seed in ("0", "4711"):
-        command = [sys.executable, "-m", "tandem.sim.exhaustive", "--world", "queued"]
+        command = [sys.executable, "-m", "tandem.sim.small.exhaustive", "--world", "queued"]
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         said.add(done.stdout.partition(", run to the end")[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.sim.clients import Exchange, Half
+from tandem.sim.actors.clients import Exchange, Half
 from tandem.sim.hunt import draw_first_seed, lived_ns, num_cores, run_all, run_until
 from tandem.sim.oracle import Script
 from tandem.sim.report import SeedResult, Summary

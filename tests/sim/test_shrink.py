@@ -5,17 +5,17 @@ from random import Random
 
 import pytest
 
-from tandem.sim.faults import draw_options
+from tandem.sim.faults.options import draw_options
 from tandem.sim.hunt import run_seed
 from tandem.sim.mutants import MUTANTS
 from tandem.sim.oracle import Script as Answer
 from tandem.sim.oracle import Violation
-from tandem.sim.prompts import Namer, Stories
-from tandem.sim.scenario import DIVIDER, Scenario
-from tandem.sim.script import OrderLine, RequestLine, Script
-from tandem.sim.shrink import Found, shrink_seed
-from tandem.sim.tape import Tape
-from tandem.sim.words import ns_text, parse_ns, parse_setting, parse_weather, settings_words, weather_words
+from tandem.sim.story.prompts import Namer, Stories
+from tandem.sim.story.scenario import DIVIDER, Scenario
+from tandem.sim.story.script import OrderLine, RequestLine, Script
+from tandem.sim.story.shrink import Found, shrink_seed
+from tandem.sim.story.tape import Tape
+from tandem.sim.story.words import ns_text, parse_ns, parse_setting, parse_weather, settings_words, weather_words
 from tandem.sim.world import RECOUNT_EVERY, World
 
 FEW = 20  # events

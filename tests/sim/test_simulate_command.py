@@ -7,7 +7,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.sim.mutants import MUTANTS
 from tandem.sim.oracle import Violation
-from tandem.sim.scenario import DIVIDER, play
+from tandem.sim.story.scenario import DIVIDER, play
 
 
 def test_simulate_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:

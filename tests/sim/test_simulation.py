@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from tandem.core.commands import FailRequest, FinishRequest
-from tandem.sim.faults import CLASSES, draw_options
+from tandem.sim.faults.options import CLASSES, draw_options
 from tandem.sim.hunt import run_seed, run_seeds
 from tandem.sim.report import SeedResult
 from tandem.sim.world import World

@@ -9,9 +9,9 @@ from tandem.core.fleet.router import Router
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import SECOND, Cause, ShardId
 from tandem.server.api.errors import RULES
-from tandem.sim.legs import OTHER_STATUS, STATUS
+from tandem.sim.actors.legs import OTHER_STATUS, STATUS
 from tandem.sim.oracle import Script
-from tandem.sim.words import SMALL, quiet_options
+from tandem.sim.story.words import SMALL, quiet_options
 from tandem.sim.workload import Ask
 from tandem.sim.world import World
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator
 
 from tandem.core.values import SECOND
-from tandem.sim.faults import draw_options
+from tandem.sim.faults.options import draw_options
 from tandem.sim.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
 from tandem.sim.report import SeedResult, Summary
-from tandem.sim.shrink import shrink_seed
 from tandem.sim.sometimes import table
+from tandem.sim.story.shrink import shrink_seed
 
 DEFAULT_SEEDS = 100
 PROGRESS_EVERY = 50  # seeds

@@ -10,8 +10,8 @@ from itertools import chain, count
 from multiprocessing.pool import Pool
 from secrets import randbelow
 
-from tandem.sim.clients import Half
-from tandem.sim.faults import draw_options
+from tandem.sim.actors.clients import Half
+from tandem.sim.faults.options import draw_options
 from tandem.sim.oracle import Violation
 from tandem.sim.report import SeedResult, trace_step
 from tandem.sim.sometimes import Watch

@@ -32,7 +32,7 @@ from tandem.core.sched.gates import Reason
 from tandem.core.sched.progress import Progress, State, WaitingFor
 from tandem.core.settings import OptimisticPolicy, Role
 from tandem.core.values import Cause, RequestId
-from tandem.sim.replica import Life
+from tandem.sim.actors.replica import Life
 from tandem.sim.world import World
 
 RATE_MIN, RATE_MAX = 1e-5, 0.5

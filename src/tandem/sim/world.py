@@ -47,24 +47,24 @@ from tandem.core.sched.gather import Gathering, Mail
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, PrefillInfo, Role
 from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
-from tandem.sim.bootstraps import Bootstraps
+from tandem.sim.actors.bootstraps import Bootstraps
+from tandem.sim.actors.clients import Exchange, Half
+from tandem.sim.actors.direct import DirectClients
+from tandem.sim.actors.edge import Edge
+from tandem.sim.actors.executor import CostModel, Executor, MemoryGuard, PageMemory
+from tandem.sim.actors.gateway import Gateway
+from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import Server, rank_names, server_of
+from tandem.sim.actors.transfer import KvStore
 from tandem.sim.checkers import Checkers
-from tandem.sim.clients import Exchange, Half
 from tandem.sim.clock import Clock, LocalClock
-from tandem.sim.direct import DirectClients
-from tandem.sim.edge import Edge
-from tandem.sim.executor import CostModel, Executor, MemoryGuard, PageMemory
-from tandem.sim.faults import ALONE, Options
-from tandem.sim.gateway import Gateway
-from tandem.sim.harm import Harm
-from tandem.sim.http import Http
-from tandem.sim.links import Network
-from tandem.sim.nemesis import Nemesis, cast_of
+from tandem.sim.faults.harm import Harm
+from tandem.sim.faults.nemesis import Nemesis, cast_of
+from tandem.sim.faults.options import ALONE, Options
+from tandem.sim.network.http import Http
+from tandem.sim.network.links import Network
+from tandem.sim.network.weather import DataWeather
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life, Replica
-from tandem.sim.servers import Server, rank_names, server_of
-from tandem.sim.transfer import KvStore
-from tandem.sim.weather import DataWeather
 from tandem.sim.workload import Ask, Workload, plain_ask, route_asks
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on

@@ -8,9 +8,9 @@ from tandem.core.sched import inspect
 from tandem.core.sched.progress import SLOT_STATES, Progress, State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, RequestId
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import End, where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 ADMITTED = frozenset(SLOT_STATES)
 

@@ -16,9 +16,9 @@ from tandem.core.sched.gates import Snapshot
 from tandem.core.sched.progress import State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, Nanos, RequestId, ShardId
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import Watched, where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 
 class OneSequence:

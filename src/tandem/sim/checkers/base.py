@@ -5,8 +5,8 @@ from typing import Protocol
 from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.kv.pool import NOBODY, PagePool, PageState
 from tandem.core.values import SECOND, Incarnation, PageId, RequestId
+from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.clock import Clock
-from tandem.sim.replica import Life, Replica
 
 GRACE_NS = SECOND  # "never hangs" = ended by deadline + 1 s
 

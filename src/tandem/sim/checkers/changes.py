@@ -14,9 +14,9 @@ from tandem.core.pd.transfer import RECEIVER, SENDER, TransferState
 from tandem.core.sched.progress import LIFECYCLE, Progress, State, WaitingFor
 from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import Incarnation, RequestId
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 Seen = tuple[State, TransferState | None]
 Move = tuple[Progress, State | None]  # the request, and where it was after the step before; None: not there yet

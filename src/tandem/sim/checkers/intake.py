@@ -6,9 +6,9 @@ from tandem.core.commands import FailRequest
 from tandem.core.events import DrainRequested, Event, RequestArrived
 from tandem.core.sched.progress import State
 from tandem.core.values import Cause, Incarnation, RequestId
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import End, where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 INTAKE = "intake"
 

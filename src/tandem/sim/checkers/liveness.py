@@ -7,10 +7,10 @@ from tandem.core.sched import inspect
 from tandem.core.sched.progress import State
 from tandem.core.settings import Role
 from tandem.core.values import Cause, Nanos
+from tandem.sim.actors.clients import Half
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import GRACE_NS, End, Watched, where
-from tandem.sim.clients import Half
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 MAX_IDLE_STEPS = 1000
 LETS_GO = (Cause.ABORTED, Cause.PEER_ABORTED, Cause.PEER_LOST)

@@ -4,10 +4,10 @@ from tandem.core.commands import Effects, PullPages, Tell
 from tandem.core.events import Event
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.values import SECOND, Nanos
+from tandem.sim.actors.clients import Half
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import Watched, where
-from tandem.sim.clients import Half
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 MAX_ROOM = (1 << 63) - 1
 LONGEST_NS = 48 * 3600 * SECOND  # no duration in this world is longer; every node's clock starts later

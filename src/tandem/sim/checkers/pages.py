@@ -9,10 +9,10 @@ from tandem.core.commands import LaunchBatch, PullPages
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.sched.progress import State
 from tandem.core.values import Incarnation, PageId, RequestId
+from tandem.sim.actors.replica import Life
+from tandem.sim.actors.transfer import Grant
 from tandem.sim.checkers.base import owner_of, where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
-from tandem.sim.transfer import Grant
 
 HAS_OWNER = (PageState.OWNED, PageState.QUARANTINED)
 

@@ -25,6 +25,9 @@ from tandem.core.commands import (
 )
 from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Nanos, PageId, RequestId
+from tandem.sim.actors.clients import Half
+from tandem.sim.actors.replica import Life
+from tandem.sim.actors.transfer import Grant, KvStore
 from tandem.sim.checkers.accounting import FirstTokenClock, Gauges, HitRate
 from tandem.sim.checkers.agreement import (
     DelayerVetoes,
@@ -59,9 +62,6 @@ from tandem.sim.checkers.pages import (
 )
 from tandem.sim.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
 from tandem.sim.checkers.stream import OneEnd, Stream, Tokens
-from tandem.sim.clients import Half
-from tandem.sim.replica import Life
-from tandem.sim.transfer import Grant, KvStore
 
 Look = Callable[[Life, Any], None]
 

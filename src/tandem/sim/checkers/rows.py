@@ -5,9 +5,9 @@ from itertools import chain
 from tandem.core.commands import Tell
 from tandem.core.pd.messages import Offer
 from tandem.core.sched.progress import State, WaitingFor
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import where
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 
 class RowOwners:

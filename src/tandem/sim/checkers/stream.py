@@ -5,10 +5,10 @@ from collections import defaultdict
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartRequest
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, RequestId
+from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import End, where
 from tandem.sim.model import EOS_TOKEN
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
 
 
 class OneEnd:

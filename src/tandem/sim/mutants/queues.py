@@ -12,7 +12,7 @@ from tandem.core.sched import (
 )
 from tandem.core.sched.progress import State
 from tandem.core.values import Cause
-from tandem.sim import edge
+from tandem.sim.actors import edge
 from tandem.sim.mutants.base import mutant, replaced
 
 

@@ -17,11 +17,11 @@ from tandem.core.events import DpRankAnswered, Event, PeerLearned, PeerUnknown
 from tandem.core.fleet.bootstrap_registry import Registration, Rejected
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import MILLISECOND, SECOND, Incarnation
+from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import Server, server_of
 from tandem.sim.clock import Clock
-from tandem.sim.links import Network
+from tandem.sim.network.links import Network
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life, Replica
-from tandem.sim.servers import Server, server_of
 
 NO_ANSWER_NS = 5 * SECOND  # how long who asks waits at most
 AGAIN_NS = SECOND  # between two attempts to register

@@ -31,9 +31,9 @@ from tandem.core.events import (
 from tandem.core.kv.pool import PageState
 from tandem.core.pd.messages import Message, Release
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
-from tandem.sim.executor import digest
+from tandem.sim.actors.executor import digest
 from tandem.sim.oracle import Violation
-from tandem.sim.small_value import Draft, Grant, SmallHalf
+from tandem.sim.small.value import Draft, Grant, SmallHalf
 
 SHARD = ShardId(0)
 

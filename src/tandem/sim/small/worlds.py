@@ -5,7 +5,7 @@ All but the two with a depth below are searched to their very end: every interle
 
 from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import SECOND, Nanos
-from tandem.sim.small_world import Fault, Small
+from tandem.sim.small.world import Fault, Small
 
 TO_THE_END = 200
 

@@ -26,8 +26,8 @@ from tandem.core.pd.messages import Message, Offer
 from tandem.core.settings import Role
 from tandem.core.values import ZERO_NS, RequestId
 from tandem.sim.oracle import Violation
-from tandem.sim.small_happenings import SHARD, drop_if_drained, end_pull, grant_of
-from tandem.sim.small_value import Draft, Pull, SmallHalf
+from tandem.sim.small.happenings import SHARD, drop_if_drained, end_pull, grant_of
+from tandem.sim.small.value import Draft, Pull, SmallHalf
 
 DIGEST_BYTES = 8
 

@@ -14,9 +14,9 @@ from tandem.core.request import Request
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, Address, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
-from tandem.sim.clients import Exchange, Half, Listener
+from tandem.sim.actors.clients import Exchange, Half, Listener
+from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.clock import Clock
-from tandem.sim.replica import Life, Replica
 
 BOOTSTRAP_PORT = 8998
 SECRET = b"simulation"

@@ -19,13 +19,13 @@ from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId
 from tandem.sim import checkers
-from tandem.sim.executor import Executor
-from tandem.sim.forks import Forks
+from tandem.sim.actors.executor import Executor
+from tandem.sim.actors.replica import Life
 from tandem.sim.oracle import Violation
-from tandem.sim.replica import Life
-from tandem.sim.small_commands import dispatch
-from tandem.sim.small_happenings import HAPPENINGS
-from tandem.sim.small_value import Cast, Draft, Numbered, SmallReplica, WorkerValue, frozen, thaw
+from tandem.sim.small.commands import dispatch
+from tandem.sim.small.forks import Forks
+from tandem.sim.small.happenings import HAPPENINGS
+from tandem.sim.small.value import Cast, Draft, Numbered, SmallReplica, WorkerValue, frozen, thaw
 
 Move = tuple[Any, ...]  # what happens, and to what
 Witness = Callable[[Nanos, str, tuple[Event, ...], tuple[Command, ...]], None]

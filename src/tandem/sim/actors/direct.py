@@ -12,14 +12,14 @@ from tandem.core.commands import FailRequest, FinishRequest, Path
 from tandem.core.events import Event, PeerSaid
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Room
-from tandem.sim.clients import Exchange, Half
+from tandem.sim.actors.clients import Exchange, Half
+from tandem.sim.actors.edge import BOOTSTRAP_PORT, Edge
+from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import Server
 from tandem.sim.clock import Clock
-from tandem.sim.edge import BOOTSTRAP_PORT, Edge
-from tandem.sim.faults import Options
-from tandem.sim.hostile import made_up_message
+from tandem.sim.faults.hostile import made_up_message
+from tandem.sim.faults.options import Options
 from tandem.sim.oracle import Script
-from tandem.sim.replica import Life, Replica
-from tandem.sim.servers import Server
 from tandem.sim.workload import Ask, plain_ask
 
 

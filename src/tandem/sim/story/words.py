@@ -12,8 +12,8 @@ import msgspec
 
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import MILLISECOND, SECOND, Incarnation
-from tandem.sim.faults import Options
-from tandem.sim.links import LinkSettings
+from tandem.sim.faults.options import Options
+from tandem.sim.network.links import LinkSettings
 from tandem.sim.workload import WorkloadSettings
 
 SMALL = NodeSettings(

@@ -30,13 +30,13 @@ from tandem.core.fleet.router import Router, RouterSettings
 from tandem.core.fleet.routing import POLICIES
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
-from tandem.sim.clients import Exchange
+from tandem.sim.actors.clients import Exchange
+from tandem.sim.actors.edge import BOOTSTRAP_PORT
+from tandem.sim.actors.legs import Caller, Leg, Surroundings
+from tandem.sim.actors.servers import Server
 from tandem.sim.clock import LocalClock
-from tandem.sim.edge import BOOTSTRAP_PORT
-from tandem.sim.http import CONNECT_NS
-from tandem.sim.legs import Caller, Leg, Surroundings
+from tandem.sim.network.http import CONNECT_NS
 from tandem.sim.oracle import Violation
-from tandem.sim.servers import Server
 from tandem.sim.workload import Ask
 
 LATE_NS = SECOND  # after the deadline: how late an end may be

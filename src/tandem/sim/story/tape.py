@@ -20,13 +20,13 @@ from tandem.core.events import (
 )
 from tandem.core.request import Request
 from tandem.core.values import SECOND, RequestId
+from tandem.sim.actors.replica import Life
 from tandem.sim.clock import Clock
-from tandem.sim.faults import Options
-from tandem.sim.nemesis import Nemesis
-from tandem.sim.prompts import Namer
-from tandem.sim.replica import Life
-from tandem.sim.script import Happening, NodeLine, OrderLine, RequestLine, Script
-from tandem.sim.words import json_word, ns_text, settings_words, weather_words
+from tandem.sim.faults.nemesis import Nemesis
+from tandem.sim.faults.options import Options
+from tandem.sim.story.prompts import Namer
+from tandem.sim.story.script import Happening, NodeLine, OrderLine, RequestLine, Script
+from tandem.sim.story.words import json_word, ns_text, settings_words, weather_words
 from tandem.sim.world import World
 
 MICROSECOND = 1000

@@ -13,7 +13,7 @@ from typing import Any  # arguments of what is carried are whatever it takes
 
 from tandem.core.values import SECOND
 from tandem.sim.clock import Clock
-from tandem.sim.links import Network
+from tandem.sim.network.links import Network
 
 CONNECT_NS = 5 * SECOND
 BREAK_AFTER_NS = 15 * SECOND

@@ -12,10 +12,10 @@ from tandem.core.events import Event
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import Incarnation, RequestId
-from tandem.sim.clients import Half
+from tandem.sim.actors.clients import Half
+from tandem.sim.actors.executor import CostModel, Executor
+from tandem.sim.actors.transfer import KvStore
 from tandem.sim.clock import LocalClock
-from tandem.sim.executor import CostModel, Executor
-from tandem.sim.transfer import KvStore
 
 
 @dataclass(slots=True)

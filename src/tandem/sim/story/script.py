@@ -7,7 +7,7 @@ alone.
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from tandem.sim.words import ns_text
+from tandem.sim.story.words import ns_text
 
 DEFAULT_TIMEOUT_NS = 600_000_000_000
 

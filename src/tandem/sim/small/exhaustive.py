@@ -1,9 +1,9 @@
-"""Every interleaving of a small world, breadth first: `python -m tandem.sim.exhaustive [--depth N]`.
+"""Every interleaving of a small world, breadth first: `python -m tandem.sim.small.exhaustive [--depth N]`.
 
 From each situation everything that can happen is tried once. Three things are checked:
 
     always        whatever a node holds is conserved and has one owner, clients see the right tokens and one end, no
-                  page is read or written by a stranger, nothing raises (`small_replica`)
+                  page is read or written by a stranger, nothing raises (`small.replica`)
     afterwards    from every situation at which the search stops, faults are switched off and the world runs on: every
                   request ends, and nothing is held by anybody. Of every situation before those, one move that is no
                   fault leads to another that was searched, so it ends as well.
@@ -30,9 +30,9 @@ from tandem.core.pd.transfer import RECEIVER, SENDER
 from tandem.core.sched.progress import LIFECYCLE
 from tandem.sim.oracle import Violation
 from tandem.sim.report import trace_step
-from tandem.sim.small_replica import Move
-from tandem.sim.small_world import DECODE, PREFILL, Fault, Purse, Situation, Small, SmallWorld, describe, is_calm, spend
-from tandem.sim.small_worlds import SMALL_WORLDS
+from tandem.sim.small.replica import Move
+from tandem.sim.small.world import DECODE, PREFILL, Fault, Purse, Situation, Small, SmallWorld, describe, is_calm, spend
+from tandem.sim.small.worlds import SMALL_WORLDS
 
 MACHINES: tuple[Machine[Any, Any], ...] = (LIFECYCLE, SENDER, RECEIVER)
 MAX_QUIET_MOVES = 2000  # without faults every world ends long before
@@ -268,7 +268,7 @@ def report(founds: Sequence[Found]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tandem.sim.exhaustive", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m tandem.sim.small.exhaustive", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--depth", type=int, metavar="N", help="moves from the beginning (default: each world's own)")
     parser.add_argument("--world", choices=[small.name for small in SMALL_WORLDS], help="only this one")

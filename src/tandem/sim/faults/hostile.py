@@ -5,7 +5,7 @@ from random import Random
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Receiver
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, Room
-from tandem.sim.replica import Life
+from tandem.sim.actors.replica import Life
 
 STRANGER = Incarnation("stranger", 1)
 

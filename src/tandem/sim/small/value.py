@@ -20,7 +20,7 @@ from tandem.core.request import Request
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
-from tandem.sim.executor import Executor, PageMemory, Seat
+from tandem.sim.actors.executor import Executor, PageMemory, Seat
 from tandem.sim.oracle import Script
 
 Value = TypeVar("Value", bound=Hashable)

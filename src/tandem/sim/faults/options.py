@@ -38,7 +38,7 @@ from tandem.core.settings import (
     Role,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
-from tandem.sim.links import LinkSettings
+from tandem.sim.network.links import LinkSettings
 from tandem.sim.workload import WorkloadSettings
 
 CLASSES = (

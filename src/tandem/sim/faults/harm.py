@@ -12,16 +12,16 @@ from typing import Protocol
 from tandem.core.events import DrainRequested, Event
 from tandem.core.sched.node import EngineNode
 from tandem.core.values import SECOND, ShardId
-from tandem.sim.bootstraps import Bootstraps
+from tandem.sim.actors.bootstraps import Bootstraps
+from tandem.sim.actors.direct import DirectClients
+from tandem.sim.actors.edge import Edge
+from tandem.sim.actors.gateway import Gateway
+from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import Server, server_of
 from tandem.sim.clock import Clock
-from tandem.sim.direct import DirectClients
-from tandem.sim.edge import Edge
-from tandem.sim.gateway import Gateway
-from tandem.sim.http import Http
-from tandem.sim.links import Network
-from tandem.sim.replica import Life, Replica
-from tandem.sim.servers import Server, server_of
-from tandem.sim.weather import DataWeather
+from tandem.sim.network.http import Http
+from tandem.sim.network.links import Network
+from tandem.sim.network.weather import DataWeather
 
 QUIET_NS = 5 * SECOND  # late copies of messages still come
 HOST_SHARE = 0.3  # of dead servers: nothing answers in their place

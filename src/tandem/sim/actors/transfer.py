@@ -21,8 +21,8 @@ from tandem.core.events import (
     TransferFailed,
 )
 from tandem.core.values import SECOND, Cause, Incarnation, PageId, RequestId, ShardId
+from tandem.sim.actors.executor import PageMemory, digest
 from tandem.sim.clock import Clock
-from tandem.sim.executor import PageMemory, digest
 
 PAGE_READ_INTERVAL_NS = SECOND
 

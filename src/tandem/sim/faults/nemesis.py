@@ -11,9 +11,9 @@ from typing import Protocol
 
 from tandem.core.settings import Role
 from tandem.core.values import SECOND
+from tandem.sim.actors.servers import rank_names
 from tandem.sim.clock import Clock
-from tandem.sim.faults import Options
-from tandem.sim.servers import rank_names
+from tandem.sim.faults.options import Options
 
 
 @dataclass(frozen=True, slots=True)

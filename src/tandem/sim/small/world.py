@@ -17,8 +17,8 @@ from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPoli
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sim.oracle import Script
-from tandem.sim.small_replica import Move, Outcome, Stage, Witness
-from tandem.sim.small_value import Cast, Numbered, Pull, SmallReplica
+from tandem.sim.small.replica import Move, Outcome, Stage, Witness
+from tandem.sim.small.value import Cast, Numbered, Pull, SmallReplica
 
 PREFILL, DECODE = 0, 1
 PAGE_SIZE = 4

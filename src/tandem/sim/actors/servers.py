@@ -12,8 +12,8 @@ from tandem.core.pd.dp_dispatch import Dispatched, Loads, Newcomer, RankLoad, di
 from tandem.core.sched.gather import Gathering
 from tandem.core.settings import PrefillInfo, Role
 from tandem.core.values import MILLISECOND, Room
+from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.clock import LocalClock
-from tandem.sim.replica import Life, Replica
 
 LOADS_EVERY_NS = 100 * MILLISECOND  # how old the loads may be by which requests are spread
 NO_LOADS = Loads(())

@@ -26,12 +26,12 @@ from tandem.core.fleet.messages import (
 )
 from tandem.core.fleet.router import Router
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId
-from tandem.sim.clients import Exchange, Half
+from tandem.sim.actors.clients import Exchange, Half
+from tandem.sim.actors.edge import BOOTSTRAP_PORT, Edge
+from tandem.sim.actors.servers import HTTP_UNAVAILABLE, Server
 from tandem.sim.clock import Clock
-from tandem.sim.edge import BOOTSTRAP_PORT, Edge
-from tandem.sim.http import CONNECT_NS, Http, Way
+from tandem.sim.network.http import CONNECT_NS, Http, Way
 from tandem.sim.oracle import Violation
-from tandem.sim.servers import HTTP_UNAVAILABLE, Server
 
 STALL_NS = 60 * SECOND  # between two pieces of a stream
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tandem.core.values import MILLISECOND, SECOND
-from tandem.sim.faults import draw_options
+from tandem.sim.faults.options import draw_options
 from tandem.sim.oracle import Violation
-from tandem.sim.scenario import DIVIDER, BadScript, Scenario
-from tandem.sim.script import Happening, NodeLine, RequestLine, Script
-from tandem.sim.tape import Tape
-from tandem.sim.words import ns_text
+from tandem.sim.story.scenario import DIVIDER, BadScript, Scenario
+from tandem.sim.story.script import Happening, NodeLine, RequestLine, Script
+from tandem.sim.story.tape import Tape
+from tandem.sim.story.words import ns_text
 from tandem.sim.world import RECOUNT_EVERY, World
 
 MAX_EVENTS = 1_500_000  # simulated while shrinking; about half a minute

@@ -31,13 +31,13 @@ import msgspec
 from tandem.core.events import AbortRequested, DrainRequested, Event, StopMatched
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Address, RequestId, Room
-from tandem.sim.clients import Exchange, Half
-from tandem.sim.edge import BOOTSTRAP_PORT
-from tandem.sim.look import holdings
-from tandem.sim.prompts import Stories
-from tandem.sim.replica import Life, Replica
+from tandem.sim.actors.clients import Exchange, Half
+from tandem.sim.actors.edge import BOOTSTRAP_PORT
+from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.report import trace_step
-from tandem.sim.words import SMALL, parse_ns, parse_setting, parse_weather, quiet_options
+from tandem.sim.story.look import holdings
+from tandem.sim.story.prompts import Stories
+from tandem.sim.story.words import SMALL, parse_ns, parse_setting, parse_weather, quiet_options
 from tandem.sim.workload import Ask
 from tandem.sim.world import STEADY, Timing, World
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from random import Random
 
 from tandem.core.values import SECOND
-from tandem.sim.faults import Options
-from tandem.sim.links import Network
+from tandem.sim.faults.options import Options
+from tandem.sim.network.links import Network
 
 
 @dataclass(slots=True)

@@ -1,0 +1,1 @@
+"""A world of one prefill, one decode and two requests, small enough that every interleaving of it is walked through."""
