@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from core_driver import Replica, World, assert_nothing_is_held
 from core_scripts import ACTIONS, USUAL, Life, encoded, lives, scripts
 from tandem.core.commands import FinishRequest
+from tandem.core.events import BatchReturned
 from tandem.core.sched.node import EngineNode
 
 HERE = Path(__file__).parent
@@ -125,3 +126,22 @@ def test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop
         assert sum(stages.values()) == replica.started_at[request] - replica.arrived_at[request]
     assert {"prefill_forward", "peer_wire"} & dict(decode.ended[right].ledger.stages).keys()
     assert left in prefill.ended
+
+
+@given(st.lists(st.integers(1, 5_000_000), min_size=4, max_size=4))
+def test_what_prefill_computes_while_its_pages_are_read_is_forward_time_on_decode(chunks: list[int]) -> None:
+    """The first chunk is on offer long before the last is computed."""
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=32), world.decode()
+    prefill.holds.add(BatchReturned)
+    _left, right = world.pair(prefill, decode, prompt_len=4 * 32)
+    world.run()
+    for duration in chunks:
+        world.now += duration
+        prefill.release(BatchReturned)
+        world.turn(prefill)
+        prefill.holds.add(BatchReturned)
+        world.run()
+    stages = dict(decode.ended[right].ledger.stages)
+    assert stages["prefill_forward"] >= sum(chunks)
+    assert sum(stages.values()) == decode.started_at[right] - decode.arrived_at[right]

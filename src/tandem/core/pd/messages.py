@@ -36,8 +36,10 @@ class ResultRow(Struct, frozen=True):
     flags: int  # TokenFlag bits
     extra: bytes  # opaque to the core: logprobs and top logprobs of the first token
     cached_tokens: int  # prompt tokens that prefill found in its prefix tree
-    queue_ns: Nanos = Nanos(0)  # prefill's own durations, for the TTFT ledger on decode's clock
+    # prefill's own durations, for the TTFT ledger on decode's clock: between READY and the first offer, and beyond it
+    queue_ns: Nanos = Nanos(0)
     compute_ns: Nanos = Nanos(0)
+    overlapped_ns: Nanos = Nanos(0)  # it went on computing while pages were on offer
 
 
 class Offer(Struct, frozen=True, tag="offer"):

@@ -92,6 +92,7 @@ class Sender:
     bootstrap_until: Nanos | None = None  # when READY has to be here
     ready_at: Nanos | None = None
     offered_at: Nanos | None = None  # first offer
+    computed_at: Nanos = ZERO_NS  # the prompt, to its end
     lease_until: Nanos = ZERO_NS
     resend_at: Nanos = ZERO_NS
 
@@ -138,7 +139,8 @@ class Receiver:
     reports: dict[ShardId, ShardReport] = field(default_factory=dict[ShardId, ShardReport])  # of this attempt
     result: ResultRow | None = None
     ready_at: Nanos | None = None
-    offered_at: Nanos | None = None
+    offered_at: Nanos | None = None  # first offer
+    result_at: Nanos | None = None
     ask_at: Nanos = ZERO_NS  # when to ask the bootstrap server (again)
     unanswered: int = 0  # times it was found that nobody is there
     missed_at: Nanos | None = None  # the last of them

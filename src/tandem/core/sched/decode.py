@@ -13,7 +13,7 @@ from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnk
 from tandem.core.pd.consensus import Failed, Failure, ShardReport
 from tandem.core.pd.dp_rank import Ask, Conflict, Known, RequestFacts, resolve
 from tandem.core.pd.local_prefill import LocalView, local_prefill_policy
-from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release
+from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Receiver, TransferState, TransferTrigger
 from tandem.core.request import Request
 from tandem.core.sched.progress import Progress, State, Trigger
@@ -312,6 +312,7 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
     pull(node, progress, offer)
     if offer.result is not None:
         receiver.result = offer.result
+        receiver.result_at = receiver.result_at or node.now
 
 
 def misfit(node: NodeState, receiver: Receiver, offer: Offer) -> str | None:
@@ -325,9 +326,14 @@ def misfit(node: NodeState, receiver: Receiver, offer: Offer) -> str | None:
         return "offer has the wrong number of digests"
     if offer.result is not None and offer.result.room != offer.room:
         return "result row belongs to another room"
-    if offer.result is not None and (len(offer.result.token) != TOKEN_BYTES or not 0 <= offer.result.flags < 256):
+    if offer.result is not None and not is_well_formed(offer.result):
         return "result row is malformed"
     return None
+
+
+def is_well_formed(row: ResultRow) -> bool:
+    durations = (row.queue_ns, row.compute_ns, row.overlapped_ns)
+    return len(row.token) == TOKEN_BYTES and 0 <= row.flags < 256 and min(durations) >= 0
 
 
 def pull(node: NodeState, progress: Progress, offer: Offer) -> None:
@@ -399,17 +405,19 @@ def commit(node: NodeState, progress: Progress) -> tuple[bytes, int, bytes]:
 
 
 def split_arrival_stage(node: NodeState, progress: Progress, receiver: Receiver) -> None:
-    """READY sent to first offer is prefill's own time by its own clock; the rest is the wire."""
+    """By its own clock, what prefill did since READY; else it is wire up to the first offer, and transfer beyond it."""
     assert receiver.ready_at is not None
     assert receiver.result is not None
-    offered_at = receiver.offered_at if receiver.offered_at is not None else node.now
+    assert receiver.result_at is not None
+    offered_at = receiver.offered_at if receiver.offered_at is not None else receiver.result_at
     answer_ns = offered_at - receiver.ready_at
     queue_ns = min(receiver.result.queue_ns, answer_ns)
     compute_ns = min(receiver.result.compute_ns, answer_ns - queue_ns)
     add_stage(progress, "prefill_waiting", Nanos(queue_ns))
-    add_stage(progress, "prefill_forward", Nanos(compute_ns))
+    overlapped_ns = min(receiver.result.overlapped_ns, receiver.result_at - offered_at)
+    add_stage(progress, "prefill_forward", Nanos(compute_ns + overlapped_ns))
     add_stage(progress, "peer_wire", Nanos(answer_ns - queue_ns - compute_ns))
-    progress.entered_at = offered_at  # the rest of the state is charged as usual
+    progress.entered_at = Nanos(offered_at + overlapped_ns)  # the rest of the state is charged as usual
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ when decode releases. Nothing here knows how a chunk is planned.
 
 from typing import assert_never
 
+from msgspec import structs
+
 from tandem.core.commands import (
     AnnounceDpRank,
     EmitTokens,
@@ -233,6 +235,7 @@ def after_prompt(node: NodeState, progress: Progress, *, token: bytes, flags: in
         give_back(node, progress, retry_reason(node, progress, verdict))
         return
     sender.result = ResultRow(room, token, flags, extra, progress.cached_tokens)
+    sender.computed_at = node.now
     enter(node, progress, Trigger.PARK if verdict is Verdict.PARK else Trigger.SEND)
     publish(node, progress)
 
@@ -371,19 +374,17 @@ def offer(node: NodeState, progress: Progress, *, first_page: int) -> None:
 
 
 def timed_result(progress: Progress, sender: Sender) -> ResultRow:
-    """The result row with prefill's own durations between READY and the first offer, for decode's TTFT ledger."""
+    """The result row with prefill's own durations since READY, for decode's TTFT ledger."""
     assert sender.result is not None
     assert sender.offered_at is not None
-    ready_at = sender.ready_at or sender.offered_at
-    computing_since = max(progress.computing_since, ready_at)
-    return ResultRow(
-        sender.result.room,
-        sender.result.token,
-        sender.result.flags,
-        sender.result.extra,
-        sender.result.cached_tokens,
-        queue_ns=Nanos(max(0, min(computing_since, sender.offered_at) - ready_at)),
-        compute_ns=Nanos(max(0, sender.offered_at - computing_since)),
+    assert sender.ready_at is not None
+    began = max(progress.computing_since, sender.ready_at)
+    ended = max(sender.computed_at, began)
+    return structs.replace(
+        sender.result,
+        queue_ns=Nanos(min(began, sender.offered_at) - sender.ready_at),
+        compute_ns=Nanos(max(0, min(ended, sender.offered_at) - began)),
+        overlapped_ns=Nanos(max(0, ended - max(began, sender.offered_at))),
     )
 
 

@@ -113,8 +113,9 @@ class OwnClock:
         offer = command.message
         if not isinstance(offer, Offer):
             return
-        row = offer.result
-        durations = (offer.lease_ns, row.queue_ns, row.compute_ns) if row is not None else (offer.lease_ns,)
+        durations = [offer.lease_ns]
+        if offer.result is not None:
+            durations += [offer.result.queue_ns, offer.result.compute_ns, offer.result.overlapped_ns]
         if any(not 0 <= duration <= LONGEST_NS for duration in durations):
             raise Violation(self.id, f"{where(life)} tells a time of its own clock: {durations}")
 

@@ -63,7 +63,7 @@ def _timeless(message: Message) -> Message:
     """Durations in a result row are for a ledger: without them equal situations look equal."""
     if not isinstance(message, Offer) or message.result is None:
         return message
-    row = msgspec.structs.replace(message.result, queue_ns=ZERO_NS, compute_ns=ZERO_NS)
+    row = msgspec.structs.replace(message.result, queue_ns=ZERO_NS, compute_ns=ZERO_NS, overlapped_ns=ZERO_NS)
     return msgspec.structs.replace(message, result=row)
 
 

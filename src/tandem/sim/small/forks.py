@@ -27,7 +27,7 @@ UNREAD_OF_REQUESTS = (
     "kv_pages",
     "first_cause",
 )
-ONCE_OR_NEVER = ("ready_at", "offered_at")  # whether it was matters, when does not
+ONCE_OR_NEVER = ("ready_at", "offered_at", "result_at", "computed_at")  # whether it was matters, when does not
 MOMENTS = ("deadline", "timer_at", "lease_until", "resend_at", "ask_at", "expires_at")  # 0: not set; past: due
 
 
@@ -79,7 +79,7 @@ def situation(snapshot: bytes, now: Nanos) -> bytes:
             if end is not None:
                 _count_from(now, end)
                 for name in ONCE_OR_NEVER:
-                    end[name] = end[name] is not None
+                    end[name] = bool(end.get(name))
     for stashed in plain["stash"].values():
         _count_from(now, stashed)
     plain["asked"] = {address: at - now for address, at in plain["asked"].items()}
