@@ -121,11 +121,10 @@ def test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop
         world.turn(replicas[which % 3])
     while world.turn_all():
         world.now += 777
-    for replica, request in ((decode, right), (unified, alone)):
+    for replica, request in ((prefill, left), (decode, right), (unified, alone)):
         stages = dict(replica.ended[request].ledger.stages)
         assert sum(stages.values()) == replica.started_at[request] - replica.arrived_at[request]
     assert {"prefill_forward", "peer_wire"} & dict(decode.ended[right].ledger.stages).keys()
-    assert left in prefill.ended
 
 
 @given(st.lists(st.integers(1, 5_000_000), min_size=4, max_size=4))

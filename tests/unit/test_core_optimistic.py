@@ -139,6 +139,36 @@ def test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row
     assert_nothing_is_held([prefill, decode])
 
 
+def test_ready_that_comes_while_pages_go_back_is_no_budget_for_another_retry() -> None:
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=1, chunk_tokens=32, window_depth=2)
+    decode = world.decode()
+    prefill.holds.add(Ready)
+    left, right = world.pair(prefill, decode, prompt_len=200)
+    world.run_until(lambda: retries(prefill, left) == 1 and prefill.state_of(left) is State.RETRACTING)
+    prefill.holds.add(BatchReturned)
+    prefill.release(Ready)
+    world.turn(prefill)
+    prefill.release(BatchReturned)
+    world.run()
+    assert prefill.ended[left].retries == 1
+    assert prefill.state.tally.prefill_retries == {"not_ready": 1}
+    assert decode.tokens[right] == expected_tokens(200, 4, seed=1)
+
+
+def test_a_retry_that_lacks_pages_keeps_its_result_row() -> None:
+    """Somebody who decodes on this node has grown into them meanwhile."""
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=1000, num_pages=9, conservativeness=0.0)
+    grows = world.submit(prefill, prompt_len=20, seed=6, max_new_tokens=60)
+    world.run_until(lambda: prefill.state_of(grows) is State.RUNNING)
+    request = world.submit(prefill, room=world.room(), prompt_len=100)
+    world.run_until(lambda: retries(prefill, request) == 1)
+    row = prefill.state.results.owners[request]
+    world.run_until(lambda: prefill.progress(request).waiting_for is WaitingFor.PAGES)
+    assert prefill.state.results.owners[request] == row
+
+
 def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
     world = World()
     prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1, max_running=1)

@@ -63,14 +63,14 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
     """What is missing, or None: then the request has left the queue."""
     if node.num_slots_used >= node.settings.max_running and not prefill.yield_parked(node):
         return WaitingFor.SLOT
-    needs_row = progress.sender is not None
-    if needs_row and not ensure_metadata_buffer(node, progress):
+    keeps_row = progress.id in node.results.owners  # from an earlier attempt
+    if progress.sender is not None and not ensure_metadata_buffer(node, progress):
         return WaitingFor.METADATA_SLOT
     has_pages = reserve_pages(node, progress, reserve)
     while not has_pages and prefill.yield_parked(node):
         has_pages = reserve_pages(node, progress, reserve)
     if not has_pages:
-        if needs_row:
+        if not keeps_row:
             node.results.maybe_release_metadata_buffer(progress.id)
         return WaitingFor.PAGES
     if progress.receiver is not None:

@@ -32,6 +32,7 @@ from tandem.core.sched.state import (
     NodeState,
     Stashed,
     bury,
+    charge_stage,
     checkpoint,
     end,
     enter,
@@ -267,11 +268,12 @@ def finish_give_back(node: NodeState, progress: Progress) -> None:
     reset_prefill_retry_time(progress)
     reason = progress.give_back_reason
     progress.yields += reason == "yield"
-    runs_again = bootstrap_policy(node.settings).may_start(policy_view(node, progress))
-    if runs_again or reason == "yield":  # a retry that there is no budget for is none (seed 1)
+    unready = structs.replace(policy_view(node, progress), ready=False)  # READY that came meanwhile is no budget
+    may_retry = bootstrap_policy(node.settings).may_start(unready)
+    if may_retry or reason == "yield":  # a retry that there is no budget for is none (seed 1)
         node.tally.prefill_retries[reason] = node.tally.prefill_retries.get(reason, 0) + 1
         progress.prefill_retry_count += 1
-    if runs_again:
+    if may_retry:
         enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
     else:
         node.results.maybe_release_metadata_buffer(progress.id)
@@ -438,6 +440,7 @@ def finish(node: NodeState, progress: Progress, path: Path) -> None:
     """Decode has committed: the request ends here with the one token that was sampled. Not needed: with none."""
     sender = progress.sender
     assert sender is not None
+    charge_stage(node, progress)
     if sender.result is not None and path is Path.REMOTE:
         ledger = Ledger(tuple(progress.stages.items()))
         node.out.append(StartRequest(progress.id, path, progress.cached_tokens, ledger))
