@@ -7,7 +7,12 @@ SGLang's where it has them.
 import os
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_network
+from itertools import pairwise
+from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
+
+MOST_THREADS = 1024
+MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
 
 
 def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
@@ -55,6 +60,17 @@ class ServerConfig:
         None, "wait for this share of the running requests, at most for a usual batch (default: off)", metavar="F"
     )
     prefill_delayer_max_delay_ms: float = flag(5000.0, "how long --prefill-delayer-queue-min-ratio may hold prompts")
+    prefill_delayer_forward_passes_buckets: tuple[float, ...] = flag(
+        (),
+        "bounds of the histogram of waits in batches, as far as --prefill-delayer-max-delay-passes reaches; 0 and its "
+        "last are there anyway (default: 5 20 50 100 200)",
+        metavar="F",
+    )
+    prefill_delayer_wait_seconds_buckets: tuple[float, ...] = flag(
+        (),
+        "bounds of the histogram of waits in seconds; 0 is there anyway (default: 1 2 5 10 20 50 100 200 500)",
+        metavar="F",
+    )
     deterministic: bool = flag(
         False, "a row's logits depend on its own tokens only, not on batch, chunking or cache hits"
     )
@@ -132,9 +148,23 @@ class Rule:
 RULES: tuple[Rule, ...] = (
     Rule(lambda c: c.page_size < 1 or c.page_size & (c.page_size - 1) != 0, "--page-size must be a power of two"),
     Rule(lambda c: c.chunked_prefill_size < c.page_size, "--chunked-prefill-size must be at least one page"),
-    Rule(lambda c: c.max_running_requests < 1, "--max-running-requests must be at least 1"),
+    Rule(
+        lambda c: not 1 <= c.max_running_requests <= MOST_RUNNING,
+        f"--max-running-requests must be at least 1 and at most {MOST_RUNNING}",
+    ),
     Rule(lambda c: c.max_queued_requests < 1, "--max-queued-requests must be at least 1"),
     Rule(lambda c: not 0 < c.mem_fraction_static < 1, "--mem-fraction-static must lie between 0 and 1"),
+    Rule(
+        lambda c: not all(0 <= port < 1 << 16 for port in (c.port, c.disaggregation_bootstrap_port)),
+        "--port and --disaggregation-bootstrap-port take 0 to 65535",
+    ),
+    Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
+    Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),
+    Rule(
+        lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
+        "--num-reserved-decode-tokens, --schedule-conservativeness and --drain-timeout must not be negative",
+    ),
+    Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
         "timeouts must be positive",
@@ -165,6 +195,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.prefill_delayer_queue_min_ratio is not None and c.prefill_delayer_queue_min_ratio <= 0,
         "--prefill-delayer-queue-min-ratio must be positive; leave it out for no queue gate",
+    ),
+    Rule(
+        lambda c: not are_bounds(c.prefill_delayer_forward_passes_buckets),
+        "--prefill-delayer-forward-passes-buckets must be positive and rise",
+    ),
+    Rule(
+        lambda c: not are_bounds(c.prefill_delayer_wait_seconds_buckets),
+        "--prefill-delayer-wait-seconds-buckets must be positive and rise",
+    ),
+    Rule(
+        lambda c: (
+            c.disaggregation_metadata_slots is not None and not 1 <= c.disaggregation_metadata_slots <= 2 * MOST_RUNNING
+        ),
+        f"--disaggregation-metadata-slots must be at least 1 and at most {2 * MOST_RUNNING}",
+    ),
+    Rule(
+        lambda c: c.disaggregation_park_max_tokens < 0,
+        "--disaggregation-park-max-tokens must not be negative; with 0 nothing is parked",
     ),
     Rule(
         lambda c: min(c.optimistic_prefill_retries or 0, c.optimistic_prefill_attempts or 0) < 0,
@@ -223,6 +271,11 @@ def _changes_delayer(config: ServerConfig) -> bool:
     return any(getattr(config, name) != default for name, default in defaults.items())
 
 
+def are_bounds(values: tuple[float, ...]) -> bool:
+    """Of a histogram that has 0 and infinity already."""
+    return all(low < high for low, high in pairwise((0.0, *values, inf)))
+
+
 def violations(config: ServerConfig) -> list[str]:
     """All rules that this configuration breaks, reported together."""
     return [rule.reason for rule in RULES if rule.broken(config)]
@@ -272,7 +325,7 @@ class Variable:
 LOG_FORWARD_ITERS = Variable("LOG_FORWARD_ITERS", "batch log lines show the batch's number", is_switch=True)
 FORCE_QUERY = Variable(
     "DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK",
-    "set on both halves: prefill announces, and decode asks for, the DP rank of every request",
+    "set on both halves: with several DP ranks prefill announces, and decode asks for, that of every request",
     is_switch=True,
 )
 BOOTSTRAP_TIMEOUT = Variable(
@@ -309,6 +362,15 @@ FAULT_SEED = Variable(
     "TEST_FAULT_SEED", "test hook: says which transfers those are; 0: drawn", is_whole=True, most=2.0**53
 )
 
+ENGINES = Variable(
+    "ENGINES",
+    "engines that share the cores of this machine; `tandem up` and `tandem demo` set it for their servers",
+    default=1,
+    least=1,
+    most=1000,
+    is_whole=True,
+)
+
 ENVIRONMENT = (
     LOG_FORWARD_ITERS,
     FORCE_QUERY,
@@ -319,6 +381,7 @@ ENVIRONMENT = (
     FORCED_RETRIES,
     FAILED_TRANSFERS,
     FAULT_SEED,
+    ENGINES,
 )
 
 

@@ -115,7 +115,7 @@ def test_health_is_answered_while_every_queue_is_stuck(it: Cluster) -> None:
         for server, rooms in ((prefill, range(500, 506)), (decode, range(600, 606)))
         for number, room in enumerate(rooms)
     ]
-    for server, names in ((prefill, ("parked", "bootstrapping")), (decode, ("arriving", "queued"))):
+    for server, names in ((prefill, ("parked", "queued")), (decode, ("arriving", "queued"))):
         eventually(lambda server=server, names=names: has_all(server, names), what=server.state)
     for server in (prefill, decode):
         for path in ("/health", "/health_generate"):

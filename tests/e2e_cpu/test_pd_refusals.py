@@ -16,8 +16,12 @@ from tandem.server.api.cluster_auth import signed_headers
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 
 
+FLAGS = ("--page-size", "16", "--dtype", "float32"), ("--page-size", "32", "--dtype", "bfloat16")
+DIFFERENCES = "dtype is float32 at prefill and bfloat16 at decode; page_size is 16 at prefill and 32 at decode"
+
+
 def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp_path: Path) -> None:
-    with halves(tmp_path, ("--page-size", "16"), ("--page-size", "32")) as (prefill, decode):
+    with halves(tmp_path, *FLAGS) as (prefill, decode):
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 31}
         prefill_half = prefill.open_stream(PROMPT, timeout=20, **pair)
         began = time.monotonic()
@@ -26,15 +30,30 @@ def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp
         assert time.monotonic() - began < 10
         error = refused.value.error
         assert (refused.value.status, error["code"], error["retryable"]) == (502, "layout_mismatch", False)
-        assert "page_size is 16 at prefill and 32 at decode" in error["message"]
+        assert DIFFERENCES in error["message"]
         told = prefill_half.getresponse().read()
         assert b"layout_mismatch" in told, "prefill ends its half and says why"
+        assert DIFFERENCES.encode() in told
         prefill_half.close()
         for server in (prefill, decode):
             eventually(server.is_idle, what=server.state)
             with server.open("GET", "/ready") as reply:
                 assert reply.status == 200
         assert len(decode.generate(PROMPT, max_new_tokens=3)["output_ids"]) == 3
+
+
+def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_computes_the_prompt(tmp_path: Path) -> None:
+    with halves(tmp_path) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill)}
+        held = prefill.open_stream(PROMPT, timeout=60, rid="twice", bootstrap_room=41, **pair)
+        assert held.getresponse().status == 200
+        with pytest.raises(HttpError) as refused:
+            prefill.generate(PROMPT, rid="twice", bootstrap_room=42, **pair)
+        assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_rid")
+        answer = decode.generate(PROMPT, timeout=20, bootstrap_room=42, **pair)
+        assert answer["meta_info"]["path"] == "fallback"
+        held.close()
+        eventually(prefill.is_idle, what=prefill.state)
 
 
 def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:

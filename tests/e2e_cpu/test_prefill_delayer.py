@@ -11,6 +11,9 @@ FLAGS = (
     "--enable-prefill-delayer",
     *("--prefill-delayer-queue-min-ratio", "0.5"),
     *("--prefill-delayer-max-delay-ms", "500"),
+    *("--prefill-delayer-max-delay-passes", "40"),
+    *("--prefill-delayer-forward-passes-buckets", "2", "10", "90"),
+    *("--prefill-delayer-wait-seconds-buckets", "0.05", "2.5"),
 )
 CLIENTS, ROUNDS = 8, 4
 
@@ -45,7 +48,15 @@ def test_prompts_wait_for_each_other_and_nobody_gets_other_tokens(server: Server
     outcomes = {key: value for key, value in found.items() if "prefill_delayer_outcomes_total" in key}
     assert sum(value for key, value in outcomes.items() if 'output_reason="delay"' in key) > 0
     count = sum(value for key, value in found.items() if "delayer_wait_seconds_count" in key)
-    at_once = sum(value for key, value in found.items() if re.search(r'delayer_wait_seconds_bucket.*le="0"', key))
+    at_once = sum(value for key, value in found.items() if re.search(r'delayer_wait_seconds_bucket.*le="0\.0"', key))
     assert 0 < at_once < count, "some prompt batches waited, and some did not"
     waited_s = sum(value for key, value in found.items() if "delayer_wait_seconds_sum" in key)
     assert 0 < waited_s < 1.0 * count
+
+
+def test_the_histograms_have_the_bounds_that_the_flags_name(server: Server) -> None:
+    """90 batches are more than anybody waits for; 0 and the last pass are there anyway."""
+    bounds = re.compile(r'sglang:prefill_delayer_wait_(\w+)_bucket.*le="([^"]*)"')
+    found = [match.groups() for match in map(bounds.match, metrics(server)) if match is not None]
+    assert [bound for unit, bound in found if unit == "forward_passes"] == ["0.0", "2.0", "10.0", "39.0", "+Inf"]
+    assert [bound for unit, bound in found if unit == "seconds"] == ["0.0", "0.05", "2.5", "+Inf"]

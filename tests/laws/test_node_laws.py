@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from core_driver import Replica, World, assert_nothing_is_held
 from core_scripts import ACTIONS, USUAL, Life, encoded, lives, scripts
 from tandem.core.commands import FinishRequest
-from tandem.core.events import BatchReturned
+from tandem.core.events import BatchReturned, FlushRequested
 from tandem.core.sched.node import EngineNode
 
 HERE = Path(__file__).parent
@@ -127,14 +127,22 @@ def test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop
     assert {"prefill_forward", "peer_wire"} & dict(decode.ended[right].ledger.stages).keys()
 
 
-@given(st.lists(st.integers(1, 5_000_000), min_size=4, max_size=4))
-def test_what_prefill_computes_while_its_pages_are_read_is_forward_time_on_decode(chunks: list[int]) -> None:
-    """The first chunk is on offer long before the last is computed."""
+@given(st.lists(st.integers(1, 5_000_000), min_size=4, max_size=4), st.booleans())
+def test_what_prefill_computes_while_its_pages_are_read_is_forward_time_on_decode(
+    chunks: list[int], has_cached_prefix: bool
+) -> None:
+    """The first chunk is on offer long before the last is computed, and what is cached before any of them."""
     world = World()
     prefill, decode = world.prefill(chunk_tokens=32), world.decode()
+    if has_cached_prefix:
+        world.pair(prefill, decode, prompt_len=2 * 32)
+        world.run()
+        world.send(decode, FlushRequested())
+        world.run()
     prefill.holds.add(BatchReturned)
-    _left, right = world.pair(prefill, decode, prompt_len=4 * 32)
+    _left, right = world.pair(prefill, decode, prompt_len=(4 + 2 * has_cached_prefix) * 32)
     world.run()
+    assert bool(decode.progress(right).receiver.offered) is has_cached_prefix
     for duration in chunks:
         world.now += duration
         prefill.release(BatchReturned)

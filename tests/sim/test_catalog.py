@@ -55,12 +55,7 @@ def test_every_capability_is_waited_for() -> None:
 
 def test_the_probes_see_what_they_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them answers yes when its capability is put there."""
-
-    class Settings:
-        __struct_fields__ = ("watchdog_ns",)
-
     monkeypatch.setattr(catalog, "flags", lambda: [("--enable-hierarchical-cache", None)])
-    monkeypatch.setattr(catalog, "NodeSettings", Settings)
     assert all(is_there() for is_there in CAPABILITIES.values())
 
 

@@ -14,6 +14,7 @@ from tandem.sim.checkers.changes import PingPong, StateChanges
 from tandem.sim.checkers.intake import NoNewWork
 from tandem.sim.checkers.outside import malformed
 from tandem.sim.checkers.pages import TenantsApart
+from tandem.sim.checkers.standstills import Standstills
 from tandem.sim.checkers.stream import Stream
 from tandem.sim.clock import LocalClock
 from tandem.sim.hunt import run_seed
@@ -66,6 +67,7 @@ BROKEN = {
     "S26 misses an admission": (HitRate, "moved", every_fifth),
     "S32 misses a batch": (TenantsApart, "launched", every_fifth),
     "L7 misses a retraction": (PingPong, "moved", lambda method: lambda checker, life, progress, before: None),
+    "L8 misses a tick": (Standstills, "ticked", every_fifth),
     "L9 misses a drain": (NoNewWork, "heard", lambda method: lambda checker, life, events: None),
 }
 
@@ -90,7 +92,17 @@ def test_a_lost_count_of_tokens_is_caught() -> None:
 
 
 def test_every_checker_with_books_of_its_own_has_a_recount() -> None:
-    with_books = (StateChanges, OneSequence, SameSet, OneVerdict, HitRate, TenantsApart, PingPong, NoNewWork)
+    with_books = (
+        StateChanges,
+        OneSequence,
+        SameSet,
+        OneVerdict,
+        HitRate,
+        TenantsApart,
+        PingPong,
+        NoNewWork,
+        Standstills,
+    )
     assert all(hasattr(checker, "recount") for checker in with_books)
 
 

@@ -51,11 +51,23 @@ def test_simulate_for_a_while_takes_one_seed_after_another_and_says_what_that_wa
         assert unit in printed.err
 
 
-@pytest.mark.parametrize("flags", [["--until", "soon"], ["--seed", "x"], ["--seeds", "0"], ["--sed", "3"]])
+@pytest.mark.parametrize(
+    "flags", [["--until", "soon"], ["--for", "0s"], ["--seed", "x"], ["--seeds", "0"], ["--sed", "3"]]
+)
 def test_wrong_usage_exits_with_two(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["simulate", *flags])
     assert left.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--for", "1s", "--seeds", "3"], ["--for", "1s", "--until", "1s"], ["--for", "1s", "--trace"],
+     ["--trace", "--sometimes"]],
+)  # fmt: skip
+def test_no_option_is_accepted_and_ignored(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *flags]) == 2
+    assert "give one of them" in capsys.readouterr().err
 
 
 def test_a_violation_is_one_line_that_reproduces_it(capsys: pytest.CaptureFixture[str]) -> None:

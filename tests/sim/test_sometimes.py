@@ -19,6 +19,9 @@ MUST_BE_RECORDED = (
     "the delayer holds prompts",
     "a drain begins with requests under way",
     "a later shard fails",
+    "a watchdog fired on a node",
+    "a watchdog fired on a worker",
+    "a server was unhealthy and recovered",
 )
 AGAIN = "python -m tandem.sim.record_sometimes"
 

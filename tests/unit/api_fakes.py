@@ -21,7 +21,7 @@ from tandem.core import commands, events
 from tandem.core.commands import FinishReason, Ledger
 from tandem.core.commands import Path as KvPath
 from tandem.core.request import Request
-from tandem.core.values import Cause, Incarnation
+from tandem.core.values import Cause, Incarnation, Nanos
 from tandem.metrics.log import RequestLog
 from tandem.sampling import Payload, TokenScore
 from tandem.server import wire
@@ -35,6 +35,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 END = 1  # id of </s>
+WAITED_NS = Nanos(1_500_000_000)  # by who fails by script, on the peer "other"
 WORKER = wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})
 REPLICA = wire.ReplicaInfo(Incarnation("one", 7), "unified", "layout", {}, "127.0.0.1", 1, ())
 
@@ -71,6 +72,7 @@ class Script:
     failure: Cause | None = None
     path: KvPath = KvPath.UNIFIED
     is_silent: bool = False  # never ends by itself
+    is_burst: bool = False  # all tokens are there before anybody looks
 
 
 def says(text: str, **kwargs: object) -> Callable[[Request, Payload], Script]:
@@ -128,9 +130,10 @@ class FakeNode:
                 self.tell(commands.StartRequest(request.id, script.path, 3, ledger))
             extras = ((request.id, score(token, submit.payload)),) if wants_scores else ()
             self.tell(commands.EmitTokens((request.id,), struct.pack("<i", token), extras))
-            await asyncio.sleep(0)
+            if not script.is_burst:
+                await asyncio.sleep(0)
         if script.failure is not None:
-            self.tell(commands.FailRequest(request.id, script.failure, "transfer", "as scripted"))
+            self.tell(commands.FailRequest(request.id, script.failure, "transfer", "as scripted", "other", WAITED_NS))
         elif script.is_silent:
             return
         else:

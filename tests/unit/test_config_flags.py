@@ -7,7 +7,7 @@ import pytest
 
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
-from tandem.cli.flags import add_flags, config_of, flags_page, kind_of
+from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
 from tandem.core.settings import (
     DelayerSettings,
@@ -51,6 +51,8 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         words, expected = [name], not field.default
     elif field.metadata["choices"]:
         words, expected = [name, field.metadata["choices"][-1]], field.metadata["choices"][-1]
+    elif kind is tuple and collected(field.name)["type"] is float:
+        words, expected = [name, "1", "2.5", name, "4"], (1.0, 2.5, 4.0)
     elif kind is tuple:
         words, expected = [name, "a,b", name, "c"], ("a", "b", "c")
     else:
@@ -73,8 +75,12 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         (["stray"], "unknown argument stray; see"),
         (["--port", "many"], "argument --port: invalid int value: 'many'"),
         (["--mem-fraction-static", "x"], "argument --mem-fraction-static: invalid float value: 'x'"),
+        (["--request-timeout", "nan"], "argument --request-timeout: invalid float value: 'nan'"),
+        (["--stall-timeout", "inf"], "argument --stall-timeout: invalid float value: 'inf'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
         (["--port"], "argument --port: expected one argument"),
+        (["--prefill-delayer-wait-seconds-buckets"], "argument --prefill-delayer-wait-seconds-buckets: expected"),
+        (["--prefill-delayer-forward-passes-buckets", "5", "x"], "argument --prefill-delayer-forward-passes-buckets:"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -92,8 +98,19 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     ("words", "reason"),
     [
         (["--page-size", "12"], "power of two"),
+        (["--port", "65536"], "take 0 to 65535"),
+        (["--disaggregation-bootstrap-port", "-1"], "take 0 to 65535"),
+        (["--cpu-threads", "-1"], "--cpu-threads takes 0 to 1024"),
+        (["--cpu-threads", "100000"], "--cpu-threads takes 0 to 1024"),
+        (["--max-total-tokens", "0"], "--max-total-tokens must be at least 1"),
+        (["--num-reserved-decode-tokens", "-1"], "must not be negative"),
+        (["--schedule-conservativeness", "-0.1"], "must not be negative"),
+        (["--drain-timeout", "-1"], "must not be negative"),
+        (["--flight-record-max-bytes", "0"], "--flight-record-max-bytes must be at least 1"),
         (["--chunked-prefill-size", "8"], "at least one page"),
         (["--max-running-requests", "0"], "--max-running-requests"),
+        (["--max-running-requests", "65537"], "at most 65536"),
+        (["--disaggregation-metadata-slots", "131073"], "at most 131072"),
         (["--mem-fraction-static", "1.5"], "between 0 and 1"),
         (["--request-timeout", "0"], "timeouts must be positive"),
         (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "contradict each other"),
@@ -103,6 +120,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--optimistic-prefill-retries", "2", "--optimistic-prefill-attempts", "2"], "contradict each other"),
         (["--optimistic-prefill-retries", "0", "--optimistic-prefill-attempts", "2"], "contradict each other"),
         (["--optimistic-prefill-attempts", "-1"], "must not be negative"),
+        (["--disaggregation-metadata-slots", "0"], "must be at least 1"),
+        (["--disaggregation-park-max-tokens", "-1"], "nothing is parked"),
         (["--disaggregation-allow", "10.0.0.0/8", "--disaggregation-mode", "null"], "for prefill and decode"),
         (["--disaggregation-allow", "10.0.0.1/8", "--disaggregation-mode", "decode"], "takes networks"),
         (["--disaggregation-allow", "prefill.local", "--disaggregation-mode", "decode"], "takes networks"),
@@ -127,11 +146,22 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
         (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),
         (["--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0"], "leave it out"),
+        (["--prefill-delayer-forward-passes-buckets", "5", "20"], "need --enable-prefill-delayer"),
+        (["--prefill-delayer-wait-seconds-buckets", "1"], "need --enable-prefill-delayer"),
     ],
 )
 def test_what_contradicts_itself_is_refused_with_the_reason(words: list[str], reason: str) -> None:
     with pytest.raises(CommandFailed, match=reason) as failure:
         parse(*words)
+    assert failure.value.is_wrong_usage
+
+
+@pytest.mark.parametrize("values", [["0", "5"], ["-1"], ["5", "2"], ["5", "5"], ["nan"], ["5", "inf"]])
+@pytest.mark.parametrize("name", ["forward-passes", "wait-seconds"])
+def test_bounds_of_a_histogram_that_do_not_rise_above_0_are_refused_by_name(name: str, values: list[str]) -> None:
+    flag = f"--prefill-delayer-{name}-buckets"
+    with pytest.raises(CommandFailed, match=f"^{flag} must be positive and rise$") as failure:
+        parse("--enable-prefill-delayer", flag, *values)
     assert failure.value.is_wrong_usage
 
 
@@ -164,6 +194,17 @@ def test_the_flags_of_the_delayer_reach_the_node() -> None:
     words += ["--prefill-delayer-queue-min-ratio", "0.25", "--prefill-delayer-max-delay-ms", "1500"]
     made = settings(parse("--enable-prefill-delayer", *words)).delayer
     assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
+
+
+def test_the_buckets_of_the_delayer_reach_the_node_each_on_its_own() -> None:
+    passes = ["--prefill-delayer-forward-passes-buckets", "1", "2.5"]
+    seconds = ["--prefill-delayer-wait-seconds-buckets", "0.1", "7"]
+    for words, expected in (
+        (passes, DelayerSettings(wait_passes_bounds=(1.0, 2.5))),
+        (seconds, DelayerSettings(wait_seconds_bounds=(0.1, 7.0))),
+        (passes + seconds, DelayerSettings(wait_passes_bounds=(1.0, 2.5), wait_seconds_bounds=(0.1, 7.0))),
+    ):
+        assert settings(parse("--enable-prefill-delayer", *words)).delayer == expected
 
 
 def test_the_flags_of_scheduling_reach_the_node() -> None:
@@ -208,10 +249,11 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     prefill = settings(
         parse(
             *("--disaggregation-mode", "prefill", "--optimistic-prefill-attempts", "3"),
-            *("--disaggregation-dp-rank-conflict", "fail"),
+            *("--disaggregation-dp-rank-conflict", "fail", "--disaggregation-metadata-slots", "7"),
         )
     )
     assert (prefill.optimistic, prefill.park_attempts) == (OptimisticPolicy.PARK, 3)
+    assert prefill.metadata_slots == 7
     assert prefill.prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
     decode = ("--disaggregation-mode", "decode")
     usual = settings(parse(*decode))

@@ -191,13 +191,22 @@ def test_what_waiting_prompts_hold_is_not_used() -> None:
     assert node.state.delayer.waits_by_passes == {0: len(prompt_batches(node))}
 
 
-def test_a_usual_batch_is_forgotten_by_attempts_that_would_have_been_smaller() -> None:
-    """So a peak of long ago does not delay for ever; the window is counted in prompt batches, allowed or not."""
-    world, node = node_with({**QUEUE_GATE, "window": 4})
-    settle_in(world, node)
+def test_the_slot_gate_forgets_a_peak_that_would_not_come_again() -> None:
+    """It does not delay for ever; the window is counted in prompt batches, begun or without slots."""
+    world, node = node_with({**PATIENT, "window": 4})
+    settle_in(world, node, count=10)
     request = hold(world, node)
     world.run_until(lambda: request in node.ended)
     assert node.state.delayer.waits_by_passes[3] == 1
+
+
+def test_the_queue_gate_does_not_get_used_to_the_few_whom_it_holds() -> None:
+    world, node = node_with({**QUEUE_GATE, "window": 4})
+    settle_in(world, node)
+    request = hold(world, node)
+    for _ in range(50):
+        world.turn(node)
+    assert node.progress(request).waiting_for is WaitingFor.GATE
 
 
 def test_where_nobody_decodes_nobody_waits() -> None:
@@ -313,12 +322,31 @@ def test_outcomes_and_waits_are_counted_once_per_pass() -> None:
     executed = sum(value for name, value in gauges.items() if name.endswith("actual_execution=true}"))
     assert executed == len(prompt_batches(node)) == gauges["prefill_delayer_wait_forward_passes_count"]
     assert gauges["prefill_delayer_wait_forward_passes_sum"] == 6
-    assert gauges["prefill_delayer_wait_forward_passes_bucket{le=5}"] == executed - 1
-    assert gauges["prefill_delayer_wait_forward_passes_bucket{le=6}"] == executed
+    assert gauges["prefill_delayer_wait_forward_passes_bucket{le=5.0}"] == executed - 1
+    assert gauges["prefill_delayer_wait_forward_passes_bucket{le=6.0}"] == executed
     assert gauges["prefill_delayer_wait_seconds_count"] == executed
     assert 0 < gauges["prefill_delayer_wait_seconds_sum"] < 1e-3
-    assert gauges["prefill_delayer_wait_seconds_bucket{le=0}"] == executed - 1
-    assert gauges["prefill_delayer_wait_seconds_bucket{le=1}"] == executed
+    assert gauges["prefill_delayer_wait_seconds_bucket{le=0.0}"] == executed - 1
+    assert gauges["prefill_delayer_wait_seconds_bucket{le=1.0}"] == executed
+
+
+def test_waits_are_counted_in_the_buckets_that_were_asked_for() -> None:
+    """One prompt waits for six passes of a microsecond each, and whoever came before it for none."""
+    bounds = {"wait_passes_bounds": (2.0, 5.5, 9.0), "wait_seconds_bounds": (1e-6, 1e-3)}
+    world, node = node_with({**QUEUE_GATE, "max_delay_passes": 7, **bounds})
+    settle_in(world, node)
+    request = hold(world, node)
+    world.run_until(lambda: request in node.ended)
+    rest = len(prompt_batches(node)) - 1
+    assert buckets(node, "forward_passes") == {"0.0": rest, "2.0": rest, "5.5": rest, "6.0": rest + 1, "+Inf": rest + 1}
+    assert buckets(node, "seconds") == {"0.0": rest, "1e-06": rest, "0.001": rest + 1, "+Inf": rest + 1}
+
+
+def buckets(node: Replica, unit: str) -> dict[str, float]:
+    """Observations up to each bound, as they are exported."""
+    start = f"prefill_delayer_wait_{unit}_bucket{{le="
+    gauges = inspect.gauges(node.node)
+    return {name.removeprefix(start).rstrip("}"): gauges[name] for name in gauges if name.startswith(start)}
 
 
 @pytest.mark.parametrize("depth", [1, 2])

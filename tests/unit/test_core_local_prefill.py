@@ -7,6 +7,7 @@ from tandem.core.commands import FinishRequest, Path
 from tandem.core.events import RequestArrived
 from tandem.core.pd.local_prefill import Auto, LocalView, Never, UpTo
 from tandem.core.pd.messages import Ready, Release
+from tandem.core.sched.progress import State, WaitingFor
 from tandem.core.settings import LocalPrefill
 from tandem.core.values import RequestId
 
@@ -82,4 +83,19 @@ def test_not_needed_may_overtake_the_request() -> None:
     world.run()
     assert path_of(prefill, left) is Path.LOCAL
     assert prefill.plans() == []
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_short_prompt_that_lacks_pages_is_not_taken_from_prefill_before_they_are_there() -> None:
+    world = World()
+    prefill = world.prefill()
+    decode = world.decode(local_prefill=LocalPrefill.UP_TO, local_prefill_tokens=PROMPT_LEN, num_pages=4)
+    busy = world.submit(decode, prompt_len=30, max_new_tokens=20, seed=5)
+    world.run_until(lambda: decode.state_of(busy) is State.RUNNING)
+    left, right = world.pair(prefill, decode, prompt_len=PROMPT_LEN)
+    world.run_until(lambda: decode.state_of(right) is State.QUEUED and prefill.state_of(left) is State.PARKED)
+    assert decode.progress(right).waiting_for is WaitingFor.PAGES
+    assert decode.said(Release) == [], "prefill may compute it meanwhile"
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.LOCAL, TOKENS)
     assert_nothing_is_held([prefill, decode])

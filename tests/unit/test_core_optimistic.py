@@ -3,7 +3,7 @@
 import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
-from tandem.core.commands import FinishRequest
+from tandem.core.commands import FinishRequest, PublishPages
 from tandem.core.events import BatchReturned, HooksChanged, RequestArrived
 from tandem.core.pd.bootstrap import should_force_retry
 from tandem.core.pd.messages import Offer, Ready
@@ -64,6 +64,25 @@ def test_park_computes_once_and_holds_pages_and_result_row() -> None:
     assert held_pages(prefill) == 7
     assert list(prefill.state.results.owners) == [left]
     assert inspect.gauges(prefill.node)["num_prefill_inflight_queue_reqs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "batches", "forward_tokens", "pages"),
+    [("off", [], 0, 0), ("retry", [[1], [1], [1], [2], [2], [2]], 216, 0), ("park", [[1]], 100, 7)],
+)
+def test_policies_differ_in_launch_order_forward_tokens_and_pages_held(
+    policy: str, batches: list[list[int]], forward_tokens: int, pages: int
+) -> None:
+    """One slot, two prompts, no READY. A retry goes first, and computes what no full page holds: four tokens. Who is
+    parked makes no room for somebody who is no better off."""
+    world = World()
+    prefill = world.prefill(optimistic=policy, optimistic_retries=2, chunk_tokens=112, max_running=1)
+    for seed in (1, 2):
+        world.submit(prefill, prompt_len=100, room=seed, seed=seed)
+    world.run()
+    assert [[row.request for row in plan.rows] for plan in prefill.plans()] == batches
+    assert sum(row.stop - row.start for plan in prefill.plans() for row in plan.rows) == forward_tokens
+    assert held_pages(prefill) == pages
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -180,6 +199,21 @@ def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
     assert prefill.state_of(second) is State.QUEUED
 
 
+def test_a_retry_begins_its_stages_anew_and_the_arrival_stays() -> None:
+    world = World()
+    prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1)
+    left = world.submit(prefill, prompt_len=100, room=7, timeout_ns=60 * SECOND)
+    world.run_until(lambda: left in prefill.state.requests)
+    arrived_at = prefill.progress(left).arrived_at
+    for count in (1, 2):
+        world.now += 1_000_000
+        world.run_until(lambda count=count: retries(prefill, left) == count)
+        progress = prefill.progress(left)
+        assert progress.stages == {"prefill_retried": world.now - arrived_at}
+        assert progress.computing_since == progress.entered_at == world.now
+        assert (progress.arrived_at, progress.deadline) == (arrived_at, arrived_at + 60 * SECOND)
+
+
 # --- forced retries --------------------------------------------------------------------------------------------------
 
 
@@ -213,6 +247,28 @@ def test_nothing_of_a_forced_attempt_is_offered() -> None:
     assert prefill.said(Offer) == []
 
 
+def test_not_even_a_cached_prefix_is_handed_out_in_a_forced_attempt() -> None:
+    """Its pages go back to the tree, where they may be evicted: nobody may read them meanwhile."""
+    world = World()
+    prefill, decode = world.prefill(), world.decode(prefix_cache=False)
+    world.pair(prefill, decode, prompt_len=60)
+    world.run()
+    world.send(prefill, HooksChanged(1.0))
+    world.run()
+    before = len(prefill.said(PublishPages))
+    room = world.room()
+    right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address)
+    world.run()
+    left = world.submit(prefill, prompt_len=100, room=room)
+    world.run_until(lambda: retries(prefill, left) == 0 and prefill.state_of(left) is State.COMPUTING)
+    assert prefill.progress(left).computed > 0
+    assert prefill.progress(left).sender.is_ready
+    assert len(prefill.said(PublishPages)) == before
+    world.run()
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
+    assert_nothing_is_held([prefill, decode])
+
+
 # --- pressure --------------------------------------------------------------------------------------------------------
 
 
@@ -235,11 +291,11 @@ def test_parked_requests_give_way_to_one_that_needs_their_pages() -> None:
 
 def test_the_newest_parked_request_gives_way_first() -> None:
     world = World()
-    prefill = world.prefill(num_pages=12)
+    prefill, decode = world.prefill(num_pages=12), world.decode()
     ids = [world.submit(prefill, prompt_len=64, room=10 + seed, seed=seed) for seed in range(3)]
     world.run()
     assert [prefill.state_of(request) for request in ids] == [State.PARKED] * 3
-    world.submit(prefill, prompt_len=64, room=20, seed=9)
+    world.pair(prefill, decode, prompt_len=64, seed=9)
     world.run()
     assert [prefill.state_of(request) for request in ids] == [State.PARKED, State.PARKED, State.BOOTSTRAPPING]
 
@@ -253,6 +309,40 @@ def test_parked_requests_give_way_to_one_that_needs_a_slot() -> None:
     world.run()
     assert decode.tokens[right] == expected_tokens(40, 4, seed=2)
     assert prefill.state_of(parked) is State.BOOTSTRAPPING
+
+
+def test_who_gave_way_runs_again_behind_those_who_wait() -> None:
+    world = World()
+    prefill, decode = world.prefill(num_pages=8, park_attempts=2), world.decode()
+    world.submit(prefill, prompt_len=100, room=50, seed=1)
+    world.run()
+    for seed in (2, 3):
+        world.pair(prefill, decode, prompt_len=100, seed=seed)
+    world.run()
+    order = [row.request for plan in prefill.plans() for row in plan.rows if row.start == 0]
+    assert order == [1, 2, 3, 1]
+
+
+@pytest.mark.parametrize("bound", [{"max_running": 1}, {"num_pages": 8}])
+def test_a_ready_request_behind_many_early_ones_pushes_a_parked_one_out(bound: dict[str, int]) -> None:
+    world = World()
+    prefill, decode = world.prefill(**bound), world.decode()
+    for seed in range(100):
+        world.submit(prefill, prompt_len=100, room=1000 + seed, seed=seed)
+    world.run()
+    _, right = world.pair(prefill, decode, prompt_len=100, seed=200)
+    world.run()
+    assert decode.tokens[right] == expected_tokens(100, 4, seed=200)
+
+
+def test_early_ones_do_not_overtake_each_other() -> None:
+    """The second prompt is too long for what the parked one leaves, the third would fit."""
+    world = World()
+    prefill = world.prefill(num_pages=12)
+    for room, length in ((1, 100), (2, 100), (3, 40)):
+        world.submit(prefill, prompt_len=length, room=room, seed=room)
+    world.run()
+    assert {row.request for plan in prefill.plans() for row in plan.rows} == {1}
 
 
 def test_parked_tokens_are_bounded() -> None:

@@ -3,11 +3,12 @@
 import msgspec
 import pytest
 
-from core_driver import World, assert_nothing_is_held, expected_tokens
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import TokenFlag
 from tandem.core.commands import CancelPull, FailRequest, FinishRequest, LearnPeer, Path, PullPages, RevokePages
 from tandem.core.events import (
     BatchReturned,
+    DrainRequested,
     FlushRequested,
     PageRead,
     PagesDigested,
@@ -18,6 +19,7 @@ from tandem.core.events import (
     PeerSaid,
     ReadsDrained,
     RequestArrived,
+    RequestRefused,
     TransferDrained,
     TransferFailed,
 )
@@ -536,7 +538,7 @@ def test_layouts_that_differ_end_both_halves_with_that_cause() -> None:
     left, right = world.pair(prefill, decode)
     world.run()
     assert decode.cause(right) is Cause.LAYOUT_MISMATCH
-    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert prefill.cause(left) is Cause.LAYOUT_MISMATCH
     assert_nothing_is_held([prefill, decode])
 
 
@@ -776,6 +778,18 @@ def test_a_refused_prefill_half_is_told_to_decode_when_it_says_ready() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
+def test_a_prefill_half_that_is_refused_after_decode_has_said_ready_is_told_to_it_at_once() -> None:
+    world = World()
+    prefill, decode = world.prefill(num_pages=4), world.decode()
+    room = world.room()
+    right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address)
+    world.run()
+    world.submit(prefill, prompt_len=100, room=room)
+    world.run()  # no timer: READY is not said again
+    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert_nothing_is_held([prefill, decode])
+
+
 def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode(num_pages=8)
@@ -786,6 +800,63 @@ def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
     assert decode.cause(right) is Cause.PROMPT_TOO_LONG
     assert prefill.cause(left) is Cause.PEER_ABORTED
     assert_nothing_is_held([prefill, decode])
+
+
+def refuse_at_the_edge(world: World, replica: Replica, **asked: object) -> None:
+    del replica.worker.seats[world.submit(replica, **asked)]
+    arrived = replica.parcels.pop().make()
+    assert isinstance(arrived, RequestArrived)
+    world.send(replica, RequestRefused(arrived.request, Cause.DRAINING, "the server is shutting down"))
+
+
+@pytest.mark.parametrize("comes_first", ["prefill", "decode"])
+def test_a_half_that_the_edge_of_prefill_refuses_is_told_to_decode(comes_first: str) -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode(load_failure=LoadFailurePolicy.FAIL)
+    room = world.room()
+    if comes_first == "prefill":
+        refuse_at_the_edge(world, prefill, room=room)
+        world.run()
+    right = world.submit(decode, room=room, peer=prefill.address)
+    world.run()
+    if comes_first == "decode":
+        refuse_at_the_edge(world, prefill, room=room)
+        world.run()  # no timer: READY is not said again
+    assert decode.cause(right) is Cause.DRAINING
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_a_half_that_the_edge_of_decode_refuses_is_told_to_the_prefill_it_knows() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    world.pair(prefill, decode, prompt_len=10)
+    world.run()
+    room = world.room()
+    left = world.submit(prefill, prompt_len=100, room=room)
+    refuse_at_the_edge(world, decode, prompt_len=100, room=room, peer=prefill.address)
+    world.run()
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_what_the_edge_refuses_in_a_live_room_changes_nothing() -> None:
+    world, prefill, decode, _left, right = meet()
+    world.run_until(lambda: decode.state_of(right) is State.ARRIVING)
+    refuse_at_the_edge(world, prefill, prompt_len=100, room=world.next_room)
+    refuse_at_the_edge(world, decode, prompt_len=100, room=world.next_room, peer=prefill.address)
+    world.run()
+    assert decode.ended[right].path == "remote"
+    assert decode.tokens[right] == TOKENS
+
+
+def test_who_says_ready_to_a_prefill_that_drains_hears_so_at_once() -> None:
+    """The request can come no more."""
+    world = World()
+    prefill, decode = world.prefill(), world.decode(load_failure=LoadFailurePolicy.FAIL)
+    world.send(prefill, DrainRequested())
+    right = world.submit(decode, room=world.room(), peer=prefill.address)
+    world.run()
+    assert decode.cause(right) is Cause.DRAINING
 
 
 def test_the_loss_of_a_peer_nobody_talks_to_changes_nothing() -> None:

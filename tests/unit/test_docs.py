@@ -29,10 +29,7 @@ KINDS = {
     5: {"environment", "flag", "log line", "symbol", "behaviour", "test"},
 }
 CAPABILITIES = {
-    "benchmark of optimistic prefill",
-    "benchmark of the prefill delayer",
     "bootstrap registry",
-    "buckets of the delayer's histograms by flag",
     "CUDA graphs",
     "diffusion language models",
     "DP ranks",

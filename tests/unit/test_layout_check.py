@@ -39,7 +39,7 @@ def test_the_request_ends_with_the_field_in_its_error() -> None:
     world.run()
     assert decode.cause(right) is Cause.LAYOUT_MISMATCH
     assert decode.ended[right].detail == "page_size is 16 at prefill and 32 at decode"
-    assert prefill.cause(left) is Cause.PEER_ABORTED
+    assert prefill.cause(left) is Cause.LAYOUT_MISMATCH
     later = world.submit(decode, room=world.room(), peer=prefill.address)
     world.run()
     assert decode.ended[later].detail == decode.ended[right].detail, "what was learned is remembered"

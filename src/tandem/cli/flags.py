@@ -1,6 +1,9 @@
 """From the fields of `ServerConfig` to command-line flags, and to the page that documents them."""
 
 import argparse
+import contextlib
+import math
+from collections.abc import Callable
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defaults and values are as their field says
 
@@ -9,10 +12,10 @@ from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_compl
 
 
 class Collect(argparse.Action):
-    """A flag that may be repeated, and may hold several values between commas."""
+    """A flag that may be repeated. Words may stand between commas, numbers behind each other."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parts = [part.strip() for part in values.split(",")]
+        parts = values if isinstance(values, list) else [part.strip() for part in values.split(",")]
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *parts))
 
 
@@ -23,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if kind is bool:
             options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
         else:
-            options |= {"type": str, "action": Collect} if kind is tuple else {"type": kind}
+            options |= {"action": Collect, **collected(field.name)} if kind is tuple else {"type": scalar(kind)}
             options["metavar"] = field.metadata["metavar"] or None
         if field.metadata["choices"]:
             options["choices"] = field.metadata["choices"]
@@ -48,6 +51,39 @@ def kind_of(name: str) -> type:
     return kind
 
 
+def scalar(kind: type) -> Callable[[str], object]:
+    """What argparse makes a value with."""
+    return finite if kind is float else kind
+
+
+def finite(text: str) -> float:
+    """No flag has a use for `nan` or `inf`, and JSON knows neither."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+
+
+def whole(text: str, *, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    return whole(text, least=0)
+
+
+def count(text: str) -> int:
+    return whole(text, least=1)
+
+
+def collected(name: str) -> dict[str, Any]:
+    """What a tuple is made of: `tuple[float, ...]` takes several words, as SGLang's lists do."""
+    part = get_args(get_type_hints(ServerConfig)[name])[0]
+    return {"type": part} if part is str else {"type": part, "nargs": "+"}
+
+
 def help_text(field: Any) -> str:
     text: str = field.metadata["help"].replace("%", "%%")
     return text if field.default in (None, False, ()) else f"{text} (default: {field.default})"
@@ -67,6 +103,7 @@ def flags_page() -> str:
         kind = kind_of(field.name)
         choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
         value = "" if kind is bool else f" {choices or field.metadata['metavar'] or kind.__name__.upper()}"
+        value += " ..." if kind is tuple and "nargs" in collected(field.name) else ""
         default = "-" if field.default in (None, ()) else f"`{field.default}`"
         if field.default in (True, False) and kind is bool:
             default = "on" if field.default else "off"

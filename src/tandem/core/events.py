@@ -18,6 +18,14 @@ class RequestArrived(Struct, frozen=True, tag=True):
     request: Request
 
 
+class RequestRefused(Struct, frozen=True, tag=True):
+    """The edge has refused it by itself. If it has a room, its other half must not wait for it."""
+
+    request: Request
+    cause: Cause
+    detail: str
+
+
 class AbortRequested(Struct, frozen=True, tag=True):
     """The client left, an operator asked, or the edge found it invalid."""
 
@@ -172,6 +180,7 @@ class FlushRequested(Struct, frozen=True, tag=True):
 
 Event = (
     RequestArrived
+    | RequestRefused
     | AbortRequested
     | StopMatched
     | BatchReturned

@@ -45,14 +45,6 @@ class WorkerNumbers(Struct, frozen=True):
     numbers: dict[str, int]
 
 
-class Pulse(Struct, frozen=True):
-    """The answer to `pulse`: how far the node and its worker are. The same one twice means that nothing moves."""
-
-    launched: int  # the last iteration
-    oldest: int | None  # the first iteration that has not returned; None: all have
-    echoes: int  # how often the worker has answered a `Ping`
-
-
 class Ping(Struct, frozen=True, tag=True):
     """node -> worker: answered at once by the thread that reads, whatever the engine does."""
 
@@ -140,6 +132,7 @@ ApiToNode = (
     | Connect
     | FailTransfers
     | Shutdown
+    | events.RequestRefused
     | events.AbortRequested
     | events.StopMatched
     | events.PeerLearned

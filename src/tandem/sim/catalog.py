@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from tandem.config import flags
-from tandem.core.settings import NodeSettings
 
 TITLE = """# Invariants and faults of the simulation
 
@@ -48,14 +47,9 @@ def has_flag(*parts: str) -> bool:
     return any(part in name for name, _ in flags() for part in parts)
 
 
-def has_setting(*parts: str) -> bool:
-    return any(part in name for name in NodeSettings.__struct_fields__ for part in parts)
-
-
 # capability -> is it there?
 CAPABILITIES: dict[str, Callable[[], bool]] = {
     "host cache tiers": lambda: has_flag("hierarchical", "hicache") or find_spec("tandem.core.kv.tiers") is not None,
-    "a watchdog in the core": lambda: has_setting("watchdog", "batch_timeout"),
 }
 
 INVARIANTS: tuple[Row, ...] = (
@@ -100,7 +94,11 @@ INVARIANTS: tuple[Row, ...] = (
     Row("L5", "after healing every pair works again", "checkers.liveness:WorksWhenHealed"),
     Row("L6", "nobody fails for pages that come back", "checkers.liveness:PagesComeBack"),
     Row("L7", "who was pushed back makes a token before the next time", "checkers.changes:PingPong"),
-    Row("L8", "a shard that stalls fails its group", waits_for="a watchdog in the core"),
+    Row(
+        "L8",
+        "a shard that stalls ends its group in time, which is unhealthy before",
+        "checkers.standstills:Standstills",
+    ),
     Row("L9", "who drains accepts nobody", "checkers.intake:NoNewWork"),
     Row("L10", "overload is refused at once, and queues stay bounded", "checkers.intake:Bounds"),
     Row("L11", "quarantined pages have somebody who waits for them", "checkers.pages:Quarantine"),
@@ -118,7 +116,7 @@ FAULTS: tuple[Row, ...] = (
     Row("F6", "crash and restart of servers, bootstrap servers and routers", "faults.harm:Harm.crash"),
     Row("F7", "one shard or DP rank dies", "faults.harm:Harm.lose_shard"),
     Row("F8", "pauses of a node", "faults.harm:Harm.pause"),
-    Row("F9", "slow executors, slow shards", "faults.harm:Harm.slow_down"),
+    Row("F9", "slow executors, slow shards, processes and batches that hang", "faults.harm:Harm.slow_down"),
     Row("F10", "clocks that began elsewhere, and drift", "clock:LocalClock"),
     Row("F11", "few rows in the result table", "faults.options:draw_options"),
     Row("F12", "few pages", "faults.options:draw_options"),

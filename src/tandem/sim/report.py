@@ -49,6 +49,7 @@ from tandem.core.events import (
     PeerUnknown,
     ReadsDrained,
     RequestArrived,
+    RequestRefused,
     SnapshotsGathered,
     SnapshotWanted,
     StopMatched,
@@ -168,6 +169,8 @@ def describe_event(event: Event) -> str:
             room = f" room {request.room}" if request.room is not None else ""
             peer = f" from {request.peer.host}" if request.peer is not None else ""
             return f"request {request.id} arrived: {request.prompt_len}+{request.max_new_tokens} tokens{room}{peer}"
+        case RequestRefused(request, cause, detail):
+            return f"request {request.id} was refused at the edge: {cause} ({detail})"
         case AbortRequested(request, cause):
             return f"request {request} abort: {cause}"
         case StopMatched(request):

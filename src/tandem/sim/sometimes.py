@@ -50,6 +50,7 @@ class Watch:
         self.seen = world.checkers.changes.seen  # where everybody was after the step before
         self.reached: Counter[str] = Counter()
         self.epochs: dict[tuple[str, str], int] = {}
+        self.watchdogs = world.watchdogs
 
     def look(self, now: int, life: Life, events: Sequence[Event], commands: Sequence[Command]) -> None:
         for event in events:
@@ -57,6 +58,7 @@ class Watch:
         for command in commands:
             self.reached.update(self._of_command(life, command))
         self.reached.update(of_node(life))
+        self.reached.update(self._of_watchdogs())
         for progress in life.node.state.requests.values():
             self.reached.update(of_request(life, progress))
 
@@ -159,6 +161,12 @@ class Watch:
                 yield "an end, or a fallback, waits for pages on their way"
             case _:
                 pass
+
+    def _of_watchdogs(self) -> Iterator[str]:
+        for who in self.watchdogs.fired:
+            yield f"a watchdog fired on a {who}"
+        if self.watchdogs.num_recovered:
+            yield "a server was unhealthy and recovered"
 
 
 _WHY = {Cause.ABORTED: "is aborted", Cause.DEADLINE_EXCEEDED: "meets its deadline", Cause.PEER_LOST: "loses its peer"}

@@ -41,6 +41,7 @@ from tandem.core.events import (
     PeerSaid,
     RequestArrived,
 )
+from tandem.core.fleet.standstill import TICKS
 from tandem.core.pd.messages import Message
 from tandem.core.sched.gates import Snapshot
 from tandem.core.sched.gather import Gathering, Mail
@@ -56,6 +57,8 @@ from tandem.sim.actors.gateway import Gateway
 from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.actors.servers import Server, rank_names, server_of
 from tandem.sim.actors.transfer import KvStore
+from tandem.sim.actors.vitals import Hang
+from tandem.sim.actors.watchdog import Watchdogs
 from tandem.sim.checkers import Checkers
 from tandem.sim.clock import Clock, LocalClock
 from tandem.sim.faults.harm import Harm
@@ -121,6 +124,7 @@ class World:
     weather: DataWeather = field(init=False)
     network: Network = field(init=False)
     checkers: Checkers = field(init=False)
+    watchdogs: Watchdogs = field(init=False)
     log: hashlib.blake2b = field(init=False)
     encoder: msgspec.msgpack.Encoder = field(init=False)
 
@@ -135,8 +139,10 @@ class World:
         self.edge = Edge(self, self.random)
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
-        self.harm = Harm(self, self.random, Random(f"hosts {seed}"), self.clock)
+        self.harm = Harm(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
         self.checkers = Checkers(self)
+        tick_ns = self.options.watchdog_ns // TICKS
+        self.watchdogs = Watchdogs(self.clock, self.servers, tick_ns, self.checkers.watchdog_has_ticked, self._hangs)
         self.log = hashlib.blake2b(digest_size=16)
         self.encoder = msgspec.msgpack.Encoder()
         self._build()
@@ -366,6 +372,7 @@ class World:
             case LaunchBatch(plan):
                 life.work.append(plan)
                 self._work(life)
+                self.watchdogs.watch(life)
             case ForgetRequests(requests):
                 life.work.append(requests)
                 life.store.forget(requests)
@@ -448,6 +455,9 @@ class World:
     def _finish_batch(self, life: Life, plan: BatchPlan) -> None:
         if not life.is_alive or life.store.dead:
             return  # a shard that is dead ends no batch
+        if life.vitals.hang in (Hang.WORKER, Hang.BATCH):
+            life.vitals.held = plan
+            return
         life.is_working = False
         invalid: frozenset[int] = frozenset()
         rate = 0.0 if self.is_healed else self.options.batch_failure
@@ -463,6 +473,18 @@ class World:
         else:
             self.push(life, BatchReturned(life.executor.run(plan, invalid=invalid)))
         self._work(life)
+
+    def worker_goes_on(self, life: Life) -> None:
+        """It hangs no more, and begins with what it has been asked meanwhile."""
+        life.vitals.echoes = life.vitals.pings
+        life.store.thaw()
+        held, life.vitals.held = life.vitals.held, None
+        if held is not None:
+            self._finish_batch(life, held)
+
+    def _hangs(self, life: Life) -> None:
+        self.checkers.watchdog_fires(life)
+        self.harm.end_hanging(life)
 
     # -- the end
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from tandem.core.values import Cause, Incarnation, Nanos, Room
 
+SHUTTING_DOWN = "the server is shutting down"
 LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
 
 
@@ -68,6 +69,7 @@ class Release(Struct, frozen=True, tag="release"):
     outcome: Literal["done", "aborted", "not_needed"]
     cause: Cause | None = None
     attempt: int = 0  # of the READY; a late copy about a room that is used again is told apart
+    detail: str = ""
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -16,6 +16,8 @@ def admit(node: NodeState) -> None:
 
     Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
     row of the result table is passed over: those behind it may not need one (seed 1: `continue`, not `break`).
+    The same with one that starts early: nobody waits for it, so neither does it push parked requests out, nor keep
+    back those behind it whose decode is READY. Other early ones do not overtake it.
     """
     queue = node.queues[State.QUEUED]
     if not queue:
@@ -26,8 +28,12 @@ def admit(node: NodeState) -> None:
     reserve = Reserve.of(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.window))
     backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
+    early_lacks: WaitingFor | None = None  # of the first that would have started early
     for request in candidates(node):
         progress = node.requests[request]
+        if early_lacks is not None and is_early(progress):
+            progress.lacks = early_lacks
+            continue
         if progress.receiver is not None and decode.prefers_local(node, progress, backlog):
             decode.compute_here(node, progress)
         if progress.receiver is None and backlog >= enough:
@@ -37,6 +43,9 @@ def admit(node: NodeState) -> None:
         progress.lacks = lacks
         if lacks is WaitingFor.METADATA_SLOT:
             continue
+        if lacks is not None and is_early(progress):
+            early_lacks = lacks
+            continue
         if lacks is not None:
             return
         reserve.tokens += claim(node, progress)
@@ -45,11 +54,11 @@ def admit(node: NodeState) -> None:
 
 
 def candidates(node: NodeState) -> list[RequestId]:
-    """The head of the queue. When result rows are short, also those READY further back: one of them may have to run
-    before a parked request, which holds the row, finds its taker."""
+    """The head of the queue. When parked requests hold what it lacks, also those READY further back: one of them may
+    have to run before a parked request finds its taker."""
     queue = node.queues[State.QUEUED]
     chosen = list(islice(queue, LOOK_AHEAD))
-    if len(queue) > LOOK_AHEAD and not node.results.free_rows:
+    if len(queue) > LOOK_AHEAD and (node.queues[State.PARKED] or not node.results.free_rows):
         behind = islice(queue, LOOK_AHEAD, None)
         chosen += islice((request for request in behind if has_taker(node.requests[request])), LOOK_AHEAD)
     return chosen
@@ -59,15 +68,19 @@ def has_taker(progress: Progress) -> bool:
     return progress.sender is not None and progress.sender.is_ready
 
 
+def is_early(progress: Progress) -> bool:
+    return progress.sender is not None and not progress.sender.is_ready
+
+
 def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
     """What is missing, or None: then the request has left the queue."""
-    if node.num_slots_used >= node.settings.max_running and not prefill.yield_parked(node):
+    if node.num_slots_used >= node.settings.max_running and not may_push(node, progress):
         return WaitingFor.SLOT
     keeps_row = progress.id in node.results.owners  # from an earlier attempt
     if progress.sender is not None and not ensure_metadata_buffer(node, progress):
         return WaitingFor.METADATA_SLOT
     has_pages = reserve_pages(node, progress, reserve)
-    while not has_pages and prefill.yield_parked(node):
+    while not has_pages and may_push(node, progress):
         has_pages = reserve_pages(node, progress, reserve)
     if not has_pages:
         if not keeps_row:
@@ -76,18 +89,22 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
     if progress.receiver is not None:
         decode.await_arrival(node, progress)
     else:
-        progress.computing_since = node.now
         enter(node, progress, Trigger.COMPUTE)
         if progress.sender is not None:
             prefill.publish(node, progress)  # a cached prefix need not wait for the first chunk
     return None
 
 
+def may_push(node: NodeState, progress: Progress) -> bool:
+    """The newest parked request has given way, unless this one is no better off."""
+    return not is_early(progress) and prefill.yield_parked(node)
+
+
 def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
     """A row of the result table. When all are taken and this one is READY, the newest parked request yields its own."""
     if node.results.ensure_metadata_buffer(progress.id):
         return True
-    return has_taker(progress) and prefill.yield_parked(node) and node.results.ensure_metadata_buffer(progress.id)
+    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)
 
 
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:

@@ -448,10 +448,10 @@ def fail_transfer(node: NodeState, progress: Progress, cause: Cause, detail: str
     progress.path = Path.FALLBACK
     if progress.state is State.ARRIVING:
         enter(node, progress, Trigger.PEER_FAILED)
-        let_go(node, progress, cause)
+        let_go(node, progress, cause, detail)
         recover_if_drained(node, progress)
     else:
-        let_go(node, progress, cause)
+        let_go(node, progress, cause, detail)
         enter(node, progress, Trigger.PEER_FAILED)
         progress.receiver = None
 
@@ -463,7 +463,7 @@ def recover_if_drained(node: NodeState, progress: Progress) -> None:
         progress.receiver = None
 
 
-def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
+def let_go(node: NodeState, progress: Progress, cause: Cause, detail: str) -> None:
     """Stop reading and tell the peer that nobody will collect. Idempotent."""
     receiver, room = progress.receiver, progress.request.room
     assert receiver is not None
@@ -473,7 +473,7 @@ def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
     receiver.move(TransferTrigger.FAULT)
     node.tally.transfer_failed += receiver.ready_at is not None
     node.tally.bootstrap_failed += receiver.ready_at is None
-    release = Release(room, node.settings.incarnation, "aborted", cause, receiver.attempt)
+    release = Release(room, node.settings.incarnation, "aborted", cause, receiver.attempt, detail)
     if receiver.peer is not None:
         node.out.append(Tell(receiver.peer, release))
     else:
@@ -487,7 +487,7 @@ def let_go(node: NodeState, progress: Progress, cause: Cause) -> None:
 def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
     verdict = failure(node, progress, cause, detail or progress.first_cause)
     if progress.receiver is not None:
-        let_go(node, progress, cause)
+        let_go(node, progress, cause, detail)
     end(node, progress, verdict)
 
 

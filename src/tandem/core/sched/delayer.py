@@ -19,7 +19,7 @@ from tandem.core.commands import GatherSnapshot
 from tandem.core.events import SnapshotsGathered
 from tandem.core.sched.gates import Snapshot, agree, expected_batch, remember_batch
 from tandem.core.sched.progress import Progress, State, WaitingFor
-from tandem.core.sched.state import WAIT_SECONDS_BOUNDS, NodeState, charge_stage_as_waiting
+from tandem.core.sched.state import NodeState
 from tandem.core.settings import DelayerSettings, NodeSettings
 from tandem.core.values import SECOND, ZERO_NS, Nanos
 
@@ -75,10 +75,7 @@ class Delayer(Struct, frozen=True):
             state.since = node.now
         state.memory = memory
         for progress in fresh:
-            if decision.allows:
-                release(node, progress)
-            else:
-                progress.lacks = WaitingFor.GATE
+            progress.lacks = None if decision.allows else WaitingFor.GATE
         return decision.allows
 
     def ask(self, node: NodeState, snapshot: Snapshot, fresh: list[Progress]) -> None:
@@ -117,7 +114,7 @@ class Delayer(Struct, frozen=True):
             return  # a pass has been asked for
         if not num_rows and not snapshot.num_running:
             return  # nobody runs and nobody could: not a pass
-        if num_rows or not decision.allows:
+        if num_rows or decision.lacks_slots:
             would_be = expected_batch(
                 num_waiting=snapshot.num_waiting,
                 num_running=snapshot.num_running,
@@ -129,7 +126,8 @@ class Delayer(Struct, frozen=True):
         if decision.allows and num_rows:
             passes, seconds = state.waited_passes, state.waited_ns / SECOND
             state.waits_by_passes[passes] = state.waits_by_passes.get(passes, 0) + 1
-            state.waits_by_seconds[bisect_left(WAIT_SECONDS_BOUNDS, seconds)] += 1
+            bucket = bisect_left((0.0, *self.settings.wait_seconds_bounds), seconds)
+            state.waits_by_seconds[bucket] = state.waits_by_seconds.get(bucket, 0) + 1
             state.waited_ns_total = Nanos(state.waited_ns_total + state.waited_ns)
 
     def opens_at(self, node: NodeState) -> Nanos | None:
@@ -175,11 +173,3 @@ def is_fresh(progress: Progress) -> bool:
 def is_about_to_decode(progress: Progress) -> bool:
     """The last chunk of its prompt is launched, and what comes after runs here."""
     return progress.launched >= progress.length and progress.sender is None
-
-
-def release(node: NodeState, progress: Progress) -> None:
-    """What it waited here was no computing."""
-    if progress.lacks is WaitingFor.GATE:
-        progress.lacks = None
-        progress.computing_since = node.now
-        charge_stage_as_waiting(node, progress)

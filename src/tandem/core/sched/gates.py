@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tandem.core.settings import DelayerSettings
 
@@ -64,6 +65,7 @@ class Decision(Struct, frozen=True):
     allows: bool
     reason: Reason
     estimation: Estimation
+    lacks_slots: bool = False  # denied, and a usual prompt batch would not fit
 
 
 Gate = Callable[[Sequence[Snapshot], DelayerSettings], bool]
@@ -97,7 +99,8 @@ def agree(ranks: Sequence[Snapshot], memory: Memory, settings: DelayerSettings) 
         return delay(estimation, memory, settings)
     is_closed = any(rank.num_running for rank in ranks) and any(gate(ranks, settings) for gate in GATES)
     if is_closed and memory.has_skipped_first:
-        return delay(estimation, memory, settings)
+        decision, memory = delay(estimation, memory, settings)
+        return replace(decision, lacks_slots=not decision.allows and slot_gate_closes(ranks, settings)), memory
     reason = Reason.WAIT_SUCCESS if memory.delayed_passes else Reason.NO_WAIT
     return allow(reason, estimation, Memory(memory.delayed_passes, memory.has_skipped_first or is_closed))
 
@@ -138,5 +141,8 @@ def remember_batch(sizes: tuple[int, ...], size: int, *, window: int) -> tuple[i
 
 
 def expected_batch(*, num_waiting: int, num_running: int, max_running: int) -> int:
-    """How many requests a prompt batch that was not allowed would have had, so that a peak of long ago is forgotten."""
+    """How many requests a prompt batch that found no slots would have had: so a peak of long ago is forgotten.
+
+    Not one that the queue gate denied: while it waits for more it would get used to fewer, and let them through.
+    """
     return min(max(num_waiting, 1), max(max_running - num_running, 1))

@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from tandem.core.kv.pool import PageState
+from tandem.core.sched.decode import key
 from tandem.core.sched.node import EngineNode
-from tandem.core.sched.progress import State
-from tandem.core.sched.state import WAIT_SECONDS_BOUNDS, DelayerState
+from tandem.core.sched.progress import Progress, State, WaitingFor, is_aborted
+from tandem.core.sched.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
-
-WAIT_PASSES_BOUNDS = (5, 20, 50, 100, 200)
 
 
 def gauges(node: EngineNode) -> dict[str, float]:
@@ -57,24 +56,26 @@ def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[st
         numbers[f"prefill_delayer_outcomes_total{{{labels}}}"] = count
     passes = delayer.waits_by_passes
     last = settings.max_delay_passes - 1
-    bounds = sorted({0, last, *(bound for bound in WAIT_PASSES_BOUNDS if bound < last)})
+    bounds = sorted({0, last, *(bound for bound in settings.wait_passes_bounds if bound < last)})
     numbers |= histogram(
         "prefill_delayer_wait_forward_passes",
         {bound: sum(count for waited, count in passes.items() if waited <= bound) for bound in bounds},
         count=sum(passes.values()),
         total=sum(waited * count for waited, count in passes.items()),
     )
+    seconds = (0, *settings.wait_seconds_bounds)
+    counts = (delayer.waits_by_seconds.get(bucket, 0) for bucket in range(len(seconds)))
     return numbers | histogram(
         "prefill_delayer_wait_seconds",
-        dict(zip(WAIT_SECONDS_BOUNDS, accumulate(delayer.waits_by_seconds), strict=False)),
-        count=sum(delayer.waits_by_seconds),
+        dict(zip(seconds, accumulate(counts), strict=True)),
+        count=sum(delayer.waits_by_seconds.values()),
         total=delayer.waited_ns_total / SECOND,
     )
 
 
-def histogram(name: str, cumulative: Mapping[int, int], *, count: int, total: float) -> dict[str, float]:
+def histogram(name: str, cumulative: Mapping[float, int], *, count: int, total: float) -> dict[str, float]:
     """As a scraper wants it: observations up to each bound, all of them, and their sum."""
-    buckets = {f"{name}_bucket{{le={bound}}}": float(up_to) for bound, up_to in cumulative.items()}
+    buckets = {f"{name}_bucket{{le={float(bound)}}}": float(up_to) for bound, up_to in cumulative.items()}
     return {**buckets, f"{name}_bucket{{le=+Inf}}": float(count), f"{name}_count": float(count), f"{name}_sum": total}
 
 
@@ -91,21 +92,27 @@ def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
                 "room": progress.request.room,
                 "state": str(progress.state),
                 "waiting_for": str(progress.waiting_for),
-                "owner": wait_owner(node, progress.id),
+                "owner": wait_owner(progress),
                 "age_seconds": (now - progress.entered_at) / SECOND,
-                "deadline_in_seconds": (progress.deadline - now) / SECOND,
+                "deadline_in_seconds": None if is_aborted(progress) else (progress.deadline - now) / SECOND,
             }
         )
     return shown
 
 
-def wait_owner(node: EngineNode, request: int) -> str:
-    """Who ends this wait: a peer, a shard, or this node."""
-    progress = next(p for p in node.state.requests.values() if p.id == request)
-    for end in (progress.sender, progress.receiver):
-        if end is not None and end.peer is not None and progress.state is not State.QUEUED:
-            return end.peer.instance
-    return "worker" if progress.in_flight or progress.drains else "node"
+OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.DRAIN: "worker"}  # of this server; everything else its node's
+PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
+
+
+def wait_owner(progress: Progress) -> str:
+    """Who ends this wait: the peer, or the bootstrap server that is asked for it; this server's worker, or its node."""
+    assert progress.waiting_for is not None
+    if progress.waiting_for not in PEER_WAITS:
+        return OWN_WAITS.get(progress.waiting_for, "node")
+    half = progress.receiver if progress.receiver is not None else progress.sender
+    if half is not None and half.peer is not None:
+        return half.peer.instance
+    return "decode" if progress.receiver is None else f"bootstrap server {key(progress.receiver.address)}"
 
 
 def state(node: EngineNode) -> dict[str, object]:
@@ -120,8 +127,13 @@ def state(node: EngineNode) -> dict[str, object]:
         "window": [{"batch": f.batch, "iteration": f.forward_iter} for f in own.window],
         "queues": {str(queue): [int(request) for request in ids] for queue, ids in own.queues.items()},
         "pages": {page_state.name.lower(): own.pool.counts[page_state] for page_state in PageState},
+        "pages_by_request": {int(p.id): len(p.pages) for p in own.requests.values() if p.pages},  # cached ones too
         "pages_pinned_by_tree": own.tree.num_pinned,
-        "result_rows": {"total": own.results.num_rows, "free": len(own.results.free_rows)},
+        "result_rows": {
+            "total": own.results.num_rows,
+            "free": len(own.results.free_rows),
+            "by_request": {int(request): row for request, row in own.results.owners.items()},
+        },
         "rooms": len(own.rooms),
         "stashed": len(own.stash),
         "tombstones": len(own.tombstones),

@@ -41,13 +41,14 @@ from tandem.core.events import (
     PeerUnknown,
     ReadsDrained,
     RequestArrived,
+    RequestRefused,
     SnapshotsGathered,
     SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.pd.messages import Abort, Offer, Ready, Release
+from tandem.core.pd.messages import SHUTTING_DOWN, Abort, Offer, Ready, Release
 from tandem.core.request import Request
 from tandem.core.sched import decode, prefill
 from tandem.core.sched.admission import admit
@@ -108,6 +109,8 @@ def handle(node: NodeState, event: Event) -> None:
     match event:
         case RequestArrived(request):
             arrive(node, request)
+        case RequestRefused(request, cause, detail):
+            decline_room(node, request, cause, detail)
         case AbortRequested(request, cause):
             give_up(node, request, cause)
         case StopMatched(request):
@@ -166,8 +169,7 @@ def arrive(node: NodeState, request: Request) -> None:
     if refusal is not None:
         cause, detail = refusal
         node.out.append(FailRequest(request.id, cause, "intake", detail))
-        if request.room is not None and request.room not in node.rooms:
-            decline_room(node, request, cause, detail)
+        decline_room(node, request, cause, detail)
         node.forgotten.append(request.id)
         return
     deadline = Nanos(node.now + request.timeout_ns)
@@ -198,7 +200,7 @@ def await_ready(node: NodeState, progress: Progress) -> None:
 
 def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
     if node.draining:
-        return Cause.DRAINING, "the server is shutting down"
+        return Cause.DRAINING, SHUTTING_DOWN
     waiting = len(node.queues[State.QUEUED]) + len(node.queues[State.BOOTSTRAPPING])
     if waiting >= node.settings.max_queued:
         return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
@@ -211,16 +213,17 @@ def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
 
 
 def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -> None:
-    """So that the other half does not wait for its deadline."""
+    """So that the other half does not wait for its deadline. A room that is in use is another request's."""
     room = request.room
-    assert room is not None
+    if room is None or room in node.rooms:
+        return
     if request.peer is None:
         abort = Abort(room, node.settings.incarnation, cause, detail)
         from_peer = node.stash.pop(room, None)
         if from_peer is not None:
             node.out.append(Tell(from_peer.peer, abort))
     else:
-        abort = Release(room, node.settings.incarnation, "aborted", cause)
+        abort = Release(room, node.settings.incarnation, "aborted", cause, detail=detail)
         decode.tell_prefill(node, request, abort)
     bury(node, room, abort)
 

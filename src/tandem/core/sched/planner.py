@@ -9,7 +9,16 @@ from tandem.core.commands import LaunchBatch
 from tandem.core.sched.delayer import is_fresh, prefill_gate
 from tandem.core.sched.progress import Flight, Progress, State
 from tandem.core.sched.retraction import retract, victims
-from tandem.core.sched.state import NodeState, end, failure, forget_command, leave_decode_set, make_room, pages_for
+from tandem.core.sched.state import (
+    NodeState,
+    charge_stage_as_waiting,
+    end,
+    failure,
+    forget_command,
+    leave_decode_set,
+    make_room,
+    pages_for,
+)
 from tandem.core.values import BatchId, Cause
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
@@ -97,6 +106,9 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
         if stop <= start:
             return None
     is_last = stop == progress.length
+    if is_fresh(progress):  # what it waited for the gate, and for its turn after it, was no computing
+        progress.computing_since = node.now
+        charge_stage_as_waiting(node, progress)
     first = progress.told_pages
     row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last, progress.untold_token)
     progress.untold_token = b""

@@ -24,7 +24,7 @@ from tandem.core.commands import (
 from tandem.core.events import PageRead, PagesDigested, TransferFailed
 from tandem.core.pd.bootstrap import Verdict, View, bootstrap_policy, should_force_retry
 from tandem.core.pd.dp_rank import Announce, Conflict, Quiet, RequestFacts, settle
-from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release, ResultRow
+from tandem.core.pd.messages import LAYOUT_DIFFERS, SHUTTING_DOWN, Abort, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Sender, TransferState, TransferTrigger
 from tandem.core.request import Request
 from tandem.core.sched.progress import Progress, State, Trigger, is_aborted
@@ -139,6 +139,8 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     elif ready.target != node.settings.incarnation:
         detail = f"READY is for epoch {ready.target.epoch}, this is {node.settings.incarnation.epoch}"
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_LOST, detail)))
+    elif node.draining:
+        node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.DRAINING, SHUTTING_DOWN)))
     elif ready.room in node.stash and node.stash[ready.room].expires_at <= node.now:
         del node.stash[ready.room]
         detail = "prefill has not got this request; does its router send both halves here?"
@@ -421,7 +423,9 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
     if progress.sender is None or is_aborted(progress) or is_stale(progress.sender, peer, release):
         return
     if release.outcome == "aborted":
-        fail(node, progress, Cause.PEER_ABORTED, f"decode gave up: {release.cause or 'no cause given'}")
+        said = ": ".join(filter(None, (release.cause, release.detail))) or "no cause given"
+        final = release.cause is Cause.LAYOUT_MISMATCH  # no other pair of these two servers will fare better
+        fail(node, progress, Cause.LAYOUT_MISMATCH if final else Cause.PEER_ABORTED, f"decode gave up: {said}")
     elif release.outcome == "done" and not progress.sender.result_offered:
         fail(node, progress, Cause.PROTOCOL, "decode released as done before everything was offered")
     else:

@@ -54,9 +54,6 @@ class Tally:
     transfer_failed: int = 0
 
 
-WAIT_SECONDS_BOUNDS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500)
-
-
 @dataclass(slots=True)
 class DelayerState:
     """What the prefill delayer of this replica remembers, and has counted."""
@@ -72,7 +69,7 @@ class DelayerState:
     waited_ns: Nanos = ZERO_NS
     outcomes: dict[tuple[str, bool, str, bool], int] = field(default_factory=dict[tuple[str, bool, str, bool], int])
     waits_by_passes: dict[int, int] = field(default_factory=dict[int, int])
-    waits_by_seconds: list[int] = field(default_factory=lambda: [0] * (len(WAIT_SECONDS_BOUNDS) + 1))
+    waits_by_seconds: dict[int, int] = field(default_factory=dict[int, int])  # by bucket; the first is 0
     waited_ns_total: Nanos = ZERO_NS
 
 

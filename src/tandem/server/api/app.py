@@ -4,6 +4,7 @@ A generation request's way: `read_body` - `decode_body` - the dialect's `read_*`
 (rooms, seeds, deadlines) - `submission` - `NodeClient.start` - `TokenResponse`. Everything before `start` may refuse.
 """
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,11 +19,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
+from tandem.core.values import SECOND, Cause
 from tandem.metrics.export import Exporter
 from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
-from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, submission
-from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, Routing, decode_body
+from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeout, submission
+from tandem.server.api.body import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    NativeBody,
+    Routing,
+    TokenizeBody,
+    decode_body,
+)
 from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import Failure, Problem, Refusal, invalid
@@ -78,21 +88,6 @@ def build_app(
     )
     app.router.redirect_slashes = False
     return app
-
-
-class TokenizeBody(Struct):
-    """`prompt` (or `text`) is text; `messages` go through the chat template."""
-
-    prompt: str | list[str] | None = None
-    text: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-
-
-class DetokenizeBody(Struct):
-    tokens: list[int | list[int]] | None = None
-    skip_special_tokens: bool | None = None
 
 
 class Endpoints:
@@ -158,18 +153,21 @@ class Endpoints:
         *,
         checks_model: bool = True,
     ) -> TokenResponse:
-        self._client.check_acceptable()
+        self._client.check_there()
         raw = await read_body(request)
         routing, body = decode_body(raw, Routing), decode_body(raw, kind)
         if checks_model:
             check_model(routing.model, self._config)
-        prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
+        timeout_ms = request.headers.get("x-request-timeout-ms")
+        timeout_ns = check_timeout(routing.timeout, timeout_ms, self._config.request_timeout)
+        try:
+            async with asyncio.timeout(timeout_ns / SECOND):
+                prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
+        except TimeoutError:
+            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the prompt was tokenized") from None
         if self._facts.role != "unified":  # which ignores the fields of a pair
             await self._hosts.check(routing.bootstrap_host)
-        timeout_ms = request.headers.get("x-request-timeout-ms")
-        asks = ask_all(
-            routing, prompts, wishes, self._facts, self._config, own_rid=uuid.uuid4().hex, timeout_ms=timeout_ms
-        )
+        asks = ask_all(routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, timeout_ns=timeout_ns)
         writer = reply(body, routing, asks)
         samples = self._start(asks, request.state.arrival_ns)
         return TokenResponse(

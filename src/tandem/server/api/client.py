@@ -10,12 +10,13 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tandem.core import commands, events
 from tandem.core.commands import Path
+from tandem.core.pd.messages import SHUTTING_DOWN
 from tandem.core.request import Request
 from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
 from tandem.sampling import Payload
@@ -140,10 +141,11 @@ class NodeClient:
     def check_acceptable(self) -> None:
         """Raises `Refusal` while nothing can be accepted."""
         if self.is_draining:
-            raise Refusal(Cause.DRAINING, "the server is shutting down")
-        self._check_there()
+            raise Refusal(Cause.DRAINING, SHUTTING_DOWN)
+        self.check_there()
 
-    def _check_there(self) -> None:
+    def check_there(self) -> None:
+        """Raises `Refusal` while there is no node."""
         if self.node is None:
             raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
 
@@ -169,14 +171,15 @@ class NodeClient:
     ) -> Generation:
         """Send requests to the node; `names[i]` are the rids by which the i-th can be aborted.
 
-        Raises `Refusal` when nothing can be accepted or a rid is live already; then nothing was sent.
+        Raises `Refusal` when nothing can be accepted or a rid is live already; then the node hears of that only.
         """
-        self.check_acceptable()
-        for name in {name for group in names for name in group}:
-            if name in self._named:
-                raise Refusal(
-                    Problem.DUPLICATE_RID, f"rid {name!r} is in use by a request that is still running", param="rid"
-                )
+        self.check_there()
+        try:
+            self.check_acceptable()
+            self._check_names({name for group in names for name in group})
+        except Refusal as refusal:
+            self._decline([request for request, _ in submits], refusal)
+            raise
         generation = Generation()
         now_ns = time.monotonic_ns()
         for (request, payload), group in zip(submits, names, strict=True):
@@ -191,6 +194,21 @@ class NodeClient:
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
         return generation
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._named:
+                raise Refusal(
+                    Problem.DUPLICATE_RID, f"rid {name!r} is in use by a request that is still running", param="rid"
+                )
+
+    def _decline(self, requests: Sequence[Request], refusal: Refusal) -> None:
+        """The other half of a request must not wait for one that never was."""
+        code = refusal.failure.code
+        cause = code if isinstance(code, Cause) else Cause.PEER_ABORTED
+        for request in requests:
+            if request.room is not None:
+                self._port.send(events.RequestRefused(request, cause, refusal.failure.message))
 
     def abort(self, live: Live) -> bool:
         """Nobody wants this request any more. Its terminal message still comes. False if it was told to end before."""
@@ -224,7 +242,7 @@ class NodeClient:
 
     def change_hooks(self, force_retry_prob: float | None, failure_prob: float | None) -> None:
         """From here on the test hooks work with these probabilities; None: as before. Raises `Refusal`."""
-        self._check_there()
+        self.check_there()
         if force_retry_prob is not None:
             self._port.send(events.HooksChanged(force_retry_prob))
         if failure_prob is not None:
@@ -252,7 +270,7 @@ class NodeClient:
 
     async def query(self, what: str, *, timeout: float = QUERY_SECONDS) -> bytes:
         """Ask the node for one of `wire.Query`'s documents (JSON). Raises `Refusal` when it does not answer."""
-        self._check_there()
+        self.check_there()
         query_id = next(self._query_ids)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
 from tandem.core.commands import AnnounceDpRank, FailRequest
+from tandem.core.events import RequestRefused
 from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.server import wire
@@ -35,11 +36,13 @@ from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import SecretError, WriteGuard, read_secret
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts, is_loopback
+from tandem.server.api.http1 import Http1
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
 from tandem.server.processes import ChildName, Children, Listeners, ServerFailure
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
 OBITUARY_S = 1.0  # until the kernel has told how a child ended
@@ -69,6 +72,7 @@ class NodeLink:
             channel.send(submit)
         except ChannelFull as error:
             assert self.client is not None
+            channel.send_always(RequestRefused(submit.request, Cause.QUEUE_FULL, str(error)))
             refusal = FailRequest(submit.request.id, Cause.QUEUE_FULL, "edge", str(error))
             asyncio.get_running_loop().call_soon(self.client.receive, refusal)
 
@@ -101,8 +105,9 @@ class ApiProcess:
     async def run(self, model: ModelFacts) -> None:
         """Until a signal ends it. Raises ServerFailure."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._signalled)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._link.channel = await open_channel(
             self._children.channel, wire.NodeToApi, receive=self._receive, closed=self._channel_closed
         )
@@ -162,6 +167,7 @@ class ApiProcess:
     def _open(self, app: ASGIApp, listener: socket.socket) -> None:
         config = uvicorn.Config(
             app,
+            http=Http1,
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -255,7 +261,7 @@ def load_tokenizer(model: ModelFacts) -> Tokenizer:
     try:
         return Tokenizer(Path(model.model_path))
     except Exception as error:  # the tokenizers library raises bare exceptions for a broken file
-        raise ServerFailure(f"cannot load the tokenizer: {error}") from error
+        raise ServerFailure(f"cannot load the tokenizer of {model.model_path}: {error}") from error
 
 
 def run_api(config: ServerConfig, children: Children, listeners: Listeners, model: ModelFacts) -> None:
@@ -264,6 +270,7 @@ def run_api(config: ServerConfig, children: Children, listeners: Listeners, mode
     async def run() -> None:
         await ApiProcess(config, children, listeners).run(model)
 
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `run` hears them: half an event loop cannot end well
     try:
         asyncio.run(run())
     finally:

@@ -241,7 +241,7 @@ class Segment:
                     return
                 try:
                     yield decoder.decode(body)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     raise BrokenRecord(f"{self.path}: {error}") from error
 
 
@@ -294,8 +294,12 @@ def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Ite
 
 
 def restored(segment: Segment, make_node: Callable[[NodeSettings], Node]) -> Node:
-    node = make_node(segment.head.settings)
-    node.restore(segment.head.snapshot)
+    """Raises BrokenRecord."""
+    try:
+        node = make_node(segment.head.settings)
+        node.restore(segment.head.snapshot)
+    except Exception as error:  # whatever settings and a snapshot of other code, or with a flipped bit, lead to
+        raise BrokenRecord(f"{segment.path}: no node can be made of its snapshot ({error!r})") from error
     return node
 
 

@@ -21,6 +21,7 @@ from tandem.config import (
     environment_number,
     environment_switch,
 )
+from tandem.core.fleet.standstill import Pulse
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings
@@ -71,10 +72,10 @@ class Questions:
         failures = self.inbox.failures
         return wire.Faults(self.node.state.settings.force_retry_prob, failures.prob, failures.seed)
 
-    def _pulse(self) -> wire.Pulse:
+    def _pulse(self) -> Pulse:
         window = self.node.state.window
         oldest = window[0].forward_iter if window else None
-        return wire.Pulse(self.node.state.forward_ct, oldest, self.inbox.echoes)
+        return Pulse(self.node.state.forward_ct, oldest, self.inbox.echoes)
 
 
 def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:

@@ -240,9 +240,8 @@ class Gateway:
             result = ProbeResult.MISSED
         else:
             result = ProbeResult.OK if server.is_healthy else ProbeResult.DECLINED
-        frozen_until = max(rank.paused_until for rank in server.ranks)
-        if frozen_until > self.world.clock.time:
-            self.world.clock.at(frozen_until, self._probed, worker, result, epoch)
+        if server.frozen_until > self.world.clock.time:
+            self.world.clock.at(server.frozen_until, self._probed, worker, result, epoch)
         else:
             self._probed(worker, result, epoch)
 

@@ -15,6 +15,7 @@ from tandem.core.values import Incarnation, RequestId
 from tandem.sim.actors.clients import Half
 from tandem.sim.actors.executor import CostModel, Executor
 from tandem.sim.actors.transfer import KvStore
+from tandem.sim.actors.vitals import Vitals
 from tandem.sim.clock import LocalClock
 
 
@@ -36,6 +37,7 @@ class Life:
     work: deque[BatchPlan | tuple[RequestId, ...]] = field(default_factory=deque)  # batches, and requests to forget
     is_working: bool = False
     halves: dict[RequestId, Half] = field(default_factory=dict)
+    vitals: Vitals = field(default_factory=Vitals)
     twin: EngineNode | None = None  # restored from a snapshot of `node`; has to decide the same
     twin_steps: int = 0  # how long they still run side by side
 
@@ -44,10 +46,12 @@ class Life:
         return self.replica.life is self
 
     def touches(self, request: RequestId) -> bool:
-        """Whether a launched batch or the data plane has something of this request still to come."""
+        """Whether a launched batch or the data plane still has something of this request, or its word is under way."""
         for flight in self.node.state.window:
             if request in flight.members or any(row.request == request for row in flight.rows):
                 return True
+        if any(getattr(event, "request", None) == request for event in (*self.inbox, *self.store.held)):
+            return True
         grants = [grant for grant in self.store.grants.values() if grant.request == request]
         pulls = [pull for (pulled, _), pull in self.store.pulls.items() if pulled == request]
         return any(any(grant.num_reading) for grant in grants) or any(

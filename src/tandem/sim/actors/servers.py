@@ -13,6 +13,7 @@ from tandem.core.sched.gather import Gathering
 from tandem.core.settings import PrefillInfo, Role
 from tandem.core.values import MILLISECOND, Room
 from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.vitals import Hang
 from tandem.sim.clock import LocalClock
 
 LOADS_EVERY_NS = 100 * MILLISECOND  # how old the loads may be by which requests are spread
@@ -74,7 +75,12 @@ class Server:
     def is_healthy(self) -> bool:
         """What `/health` says."""
         is_known = self.registry.is_ready if self.registry is not None else self.role is not Role.PREFILL
-        return is_known and not self.is_draining and all(rank.life is not None for rank in self.ranks)
+        return is_known and not self.is_draining and all(map(is_well, self.ranks))
+
+    @property
+    def frozen_until(self) -> int:
+        """A pause stops all of its processes. Where one of them hangs, the API process goes on."""
+        return max((rank.paused_until for rank in self.ranks if not has_hanging_node(rank)), default=0)
 
     def choose(self, prompt_len: int, room: Room | None, routed_rank: int | None, now: int) -> Life | int:
         """The rank for a request, or the status with which it is refused."""
@@ -90,6 +96,15 @@ class Server:
             return HTTP_UNAVAILABLE if is_there else HTTP_BAD_REQUEST
         life = self.ranks[chosen.rank].life
         return life if life is not None else HTTP_UNAVAILABLE
+
+
+def is_well(rank: Replica) -> bool:
+    """There, and not found to hang."""
+    return rank.life is not None and not rank.life.vitals.progress.longest.is_sick
+
+
+def has_hanging_node(rank: Replica) -> bool:
+    return rank.life is not None and rank.life.vitals.hang is Hang.NODE
 
 
 def load_of(rank: Replica) -> RankLoad:

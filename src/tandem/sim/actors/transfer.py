@@ -25,6 +25,9 @@ from tandem.sim.actors.executor import PageMemory, digest
 from tandem.sim.clock import Clock
 
 PAGE_READ_INTERVAL_NS = SECOND
+LOOK_EVERY_NS = SECOND // 5  # whether a peer that was out of reach is there again
+
+Report = PagesDigested | PageRead | ReadsDrained | PagesLanded | TransferFailed | TransferDrained
 
 
 @dataclass(slots=True)
@@ -109,6 +112,8 @@ class KvStore:
     digesting_until: dict[ShardId, int] = field(default_factory=dict)  # per shard: one thread, in order of the commands
     dead: set[ShardId] = field(default_factory=set)  # their workers have died, and the replica will with them
     slowness: dict[ShardId, float] = field(default_factory=dict)  # shards whose transfers take longer
+    is_frozen: bool = False  # the worker hangs
+    held: list[Report] = field(default_factory=list)  # what it has to say when it goes on
 
     def is_busy(self) -> bool:
         """A page is on its way, or is being read."""
@@ -135,10 +140,19 @@ class KvStore:
             self.digesting_until[shard] = ends_at
             self.clock.at(ends_at, self._digested, command, grant, shard)
 
-    def _tell(self, event: Event) -> None:
-        """What a dead worker would say is not heard."""
-        if getattr(event, "shard", None) not in self.dead:
+    def _tell(self, event: Report) -> None:
+        """What a dead worker would say is not heard; what one that hangs has to say comes later."""
+        if self.is_frozen:
+            self.held.append(event)
+        elif event.shard not in self.dead:
             self.emit(event)
+
+    def thaw(self) -> None:
+        """The worker goes on."""
+        self.is_frozen = False
+        held, self.held = self.held, []
+        for event in held:
+            self._tell(event)
 
     def _digested(self, command: PublishPages, grant: Grant, shard: ShardId) -> None:
         if grant.is_revoked or shard in self.dead:
@@ -251,7 +265,7 @@ class KvStore:
         elif transit_ns is not None:
             self.clock.after(transit_ns, self._begin, pull, stream, give_up_at)
         elif self.clock.time < give_up_at:
-            self.clock.after(SECOND // 5, self._ask, pull, stream, give_up_at)
+            self.clock.after(LOOK_EVERY_NS, self._ask, pull, stream, give_up_at)
         else:
             self._fail(pull, stream, Cause.TRANSFER_FAILED, "no answer")
 
@@ -260,6 +274,9 @@ class KvStore:
         if source is None:
             self._fail(pull, stream, Cause.PEER_LOST, "peer is gone")
             return
+        if source.is_frozen:
+            self._wait_for(source, pull, stream, give_up_at)
+            return
         page, generation, _, _ = stream.wanted[stream.landed]
         grant = source.begin_read(pull.command.room, page, generation, stream.shard)
         if isinstance(grant, Cause):
@@ -267,6 +284,15 @@ class KvStore:
             return
         duration_ns = self.weather.page_read_ns() * source.slowness.get(stream.shard, 1.0)
         self.clock.after(duration_ns, self._end, pull, stream, source, grant, give_up_at)
+
+    def _wait_for(self, source: "KvStore", pull: Pull, stream: Stream, give_up_at: int) -> None:
+        """A worker that hangs has not read the question yet."""
+        if pull.is_cancelled:
+            self._stop(pull, stream)
+        elif self.clock.time < give_up_at:
+            self.clock.after(LOOK_EVERY_NS, self._begin, pull, stream, give_up_at)
+        else:
+            self._fail(pull, stream, Cause.TRANSFER_FAILED, "no answer")
 
     def _end(self, pull: Pull, stream: Stream, source: "KvStore", grant: Grant, give_up_at: int) -> None:
         if self.find(source.incarnation) is not source:

@@ -15,7 +15,8 @@ from tandem.core.pd.messages import Ready
 from tandem.core.sched.gates import Snapshot
 from tandem.core.sched.progress import State
 from tandem.core.settings import Role
-from tandem.core.values import Incarnation, Nanos, RequestId, ShardId
+from tandem.core.values import Incarnation, Nanos, RequestId, Room, ShardId
+from tandem.sim.actors.clients import Half
 from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import Watched, where
 from tandem.sim.oracle import Violation
@@ -146,6 +147,11 @@ class RightRank:
 
     def __init__(self, world: Watched) -> None:
         self.world = world
+        self.homes: defaultdict[Room, set[str]] = defaultdict(set)  # DP ranks to which a prefill half of it has come
+
+    def arrived(self, life: Life, half: Half) -> None:
+        if half.role is Role.PREFILL and half.room is not None:
+            self.homes[half.room].add(half.replica)
 
     def announced(self, life: Life, command: AnnounceDpRank) -> None:
         if command.dp_rank != life.settings.dp_rank:
@@ -162,9 +168,8 @@ class RightRank:
         homes = [other for other in half.exchange.halves if other.role is Role.PREFILL and other.room == ready.room]
         if any(home.replica == ready.target.instance for home in homes):
             return
-        target = self.world.find(ready.target)
-        if target is not None and any(other.room == ready.room for other in target.halves.values()):
-            return  # a room that was used twice: the other use is there
+        if ready.target.instance in self.homes[ready.room]:
+            return  # a room that was used twice: the other use is or was there
         for home in homes:
             there = self.world.replicas[home.replica].life
             progress = there.node.state.requests.get(home.request) if there is not None and home.is_open else None

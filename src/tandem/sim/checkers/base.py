@@ -6,6 +6,7 @@ from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.kv.pool import NOBODY, PagePool, PageState
 from tandem.core.values import SECOND, Incarnation, PageId, RequestId
 from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import Server
 from tandem.sim.clock import Clock
 
 GRACE_NS = SECOND  # "never hangs" = ended by deadline + 1 s
@@ -18,6 +19,7 @@ class Watched(Protocol):
 
     clock: Clock
     replicas: dict[str, Replica]
+    servers: dict[str, Server]
 
     def find(self, incarnation: Incarnation) -> Life | None: ...
 

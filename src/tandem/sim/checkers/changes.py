@@ -152,7 +152,8 @@ class PingPong:
 class QueueOrder:
     """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
 
-    Overtaken may be who lacks a row of the result table, since those behind it may not need one.
+    Overtaken may be who lacks a row of the result table, since those behind it may not need one; and who would start
+    before its decode is READY, but not by another such.
     """
 
     id = "L4"
@@ -179,17 +180,22 @@ class QueueOrder:
 
     def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:
         state = life.node.state
-        left = len(admitted)
+        behind = set(admitted)
         for request in waiting:
+            behind.discard(request)
+            if not behind:
+                return
             if request in admitted:
-                left -= 1
-                if not left:
-                    return
                 continue
             progress = state.requests.get(request)
             if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
                 continue
-            if progress.lacks is not WaitingFor.METADATA_SLOT:
+            is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in behind)
+            if progress.lacks is not WaitingFor.METADATA_SLOT and not is_passed:
                 raise Violation(
                     self.id, f"{where(life, request)} lacks {progress.lacks}, and those behind it are admitted"
                 )
+
+
+def is_early(progress: Progress) -> bool:
+    return progress.sender is not None and not progress.sender.is_ready

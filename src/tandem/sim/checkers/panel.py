@@ -61,6 +61,7 @@ from tandem.sim.checkers.pages import (
     TenantsApart,
 )
 from tandem.sim.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
+from tandem.sim.checkers.standstills import Standstills
 from tandem.sim.checkers.stream import OneEnd, Stream, Tokens
 
 Look = Callable[[Life, Any], None]
@@ -112,6 +113,7 @@ class Checkers:
     well_formed: WellFormed = field(init=False)
     deadlines: Deadlines = field(init=False)
     releases: Releases = field(init=False)
+    standstills: Standstills = field(init=False)
 
     # Not part of the constructor: who looks when.
     of_command: dict[type, tuple[Look, ...]] = field(init=False)
@@ -122,6 +124,7 @@ class Checkers:
         self.right_rank = RightRank(self.world)
         self.deadlines = Deadlines(self.world)
         self.releases = Releases(self.world)
+        self.standstills = Standstills(self.world)
         self.of_command = self._wires()
         self.recounters = tuple(checker for checker in self.all() if hasattr(checker, "recount"))
 
@@ -215,7 +218,14 @@ class Checkers:
     def watch_deadline(self, life: Life, half: Half) -> None:
         """A half has reached the edge of its replica."""
         self.one_dispatch.arrived(life, half)
+        self.right_rank.arrived(life, half)
         self.deadlines.watch(life, half)
+
+    def watchdog_has_ticked(self, life: Life) -> None:
+        self.standstills.ticked(life)
+
+    def watchdog_fires(self, life: Life) -> None:
+        self.standstills.fired(life)
 
     def memory_is_used(
         self, life: Life, request: RequestId, table: list[PageId], first_written: int, num_used: int

@@ -2,7 +2,7 @@
 
 A name is that of a server, of one of its ranks, or of a gateway. A server that loses its only rank is lost with it; one
 that has more lives on with the others. A replica of several shards has one brain: with any of its workers the whole
-replica is lost, a moment later.
+replica is lost, a moment later. What only hangs is found by the watchdog of its server.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from tandem.sim.actors.edge import Edge
 from tandem.sim.actors.gateway import Gateway
 from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.actors.servers import Server, server_of
+from tandem.sim.actors.vitals import Hang
+from tandem.sim.actors.watchdog import Watchdogs
 from tandem.sim.clock import Clock
 from tandem.sim.network.http import Http
 from tandem.sim.network.links import Network
@@ -25,6 +27,7 @@ from tandem.sim.network.weather import DataWeather
 
 QUIET_NS = 5 * SECOND  # late copies of messages still come
 HOST_SHARE = 0.3  # of dead servers: nothing answers in their place
+LONGEST_RESTART_NS = 60 * SECOND
 DRAIN_NS = 30 * SECOND  # for a replica that drains; then it is killed
 
 
@@ -40,6 +43,7 @@ class Victim(Protocol):
     edge: Edge
     direct: DirectClients
     bootstraps: Bootstraps
+    watchdogs: Watchdogs
     num_planned: int
     is_healed: bool
     quiet_at: int
@@ -56,6 +60,8 @@ class Victim(Protocol):
 
     def step_if_due(self, life: Life) -> None: ...
 
+    def worker_goes_on(self, life: Life) -> None: ...
+
     def copy_of(self, life: Life) -> EngineNode: ...
 
     def count(self, fault: str) -> None: ...
@@ -68,6 +74,7 @@ class Harm:
     world: Victim
     random: Random  # of what follows from a blow: who notices when
     hosts: Random  # whether a server dies with its host
+    supervisor: Random  # when a server that ended by itself is started again
     clock: Clock
 
     def _ranks_of(self, name: str) -> list[Replica]:
@@ -83,7 +90,7 @@ class Harm:
             self._lose_rank(self.world.replicas[name], down_ns)
         elif server.is_up:
             self.world.count("F6")
-            self._stop_server(server, down_ns)
+            self._stop_server(server, down_ns, with_host=self._takes_host())
 
     def lose_shard(self, name: str, *, down_ns: int) -> None:
         """One of several workers dies; without several, one of several ranks."""
@@ -100,18 +107,38 @@ class Harm:
     def _miss_shard(self, life: Life, down_ns: int) -> None:
         self.world.num_planned -= 1
         server = self.world.servers[server_of(life.replica.name)]
-        if life.is_alive:
-            down_ns = 0 if self.world.is_healed else down_ns
-            self._stop_rank(life, down_ns) if len(server.ranks) > 1 else self._stop_server(server, down_ns)
+        if not life.is_alive:
+            return
+        down_ns = 0 if self.world.is_healed else down_ns
+        if len(server.ranks) > 1:
+            self._stop_rank(life, down_ns)
+        else:
+            self._stop_server(server, down_ns, with_host=self._takes_host())
 
     def _lose_rank(self, replica: Replica, down_ns: int) -> None:
         if replica.life is not None and len(self.world.servers[server_of(replica.name)].ranks) > 1:
             self.world.count("F7")
             self._stop_rank(replica.life, down_ns)
 
-    def _stop_server(self, server: Server, down_ns: int) -> None:
+    def end_hanging(self, life: Life) -> None:
+        """Its watchdog has fired: requests hear why, the server ends, and its supervisor starts it again."""
+        server = self.world.servers[server_of(life.replica.name)]
+        down_ns = int(LONGEST_RESTART_NS * 10 ** self.supervisor.uniform(-3.0, 0.0))
+        if self.world.is_healed:  # it was too late to go on: others have to find that out, too
+            down_ns = 0
+            self._let_gateways_find_out()
+        if len(server.ranks) > 1:
+            self._stop_rank(life, down_ns)
+        else:
+            self._end_life(life)
+            self._stop_server(server, down_ns, with_host=False)
+
+    def _takes_host(self) -> bool:
+        return self.hosts.random() < HOST_SHARE
+
+    def _stop_server(self, server: Server, down_ns: int, *, with_host: bool) -> None:
         """With its host, or its processes only: then who talks to it learns at once."""
-        server.stop(is_unreachable=self.hosts.random() < HOST_SHARE)
+        server.stop(is_unreachable=with_host)
         for rank in server.ranks:
             if rank.life is not None:
                 self._end_life(rank.life)
@@ -125,6 +152,8 @@ class Harm:
 
     def _end_life(self, life: Life) -> None:
         world = self.world
+        if life.vitals.hang is Hang.NODE:
+            self._thaw(life.replica)
         life.replica.life = None
         world.network.drop_stalled(life.replica.name)
         world.edge.see_death(life)
@@ -204,7 +233,8 @@ class Harm:
             for life in lives:
                 self.world.bootstraps.unregister(life)
             server.is_gone = server.is_leaving = down_ns is None and not self.world.is_healed
-            self._stop_server(server, 0 if self.world.is_healed or down_ns is None else down_ns)
+            down_ns = 0 if self.world.is_healed or down_ns is None else down_ns
+            self._stop_server(server, down_ns, with_host=self._takes_host())
         self.clock.after(QUIET_NS, self._plan_is_over)  # not before its peers have heard of it
 
     def _plan_is_over(self) -> None:
@@ -228,6 +258,31 @@ class Harm:
                 self.world.count("F8")
                 replica.paused_until = self.clock.time + duration_ns
                 replica.pauses_ns += duration_ns
+
+    def hang(self, name: str, what: Hang, *, duration_ns: int) -> None:
+        """For so long, or until it is ended for it. Nobody hangs in two ways, and nobody who is paused."""
+        replica = self.world.replicas[name]
+        life = replica.life
+        if life is None or life.vitals.hang is not None or replica.paused_until > self.clock.time:
+            return
+        self.world.count("F9")
+        life.vitals.hang = what
+        life.store.is_frozen = what is Hang.WORKER
+        if what is Hang.NODE:
+            replica.paused_until = self.clock.time + duration_ns
+            replica.pauses_ns += duration_ns
+        self.world.watchdogs.watch(life)
+        self.clock.after(duration_ns, self._go_on, life)
+
+    def _go_on(self, life: Life) -> None:
+        """If it has not been killed for it."""
+        if life.is_alive and life.vitals.hang is not None:
+            life.vitals.hang = None
+            self.world.worker_goes_on(life)
+
+    def _thaw(self, replica: Replica) -> None:
+        replica.pauses_ns -= max(0, replica.paused_until - self.clock.time)
+        replica.paused_until = 0
 
     def slow_down(self, name: str, *, factor: float, duration_ns: int) -> None:
         self.world.count("F9")
@@ -298,18 +353,22 @@ class Harm:
         world = self.world
         world.num_planned -= 1
         world.is_healed = world.weather.is_calm = world.http.is_calm = True
-        finding_out = [gateway.finds_out_ns() for gateway in world.gateways.values()]
-        world.quiet_at = self.clock.time + max(finding_out, default=0)
+        self._let_gateways_find_out()
         world.network.heal_all()
         for replica in world.replicas.values():
             replica.slowdown = 1.0
-            replica.pauses_ns -= max(0, replica.paused_until - self.clock.time)
-            replica.paused_until = 0
+            self._thaw(replica)
+            if replica.life is not None:
+                self._go_on(replica.life)
         for server in world.servers.values():
             self._revive(server)
         for gateway in world.gateways.values():
             if gateway.router is None:
                 world.start_gateway(gateway)
+
+    def _let_gateways_find_out(self) -> None:
+        finding_out = [gateway.finds_out_ns() for gateway in self.world.gateways.values()]
+        self.world.quiet_at = self.clock.time + max(finding_out, default=0)
 
     def _revive(self, server: Server) -> None:
         world = self.world

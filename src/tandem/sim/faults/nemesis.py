@@ -12,8 +12,12 @@ from typing import Protocol
 from tandem.core.settings import Role
 from tandem.core.values import SECOND
 from tandem.sim.actors.servers import rank_names
+from tandem.sim.actors.vitals import Hang
 from tandem.sim.clock import Clock
 from tandem.sim.faults.options import Options
+
+HANG_SHARE = 0.5  # of the seeds with F9
+FOR_GOOD_NS = 600 * SECOND  # longer than any watchdog waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,8 @@ class Target(Protocol):
 
     def slow_shard(self, name: str, shard: int, *, factor: float, duration_ns: int) -> None: ...
 
+    def hang(self, name: str, what: Hang, *, duration_ns: int) -> None: ...
+
     def partition(self, source: str, target: str, *, duration_ns: int) -> None: ...
 
     def disconnect(self, share: float) -> None: ...
@@ -86,9 +92,11 @@ class Nemesis:
     random: Random
     options: Options
     cast: Cast = field(init=False)
+    hangs: Random = field(init=False)  # a stream of their own: most seeds have none, and go on as without
 
     def __post_init__(self) -> None:
         self.cast = cast_of(self.options)
+        self.hangs = Random(f"hangs {self.options.seed}")
 
     def schedule(self, until_ns: int) -> None:
         if "F21" in self.options.classes and self.random.random() < 0.5:
@@ -97,6 +105,9 @@ class Nemesis:
             if name in self.options.classes:
                 for _ in range(times):
                     self.target.clock.at(self.random.randrange(until_ns), strike)
+        if "F9" in self.options.classes and self.hangs.random() < HANG_SHARE:
+            for _ in range(self.hangs.randrange(1, 4)):
+                self.target.clock.at(self.hangs.randrange(until_ns), self._hang)
 
     def _plans(self) -> list[tuple[str, int, Callable[[], None]]]:
         draw = self.random.randrange
@@ -160,3 +171,10 @@ class Nemesis:
         else:
             shard = self.random.randrange(self.options.num_shards)
             self.target.slow_shard(name, shard, factor=factor, duration_ns=duration_ns)
+
+    def _hang(self) -> None:
+        """For good, or about as long as a watchdog waits."""
+        draw = self.hangs
+        what, name = draw.choice(tuple(Hang)), draw.choice(self.cast.ranks)
+        duration_ns = FOR_GOOD_NS if draw.random() < 0.5 else int(self.options.watchdog_ns * draw.uniform(0.1, 1.2))
+        self.target.hang(name, what, duration_ns=duration_ns)

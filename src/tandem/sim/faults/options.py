@@ -9,7 +9,8 @@
         bootstrap servers and routers       F20 what devices and sockets refuse: batches, publishing, pulls, messages,
     F7  one shard or DP rank dies               requests; logits that are not finite
     F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
-    F9  slow executors, slow shards         F22 nodes replaced by their own snapshot
+    F9  slow executors, slow shards, and    F22 nodes replaced by their own snapshot
+        processes or batches that hang
     F10 clocks that began elsewhere, and drift
     F11 few metadata slots
     F12 few pages
@@ -101,6 +102,7 @@ class Options:
     policies: tuple[str, str] = ("round_robin", "round_robin")
     http_breaks: float = 0.0  # share of what is said between routers and servers
     error_heads: float = 0.0  # share of requests that a server's edge has no means for
+    watchdog_ns: int = 30 * SECOND  # of every server
     io_failure: float = 0.0  # share of messages, of publishing and of pulling
 
     def describe(self) -> str:
@@ -157,6 +159,7 @@ def draw_options(seed: int) -> Options:
         policies=(routers.choice(tuple(POLICIES)), routers.choice(tuple(POLICIES))),
         http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
         error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
+        watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
         io_failure=routers.uniform(0.0, 0.01) if "F20" in classes else 0.0,
     )
 

@@ -5,7 +5,18 @@ in which one function of the core is another one. It is found wherever it was im
 and knows nothing of this. Every mutant names the checker that has to kill it, and a seed on which it does.
 """
 
-from tandem.sim.mutants import accounts, agreement, batches, bookkeeping, ends, pages, queues, rendezvous, rows
+from tandem.sim.mutants import (
+    accounts,
+    agreement,
+    batches,
+    bookkeeping,
+    ends,
+    pages,
+    queues,
+    rendezvous,
+    rows,
+    watchdogs,
+)
 from tandem.sim.mutants.base import MUTANTS, Mutant
 
 __all__ = [
@@ -20,4 +31,5 @@ __all__ = [
     "queues",
     "rendezvous",
     "rows",
+    "watchdogs",
 ]

@@ -118,7 +118,7 @@ def snapshot_forgets_the_streak() -> Iterator[None]:
         yield
 
 
-@mutant(51, "S33")
+@mutant(103, "S33")
 def snapshot_forgets_the_order_of_queues() -> Iterator[None]:
     original = state.NodeState.decode.__func__
 

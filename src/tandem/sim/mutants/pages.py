@@ -48,8 +48,8 @@ def end_revokes_nothing() -> Iterator[None]:
 def destination_pages_freed_without_waiting_for_the_transfer() -> Iterator[None]:
     original = decode.let_go
 
-    def let_go(node_state, gone, cause):
-        original(node_state, gone, cause)
+    def let_go(node_state, gone, cause, detail):
+        original(node_state, gone, cause, detail)
         gone.drains = {}
 
     with replaced(decode, "let_go", let_go):

@@ -8,6 +8,7 @@
     at 5ms decode-0 abort 1 | stop 1          # ids count from 1 on every replica; the edge saw a stop string
     at 5ms decode-0 abort prompt 2            # whoever has this story, if it is there
     at 5ms decode-0 pause 2s | crash [2s] | restart | drain | slow 20 [2s] | swap   # for its own snapshot
+    at 5ms decode-0 hang node [2s] | hang worker [2s] | hang batch [2s]   # till its watchdog fires
     at 5ms prefill-0 drain 2s | bootstrap crash [2s] | shard crash [2s] | shard 1 slow 20 [2s]
     at 5ms decode-0 told {"type":"..."}       # any event of the core, without blanks
     at 5ms decode-0 look                      # what its node holds, as lines of the trace
@@ -34,6 +35,7 @@ from tandem.core.values import SECOND, Address, RequestId, Room
 from tandem.sim.actors.clients import Exchange, Half
 from tandem.sim.actors.edge import BOOTSTRAP_PORT
 from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.vitals import Hang
 from tandem.sim.report import trace_step
 from tandem.sim.story.look import holdings
 from tandem.sim.story.prompts import Stories
@@ -156,6 +158,8 @@ class Scenario:
                 return lambda: world.harm.slow_shard(name, int(shard), **numbers)
             case ["pause", duration]:
                 return lambda: world.harm.pause(name, duration_ns=parse_ns(duration))
+            case ["hang", what, *duration]:
+                return lambda: world.harm.hang(name, Hang(what), duration_ns=_duration_ns(duration))
             case ["slow", factor, *duration]:
                 return lambda: world.harm.slow_down(name, factor=float(factor), duration_ns=_duration_ns(duration))
             case ["swap"]:

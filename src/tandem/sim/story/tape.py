@@ -21,6 +21,7 @@ from tandem.core.events import (
 from tandem.core.request import Request
 from tandem.core.values import SECOND, RequestId
 from tandem.sim.actors.replica import Life
+from tandem.sim.actors.vitals import Hang
 from tandem.sim.clock import Clock
 from tandem.sim.faults.nemesis import Nemesis
 from tandem.sim.faults.options import Options
@@ -69,6 +70,9 @@ class Diary:
 
     def slow_shard(self, name: str, shard: int, *, factor: float, duration_ns: int) -> None:
         self._note(name, "shard", str(shard), "slow", f"{factor:.1f}", _short(duration_ns))
+
+    def hang(self, name: str, what: Hang, *, duration_ns: int) -> None:
+        self._note(name, "hang", what, _short(duration_ns))
 
     def partition(self, source: str, target: str, *, duration_ns: int) -> None:
         if source != target and "router" not in f"{source} {target}":  # which scenarios do not have
