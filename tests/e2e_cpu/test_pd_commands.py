@@ -1,12 +1,14 @@
 """`tandem demo` and `tandem up` as a user runs them."""
 
 import json
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ from cluster import children_of, eventually, is_open, is_running
 from tandem.cli.fleet import free_ports
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
+SLOW_IMPORTS = """
+import sys, time
+if "tandem.server.worker_process" in sys.orig_argv:
+    time.sleep(60)
+"""
 
 
 def run_tandem(*words: str) -> "subprocess.CompletedProcess[str]":
@@ -36,7 +43,7 @@ def test_the_demo_prints_one_document_that_says_the_tokens_are_the_same() -> Non
 def test_the_demo_tells_a_human_what_happened() -> None:
     demo = run_tandem("demo")
     assert demo.returncode == 0, demo.stderr
-    for fact in ("path     remote", "KiB of KV moved", "ttft ", "decode_transferred", "gives the same "):
+    for fact in ("path     remote", "KiB of KV moved", "ttft ", "decode_transferred", "gives the same ", "#### 168"):
         assert fact in demo.stdout
 
 
@@ -65,6 +72,50 @@ def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path)
         up.wait()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("words", [["demo"], ["up", "--port", "0"], ["serve", "tandem/mini", "--port", "0"]])
+def test_a_command_that_is_told_to_end_while_it_starts_leaves_nothing_running(
+    words: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """A worker may import torch for long, and must not live until it has: here that takes a minute."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
+    (folder := tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(tmp_path)}
+    started = subprocess.Popen([*TANDEM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    num_processes = 2 if words[0] == "serve" else 1 + 2 * 3
+    eventually(lambda: len(descendants(started.pid)) >= num_processes, within_s=60)
+    everybody = descendants(started.pid)
+    started.send_signal(number)
+    _, error = started.communicate(timeout=30)
+    assert b"Traceback" not in error
+    assert list(folder.iterdir()) == []
+    eventually(lambda: not any(map(is_running, everybody)), within_s=20)
+
+
+def test_up_that_is_told_twice_to_end_says_what_that_costs(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    output = tmp_path / "up.log"
+    with output.open("wb") as log:
+        up = subprocess.Popen([*TANDEM, "up", "--port", str(port)], stdout=log, stderr=log)
+    try:
+        eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
+        url = f"http://127.0.0.1:{port}/generate"
+        body = {"text": "Tom", "stream": True, "sampling_params": {"max_new_tokens": 5000, "ignore_eos": True}}
+        request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            assert reply.readline()  # it runs, and will for a while
+            everybody = descendants(up.pid)
+            up.send_signal(signal.SIGINT)
+            eventually(lambda: "tandem: draining" in output.read_text(), within_s=10)
+            up.send_signal(signal.SIGINT)
+            assert up.wait(10) == 1
+        assert "tandem: error: ended before it had drained" in output.read_text()
+        eventually(lambda: not any(map(is_running, everybody)), within_s=10)
+    finally:
+        up.kill()
+        up.wait()
+
+
 def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     output = tmp_path / "up.log"
@@ -81,8 +132,11 @@ def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     ("words", "cause", "code"),
     [
         (["up", "/does/not/exist"], "/does/not/exist does not exist", 1),
-        (["up", "--server-flags", "--page-size 12"], "power of two", 1),
-        (["up", "--prefill", "0"], "must be at least 1", 2),
+        (["up", "--server-flags", "--page-size 12"], "power of two", 2),
+        (["up", "--server-flags", "'--page-size"], "--server-flags cannot be parted", 2),
+        (["up", "--router-flags", "--drain-timeout -1"], "router: --retries and --drain-timeout", 2),
+        (["up", "--server-flags", "--deterministic"], "written behind =", 2),
+        (["up", "--prefill", "0"], "whole number of at least 1", 2),
     ],
 )
 def test_up_that_cannot_start_says_why_and_leaves_nothing_running(words: list[str], cause: str, code: int) -> None:
@@ -94,6 +148,15 @@ def test_up_that_cannot_start_says_why_and_leaves_nothing_running(words: list[st
     assert cause in line
     assert not is_open(port)
     assert time.monotonic() - began < 30
+
+
+def test_an_output_that_takes_no_more_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [*TANDEM, "simulate", "--seed", "3", "--until", "1ms", "--json"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "tandem: error: [Errno 28] No space left on device"
+    assert "Traceback" not in done.stderr
 
 
 def test_up_on_a_port_that_is_taken_says_so() -> None:

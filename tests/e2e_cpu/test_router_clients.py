@@ -172,6 +172,24 @@ class Screen:
         os.close(self._descriptor)
 
 
+TOLD_AT_ONCE = """
+import signal, uvicorn
+from tandem.cli.main import main
+run = uvicorn.Server.run
+def told(server, sockets):
+    signal.raise_signal(signal.SIGTERM)
+    run(server, sockets)
+uvicorn.Server.run = told
+words = "router --port 0 --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2"
+raise SystemExit(main(words.split()))
+"""
+
+
+def test_a_router_that_is_told_to_end_before_its_server_listens_to_signals_ends() -> None:
+    done = subprocess.run([sys.executable, "-c", TOLD_AT_ONCE], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def on_terminal(*words: str) -> tuple[subprocess.Popen[bytes], Screen]:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "tandem.cli.main", *words]

@@ -6,10 +6,11 @@ import random
 from decimal import Decimal
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tandem.cli import bench, eval, router
-from tandem.cli.api import ServerTrouble, base_url, chunks_of, raise_for_status
+from tandem.cli.api import ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
 from tandem.cli.failure import CommandFailed
 from tandem.core.settings import Role
 from tandem.server.router.config import make_worker
@@ -126,6 +127,26 @@ def test_urls_are_taken_as_users_write_them() -> None:
     assert base_url("https://x/v1") == "https://x"
 
 
+@pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "a:b", "http://[::1"])
+def test_what_is_no_url_is_wrong_usage(url: str) -> None:
+    with pytest.raises(CommandFailed, match="is not the URL of a server") as raised:
+        client_options(argparse.Namespace(url=url, api_key=None))
+    assert raised.value.is_wrong_usage
+
+
+def test_an_api_key_that_no_header_can_carry_is_wrong_usage() -> None:
+    for key in ("schlüssel", "two\nlines"):
+        with pytest.raises(CommandFailed, match="--api-key") as raised:
+            client_options(argparse.Namespace(url="127.0.0.1:1", api_key=key))
+        assert raised.value.is_wrong_usage
+
+
+def test_a_server_that_is_not_there_is_told_with_the_two_places_where_one_may_be() -> None:
+    told = str(trouble(httpx.ConnectError("refused"), "http://127.0.0.1:30000"))
+    assert "`tandem serve tandem/mini`" in told
+    assert "`tandem up`: http://127.0.0.1:8000" in told
+
+
 def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
     words = "--prefill http://a:1 8998 --prefill b:2 none --prefill http://[::1]:3 --decode http://d:4/ --retries 1"
     config = router.make_config(_parse(words.split()))
@@ -146,6 +167,8 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a --decode http://d:4", "names no port"),
         ("--prefill http://a:1 --decode http://a:1", "named twice"),
         ("--prefill http://a:1 --decode http://d:4 --retries -1", "--retries"),
+        ("--prefill http://a:1 --decode http://d:4 --port 70000", "--port takes 0 to 65535"),
+        ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),
         ("--prefill http://a:99999 --decode http://d:4", "no valid port"),
     ],
 )

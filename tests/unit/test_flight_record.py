@@ -17,6 +17,7 @@ from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
 from tandem.server.node.flight import (
+    FORMAT,
     BrokenRecord,
     FlightRecorder,
     Head,
@@ -176,6 +177,18 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     path.write_bytes(frame(Head(99, 0, SETTINGS, msgspec.msgpack.encode(None))))
     with pytest.raises(BrokenRecord, match="format"):
         replay(path, EngineNode)
+
+
+@pytest.mark.parametrize("snapshot", [b"", b"nope", msgspec.msgpack.encode({})])
+def test_a_snapshot_that_makes_no_node_is_told_in_one_line(
+    tmp_path: Path, snapshot: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flight-1-1-000000.tandem"
+    path.write_bytes(frame(Head(FORMAT, 0, SETTINGS, snapshot)))
+    assert main(["replay", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert "no node can be made of its snapshot" in error
+    assert error.count("\n") == 1
 
 
 def test_flags_tell_the_node_what_it_needs_and_stay_in_the_record(tmp_path: Path) -> None:

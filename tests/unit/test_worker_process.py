@@ -3,10 +3,12 @@
 import socket
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
@@ -14,7 +16,8 @@ from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
-from tandem.server.worker_process import Worker, layout_digest
+from tandem.server.processes import Launch, ServerFailure
+from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.port import Held
 
 PEER = Incarnation("peer", 3)
@@ -162,6 +165,15 @@ def test_a_node_that_is_gone_ends_the_worker() -> None:
     it.node.close()
     it.thread.join(5)
     assert not it.thread.is_alive()
+
+
+def test_a_kv_pool_that_the_machine_cannot_give_is_told_with_the_flags_that_size_it() -> None:
+    model = Path(__file__).parents[2] / "src/tandem/bundled/mini"
+    config = ServerConfig(model="tandem/mini", max_total_tokens=10**14)
+    launch = Launch(config, str(model), Incarnation("s", 1), 0, 1, 0)
+    node, worker = socket.socketpair()
+    with node, worker, pytest.raises(ServerFailure, match=r"no memory for a KV pool of 1000000.*--max-total"):
+        start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
 
 @pytest.mark.parametrize("other", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])

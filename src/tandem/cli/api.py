@@ -34,14 +34,27 @@ def base_url(url: str) -> str:
 
 
 def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = None) -> dict[str, Any]:
-    """For `httpx.Client` and `httpx.AsyncClient` alike."""
+    """For `httpx.Client` and `httpx.AsyncClient` alike. Raises CommandFailed when they cannot be."""
     headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
+    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
+        raise CommandFailed("--api-key holds a character that no header can carry", is_wrong_usage=True)
     return {
-        "base_url": base_url(args.url),
+        "base_url": _checked(base_url(args.url)),
         "headers": headers,
         "timeout": httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
         "trust_env": "127.0.0.1" not in args.url and "localhost" not in args.url,
     }
+
+
+def _checked(url: str) -> str:
+    """httpx takes `http://` and an unknown scheme, and complains only when it sends."""
+    try:
+        found = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise CommandFailed(f"--url {url} is not the URL of a server ({error})", is_wrong_usage=True) from None
+    if found.scheme not in ("http", "https") or not found.host:
+        raise CommandFailed(f"--url {url} is not the URL of a server, like {DEFAULT_URL}", is_wrong_usage=True)
+    return url
 
 
 def find_model(args: argparse.Namespace) -> str:
@@ -62,9 +75,10 @@ def find_model(args: argparse.Namespace) -> str:
 
 def trouble(error: Exception, url: str) -> ServerTrouble:
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-        return ServerTrouble(f"no server answers at {url}; start one with `tandem up`, or name it with --url")
-    if isinstance(error, (httpx.InvalidURL, httpx.UnsupportedProtocol)):
-        return ServerTrouble(f"{url} is not the URL of a server")
+        return ServerTrouble(
+            f"no server answers at {url}; start one with `tandem serve tandem/mini`, or name yours with --url"
+            " (of `tandem up`: http://127.0.0.1:8000)"
+        )
     return ServerTrouble(f"{url}: {type(error).__name__} {error}".strip())
 
 

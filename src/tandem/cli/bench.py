@@ -33,6 +33,7 @@ from tandem.cli.api import (
     trouble,
 )
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import count, finite, natural
 from tandem.server.http_pool import PooledTransport
 
 WORD_LIST = """
@@ -63,13 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure a server under load."
     add_server_arguments(parser)
     loop = parser.add_mutually_exclusive_group()
-    loop.add_argument("--concurrency", type=int, metavar="N", help="closed loop of N clients (default: 8)")
-    loop.add_argument("--rate", type=float, metavar="R", help="open loop: R requests per second, Poisson")
-    parser.add_argument("--num-prompts", type=int, default=64, metavar="N", help="requests (default: 64)")
-    parser.add_argument("--input-len", type=int, default=128, metavar="TOKENS", help="prompt length (default: 128)")
-    parser.add_argument("--output-len", type=int, default=64, metavar="TOKENS", help="answer length (default: 64)")
+    loop.add_argument("--concurrency", type=count, metavar="N", help="closed loop of N clients (default: 8)")
+    loop.add_argument("--rate", type=finite, metavar="R", help="open loop: R requests per second, Poisson")
+    parser.add_argument("--num-prompts", type=count, default=64, metavar="N", help="requests (default: 64)")
+    parser.add_argument("--input-len", type=count, default=128, metavar="TOKENS", help="prompt length (default: 128)")
+    parser.add_argument("--output-len", type=count, default=64, metavar="TOKENS", help="answer length (default: 64)")
     parser.add_argument("--endpoint", choices=tuple(PATHS), default="completions", help="default: completions")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="requests before, not counted (default: 2)")
+    parser.add_argument(
+        "--warmup", type=natural, default=2, metavar="N", help="requests before, not counted (default: 2)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
@@ -77,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.rate is None and args.concurrency is None:
         args.concurrency = 8
-    if reasons := violations(args):
-        raise CommandFailed("; ".join(reasons), is_wrong_usage=True)
+    if args.rate is not None and args.rate <= 0:
+        raise CommandFailed("--rate must be positive", is_wrong_usage=True)
     model = find_model(args)
     samples, seconds = asyncio.run(measure(args, model))
     report = make_report(args, model, samples, seconds)
@@ -86,17 +89,6 @@ def run(args: argparse.Namespace) -> int:
     if not report["completed"]:
         raise CommandFailed(f"no request succeeded: {', '.join(report['failures'])}")
     return 0
-
-
-def violations(args: argparse.Namespace) -> list[str]:
-    rules = (
-        (args.concurrency is not None and args.concurrency < 1, "--concurrency must be at least 1"),
-        (args.rate is not None and args.rate <= 0, "--rate must be positive"),
-        (args.num_prompts < 1, "--num-prompts must be at least 1"),
-        (args.input_len < 1 or args.output_len < 1, "lengths must be at least 1"),
-        (args.warmup < 0, "--warmup must not be negative"),
-    )
-    return [reason for is_broken, reason in rules if is_broken]
 
 
 async def measure(args: argparse.Namespace, model: str) -> tuple[list[Sample], float]:

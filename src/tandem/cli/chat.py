@@ -21,6 +21,7 @@ from tandem.cli.api import (
     raise_for_status,
     trouble,
 )
+from tandem.cli.flags import count, finite
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Chat with a server. Ctrl+C stops an answer, Ctrl+D quits."
     add_server_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0: greedy (default: the server's)")
+    parser.add_argument("--max-tokens", type=count, default=512, metavar="N", help="longest answer (default: 512)")
+    parser.add_argument("--temperature", type=finite, metavar="T", help="0: greedy (default: the server's)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,7 +16,10 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Member, free_ports, serve_words, start_pd, temporary_fleet
 
 MODEL = "tandem/mini"
-PROMPT = "Tom has 3 boxes with 12 pencils each. He gives 9 pencils to Mia. How many pencils does Tom have now?"
+PROMPT = (  # of a kind that the bundled model has learned, and answers rightly
+    "A ferry carries 245 people. At the first stop 38 get off and 17 get on. At the next stop 56 get off. "
+    "How many people are on the ferry now?"
+)
 MAX_NEW_TOKENS = 160
 START_S = 60.0
 ANSWER_S = 60.0

@@ -27,6 +27,7 @@ from tandem.cli.api import (
     trouble,
 )
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import count, finite
 from tandem.server.http_pool import PooledTransport
 
 FINAL = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
@@ -56,16 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Ask a server questions with known answers, and count the right ones."
     add_server_arguments(parser)
     parser.add_argument("--dataset", metavar="FILE", help="JSON lines (default: the held-out questions of tandem/mini)")
-    parser.add_argument("--num", type=int, metavar="N", help="only the first N questions")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at a time (default: 8)")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="longest answer (default: 512)")
-    parser.add_argument("--min-accuracy", type=float, metavar="F", help="exit with 1 below this share of right answers")
+    parser.add_argument("--num", type=count, metavar="N", help="only the first N questions")
+    parser.add_argument("--concurrency", type=count, default=8, metavar="N", help="requests at a time (default: 8)")
+    parser.add_argument("--max-tokens", type=count, default=512, metavar="N", help="longest answer (default: 512)")
+    parser.add_argument(
+        "--min-accuracy", type=finite, metavar="F", help="exit with 1 below this share of right answers"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.concurrency < 1:
-        raise CommandFailed("--concurrency must be at least 1", is_wrong_usage=True)
     problems = read_problems(args.dataset)[: args.num]
     model = find_model(args)
     began = time.monotonic()

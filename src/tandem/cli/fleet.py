@@ -22,12 +22,14 @@ from pathlib import Path
 from types import TracebackType
 
 from tandem.cli.failure import CommandFailed
+from tandem.server.processes import describe_exit
 
 PR_SET_PDEATHSIG = 1
 PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
 POLL_S = 0.02
 PROBE_S = 1.0
 ERROR_MARK = "tandem: error: "
+WRONG_USAGE = 2  # the exit code, as cli/main.py has it
 
 
 def free_ports(count: int) -> list[int]:
@@ -123,11 +125,11 @@ class Fleet:
         """Raises CommandFailed when it has ended."""
         if member.process.poll() is None:
             return
-        if (cause := member.cause_of_end()) is not None:
-            raise CommandFailed(f"{member.name}: {cause}")
-        self.needs_logs = True
         code = member.process.returncode
-        raise CommandFailed(f"{member.name} ended with exit code {code}; its log is {member.log}")
+        if (cause := member.cause_of_end()) is not None:
+            raise CommandFailed(f"{member.name}: {cause}", is_wrong_usage=code == WRONG_USAGE)
+        self.needs_logs = True
+        raise CommandFailed(f"{member.name} {describe_exit(code)}; its log is {member.log}")
 
     def watch(self) -> None:
         """Until a member ends, which raises CommandFailed. For whoever waits for Ctrl+C."""
@@ -136,8 +138,11 @@ class Fleet:
                 self.check_alive(member)
             time.sleep(0.2)
 
-    def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Drain in the order of the requests' way, so that what is under way can finish; kill what does not end."""
+    def stop(self, *, timeout_s: float = 10.0) -> bool:
+        """Drain in the order of the requests' way, so that what is under way can finish; kill what does not end.
+
+        Returns whether all have ended by themselves.
+        """
         deadline = time.monotonic() + timeout_s
         for member in self.members:
             if member.process.poll() is None:
@@ -147,7 +152,8 @@ class Fleet:
                 member.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self.kill()
-                return
+                return False
+        return True
 
     def kill(self) -> None:
         for member in self.members:
@@ -169,7 +175,12 @@ class Fleet:
 
 @contextlib.contextmanager
 def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
-    """A fleet whose logs go with it, unless something went wrong that only they explain."""
+    """A fleet whose logs go with it, unless something went wrong that only they explain.
+
+    SIGTERM and a terminal that is closed end it as Ctrl+C does: with KeyboardInterrupt.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
     fleet = Fleet(Path(tempfile.mkdtemp(prefix=f"tandem-{name}-")), engines)
     try:
         with fleet:
@@ -177,6 +188,10 @@ def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
     finally:
         if not fleet.needs_logs:
             shutil.rmtree(fleet.folder)
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def is_ready(port: int) -> bool:

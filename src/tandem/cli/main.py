@@ -10,9 +10,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib import metadata
 from typing import NoReturn
 
+import tandem
 from tandem.cli.failure import CommandFailed
 
 COMMANDS = {
@@ -32,6 +32,8 @@ class Parser(argparse.ArgumentParser):
     """Wrong usage is one line, with the nearest flag where a flag is not known."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += " (one that begins with - is written behind =, as --flag=-x)"
         print(f"tandem: error: {message}; see `{self.prog} --help`", file=sys.stderr)
         sys.exit(2)
 
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0
     if words[0] == "--version":
-        print(f"tandem {metadata.version('tandem-llm')}")
+        print(f"tandem {tandem.__version__}")
         return 0
     command = words[0]
     if command not in COMMANDS:
@@ -80,21 +82,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(command: str, words: Sequence[str]) -> int:
-    # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
-    module = importlib.import_module(f"tandem.cli.{command}")
-    parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
-    module.add_arguments(parser)
-    args = parser.parse(words)
     try:
-        return module.run(args)
+        # Why not at the top: `tandem chat` need not wait for what `tandem serve` imports.
+        module = importlib.import_module(f"tandem.cli.{command}")
+        parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
+        module.add_arguments(parser)
+        code: int = module.run(parser.parse(words))
+        print(end="", flush=True)  # here, where what goes wrong with it has a line and an exit code
+        return code
     except CommandFailed as failure:
         print(f"tandem: error: {' '.join(str(failure).split())}", file=sys.stderr)  # one line, whatever it quotes
         return 2 if failure.is_wrong_usage else 1
     except KeyboardInterrupt:
+        print("tandem: interrupted", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read our output has enough
-        return 0
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
+        if isinstance(error, BrokenPipeError):
+            return 0  # whoever read our output has enough
+        print(f"tandem: error: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import natural
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
 from tandem.server.node.flight import BrokenRecord, Difference, NothingWritten, Replay, Step, StepRaised, replay
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "record", metavar="FILE|DIR", type=Path, help="what --flight-record has written; a file stands for its record"
     )
     parser.add_argument(
-        "--at", metavar="N", type=int, help="show step N, the state of the node after it, and the steps that follow"
+        "--at", metavar="N", type=natural, help="show step N, the state of the node after it, and the steps that follow"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any  # values that argparse hands over
 
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import scalar
 from tandem.core.fleet.registry import Worker
 from tandem.core.settings import Role
 from tandem.server.router.app import listen, serve_router
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind = {"str": str, "str | None": str, "int": int, "float": float}[_type_name(field.type)]
         parser.add_argument(
             name,
-            type=kind,
+            type=scalar(kind),
             default=field.default,
             choices=meta["choices"] or None,
             metavar=meta["metavar"] or (None if meta["choices"] else kind.__name__.upper()),

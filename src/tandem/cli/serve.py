@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the API process drains, which is soon
     config = config_of(args)
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
@@ -80,7 +82,7 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         model = read_config(model_dir)
     except ModelError as error:
         raise CommandFailed(str(error)) from error
-    context = config.context_length or model.max_context
+    context = model.max_context if config.context_length is None else config.context_length
     if not 1 <= context <= model.max_context:
         raise CommandFailed(
             f"--context-length {context} is not between 1 and the model's {model.max_context} tokens; leave it out",

@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from tandem.cli.failure import CommandFailed
+from tandem.cli.flags import count, natural
 from tandem.core.values import SECOND
 from tandem.sim.faults.options import draw_options
 from tandem.sim.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
@@ -19,7 +21,7 @@ UNITS_NS = {"ms": 1_000_000, "s": SECOND, "m": 60 * SECOND, "h": 3600 * SECOND, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=seed, metavar="K", help="first seed (default: drawn and printed)")
+    parser.add_argument("--seed", type=natural, metavar="K", help="first seed (default: drawn and printed)")
     parser.add_argument(
         "--seeds", type=count, metavar="N", help=f"how many (default 1 with --seed, else {DEFAULT_SEEDS})"
     )
@@ -42,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if reasons := contradictions(args):
+        raise CommandFailed("; ".join(reasons), is_wrong_usage=True)
     first = draw_first_seed() if args.seed is None else args.seed
     num_seeds = args.seeds or (DEFAULT_SEEDS if args.seed is None else 1)
     note(f"first seed {first}, " + (f"for {args.hunt_ns / SECOND:g} s" if args.hunt_ns else f"{num_seeds} seeds"))
@@ -62,6 +66,18 @@ def run(args: argparse.Namespace) -> int:
     if args.hunt_ns:
         note(rates_text(summary, time.monotonic() - began))
     return 1 if summary.violations else 0
+
+
+def contradictions(args: argparse.Namespace) -> list[str]:
+    """Options of which one would be ignored."""
+    hunts = args.hunt_ns is not None
+    rules = (
+        (hunts and args.seeds is not None, "--for goes on until its time is over, --seeds until there are so many"),
+        (hunts and args.until is not None, "--for runs whole seeds, --until stops them"),
+        (hunts and args.trace, "--for runs seeds side by side, --trace one after the other"),
+        (args.trace and args.sometimes, "--trace does not watch for the rare states of --sometimes"),
+    )
+    return [f"{reason}: give one of them" for is_broken, reason in rules if is_broken]
 
 
 def results(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
@@ -115,23 +131,9 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def seed(text: str) -> int:
-    return whole(text, least=0)
-
-
-def count(text: str) -> int:
-    return whole(text, least=1)
-
-
-def whole(text: str, *, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
 def duration_ns(text: str) -> int:
     """`4.2s`, `300ms`, `2m`, `1h`; a bare number is seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
-    if match is None:
+    if match is None or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 4.2s or 300ms")
     return int(float(match[1]) * UNITS_NS[match[2]])

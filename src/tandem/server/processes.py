@@ -2,7 +2,7 @@
 
 This process is the parent. The children are started as programs, not forked: a fork of a process with threads is a
 lottery. What they need they read from stdin as one JSON object (`Launch`); messages go over socket pairs. A child ends
-with its parent, whatever ends that: it asks the kernel to be killed then, and its channel closes.
+with its parent, whatever ends that: the kernel is asked to kill it then, and its channel closes.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from tandem.config import ServerConfig
+from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.values import Incarnation
 
 PR_SET_PDEATHSIG = 1
@@ -112,6 +112,7 @@ def _start(
         pass_fds=fds,
         env=environment,
         start_new_session=True,  # Ctrl+C in a terminal is for the parent, which drains
+        preexec_fn=_end_with_parent,  # not when it has imported torch: the parent may be gone by then
     )
     assert child.stdin is not None
     try:
@@ -120,6 +121,13 @@ def _start(
     except BrokenPipeError:
         pass  # it died at once; its exit code will say so
     return child
+
+
+_libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def worker_environment(cpu_threads: int) -> dict[str, str]:
@@ -137,13 +145,11 @@ def engine_threads(config: ServerConfig) -> int:
     """Cores divided by the engines on this machine, of which `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    engines = int(os.environ.get("TANDEM_ENGINES", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // max(1, engines))
+    return max(1, len(os.sched_getaffinity(0)) // int(environment_number(ENGINES)))
 
 
 def read_launch() -> Launch:
-    """In a child, first thing: die with the parent, and learn what to do."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """In a child, first thing: learn what to do."""
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     if os.getppid() != launch.parent_pid:
         sys.exit(1)  # the parent died before the kernel knew of our wish
@@ -210,8 +216,6 @@ def _bind(host: str, port: int, *, flag: str) -> socket.socket:
         )
         cause = os.strerror(error.errno) if error.errno else str(error)
         raise ServerFailure(f"cannot listen on {host} port {port} ({cause}); {remedy}") from error
-    except OverflowError:
-        raise ServerFailure(f"there is no port {port}; {flag} takes 0 to 65535") from None
     # Connections inherit it. asyncio sets it only on sockets whose protocol number is given, and without it a reply's
     # body waits until its head is acknowledged: 40 ms per reply on a connection that is kept.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

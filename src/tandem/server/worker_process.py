@@ -176,7 +176,13 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
     torch.set_num_threads(launch.cpu_threads)
     model = weights.load(Path(launch.model_dir), dtype=config.dtype, device=config.device)
     num_pages = pool_pages(config, model)
-    engine = Engine(model, page_size=config.page_size, num_pages=num_pages, deterministic=config.deterministic)
+    try:
+        engine = Engine(model, page_size=config.page_size, num_pages=num_pages, deterministic=config.deterministic)
+    except OSError as error:
+        raise ServerFailure(
+            f"no memory for a KV pool of {num_pages * config.page_size} tokens ({error.strerror}); "
+            "lower --max-total-tokens or --mem-fraction-static"
+        ) from error
     transfer = open_transfer(launch, engine, channel)
     fields = layout_fields(config, model)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)

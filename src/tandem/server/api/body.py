@@ -1,4 +1,4 @@
-"""Bodies of the generation endpoints as they come in: names and types, nothing checked beyond them.
+"""Bodies as they come in: names and types, nothing checked beyond them.
 
 Every field may be null, because gateways fill in nulls; unknown fields are ignored. A field that would change the
 answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something.
@@ -15,6 +15,7 @@ from tandem.server.api.errors import Problem, Refusal, invalid
 MAX_BODY_BYTES = 32 << 20
 NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw field that was not sent
 EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: nested beyond what can be read
 
 
 class Routing(Struct, kw_only=True):
@@ -151,6 +152,21 @@ class NativeBody(Struct, kw_only=True):
     return_entropy: Raw = NOTHING
 
 
+class TokenizeBody(Struct):
+    """`prompt` (or `text`) is text; `messages` go through the chat template."""
+
+    prompt: str | list[str] | None = None
+    text: str | list[str] | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeBody(Struct):
+    tokens: list[int | list[int]] | None = None
+    skip_special_tokens: bool | None = None
+
+
 AnyBody = TypeVar("AnyBody", bound=Struct)
 
 
@@ -168,7 +184,7 @@ def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     except msgspec.ValidationError as error:
         param = param_of(str(error))
         raise Refusal(Problem.INVALID_VALUE, f"{param}: {error}" if param else str(error), param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None
     refuse_unsupported(body)
     return body

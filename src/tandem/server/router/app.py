@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any  # JSON documents of workers, passed on
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -36,12 +37,13 @@ from tandem.core.fleet.router import Router
 from tandem.core.fleet.routing import POLICIES
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
-from tandem.server.api.body import AbortBody
+from tandem.server.api.body import NOT_JSON, AbortBody
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
+from tandem.server.api.http1 import Http1
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
 from tandem.server.router.config import RouterConfig
-from tandem.server.router.generate import GENERATION_PATHS, Generate, read_body, request_id_of
+from tandem.server.router.generate import GENERATION_PATHS, Generate, given_headers, read_body, request_id_of
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
 
@@ -49,6 +51,7 @@ STAGE = "router"
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
 ADMIN_PATHS = ("/flush_cache", "/abort_request")
+URL_SAFE = "%/:?@!$&'()*+,;=-._~"  # `%`: what is quoted already stays as it is
 LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 
 log = logging.getLogger("tandem.router")
@@ -76,6 +79,7 @@ class RouterApp:
             middleware=[Middleware(KeyGate, config=config)],
             exception_handlers={Refusal: refused, HTTPException: not_served, Exception: our_bug},
         )
+        self.app.router.redirect_slashes = False  # as on the workers
 
     def _routes(self) -> list[Route]:
         generate = Generate(
@@ -90,7 +94,8 @@ class RouterApp:
             Route("/ready", self._ready),
             Route("/version", self._version),
             Route("/metrics", self._export),
-            *(Route(path, self._to_decode) for path in ("/v1/models", "/v1/models/{id:path}", "/openapi.json")),
+            *(Route(path, self._to_decode) for path in ("/v1/models", "/v1/models/{id:path}")),
+            Route("/openapi.json", self._openapi),
             *(Route(path, self._to_decode) for path in ("/model_info", "/get_model_info")),
             *(Route(path, self._to_decode, methods=["POST"]) for path in ("/tokenize", "/detokenize")),
             *(Route(path, self._server_info) for path in ("/server_info", "/get_server_info")),
@@ -129,8 +134,7 @@ class RouterApp:
         live = self.router.registry.live(Role.DECODE)
         if not live:
             raise Refusal(Problem.NO_LIVE_PAIR, "no live decode worker", stage=STAGE)
-        query = f"?{request.url.query}" if request.url.query else ""
-        answer = await self._ask(live[0], request, request.url.path + query, await read_body(request))
+        answer = await self._ask(live[0], request, target_of(request), await read_body(request))
         if isinstance(answer, str):
             raise Refusal(Problem.CONNECTION_LOST, f"{live[0].url}: {answer}", stage=STAGE)
         return Response(answer.content, answer.status_code, passed_headers(answer.headers))
@@ -140,15 +144,24 @@ class RouterApp:
         headers = {"x-request-id": request_id_of(request)}
         if self._config.api_key:
             headers["authorization"] = f"Bearer {self._config.api_key}"
-        for name in ("authorization", "content-type"):
-            if name in request.headers:
-                headers[name] = request.headers[name]
+        headers |= given_headers(request, ("authorization", "content-type"))
+        sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
         try:
             return await self._client.request(
-                request.method, worker.url + path, content=body, headers=headers, timeout=CONTROL_SECONDS
+                request.method, worker.url + path, content=body, headers=sent, timeout=CONTROL_SECONDS
             )
         except httpx.HTTPError as error:
             return f"{type(error).__name__} {error}".strip()
+
+    async def _openapi(self, request: Request) -> Response:
+        """What a decode offers, but for its debug pages: they answer there only."""
+        answer = await self._to_decode(request)
+        document = msgspec.json.decode(answer.body)
+        if answer.status_code == 200:
+            document["paths"] = {
+                path: item for path, item in document["paths"].items() if not path.startswith("/debug/")
+            }
+        return JSONResponse(document, answer.status_code)
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
@@ -244,7 +257,7 @@ class RouterApp:
         """What is aborted here must not come up at another pair. What names nothing is the workers' to refuse."""
         try:
             asked = msgspec.json.decode(body, type=AbortBody)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except NOT_JSON:
             return
         if asked.abort_all or asked.rid is not None:
             self._shell.abort(None if asked.abort_all else asked.rid)
@@ -305,8 +318,14 @@ def document_of(answer: httpx.Response | str) -> Any:
         return None
     try:
         return msgspec.json.decode(answer.content)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return None
+
+
+def target_of(request: Request) -> str:
+    """Path and query as the client spelled them, with whatever else may not stand in a URL quoted."""
+    path, query = (quote(request.scope[part], safe=URL_SAFE) for part in ("raw_path", "query_string"))
+    return f"{path}?{query}" if query else path
 
 
 def num_aborted(answer: httpx.Response) -> int:
@@ -329,7 +348,9 @@ async def not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = Problem.METHOD_NOT_ALLOWED if error.status_code == 405 else Problem.NOT_FOUND
     failure = Failure(code, f"{request.method} {request.url.path}: {error.detail}", None, STAGE)
-    return error_response(failure, request_id_of(request))
+    response = error_response(failure, request_id_of(request))
+    response.headers.update(error.headers or {})
+    return response
 
 
 async def our_bug(request: Request, error: Exception) -> Response:
@@ -352,15 +373,21 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three connections per request
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # uvicorn raises it again after the drain, which is to end with exit 0
     server = uvicorn.Server(
         uvicorn.Config(
             RouterApp(config).app,
+            http=Http1,
             log_config=None,
             access_log=False,
             lifespan="on",
             timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
         )
     )
+
+    def end(*_: object) -> None:
+        """For a signal before uvicorn listens to any. It raises one again after the drain; that changes nothing."""
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
     server.run(sockets=[listener])

@@ -49,9 +49,10 @@ class RouterConfig:
             (Role.PREFILL not in roles, "at least one --prefill URL is needed"),
             (Role.DECODE not in roles, "at least one --decode URL is needed"),
             (len(set(urls)) < len(urls), "the same URL is named twice"),
+            (not 0 <= self.port < 1 << 16, "--port takes 0 to 65535"),
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
-            (self.retries < 0, "--retries must not be negative"),
+            (self.retries < 0 or self.drain_timeout < 0, "--retries and --drain-timeout must not be negative"),
             (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
         )
         return [reason for is_broken, reason in rules if is_broken]

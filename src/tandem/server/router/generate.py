@@ -7,7 +7,7 @@ The body is not validated here beyond that: both halves do it, and their 4xx is 
 import asyncio
 import math
 import time
-import uuid
+from collections.abc import Iterable
 from typing import Any  # a JSON object, passed on
 
 import msgspec
@@ -15,7 +15,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.fleet.messages import Fail
-from tandem.server.api.body import MAX_BODY_BYTES
+from tandem.server.api import gate
+from tandem.server.api.body import MAX_BODY_BYTES, NOT_JSON
 from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
 from tandem.server.router.answer import Document, Gone, Stream
 from tandem.server.router.metrics import RouterMetrics
@@ -23,7 +24,6 @@ from tandem.server.router.shell import Call, RouterShell
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 TIMEOUT_SECONDS_MAX = 7 * 24 * 3600.0
-REQUEST_ID_CHARS_MAX = 256
 PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "x-data-parallel-rank")
 CLIENT_LEFT = 499
 CODES: dict[str, Code] = {code.value: code for code in RULES}
@@ -70,8 +70,7 @@ class Generate:
         headers = {"content-type": "application/json"}
         if self._worker_key:
             headers["authorization"] = f"Bearer {self._worker_key}"
-        headers |= {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
-        return headers | {"x-request-id": request_id}
+        return headers | given_headers(request, PASSED_HEADERS) | {"x-request-id": request_id}
 
 
 class _Reply:
@@ -131,8 +130,12 @@ def failure_of(fail: Fail) -> Failure:
 
 def request_id_of(request: Request) -> str:
     """The client's, when it is one; never empty."""
-    given = request.headers.get("x-request-id", "")
-    return given if given and len(given) <= REQUEST_ID_CHARS_MAX else uuid.uuid4().hex
+    return gate.request_id_of(request.headers)
+
+
+def given_headers(request: Request, names: Iterable[str]) -> dict[str, str]:
+    """Those that say something, without the blanks around it: `Bearer ` could be received but not sent on."""
+    return {name: value for name in names if (value := request.headers.get(name, "").strip())}
 
 
 async def read_body(request: Request) -> bytes:
@@ -147,7 +150,7 @@ async def read_body(request: Request) -> bytes:
 async def read_object(request: Request) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(await read_body(request))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
@@ -158,7 +161,7 @@ def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -
     """The smaller of what body and header say: a gateway before us may have spent some of the client's time."""
     given: list[float] = []
     if (in_body := body.get("timeout")) is not None:
-        given.append(_positive(in_body, "timeout"))
+        given.append(_positive(None if isinstance(in_body, str) else in_body, "timeout"))
     if (in_header := request.headers.get("x-request-timeout-ms")) is not None:
         given.append(_positive(in_header, "X-Request-Timeout-Ms") / 1000)
     return min([*given, TIMEOUT_SECONDS_MAX]) if given else default

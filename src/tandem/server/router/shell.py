@@ -42,6 +42,7 @@ from tandem.core.fleet.pairing import num_prompts
 from tandem.core.fleet.registry import ProbeResult, Worker
 from tandem.core.fleet.router import Router
 from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
+from tandem.server.api.errors import Problem, Refusal
 from tandem.server.router.answer import (
     Document,
     Gone,
@@ -61,6 +62,7 @@ DOCUMENT_BYTES_MAX = 256 << 20
 REJECTION_BYTES_MAX = 1 << 20
 PREFILL_TAIL_BYTES = 16 << 10
 CONNECT_SECONDS = 5.0
+OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout")  # the router's to say
 
 
 @dataclass(slots=True)
@@ -85,7 +87,8 @@ class Call:
 
     id: RequestId
     path: str
-    body: dict[str, object]
+    content: bytes  # the client's body, without the fields that each attempt sets
+    has_timeout: bool  # in the body: then it says there how much is left
     headers: dict[str, str]  # for both halves
     merges: bool
     names: frozenset[str]  # by which it can be aborted
@@ -120,11 +123,13 @@ class RouterShell:
 
     def open(self, path: str, body: dict[str, object], headers: dict[str, str], *, timeout_seconds: float) -> Call:
         """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`."""
+        content = encode_rest(body)
         self._next_id += 1
         streams = bool(body.get("stream"))
         merges = path == "/generate" and bool(body.get("return_logprob")) and not streams
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        call = Call(RequestId(self._next_id), path, body, headers, merges, names_of(body, headers), future)
+        names, has_timeout = names_of(body, headers), "timeout" in body
+        call = Call(RequestId(self._next_id), path, content, has_timeout, headers, merges, names, future)
         self._calls[call.id] = call
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges))
         return call
@@ -174,10 +179,10 @@ class RouterShell:
 
     def _dispatch(self, sent: DispatchPair) -> None:
         call = self._calls[sent.request]
-        body = call.body | sent.pair.fields()
-        if "timeout" in body:
-            body["timeout"] = sent.timeout_ns / SECOND
-        content = msgspec.json.encode(body)
+        own = sent.pair.fields()
+        if call.has_timeout:
+            own["timeout"] = sent.timeout_ns / SECOND
+        content = with_fields(own, call.content)
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Half.PREFILL, sent.pair.prefill), (Half.DECODE, sent.pair.decode)):
@@ -216,7 +221,8 @@ class RouterShell:
         """Talk to one worker and tell what happened. Cancelled, it closes the connection and tells nothing."""
         try:
             url = leg.worker.url + leg.call.path
-            async with self._client.stream("POST", url, content=content, headers=headers) as response:
+            sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
+            async with self._client.stream("POST", url, content=content, headers=sent) as response:
                 await self._listen(leg, response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._fail(leg, Failure.REFUSED, f"cannot connect: {error}")
@@ -301,6 +307,19 @@ async def collect(response: httpx.Response, body: bytearray, size_max: int) -> N
         body += piece
         if len(body) > size_max:
             raise httpx.DecodingError(f"answer is longer than {size_max} bytes")
+
+
+def encode_rest(body: dict[str, object]) -> bytes:
+    """What all attempts send alike. Raises `Refusal` for what is nested beyond what can be written."""
+    try:
+        return msgspec.json.encode({name: value for name, value in body.items() if name not in OWN_FIELDS})
+    except RecursionError as error:
+        raise Refusal(Problem.INVALID_JSON, f"the body is nested too deeply: {error}") from None
+
+
+def with_fields(own: dict[str, object], content: bytes) -> bytes:
+    """One JSON object from fields, of which there is at least one, and an encoded object."""
+    return msgspec.json.encode(own)[:-1] + (b"," + content[1:] if len(content) > 2 else content[1:])
 
 
 def names_of(body: dict[str, object], headers: dict[str, str]) -> frozenset[str]:
