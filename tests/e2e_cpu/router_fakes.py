@@ -129,7 +129,7 @@ class FakeWorker:
             raw += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         body = json.loads(raw) if raw else {}
         seen = Seen(path, body if isinstance(body, dict) else {}, headers)
         self.seen.append(seen)
@@ -145,6 +145,7 @@ class FakeWorker:
             "/v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_used_tokens": 7}]},
             "/get_load": [{"dp_rank": 0, "num_reqs": 2}],
             "/tokenize": {"tokens": [1, 2]},
+            "/openapi.json": {"paths": {"/generate": {}, "/debug/state": {}}},
             "/flush_cache": {},
             "/abort_request": {"aborted": int(self.role is Role.DECODE)},
             "/health_generate": {},

@@ -1,4 +1,5 @@
 """Pages are pulled while later chunks compute: with prefill stopped before its last chunk, the earlier ones are there.
+With prefill stopped before its first, what it had cached is there.
 
 Real engines, real sockets, real nodes, in one process, so that the test can stop exactly one batch.
 """
@@ -28,7 +29,7 @@ from tandem.core.commands import (
 from tandem.core.commands import (
     Path as KvPath,
 )
-from tandem.core.events import BatchReturned, Event, PeerLearned, PeerSaid, RequestArrived
+from tandem.core.events import BatchReturned, Event, FlushRequested, PeerLearned, PeerSaid, RequestArrived
 from tandem.core.request import Request
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
@@ -67,12 +68,13 @@ class Half:
         self.out: list[object] = []
         self.other: Half | None = None
 
-    def submit(self, max_new_tokens: int, peer: Address | None) -> None:
+    def submit(self, max_new_tokens: int, peer: Address | None, *, number: int = 1) -> None:
         root = root_hash(secret=b"test", tenant="")
         hashes = tuple(prompt_hashes(root, PROMPT, page_size=PAGE))
         greedy = SamplingParams(temperature=0, ignore_eos=True)
-        self.engine.add(Payload(1, array("i", PROMPT).tobytes(), greedy, hashes[-1]))
-        request = Request(RequestId(1), "r", len(PROMPT), hashes, max_new_tokens, Nanos(60 * SECOND), Room(7), peer)
+        self.engine.add(Payload(number, array("i", PROMPT).tobytes(), greedy, hashes[-1]))
+        mine, room = RequestId(number), Room(6 + number)
+        request = Request(mine, "r", len(PROMPT), hashes, max_new_tokens, Nanos(60 * SECOND), room, peer)
         self.events.put(RequestArrived(request))
 
     def pump(self) -> None:
@@ -116,15 +118,19 @@ class Half:
             self.carry_out(command)
         self.held = []
 
-    @property
-    def landed(self) -> int:
-        receiver = self.node.state.requests[RequestId(1)].receiver
-        assert receiver is not None
+    def landed(self, number: int = 1) -> int:
+        progress = self.node.state.requests.get(RequestId(number))
+        if progress is None or progress.receiver is None:
+            return 0
+        receiver = progress.receiver
         report = receiver.reports.get(ShardId(0))
         return report.landed if report is not None else 0
 
-    def kv(self, num_pages: int) -> list[bytes]:
-        pages = self.node.state.requests[RequestId(1)].pages[:num_pages]
+    def has_finished(self, number: int) -> bool:
+        return any(isinstance(command, FinishRequest) and command.request == number for command in self.out)
+
+    def kv(self, num_pages: int, number: int = 1) -> list[bytes]:
+        pages = self.node.state.requests[RequestId(number)].pages[:num_pages]
         return [bytes(self.engine.kv.page(page)) for page in pages]
 
 
@@ -147,19 +153,44 @@ def pump_until(prefill: Half, decode: Half, reached, deadline_s: float = 20) -> 
         decode.pump()
 
 
+def submit_to_both(prefill: Half, decode: Half, *, number: int = 1) -> None:
+    """READY is there before the request is: what prefill hands out then, it hands out of its own accord."""
+    decode.submit(5, ADDRESS, number=number)
+    pump_until(prefill, decode, lambda: prefill.node.state.stash)
+    prefill.submit(5, None, number=number)
+
+
 def test_earlier_pages_have_landed_before_the_last_chunk_is_computed(pair) -> None:
     prefill, decode = pair
     prefill.holds_after = 3  # of 4 chunks
-    prefill.submit(5, None)
-    decode.submit(5, ADDRESS)
+    submit_to_both(prefill, decode)
     early = 3 * CHUNK // PAGE
-    pump_until(prefill, decode, lambda: RequestId(1) in decode.node.state.requests and decode.landed == early)
+    pump_until(prefill, decode, lambda: decode.landed() == early)
     assert [command.plan.iteration for command in prefill.held] == [4]
     assert decode.kv(early) == prefill.kv(early)
     assert decode.out == [], "nothing is committed before everything has landed"
 
     prefill.release()
-    pump_until(prefill, decode, lambda: any(isinstance(command, FinishRequest) for command in decode.out))
+    pump_until(prefill, decode, lambda: decode.has_finished(1))
     start = next(command for command in decode.out if isinstance(command, StartRequest))
     assert start.path is KvPath.REMOTE
     assert sum(len(command.requests) for command in decode.out if isinstance(command, EmitTokens)) == 5
+
+
+def test_a_cached_prefix_has_landed_before_the_first_chunk_is_computed(pair) -> None:
+    prefill, decode = pair
+    submit_to_both(prefill, decode)
+    pump_until(prefill, decode, lambda: prefill.has_finished(1) and decode.has_finished(1))
+    decode.events.put(FlushRequested())
+    decode.pump()
+
+    prefill.holds_after = prefill.node.state.forward_ct
+    submit_to_both(prefill, decode, number=2)
+    cached = len(PROMPT) // PAGE
+    pump_until(prefill, decode, lambda: decode.landed(2) == cached)
+    (first,) = prefill.held
+    assert first.plan.rows[0].start == cached * PAGE, "only what is not cached waits to be computed"
+    assert decode.kv(cached, 2) == prefill.kv(cached, 2)
+
+    prefill.release()
+    pump_until(prefill, decode, lambda: decode.has_finished(2))

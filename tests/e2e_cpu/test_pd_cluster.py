@@ -71,6 +71,14 @@ def test_the_answer_says_where_its_kv_came_from_and_where_the_time_went(router: 
     assert it.decodes[0].generate([5, 6, 7])["meta_info"]["path"] == "local"
 
 
+def test_what_decode_has_cached_does_not_travel_again(router: Server) -> None:
+    begun = [300 + index % 150 for index in range(200)]  # twelve full pages, and a few tokens
+    first = router.generate(begun)["meta_info"]
+    longer = router.generate(begun + [7] * 40)["meta_info"]
+    assert (first["path"], first["kv_pages"]) == ("remote", 13)
+    assert (longer["path"], longer["kv_pages"]) == ("remote", 15 - 12)
+
+
 def test_many_at_once_all_get_their_tokens_and_leave_nothing(router: Server, it: Cluster) -> None:
     answers: dict[int, list[int]] = {}
 
@@ -131,7 +139,8 @@ def test_a_bootstrap_address_where_nobody_is_ends_the_request_with_a_cause(it: C
     with pytest.raises(HttpError) as unknown:
         it.decodes[0].generate([5, 6], bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=80, timeout=0.7)
     assert unknown.value.error["code"] in ("peer_unknown", "deadline_exceeded")
-    assert unknown.value.error["stage"]
+    assert unknown.value.error["stage"] == "peer"
+    assert "127.0.0.1:9" in unknown.value.error["message"]
 
 
 def test_what_all_nodes_did_replays_identically(

@@ -1,5 +1,6 @@
 """The router over real sockets, in front of fake workers."""
 
+import http.client
 import json
 import threading
 import time
@@ -290,7 +291,7 @@ def test_bad_json_and_bad_timeouts_are_refused_by_the_router() -> None:
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
         response = CLIENT.post(made.url + "/generate", content=b"[1]")
         assert (response.status_code, error_of(response)["code"]) == (400, "invalid_json")
-        for timeout in (0, -1, "soon", True):
+        for timeout in (0, -1, "soon", "5", True):
             response = post(made, CHAT | {"timeout": timeout})
             assert (response.status_code, error_of(response)["param"]) == (400, "timeout")
         assert made.seen() == []
@@ -345,6 +346,48 @@ def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
         assert asked.count("/flush_cache") == asked.count("/abort_request") == 3
         for method, path, code in (("GET", "/nope", "not_found"), ("GET", "/generate", "method_not_allowed")):
             assert error_of(CLIENT.request(method, made.url + path))["code"] == code
+
+
+def test_headers_travel_as_they_came_except_those_that_say_nothing() -> None:
+    """By a client that sends what httpx would not."""
+    with fleet() as made:
+        for method, path in (("POST", "/generate"), ("GET", "/v1/models")):
+            connection = http.client.HTTPConnection("127.0.0.1", httpx.URL(made.url).port, timeout=20)
+            headers = {"Authorization": "Bearer ", "traceparent": "caf\xe9", "x-request-id": "caf\xe9"}
+            connection.request(method, path, "{}", headers)
+            assert connection.getresponse().status == 200
+            connection.close()
+        generation, asked = made.decodes[0].seen
+        assert (generation.headers["authorization"], asked.headers["authorization"]) == ("Bearer", "Bearer")
+        assert generation.headers["traceparent"] == "caf\xe9"
+        assert generation.headers["x-request-id"].isascii(), "it goes into headers and logs"
+
+
+def test_a_body_that_is_nested_too_deeply_is_a_400() -> None:
+    with fleet() as made:
+        for depth, status in ((100, 200), (100_000, 400)):
+            content = b'{"text": "x", "deep": %s1%s}' % (b"[" * depth, b"]" * depth)
+            assert CLIENT.post(made.url + "/generate", content=content).status_code == status
+
+
+def test_a_path_with_odd_characters_is_passed_on_as_it_was_written() -> None:
+    with fleet() as made:
+        for name in ("%13x", "%C2%B8", "a%2Fb", "a|b"):
+            assert CLIENT.get(httpx.URL(made.url + "/v1/models/" + name)).status_code == 404
+        assert [seen.path for seen in made.decodes[0].seen] == [
+            f"/v1/models/{name}" for name in ("\x13x", "\xb8", "a/b", "a|b")
+        ]
+
+
+def test_the_schema_is_that_of_a_decode_without_its_debug_pages() -> None:
+    with fleet() as made:
+        assert CLIENT.get(made.url + "/openapi.json").json() == {"paths": {"/generate": {}}}
+
+
+def test_a_wrong_method_is_answered_with_the_right_ones() -> None:
+    with fleet() as made:
+        assert set(CLIENT.get(made.url + "/generate").headers["allow"].split(", ")) == {"POST"}
+        assert set(CLIENT.put(made.url + "/flush_cache").headers["allow"].split(", ")) == {"GET", "HEAD", "POST"}
 
 
 def test_metrics_count_requests_retries_failures_and_workers() -> None:

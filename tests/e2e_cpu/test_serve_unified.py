@@ -1,5 +1,6 @@
 """One unified server as a user runs it: it serves, frees, drains, and every bad case is one line with nothing left."""
 
+import http.client
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from cluster import (
+    REPLY_S,
     Cluster,
     HttpError,
     Server,
@@ -85,6 +87,17 @@ def test_a_client_that_leaves_frees_everything(server: Server) -> None:
     assert not server.is_idle()
     stream.close()
     eventually(server.is_idle, what=server.state)
+
+
+def test_a_client_that_offers_http_2_is_answered_in_http_1(server: Server) -> None:
+    """As Java's client does with its first request. The body must not be lost over it."""
+    connection = http.client.HTTPConnection(server.host, server.member.port, timeout=REPLY_S)
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
+    for _ in range(2):
+        connection.request("POST", "/generate", json.dumps({"text": "x"}), offer)
+        reply = connection.getresponse()
+        assert (reply.status, json.loads(reply.read())["text"] != "") == (200, True)
+    connection.close()
 
 
 def test_a_prompt_that_does_not_fit_the_pool_is_a_400_and_the_server_goes_on(server: Server) -> None:

@@ -165,13 +165,13 @@ def test_a_dp_rank_that_is_not_there_is_unknown() -> None:
     async def story(port: int) -> None:
         client.receive(commands.LearnPeer(Address("127.0.0.1", port), 2))
         await until(lambda: node.sent)
-        assert node.sent == [events.PeerUnknown(Address("127.0.0.1", port), UNKNOWN_RANK, 2)]
+        assert node.sent == [events.PeerUnknown(Address("127.0.0.1", port), UNKNOWN_RANK.format(port=port), 2)]
         await client.close()
 
     asyncio.run(serving(bootstrap_app(ranked(0), ranked(1))[0], story))
 
 
-UNKNOWN_RANK = "GET /route?prefill_dp_rank=2 answered 404"
+UNKNOWN_RANK = "bootstrap server 127.0.0.1:{port}: GET /route?prefill_dp_rank=2 answered 404"
 
 
 class Counted:
@@ -242,7 +242,7 @@ def test_a_bootstrap_server_that_talks_nonsense_about_rooms_is_unknown_and_the_r
         client.receive(commands.AskDpRank(address, Room(5)))
         await until(lambda: len(node.sent) == 2)
         assert node.sent == [
-            events.PeerUnknown(address, "told of a negative DP rank"),
+            events.PeerUnknown(address, f"bootstrap server 127.0.0.1:{port}: told of a negative DP rank"),
             events.DpRankAnswered(address, Room(5), None),
         ]
         await client.close()

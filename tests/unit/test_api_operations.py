@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
-from tandem.server.api.openapi import openapi_document
+from tandem.server.api.openapi import BOUNDS, openapi_document
 
 NUMBERS = {
     "num_running_reqs": 2,
@@ -116,6 +116,12 @@ def test_model_info_and_models_describe_the_model() -> None:
         assert http.get("/v1/models/other").status_code == 404
 
 
+def test_the_model_card_names_the_dialect_by_which_gateways_pair_servers() -> None:
+    """smg takes who has both /version and /server_info for a vLLM, which is paired in another way."""
+    with world().http() as http:
+        assert http.get("/v1/models").json()["data"][0]["owned_by"] == "sglang"
+
+
 def test_loads_come_from_the_node() -> None:
     with world(answers={"metrics": NUMBERS}).http() as http:
         (load,) = http.get("/v1/loads?include=core,queues").json()["loads"]
@@ -215,6 +221,11 @@ def test_detokenize_can_show_special_tokens_and_refuses_what_is_no_token() -> No
 # pages
 
 
+def test_a_wrong_method_of_the_test_hooks_is_answered_with_the_right_ones() -> None:
+    with world().http() as http:
+        assert set(http.delete("/debug/faults").headers["allow"].split(", ")) == {"GET", "HEAD", "PUT"}
+
+
 def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_date() -> None:
     assert set(RULES) == {*Cause, *Problem}
     page = Path(__file__).parents[2] / "docs" / "errors.md"
@@ -225,7 +236,7 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     w = world(says("x"), answers=ANSWERS | {"waits": []})
     with w.http() as http:
         document = http.get("/openapi.json").json()
-        assert document == msgspec.json.decode(msgspec.json.encode(openapi_document()))
+        assert document == msgspec.json.decode(msgspec.json.encode(openapi_document("unified")))
         for path, methods in document["paths"].items():
             for method in methods:
                 assert http.request(method, path.replace("{id}", "toy"), json={}).status_code not in (404, 405), path
@@ -235,3 +246,46 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     chat = document["components"]["schemas"]["ChatBody"]["properties"]
     assert "messages" in chat
     assert "tools" not in chat
+
+
+def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:
+    """What the server refuses for it, the schema must not offer."""
+    document = openapi_document("unified")
+    with world(says("x")).http() as http:
+        for path in ("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"):
+            _, about, *_ = parts_of(document, path)
+            fields = [choice["required"][0] for choice in about.get("oneOf", about.get("anyOf"))]
+            for body in ({}, dict.fromkeys(fields)):
+                assert http.post(path, json=body).status_code == 400, (path, body)
+
+
+def test_the_bounds_in_the_schema_are_those_of_the_server() -> None:
+    steps = {"minimum": -1, "maximum": 1, "exclusiveMinimum": 0}
+    with world(says("x")).http() as http:
+        for name, bounds in BOUNDS.items():
+            for bound, value in bounds.items():
+                beyond, within = value + steps[bound], value + (0.5 if bound == "exclusiveMinimum" else 0)
+                assert status_with(http, name, beyond) == 400, (name, beyond)
+                assert status_with(http, name, within) == 200, (name, within)
+
+
+def status_with(http: TestClient, name: str, value: float) -> int:
+    """Of a request to the first endpoint whose body has such a field."""
+    if name in ("max_new_tokens", "min_new_tokens", "sampling_seed"):
+        return http.post("/generate", json={"text": "x", "sampling_params": {name: value}}).status_code
+    if name == "top_logprobs_num":
+        return http.post("/generate", json={"text": "x", "return_logprob": True, name: value}).status_code
+    if name == "logprobs":
+        return http.post("/v1/completions", json={"prompt": "x", name: value}).status_code
+    logprobs = {"logprobs": True} if name == "top_logprobs" else {}
+    messages = [{"role": "user", "content": "x"}]
+    return http.post("/v1/chat/completions", json={"messages": messages, **logprobs, name: value}).status_code
+
+
+def test_a_prefill_offers_nothing_without_a_room() -> None:
+    parts = parts_of(openapi_document("prefill"), "/generate")
+    assert ["bootstrap_room"] in [part.get("required") for part in parts]
+
+
+def parts_of(document: dict, path: str) -> list[dict]:
+    return document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["allOf"]

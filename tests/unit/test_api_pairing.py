@@ -3,8 +3,9 @@
 import pytest
 from api_fakes import World, ids, world
 
+from tandem.core.events import RequestRefused
 from tandem.core.request import Request
-from tandem.core.values import Address
+from tandem.core.values import Address, Cause
 
 PAIR = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9001, "bootstrap_room": 77}
 ROOM = 6_148_914_691_236_517_205
@@ -39,6 +40,17 @@ def test_decode_is_told_the_peer_and_prefill_is_not() -> None:
     (at_prefill,) = requests_of(prefill(), body)
     assert (at_decode.room, at_decode.peer) == (77, Address("127.0.0.1", 9001))
     assert (at_prefill.room, at_prefill.peer) == (77, None)
+
+
+def test_a_half_that_the_edge_refuses_is_told_to_the_node_for_the_sake_of_the_other() -> None:
+    w = prefill()
+    with w.http() as http:
+        w.client.drain()
+        assert http.post("/v1/completions", json={"prompt": "x", **PAIR}).status_code == 503
+    assert w.node.submits == []
+    _, refused = w.node.sent
+    assert isinstance(refused, RequestRefused)
+    assert (refused.request.room, refused.cause) == (77, Cause.DRAINING)
 
 
 def test_a_unified_server_ignores_the_fields() -> None:

@@ -1,7 +1,11 @@
 """What is wrong with a request is said with status 400 and the field, and the node never hears of it."""
 
+import asyncio
+
 import pytest
 from api_fakes import ids, load_tokenizer, says, world
+
+from tandem.server.api.tokenizer import Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 BAD_CHATS = [
@@ -140,6 +144,36 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_shorter_one_gets_what_
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long")
     assert answer["usage"]["completion_tokens"] == 3
     assert [submit.request.max_new_tokens for submit in w.node.submits] == [3]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 10_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 10_000}]}),
+        ("/generate", {"text": ["x", "x" * 10_000]}),
+    ],
+)
+def test_a_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
+    path: str, body: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[int] = []
+    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **_: encoded.append(len(text)) or [2] * len(text))
+    with world(context_length=100).http() as http:
+        response = http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert max(encoded, default=0) < 10_000
+
+
+def test_the_deadline_bounds_tokenization(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def takes_forever(self: Tokenizer, text: str, **_: object) -> list[int]:
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(Tokenizer, "encode_anywhere", takes_forever)
+    with world().http() as http:
+        response = http.post("/v1/completions", json={"prompt": "x", "timeout": 0.01})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
 def test_a_model_without_template_refuses_chat_and_says_what_to_do() -> None:

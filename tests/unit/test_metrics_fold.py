@@ -74,6 +74,15 @@ def test_a_served_request_appears_in_every_family_of_the_usual_board() -> None:
         assert found[f"sglang:per_stage_req_latency_seconds_count|{stage}"] == 1
 
 
+def test_tokens_that_come_together_have_no_gap_between_them() -> None:
+    burst = Script([*b"abcd"], is_burst=True)
+    with world(lambda request, payload: burst, answers={"metrics": {}}).http() as http:
+        http.post("/v1/completions", json={"prompt": "xy", "max_tokens": 4})
+        found = scrape(http.get("/metrics").text)
+    assert found["sglang:inter_token_latency_seconds_count"] == 3
+    assert found["sglang:inter_token_latency_seconds_sum"] == 0
+
+
 def test_failures_and_refusals_are_counted_by_cause() -> None:
     with world(lambda request, payload: Script(failure=Cause.PEER_LOST)).http() as http:
         http.post("/v1/completions", json={"prompt": "x"})
@@ -176,11 +185,23 @@ def test_a_finished_request_is_one_json_line_with_its_ledger() -> None:
     assert "stage" not in fields
 
 
+def test_the_line_of_a_failed_request_says_in_which_wait_for_how_long_and_on_whom() -> None:
+    failing = world(lambda request, payload: Script(failure=Cause.PEER_LOST))
+    with failing.http() as http:
+        http.post("/v1/completions", json={"prompt": "x"})
+    (line,) = failing.log.getvalue().splitlines()
+    fields = json.loads(line)
+    assert (fields["outcome"], fields["stage"], fields["waited_seconds"]) == ("peer_lost", "transfer", 1.5)
+    assert (fields["peer"], fields["detail"]) == ("other", "peer lost: as scripted")
+
+
 def test_a_finished_request_is_one_line_of_text() -> None:
     stream = io.StringIO()
-    RequestLog("text", stream).write(record(outcome="peer_lost", is_failed=True, stage="transfer", detail="a\nb"))
+    lost = record(outcome="peer_lost", is_failed=True, stage="transfer", detail="a\nb", peer="p", waited_seconds=1.5)
+    RequestLog("text", stream).write(lost)
     (line,) = stream.getvalue().splitlines()
-    for part in ("request r /generate peer_lost", "ttft=1000.0ms", "queue=600.0", "stage=transfer", r"'a\nb'"):
+    assert "request r /generate peer_lost" in line
+    for part in ("ttft=1000.0ms", "queue=600.0", "stage=transfer waited=1.500s peer=p", r"'a\nb'"):
         assert part in line
 
 

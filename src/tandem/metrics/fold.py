@@ -85,6 +85,8 @@ class RequestRecord(Struct, frozen=True):
     room: int | None = None
     stage: str | None = None  # of a failure
     detail: str = ""
+    peer: str = ""  # on whom it waited when it failed, if it knew one
+    waited_seconds: float | None = None  # in that stage
     ledger: tuple[tuple[str, int], ...] = ()  # (stage, nanoseconds), sums to ttft_ns
 
 

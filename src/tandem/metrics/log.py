@@ -55,7 +55,9 @@ def text_line(record: RequestRecord) -> str:
     if record.retries:
         parts.append(f"retries={record.retries}")
     if record.stage is not None:
-        parts.append(f"stage={record.stage}")
+        parts.append(f"stage={record.stage} waited={record.waited_seconds or 0.0:.3f}s")
+    if record.peer:
+        parts.append(f"peer={record.peer}")
     if record.detail:
         parts.append(f"detail={record.detail!r}")
     return " ".join(parts)

@@ -16,7 +16,6 @@ from typing import Any  # a value that may be one or one per prompt
 import msgspec
 from msgspec import Struct
 
-from tandem.config import ServerConfig
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
@@ -24,6 +23,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server.api.body import Routing, SamplingFields, per_prompt
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import without_brackets
+from tandem.server.api.tokenizer import Tokenizer
 
 MAX_N = 128
 MAX_TOP_LOGPROBS = 20
@@ -201,6 +201,19 @@ def check_id(id: int, facts: Facts, param: str) -> int:
     return id
 
 
+async def read_text(
+    text: str, tokenizer: Tokenizer, facts: Facts, param: str, *, add_special_tokens: bool = True
+) -> Prompt:
+    """The prompt that a text is. Far too long a one is refused as it is: tokenizing takes seconds per MiB."""
+    if not tokenizer.may_fit(text, facts.context_length):
+        raise Refusal(
+            Cause.PROMPT_TOO_LONG,
+            f"{param}: {len(text)} characters are more than a context of {facts.context_length} tokens can hold",
+            param=param,
+        )
+    return Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=add_special_tokens), text)
+
+
 def check_prompt(prompt: Prompt, facts: Facts, param: str) -> Prompt:
     if not prompt.tokens:
         raise invalid(param, "the prompt has no tokens")
@@ -225,20 +238,15 @@ def ask_all(
     prompts: Sequence[Prompt],
     wishes: Sequence[Wish],
     facts: Facts,
-    config: ServerConfig,
     *,
     own_rid: str,
-    timeout_ms: str | None,
+    timeout_ns: int,
 ) -> list[Ask]:
-    """All samples of all prompts, in order.
-
-    `wishes` has one per prompt, `timeout_ms` is the header as it came, `own_rid` is used if the client named none.
-    """
+    """All samples of all prompts, in order. `wishes` has one per prompt; `own_rid` is used if the client named none."""
     num_samples = sum(wish.n for wish in wishes)
     if num_samples > facts.max_samples:
         raise invalid("n", f"{num_samples} samples in one request; at most {facts.max_samples} are accepted")
     check_dp_ranks(routing)
-    timeout_ns = check_timeout(routing.timeout, timeout_ms, config.request_timeout)
     pairs = check_pairs(routing, [wish.n for wish in wishes], facts)
     rids = check_rids(routing.rid, len(prompts), own_rid)
     asks: list[Ask] = []

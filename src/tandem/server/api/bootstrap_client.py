@@ -79,7 +79,7 @@ class BootstrapClient:
         try:
             replica = await self._fetch_replica(address, dp_rank)
         except TROUBLE as error:
-            self.report(events.PeerUnknown(address, describe(error), dp_rank))
+            self.report(events.PeerUnknown(address, trouble_at(address, error), dp_rank))
         else:
             self.report(wire.Connect(replica))
             self.report(
@@ -125,7 +125,7 @@ class BootstrapClient:
                 try:
                     found = await self._query_ranks(address, asked)
                 except TROUBLE as error:
-                    self.report(events.PeerUnknown(address, describe(error)))
+                    self.report(events.PeerUnknown(address, trouble_at(address, error)))
                     found = {}
                 for room in asked:
                     self.report(events.DpRankAnswered(address, room, found.get(room)))
@@ -182,6 +182,6 @@ def reachable(replica: wire.ReplicaInfo, host: str) -> wire.ReplicaInfo:
     return msgspec.structs.replace(replica, control_host=named(replica.control_host), shards=shards)
 
 
-def describe(error: BaseException) -> str:
-    """One line; some exceptions of the network have no text of their own."""
-    return str(error) or type(error).__name__
+def trouble_at(address: Address, error: BaseException) -> str:
+    """One line for the client; some exceptions of the network have no text of their own."""
+    return f"bootstrap server {address.host}:{address.port}: {str(error) or type(error).__name__}"

@@ -39,10 +39,10 @@ class FaultsPage:
         self._client = client
 
     def routes(self) -> list[Route]:
-        return [
-            Route("/debug/faults", self.read, methods=["GET"]),
-            Route("/debug/faults", self.change, methods=["PUT"]),
-        ]
+        return [Route("/debug/faults", self.answer, methods=["GET", "PUT"])]
+
+    async def answer(self, request: Request) -> Response:
+        return await (self.change(request) if request.method == "PUT" else self.read(request))
 
     async def read(self, request: Request) -> Response:
         """The hooks as the node has them."""

@@ -11,7 +11,7 @@ from typing import Any  # values that may be one or one per prompt
 
 import msgspec
 
-from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
 from tandem.server.api.errors import invalid
 from tandem.server.api.openai import MAX_PROMPTS
@@ -29,7 +29,7 @@ encode = msgspec.json.Encoder().encode
 async def read_native(
     body: NativeBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
 ) -> tuple[list[Prompt], list[Wish]]:
-    prompts = await read_prompts(body, tokenizer)
+    prompts = await read_prompts(body, tokenizer, facts)
     param = "text" if body.text is not None else "input_ids"
     prompts = [check_prompt(prompt, facts, param) for prompt in prompts]
     count = len(prompts)
@@ -44,13 +44,13 @@ async def read_native(
     return prompts, [native_wish(*column, facts) for column in columns]
 
 
-async def read_prompts(body: NativeBody, tokenizer: Tokenizer) -> list[Prompt]:
+async def read_prompts(body: NativeBody, tokenizer: Tokenizer, facts: Facts) -> list[Prompt]:
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "exactly one of text and input_ids must be given")
     if body.text is not None:
         texts = [body.text] if isinstance(body.text, str) else body.text
         check_count(len(texts), "text")
-        return [Prompt(await tokenizer.encode_anywhere(text), text) for text in texts]
+        return [await read_text(text, tokenizer, facts, "text") for text in texts]
     ids: Any = body.input_ids
     rows = [ids] if all(isinstance(item, int) for item in ids) else ids
     check_count(len(rows), "input_ids")

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.sampling import TokenScore
-from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish
+from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.errors import invalid
 from tandem.server.api.stream import Sample
@@ -45,7 +45,7 @@ async def read_chat(
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     text = chat_text(body, tokenizer)
-    prompt = Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=False), text)
+    prompt = await read_text(text, tokenizer, facts, "messages", add_special_tokens=False)
     return [check_prompt(prompt, facts, "messages")], [wish]
 
 
@@ -63,14 +63,13 @@ async def read_completion(
         top_logprobs=body.logprobs,
     )
     adds_special = body.add_special_tokens is not False
-    prompts = [
-        check_prompt(prompt, facts, "prompt") for prompt in await read_prompts(body.prompt, tokenizer, adds_special)
-    ]
+    prompts = await read_prompts(body.prompt, tokenizer, facts, adds_special)
+    prompts = [check_prompt(prompt, facts, "prompt") for prompt in prompts]
     return prompts, [wish] * len(prompts)
 
 
 async def read_prompts(
-    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, adds_special: bool
+    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, facts: Facts, adds_special: bool
 ) -> list[Prompt]:
     """A text, texts, ids, or lists of ids."""
     if value is None or value == []:
@@ -86,7 +85,7 @@ async def read_prompts(
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
-            prompts.append(Prompt(await tokenizer.encode_anywhere(item, add_special_tokens=adds_special), item))
+            prompts.append(await read_text(item, tokenizer, facts, "prompt", add_special_tokens=adds_special))
         elif isinstance(item, list):
             prompts.append(Prompt(item))
         else:

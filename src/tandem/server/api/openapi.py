@@ -1,4 +1,8 @@
-"""`/openapi.json`: the bodies that are really decoded, nothing that is not."""
+"""`/openapi.json`: the bodies that are really decoded, nothing that is not.
+
+A body that fits its schema is refused only for what a schema cannot well say: what the model or the server's settings
+decide (token ids, lengths, the model's name), and fields that need one another.
+"""
 
 from functools import cache
 from typing import Any  # a JSON document
@@ -7,12 +11,86 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem import __version__
-from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions
+from tandem.server.api.ask import MAX_N, MAX_ROOM, MAX_TIMEOUT_SECONDS, MAX_TOP_LOGPROBS
+from tandem.server.api.body import (
+    AbortBody,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    NativeBody,
+    NativeSampling,
+    Routing,
+    StreamOptions,
+    TokenizeBody,
+)
 
-BODIES: dict[str, tuple[type[Struct], tuple[str, ...], str]] = {
-    "/v1/chat/completions": (ChatBody, ("messages",), "Answer a conversation."),
-    "/v1/completions": (CompletionBody, ("prompt",), "Continue a text."),
-    "/generate": (NativeBody, (), "SGLang's dialect; streams are cumulative."),
+Schema = dict[str, Any]
+LIST: Schema = {"type": "array", "minItems": 1}
+TEXT: Schema = {"type": "string", "minLength": 1}
+PROMPT: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
+GIVEN: Schema = {"not": {"type": "null"}}
+PART: Schema = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+MESSAGE: Schema = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": PART}},
+}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+# Per path: the body, the fields one of which must be there and what it must be then, and what the path does.
+GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
+    "/v1/chat/completions": (ChatBody, {"messages": LIST | {"items": MESSAGE}}, "Answer a conversation."),
+    "/v1/completions": (CompletionBody, {"prompt": PROMPT}, "Continue a text."),
+    "/generate": (NativeBody, {"text": PROMPT, "input_ids": LIST}, "SGLang's dialect; streams are cumulative."),
+}
+OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
+    "/tokenize": (
+        TokenizeBody,
+        {"prompt": GIVEN, "text": GIVEN, "messages": {"type": "array", "items": MESSAGE}},
+        "Text to token ids.",
+    ),
+    "/detokenize": (
+        DetokenizeBody,
+        {"tokens": {"anyOf": [IDS, {"type": "array", "items": IDS}]}},
+        "Token ids to text.",
+    ),
+    "/abort_request": (AbortBody, {"rid": TEXT, "abort_all": {"const": True}}, "Abort by exact rid."),
+}
+TOKENS: Schema = {"minimum": 1}
+TOP_LOGPROBS: Schema = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
+SEED: Schema = {"minimum": -(1 << 63), "maximum": (1 << 63) - 1}
+PENALTY: Schema = {"minimum": -2, "maximum": 2}
+ONLY_RANK: Schema = {"minimum": 0, "maximum": 0}
+BOUNDS: dict[str, Schema] = {  # of the numbers in a field
+    "temperature": {"minimum": 0, "maximum": 100},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
+    "n": {"minimum": 1, "maximum": MAX_N},
+    "max_tokens": TOKENS,
+    "max_completion_tokens": TOKENS,
+    "max_new_tokens": TOKENS,
+    "min_tokens": {"minimum": 0},
+    "min_new_tokens": {"minimum": 0},
+    "seed": SEED,
+    "sampling_seed": SEED,
+    "logprobs": TOP_LOGPROBS,
+    "top_logprobs": TOP_LOGPROBS,
+    "top_logprobs_num": TOP_LOGPROBS,
+    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
+    "routed_dp_rank": ONLY_RANK,
+    "data_parallel_rank": ONLY_RANK,
+}
+ROOM: Schema = {  # without which a prefill does nothing
+    "type": "object",
+    "required": ["bootstrap_room"],
+    "properties": {"bootstrap_room": {"type": ["integer", "string", "array"], "minimum": 1, "maximum": MAX_ROOM}},
 }
 READS = {
     "/v1/models": "The served model.",
@@ -34,20 +112,22 @@ READS = {
 
 
 @cache
-def openapi_document() -> dict[str, Any]:
-    kinds = [Routing, StreamOptions, NativeSampling, *(kind for kind, _, _ in BODIES.values())]
+def openapi_document(role: str) -> Schema:
+    kinds = [Routing, StreamOptions, NativeSampling, *(kind for kind, _, _ in (GENERATION | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         drop_refused(components[kind.__name__], kind)
-    paths: dict[str, Any] = {path: {"get": operation(text)} for path, text in READS.items()}
+        for name, schema in components[kind.__name__]["properties"].items():
+            set_bounds(schema, BOUNDS.get(name, {}))
+    paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
     paths["/v1/models/{id}"]["get"]["parameters"] = [
         {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
-    for path, (kind, required, text) in BODIES.items():
-        paths[path] = {"post": operation(text, body_schema(kind, required))}
-    paths["/tokenize"] = {"post": operation("Text to token ids.", {"type": "object"})}
-    paths["/detokenize"] = {"post": operation("Token ids to text.", {"type": "object"})}
-    paths["/abort_request"] = {"post": operation("Abort by exact rid.", {"type": "object"})}
+    beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
+    for path, (kind, fields, text) in GENERATION.items():
+        paths[path] = {"post": operation(text, {"allOf": [reference(kind), with_one(fields, of="oneOf"), *beside]})}
+    for path, (kind, fields, text) in OTHERS.items():
+        paths[path] = {"post": operation(text, {"allOf": [reference(kind), with_one(fields, of="anyOf")]})}
     paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})
     paths["/flush_cache"]["post"] = operation(READS["/flush_cache"])
     return {
@@ -66,10 +146,23 @@ def drop_refused(schema: dict[str, Any], kind: type[Struct]) -> None:
             schema["required"] = [name for name in schema.get("required", []) if name != field.encode_name]
 
 
-def body_schema(kind: type[Struct], required: tuple[str, ...]) -> dict[str, Any]:
-    own: dict[str, Any] = {"$ref": f"#/components/schemas/{kind.__name__}"}
-    routing = {"$ref": "#/components/schemas/Routing"}
-    return {"allOf": [own, routing, {"type": "object", "required": list(required)}]}
+def set_bounds(schema: Schema, bounds: Schema) -> None:
+    """Of every number in the schema of one field, alone or in a list."""
+    if schema.get("type") in ("integer", "number"):
+        schema |= bounds
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        set_bounds(inner, bounds)
+
+
+def reference(kind: type[Struct]) -> Schema:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+def with_one(fields: dict[str, Schema], *, of: str) -> Schema:
+    """An object that has one of these fields, or with `anyOf` more. The others may be there as null."""
+    return {
+        of: [{"type": "object", "required": [name], "properties": {name: schema}} for name, schema in fields.items()]
+    }
 
 
 def operation(text: str, schema: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -29,6 +29,7 @@ HEALTH_NS = 20_000_000_000
 FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
 WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
 SECRETS = ("api_key", "admin_api_key")
+DIALECT = "sglang"  # as model cards say it: gateways read there how to pair a prefill with a decode
 
 
 def json_response(document: Any) -> Response:
@@ -129,7 +130,7 @@ class Ops:
             "id": self._config.model_name,
             "object": "model",
             "created": self._created,
-            "owned_by": "tandem",
+            "owned_by": DIALECT,
             "root": self._model.model_path,
             "parent": None,
             "max_model_len": self._model.context_length,
@@ -181,7 +182,7 @@ class Ops:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document())
+        return json_response(openapi_document(self._facts.role))
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages

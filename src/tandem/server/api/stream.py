@@ -66,7 +66,7 @@ class Sample:
             self.scores += [decode_score(extra) if extra else None for extra in extras[:count]]
             self.scores += [None] * (len(self.tokens) - len(self.scores))
         if self.first_ns is None:
-            self.first_ns = now_ns
+            self.first_ns = self.last_ns = now_ns
             count -= 1
         if count > 0:
             fold.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
@@ -143,6 +143,8 @@ class Sample:
             room=self.ask.pair.room,
             stage=None if failure is None else failure.stage,
             detail="" if failure is None else failure.message,
+            peer="" if failure is None else failure.peer,
+            waited_seconds=None if failure is None else failure.waited_seconds,
             ledger=self.ledger,
         )
 

@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tandem.server.api.errors import Problem, Refusal
 
 LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
+NORMALIZED_CHARS = 4  # that a normalizer makes one of, at most
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -60,6 +61,10 @@ class Tokenizer:
         encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
         return self._ids(encodings[0])
 
+    def may_fit(self, text: str, num_tokens: int) -> bool:
+        """False for a text that cannot be that few tokens, without encoding it; true where only that would tell."""
+        return not self.is_byte_level or len(text) <= num_tokens * self._longest_token * NORMALIZED_CHARS
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -90,6 +95,11 @@ class Tokenizer:
             except KeyError:  # an added token, written as it is
                 table[id] = token.encode()
         return table
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """In bytes."""
+        return max(map(len, self.byte_table))
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]

@@ -1,0 +1,163 @@
+"""A prefill in its own bootstrap server: it is there once it is ready, until it has drained or is lost.
+
+The API process runs here with its real ports; the node is a socket in the test's hand.
+"""
+
+import asyncio
+import socket
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+import tandem
+from tandem.config import ServerConfig
+from tandem.core.commands import FailRequest
+from tandem.core.request import Request
+from tandem.core.settings import PrefillInfo
+from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId
+from tandem.sampling import Payload, SamplingParams
+from tandem.server import wire
+from tandem.server.api.bootstrap import registration
+from tandem.server.api.facts import ModelFacts
+from tandem.server.api.process import ApiProcess, write_guard
+from tandem.server.channel import frame
+from tandem.server.processes import Children, Listeners, ServerFailure, bind_listeners
+
+MINI = Path(tandem.__file__).parent / "bundled" / "mini"
+FACTS = ModelFacts(str(MINI), ["LlamaForCausalLM"], "llama", 8192, 16, 512, frozenset({2}), "float32")
+REPLICA = wire.ReplicaInfo(Incarnation("p", 1), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=PrefillInfo())
+READY = wire.NodeReady(REPLICA, num_pages=9, page_bytes=1)
+REQUEST = Request(RequestId(1), "r", 3, (), 1, Nanos(60 * SECOND))
+PAYLOAD = Payload(1, array("i", [5, 6, 7]).tobytes(), SamplingParams(), b"")
+
+
+@dataclass
+class Child:
+    """A process that ends well when it is asked to, or a little later."""
+
+    lingers: bool = False
+
+    def poll(self) -> int | None:
+        return None if self.lingers else 0
+
+    def kill(self) -> None:
+        self.lingers = False
+
+    def wait(self) -> int:
+        return 0
+
+
+@dataclass
+class Server:
+    process: ApiProcess
+    listeners: Listeners
+    node: socket.socket
+    child: Child
+    http: httpx.AsyncClient
+
+    def say(self, message: wire.NodeToApi) -> None:
+        self.node.sendall(frame(message))
+
+    async def seen(self) -> tuple[int, int]:
+        """What is answered to a router that asks /ready, and to a decode that asks who is there."""
+        ready = await self.http.get(f"http://127.0.0.1:{self.listeners.http_port}/ready")
+        route = await self.http.get(f"http://127.0.0.1:{self.listeners.bootstrap_port}/route")
+        return ready.status_code, route.status_code
+
+    @property
+    def is_registered(self) -> bool:
+        return self.process._registry.is_ready
+
+
+def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> None:
+    """Run `story` with a server and the task in which it runs. The node is not ready yet."""
+
+    async def main() -> None:
+        node, api_end = socket.socketpair()
+        with node, listening() as listeners:
+            child = Child()
+            children = Children(child, child, api_end)  # type: ignore[arg-type]  # all that is asked of them
+            process = ApiProcess(config(), children, listeners)
+            running = asyncio.create_task(process.run(FACTS))
+            async with httpx.AsyncClient(trust_env=False) as http:
+                await story(Server(process, listeners, node, child, http), running)
+
+    asyncio.run(main())
+
+
+def config(**changes: object) -> ServerConfig:
+    asked = {"port": 0, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 0}
+    return ServerConfig(model="m", **asked, **changes)  # type: ignore[arg-type]
+
+
+@contextmanager
+def listening(**changes: object) -> Iterator[Listeners]:
+    listeners = bind_listeners(config(**changes))
+    try:
+        yield listeners
+    finally:
+        listeners.close()
+
+
+async def until(condition: Callable[[], object], *, seconds: float = 10.0) -> None:
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "the condition did not come true"
+        await asyncio.sleep(0.005)
+
+
+def test_a_prefill_is_registered_while_it_drains_and_no_more_when_it_has() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        assert await server.seen() == (503, 503)
+        server.say(READY)
+        await until(lambda: server.process._ready.is_set())
+        assert await server.seen() == (200, 200)
+        server.process._client.start([(REQUEST, PAYLOAD)], [("r",)])
+        server.process._signalled()
+        await until(lambda: server.process._client.is_draining)
+        assert await server.seen() == (503, 200), "decode still has to find it for what runs"
+        server.child.lingers = True
+        server.say(FailRequest(REQUEST.id, Cause.ABORTED, "window"))
+        await until(lambda: not server.is_registered)
+        assert server.child.lingers, "it does not wait for its processes to end"
+        server.child.lingers = False
+        await running
+
+    serve(story)
+
+
+def test_a_prefill_that_is_lost_is_registered_no_more() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        server.say(READY)
+        await until(lambda: server.is_registered)
+        server.say(wire.Died("node", "a bug"))
+        await until(lambda: not server.is_registered)
+        with pytest.raises(ServerFailure, match="a bug"):
+            await running
+
+    serve(story)
+
+
+def test_a_prefill_that_cannot_register_is_never_ready_and_ends_with_the_cause() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        later = registration(wire.ReplicaInfo(Incarnation("q", 2), "prefill", "abc", {}, "127.0.0.1", 5, ()))
+        server.process._registry.register(later)
+        server.say(READY)
+        with pytest.raises(ServerFailure, match=r"cannot register .*: rank 0 is q with epoch 2 already"):
+            await running
+
+    serve(story)
+
+
+@pytest.mark.parametrize(("host", "is_taken"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_without_a_secret_only_a_server_on_loopback_takes_writes(host: str, is_taken: bool) -> None:
+    with listening(host=host) as listeners:
+        assert listeners.bootstrap is not None
+        guard = write_guard(config(host=host), listeners.bootstrap)
+    refusal = guard.refusal({}, method="PUT", target="/route", body=b"")
+    assert (refusal is None) == is_taken
