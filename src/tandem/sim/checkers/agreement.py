@@ -248,7 +248,8 @@ class DelayIsBounded:
         if not is_alone and not any(one.told_pages == 0 for one in life.node.state.live(State.COMPUTING)):
             self.held.pop(life.incarnation)
             return
-        held.passes += num_launched if is_alone else sum(isinstance(event, SnapshotsGathered) for event in events)
+        # Passes that it slept through come all at once, and it decides once.
+        held.passes += num_launched if is_alone else any(isinstance(event, SnapshotsGathered) for event in events)
         if held.passes > settings.max_delay_passes * (1 if is_alone else 2):
             raise Violation(self.id, f"{where(life)}: prompts are held for {held.passes} passes")
         seen = delayer.snapshot

@@ -10,6 +10,7 @@ from tandem.core.values import Cause, Nanos
 from tandem.sim.actors.clients import Half
 from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import GRACE_NS, End, Watched, where
+from tandem.sim.clock import MILLION
 from tandem.sim.oracle import Violation
 
 MAX_IDLE_STEPS = 1000
@@ -89,10 +90,14 @@ class Deadlines:
         self.world.clock.at(self._latest_end(life, half), self._look, life, half)
 
     def _latest_end(self, life: Life, half: Half) -> int:
-        """Before the first token the deadline counts, after it the stall timeout; pauses are given back."""
+        """Before the first token the deadline counts, after it the stall timeout; pauses are given back.
+
+        It is the node's own clock that counts, and over hours one that is slow may lose more than the grace.
+        """
         paused_ns = life.replica.pauses_ns - half.pauses_before_ns
         if half.last_token_at is None:
-            return half.deadline + paused_ns + GRACE_NS
+            lost_ns = (half.deadline - half.arrived_at) * max(0, -life.local_clock.drift_ppm) // MILLION
+            return half.deadline + lost_ns + paused_ns + GRACE_NS
         return half.last_token_at + life.settings.stall_timeout_ns + paused_ns + GRACE_NS
 
     def _look(self, life: Life, half: Half) -> None:

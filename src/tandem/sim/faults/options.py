@@ -187,7 +187,7 @@ def _draw_router(random: Random) -> RouterSettings:
 
 
 def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:
-    timeout_s = random.choice((5, 30, 600, 600, 1800, 1800))
+    timeout_s = random.choice((5, 30, 600, 600, 3600, 3600))
     return WorkloadSettings(
         num_requests=random.randrange(30, 61),
         duration_ns=random.choice((5, 20, 60, 600)) * SECOND,
