@@ -61,7 +61,9 @@ class Standstills:
             yield Hang.NODE, before.get(Hang.NODE, -1) + 1
             return
         window = life.node.state.window
-        standing = [Hang.WORKER] if life.vitals.hang is Hang.WORKER or life.store.dead else []
+        standing: list[Hashable] = [Hang.WORKER] if life.vitals.hang is Hang.WORKER else []
+        if life.store.dead:
+            standing.append("lost shards")  # what hung before went on as it died
         for what in (*standing, *(flight.batch for flight in window[:1])):
             yield what, before.get(what, -1) + 1
 
