@@ -35,10 +35,10 @@ class Part:
 PARTS = (
     Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 120),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
-    Part("processes and clients", ("e2e_cpu/",), 360),
+    Part("processes and clients", ("e2e_cpu/",), 420),
     Part("nemesis", ("nemesis/",), 180),
     Part("mutants in real servers", ("mutants/test_real_server",), 120),
-    Part("simulation", ("sim/", "mutants/"), 120),
+    Part("simulation", ("sim/", "mutants/"), 200),
     Part("rest", ("",), 60),
 )
 

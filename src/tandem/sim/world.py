@@ -37,6 +37,7 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
+    PeerLearned,
     PeerLost,
     PeerSaid,
     RequestArrived,
@@ -315,6 +316,9 @@ class World:
 
     def _deliver(self, life: Life, event: Event) -> None:
         life.inbox.append(event)
+        if isinstance(event, PeerLearned) and self.find(event.peer) is None:
+            # who has learned of a rank, if from a late copy, connects to it and finds out that its life is over
+            self.clock.after(self.io_random.randrange(SECOND), self.tell_refusal, life, event.peer)
         if not life.is_step_due:
             life.is_step_due = True
             self.clock.after(self.random.randrange(*self.timing.hop), self._step, life)

@@ -45,10 +45,6 @@ class Surroundings(Protocol):
 
     def push(self, life: Life, event: Event) -> None: ...
 
-    def find(self, incarnation: Incarnation) -> Life | None: ...
-
-    def tell_refusal(self, life: Life, lost: Incarnation) -> None: ...
-
     def count(self, fault: str) -> None: ...
 
 
@@ -135,12 +131,8 @@ class Bootstraps:
                 return DpRankAnswered(address, room, server.registry.ranks_of([room], now).get(room))
 
     def _deliver(self, life: Life, answer: Event) -> None:
-        """Who has learned of a rank connects to it, and finds out if that life is over."""
-        if not life.is_alive:
-            return
-        self.world.push(life, answer)
-        if isinstance(answer, PeerLearned) and self.world.find(answer.peer) is None:
-            self.world.clock.after(self.random.randrange(SECOND), self.world.tell_refusal, life, answer.peer)
+        if life.is_alive:
+            self.world.push(life, answer)
 
     # -- prefill's own word
 
