@@ -72,11 +72,11 @@ class Progress:
 
     @property
     def longest(self) -> Standstill:
+        ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
         launched = 0 if self._last is None else self._last.launched
+        if ticks == self._node_ticks:
+            return Standstill("node", "no answer", ticks, launched)
+        if ticks == self._worker_ticks:
+            return Standstill("worker", "no answer", ticks, launched)
         oldest = None if self._last is None else self._last.oldest
-        return max(
-            Standstill("node", "no answer", self._node_ticks, launched),
-            Standstill("worker", "no answer", self._worker_ticks, launched),
-            Standstill("worker", f"iteration {oldest} has not returned", self._batch_ticks, launched),
-            key=lambda standstill: standstill.ticks,
-        )
+        return Standstill("worker", f"iteration {oldest} has not returned", ticks, launched)

@@ -30,7 +30,7 @@ class PageAccounting:
         for state in PageState:
             if (counted := pool.states.count(state)) != pool.counts[state]:
                 raise Violation(self.id, f"{where(life)}: {counted} pages are {state.name}, not {pool.counts[state]}")
-        if any(pool.states[page] != PageState.FREE for page in pool.free_pages):
+        if not {pool.states[page] for page in pool.free_pages} <= {PageState.FREE}:
             raise Violation(self.id, f"{where(life)}: a page in the free list is not free")
         if len(frozenset(pool.free_pages)) != len(pool.free_pages):
             raise Violation(self.id, f"{where(life)}: a page is in the free list twice")
@@ -56,12 +56,11 @@ class PageOwnership:
     def recount(self, life: Life) -> None:
         state = life.node.state
         states, owners = state.pool.states, state.pool.owners
-        owned = pool_owned = 0
-        for page, owner in enumerate(owners):
-            if owner != NOBODY:
-                owned += 1
-                if states[page] not in HAS_OWNER:
-                    raise Violation(self.id, f"{where(life)}: page {page} is {owner_of(state.pool, PageId(page))}")
+        for owner, page_state in frozenset(zip(owners, states, strict=True)):
+            if owner != NOBODY and page_state not in HAS_OWNER:
+                state_name = PageState(page_state).name.lower()
+                raise Violation(self.id, f"{where(life)}: request {owner} owns a page that is {state_name}")
+        owned = len(owners) - owners.count(NOBODY)
         pool_owned = sum(state.pool.counts[has] for has in HAS_OWNER)
         if owned != pool_owned:
             raise Violation(self.id, f"{where(life)}: {pool_owned} pages are owned, {owned} have an owner")
@@ -129,17 +128,16 @@ class PrefixTreePins:
         state = life.node.state
         tree = state.tree
         locks = Counter(progress.locked for progress in state.requests.values() if progress.locked is not None)
-        pinned_children = Counter(node.parent for node in tree.nodes.values() if node.pins)
-        num_pinned = 0
+        pinned = [node for node in tree.nodes.values() if node.pins]
+        expected = locks + Counter(node.parent for node in pinned)
         for page_hash, node in tree.nodes.items():
-            num_pinned += node.pins > 0
-            if node.pins != locks[page_hash] + pinned_children[page_hash]:
+            if node.pins != expected.get(page_hash, 0):
                 raise Violation(
                     self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {locks[page_hash]}"
                 )
             if state.pool.states[node.page] != PageState.CACHED:
                 raise Violation(self.id, f"{where(life)}: cached page {node.page} is {owner_of(state.pool, node.page)}")
-        if tree.num_pinned != num_pinned:
+        if tree.num_pinned != len(pinned):
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
         if len(tree.nodes) != state.pool.counts[PageState.CACHED]:
             raise Violation(self.id, f"{where(life)}: {len(tree.nodes)} nodes, {state.pool.counts} pages")

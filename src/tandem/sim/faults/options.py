@@ -187,9 +187,9 @@ def _draw_router(random: Random) -> RouterSettings:
 
 
 def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:
-    timeout_s = random.choice((5, 30, 600, 600, 3600, 3600))
+    timeout_s = random.choice((5, 30, 600, 3600, 3600, 3600))
     return WorkloadSettings(
-        num_requests=random.randrange(30, 61),
+        num_requests=random.randrange(24, 49),
         duration_ns=random.choice((5, 20, 60, 600)) * SECOND,
         burst=random.choice((0.0, 0.3, 0.8)),
         num_prefixes=random.randrange(1, 6),

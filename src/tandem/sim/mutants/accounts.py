@@ -44,7 +44,7 @@ def prompt_computed_again_counts_as_a_hit() -> Iterator[None]:
         yield
 
 
-@mutant(2, "S27")
+@mutant(3, "S27")
 def retraction_resets_the_first_token_clock() -> Iterator[None]:
     original = decode.recover_if_drained
 
@@ -57,7 +57,7 @@ def retraction_resets_the_first_token_clock() -> Iterator[None]:
         yield
 
 
-@mutant(12, "S31")
+@mutant(18, "S31")
 def sizes_of_an_offer_are_not_checked() -> Iterator[None]:
     with replaced(decode, "misfit", lambda node_state, receiver, offer: None):
         yield

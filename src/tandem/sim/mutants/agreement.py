@@ -16,7 +16,7 @@ from tandem.core.values import ShardId
 from tandem.sim.mutants.base import mutant, replaced
 
 
-@mutant(1, "S20")
+@mutant(2, "S20")
 def batch_number_is_skipped() -> Iterator[None]:
     original = planner.launch
 

@@ -63,7 +63,7 @@ def grown_page_is_not_told() -> Iterator[None]:
         yield
 
 
-@mutant(2, "S14")
+@mutant(3, "S14")
 def tokens_of_one_step_change_places() -> Iterator[None]:
     def flush(emission, node_state):
         if emission.requests:
@@ -76,7 +76,7 @@ def tokens_of_one_step_change_places() -> Iterator[None]:
         yield
 
 
-@mutant(9, "S13", "S14", "S2", "L2")
+@mutant(15, "S13", "S14", "S2", "L2")
 def late_batch_result_is_settled_again() -> Iterator[None]:
     original = node.settle
 

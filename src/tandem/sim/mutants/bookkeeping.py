@@ -105,7 +105,7 @@ def gauge_counts_something_else() -> Iterator[None]:
         yield
 
 
-@mutant(42, "S33")
+@mutant(46, "S33")
 def snapshot_forgets_the_streak() -> Iterator[None]:
     original = state.NodeState.decode.__func__
 
@@ -118,7 +118,7 @@ def snapshot_forgets_the_streak() -> Iterator[None]:
         yield
 
 
-@mutant(103, "S33")
+@mutant(670, "S33")
 def snapshot_forgets_the_order_of_queues() -> Iterator[None]:
     original = state.NodeState.decode.__func__
 

@@ -44,7 +44,7 @@ def end_revokes_nothing() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S22", "S4", "S5")
+@mutant(2, "S22", "S4", "S5")
 def destination_pages_freed_without_waiting_for_the_transfer() -> Iterator[None]:
     original = decode.let_go
 
@@ -70,7 +70,7 @@ def one_drained_shard_is_taken_for_all() -> Iterator[None]:
         yield
 
 
-@mutant(1, "L11", "S1", "S2", "S17", "L4")
+@mutant(2, "L11", "S1", "S2", "S17", "L4")
 def last_page_leaks() -> Iterator[None]:
     original = PagePool.free
 
@@ -93,7 +93,7 @@ def page_freed_twice() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S5")
+@mutant(2, "S5")
 def cached_pages_come_in_the_wrong_order() -> Iterator[None]:
     original = PrefixTree.match
 

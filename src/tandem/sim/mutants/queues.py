@@ -16,7 +16,7 @@ from tandem.sim.actors import edge
 from tandem.sim.mutants.base import mutant, replaced
 
 
-@mutant(1, "S11")
+@mutant(4, "S11")
 def who_lacks_a_row_stops_everybody_behind() -> Iterator[None]:
     """`break` in the place of `continue`: what made the seed's prefill stand still with READY requests in its queue."""
     original = admission.candidates
@@ -60,7 +60,7 @@ def resumed_request_gives_way_at_once() -> Iterator[None]:
         yield
 
 
-@mutant(5, "L10")
+@mutant(355, "L10")
 def bootstrap_queue_has_no_bound() -> Iterator[None]:
     original = node.refuse
 
@@ -108,7 +108,7 @@ def quarantined_pages_are_forgotten() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S32")
+@mutant(2, "S32")
 def tenants_share_one_root() -> Iterator[None]:
     original = edge.root_hash
 

@@ -55,7 +55,7 @@ def release_is_forgotten() -> Iterator[None]:
         yield
 
 
-@mutant(187, "S14", "S5", "S19")
+@mutant(210, "S14", "S5", "S19")
 def offer_of_a_stranger_is_taken() -> Iterator[None]:
     original = decode.on_offer
 
@@ -66,7 +66,7 @@ def offer_of_a_stranger_is_taken() -> Iterator[None]:
         yield
 
 
-@mutant(4, "S14", "S5", "S19")
+@mutant(36, "S14", "S5", "S19")
 def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
     original = prefill.refuse
 
@@ -78,7 +78,7 @@ def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
         yield
 
 
-@mutant(149, "S14", "L5", "S13", "S19", "L1", "L7")
+@mutant(46, "S14", "L5", "S13", "S19", "L1", "L7")
 def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
     original = retraction.retract
 
@@ -91,7 +91,7 @@ def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
         yield
 
 
-@mutant(27, "S5")
+@mutant(3, "S5")
 def first_token_of_a_retracted_request_is_lost() -> Iterator[None]:
     original = state.leave_decode_set
 
@@ -103,7 +103,7 @@ def first_token_of_a_retracted_request_is_lost() -> Iterator[None]:
         yield
 
 
-@mutant(1, "L5", "L1")
+@mutant(7, "L5", "L1")
 def forced_retry_without_optimistic_prefill() -> Iterator[None]:
     def is_chosen_for_retry(node_state, request):
         return prefill.should_force_retry(request.rid, prob=node_state.settings.force_retry_prob, prefill_retry_count=0)

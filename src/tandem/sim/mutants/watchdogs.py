@@ -8,7 +8,7 @@ from tandem.core.fleet import standstill
 from tandem.sim.mutants.base import mutant, replaced
 
 
-@mutant(33, "L8")
+@mutant(48, "L8")
 def batch_may_take_for_ever_while_its_worker_answers() -> Iterator[None]:
     original = standstill.Progress.tick
 
@@ -21,7 +21,7 @@ def batch_may_take_for_ever_while_its_worker_answers() -> Iterator[None]:
         yield
 
 
-@mutant(4, "L8")
+@mutant(48, "L8")
 def window_that_is_never_empty_counts_as_one_batch() -> Iterator[None]:
     original = standstill.Progress.tick
 
@@ -35,7 +35,7 @@ def window_that_is_never_empty_counts_as_one_batch() -> Iterator[None]:
         yield
 
 
-@mutant(14, "L8")
+@mutant(16, "L8")
 def server_is_healthy_until_it_ends() -> Iterator[None]:
     with replaced(standstill.Standstill, "is_sick", standstill.Standstill.is_final):
         yield
