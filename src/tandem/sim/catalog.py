@@ -105,6 +105,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row("L12", "an error of another tier fails no request", waits_for="host cache tiers"),
     Row("W1", "every wait has a name and a deadline", "checkers.liveness:Waits"),
     Row("W2", "no node wakes up for nothing for ever", "checkers.liveness:IdleSteps"),
+    Row("W3", "nobody asks the same in a circle", "checkers.liveness:Questions"),
 )
 
 FAULTS: tuple[Row, ...] = (

@@ -72,6 +72,7 @@ from tandem.sim.oracle import Violation
 from tandem.sim.workload import Ask, Workload, plain_ask, route_asks
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
+MAX_EVENTS = 1_000_000  # hundreds of times what a seed takes
 QUIET_NS = 5 * SECOND  # after the last end: late copies of messages still come
 RECOUNT_EVERY = 256
 YEAR_NS = 365 * 24 * 3600 * SECOND
@@ -287,6 +288,8 @@ class World:
             self.num_events += 1
             if self.num_events % self.recount_every == 0:
                 self.checkers.recount()
+                if self.num_events > MAX_EVENTS:
+                    raise Violation("W2", f"{self.num_events} events, and it goes on for ever")
             if self.edge.num_open == 0 and self._is_over():
                 break
         self.checkers.at_idle()

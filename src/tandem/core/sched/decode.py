@@ -142,9 +142,9 @@ def ask_rank(node: NodeState, progress: Progress) -> None:
         detail = "no DP rank of prefill has got this request; does its router send both halves there?"
         fail_transfer(node, progress, Cause.PEER_ABORTED, detail)
         return
-    if receiver.rank_asked % RELEARN_EVERY == RELEARN_EVERY - 1:
-        ask_who(node, receiver.address, None)  # its next life may have other ranks
     if receiver.ask_at <= node.now:
+        if receiver.rank_asked % RELEARN_EVERY == RELEARN_EVERY - 1:
+            ask_who(node, receiver.address, None)  # its next life may have other ranks
         patience = min(node.settings.ask_rank_ns << receiver.rank_asked, node.settings.ask_rank_max_ns)
         receiver.ask_at = Nanos(node.now + patience)
         receiver.rank_asked += 1

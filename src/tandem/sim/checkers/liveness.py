@@ -1,12 +1,14 @@
 """Everything ends: requests, waits, what they held, and the reasons for which they may fail."""
 
-from tandem.core.commands import Command, FailRequest
+from collections import defaultdict, deque
+
+from tandem.core.commands import AskDpRank, Command, FailRequest, LearnPeer
 from tandem.core.events import Event
 from tandem.core.kv.pool import PageState
 from tandem.core.sched import inspect
 from tandem.core.sched.progress import State
 from tandem.core.settings import Role
-from tandem.core.values import Cause, Nanos
+from tandem.core.values import Cause, Incarnation, Nanos
 from tandem.sim.actors.clients import Half
 from tandem.sim.actors.replica import Life
 from tandem.sim.checkers.base import GRACE_NS, End, Watched, where
@@ -14,6 +16,8 @@ from tandem.sim.clock import MILLION
 from tandem.sim.oracle import Violation
 
 MAX_IDLE_STEPS = 1000
+MAX_QUESTIONS = 10  # within the time after which one question would be put again
+Question = LearnPeer | AskDpRank
 LETS_GO = (Cause.ABORTED, Cause.PEER_ABORTED, Cause.PEER_LOST)
 
 
@@ -78,6 +82,22 @@ class IdleSteps:
             raise Violation(self.id, f"{where(life)} has woken {MAX_IDLE_STEPS} times for nothing")
 
 
+class Questions:
+    """An answer is no reason to put the same question again at once."""
+
+    id = "W3"
+
+    def __init__(self) -> None:
+        self.asked: defaultdict[Incarnation, dict[Question, deque[Nanos]]] = defaultdict(dict)
+
+    def put(self, life: Life, question: Question) -> None:
+        now = life.node.state.now
+        asked = self.asked[life.incarnation].setdefault(question, deque(maxlen=MAX_QUESTIONS))
+        if len(asked) == MAX_QUESTIONS and now - asked[0] < life.settings.learn_peer_ns:
+            raise Violation(self.id, f"{where(life)} asks more than {MAX_QUESTIONS} times in a row: {question}")
+        asked.append(now)
+
+
 class Deadlines:
     """Looks again at the latest moment at which a request may still be there."""
 
@@ -129,7 +149,8 @@ class Releases:
     def _look(self, life: Life, half: Half) -> None:
         if not life.is_alive or half.request not in life.node.state.requests:
             return
-        if life.touches(half.request) or life.replica.paused_until > self.world.clock.time - GRACE_NS:
+        is_away = life.replica.paused_until > self.world.clock.time - GRACE_NS or life.store.dead  # which will end it
+        if is_away or life.touches(half.request):
             self._watch(life, half)
             return
         progress = life.node.state.requests[half.request]

@@ -10,6 +10,7 @@ from typing import Any  # a checker's methods take the command or event that the
 
 from tandem.core.commands import (
     AnnounceDpRank,
+    AskDpRank,
     CancelPull,
     Command,
     Effects,
@@ -18,6 +19,7 @@ from tandem.core.commands import (
     FinishRequest,
     ForgetRequests,
     LaunchBatch,
+    LearnPeer,
     PullPages,
     RevokePages,
     StartRequest,
@@ -45,6 +47,7 @@ from tandem.sim.checkers.liveness import (
     IdleSteps,
     NothingLeft,
     PagesComeBack,
+    Questions,
     Releases,
     Waits,
     WorksWhenHealed,
@@ -108,6 +111,7 @@ class Checkers:
     nothing_left: NothingLeft = field(default_factory=NothingLeft)
     waits: Waits = field(default_factory=Waits)
     idle_steps: IdleSteps = field(default_factory=IdleSteps)
+    questions: Questions = field(default_factory=Questions)
     works_when_healed: WorksWhenHealed = field(default_factory=WorksWhenHealed)
     pages_come_back: PagesComeBack = field(default_factory=PagesComeBack)
     well_formed: WellFormed = field(init=False)
@@ -155,6 +159,8 @@ class Checkers:
             RevokePages: (self.one_verdict.asked,),
             CancelPull: (self.one_verdict.asked,),
             PullPages: (self.well_formed.pulled, self.tenants.pulled),
+            LearnPeer: (self.questions.put,),
+            AskDpRank: (self.questions.put,),
             AnnounceDpRank: (self.right_rank.announced,),
             Tell: (
                 self.row_contents.told,

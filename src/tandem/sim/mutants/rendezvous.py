@@ -131,3 +131,16 @@ def result_row_of_another_request_is_offered() -> Iterator[None]:
 
     with replaced(prefill, "timed_result", timed_result):
         yield
+
+
+@mutant(5, "W3")
+def every_answer_makes_decode_ask_again() -> Iterator[None]:
+    original = decode.ask_rank
+
+    def ask_rank(node_state, waiting):
+        if waiting.receiver.rank_asked % decode.RELEARN_EVERY == decode.RELEARN_EVERY - 1:
+            decode.ask_who(node_state, waiting.receiver.address, None)
+        original(node_state, waiting)
+
+    with replaced(decode, "ask_rank", ask_rank):
+        yield
