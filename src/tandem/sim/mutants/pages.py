@@ -136,3 +136,16 @@ def gap_in_a_hash_chain_is_bridged() -> Iterator[None]:
 
     with replaced(node, "learn_hashes", learn_hashes):
         yield
+
+
+@mutant(0, "S2")
+def page_is_cached_before_it_is_computed() -> Iterator[None]:
+    original = state.checkpoint
+
+    def checkpoint(node_state, progress):
+        computed, progress.computed = progress.computed, progress.launched
+        original(node_state, progress)
+        progress.computed = computed
+
+    with replaced(state, "checkpoint", checkpoint):
+        yield

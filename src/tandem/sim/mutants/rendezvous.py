@@ -10,6 +10,7 @@ from tandem.core.pd import bootstrap, transfer
 from tandem.core.pd.messages import Release
 from tandem.core.sched import (
     decode,
+    node,
     prefill,
     retraction,
     state,
@@ -143,4 +144,17 @@ def every_answer_makes_decode_ask_again() -> Iterator[None]:
         original(node_state, waiting)
 
     with replaced(decode, "ask_rank", ask_rank):
+        yield
+
+
+@mutant(2, "L5")
+def dead_peer_stays_known() -> Iterator[None]:
+    original = node.lose_peer
+
+    def lose_peer(node_state, event):
+        known = dict(node_state.peers)
+        original(node_state, event)
+        node_state.peers.update(known)
+
+    with replaced(node, "lose_peer", lose_peer):
         yield
