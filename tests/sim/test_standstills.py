@@ -22,7 +22,7 @@ NAME = "prefill-0"
 def a_world(**options: object) -> World:
     """One router in front of two pairs; everybody has registered, and it has found everybody."""
     quiet = replace(quiet_options(), num_prefills=2, num_decodes=2, num_gateways=1, direct_share=0.0)
-    world = World(replace(quiet, watchdog_ns=TIMEOUT_NS, **options))  # type: ignore[arg-type]
+    world = World(replace(quiet, watchdog_ns=TIMEOUT_NS, **options))  # type: ignore[arg-type]  # any of them
     world.run(SECOND)
     return world
 
@@ -180,7 +180,7 @@ def test_a_server_that_is_ended_while_it_makes_progress_breaks_the_invariant() -
 def test_a_watchdog_that_never_fires_breaks_the_invariant() -> None:
     world = a_world()
     life = hang(world, Hang.NODE)
-    life.vitals.progress.tick = lambda pulse: None  # type: ignore[method-assign]
+    life.vitals.liveness.tick = lambda pulse: None  # type: ignore[method-assign]  # the bug itself
     with pytest.raises(Violation, match="L8"):
         run_for(world, 2 * TIMEOUT_NS)
 

@@ -81,7 +81,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
         node, api_end = socket.socketpair()
         with node, listening() as listeners:
             child = Child()
-            children = Children(child, child, api_end)  # type: ignore[arg-type]  # all that is asked of them
+            children = Children(child, child, api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
             process = ApiProcess(config(), children, listeners)
             running = asyncio.create_task(process.run(FACTS))
             async with httpx.AsyncClient(trust_env=False) as http:
@@ -92,7 +92,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
 
 def config(**changes: object) -> ServerConfig:
     asked = {"port": 0, "disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 0}
-    return ServerConfig(model="m", **asked, **changes)  # type: ignore[arg-type]
+    return ServerConfig(model="m", **asked, **changes)  # type: ignore[arg-type]  # any fields
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from tandem.cli.failure import CommandFailed
+from tandem.cli.failure import WRONG_USAGE, CommandFailed
 from tandem.server.processes import describe_exit
 
 PR_SET_PDEATHSIG = 1
@@ -29,7 +29,6 @@ PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connect
 POLL_S = 0.02
 PROBE_S = 1.0
 ERROR_MARK = "tandem: error: "
-WRONG_USAGE = 2  # the exit code, as cli/main.py has it
 
 
 def free_ports(count: int) -> list[int]:

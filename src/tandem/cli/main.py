@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import tandem
-from tandem.cli.failure import CommandFailed
+from tandem.cli.failure import WRONG_USAGE, CommandFailed
 
 COMMANDS = {
     "demo": "one prompt through prefill and decode workers, compared with one engine",
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         if message.endswith("expected one argument"):
             message += " (one that begins with - is written behind =, as --flag=-x)"
         print(f"tandem: error: {message}; see `{self.prog} --help`", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(WRONG_USAGE)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"tandem: error: unknown command {command}{hint(command, list(COMMANDS))}; see `tandem --help`",
             file=sys.stderr,
         )
-        return 2
+        return WRONG_USAGE
     return run_command(command, words[1:])
 
 
@@ -92,7 +92,7 @@ def run_command(command: str, words: Sequence[str]) -> int:
         return code
     except CommandFailed as failure:
         print(f"tandem: error: {' '.join(str(failure).split())}", file=sys.stderr)  # one line, whatever it quotes
-        return 2 if failure.is_wrong_usage else 1
+        return failure.exit_code
     except KeyboardInterrupt:
         print("tandem: interrupted", file=sys.stderr)
         return 1

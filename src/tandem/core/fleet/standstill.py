@@ -49,7 +49,7 @@ class Standstill(Struct, frozen=True):
         )
 
 
-class Progress:
+class Liveness:
     """What the pulses of one life say."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.core.fleet.standstill import TICKS, Progress, Pulse, Standstill
+from tandem.core.fleet.standstill import TICKS, Liveness, Pulse, Standstill
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.processes import ChildName
@@ -25,20 +25,20 @@ class Watchdog:
 
     async def run(self) -> None:
         """Until somebody hangs. Begin when the node is ready."""
-        progress = Progress()
+        liveness = Liveness()
         asked = asyncio.ensure_future(self._ask())
         try:
-            while not progress.longest.is_final:
+            while not liveness.longest.is_final:
                 await asyncio.sleep(self._tick_s)
                 if asked.done():
-                    progress.tick(asked.result())
+                    liveness.tick(asked.result())
                     asked = asyncio.ensure_future(self._ask())
                 else:
-                    progress.tick(None)
-                self._client.trouble = self._trouble(progress.longest)
+                    liveness.tick(None)
+                self._client.trouble = self._trouble(liveness.longest)
         finally:
             asked.cancel()
-        self._fire(progress.longest.who, self._client.trouble)
+        self._fire(liveness.longest.who, self._client.trouble)
 
     async def _ask(self) -> Pulse | None:
         try:

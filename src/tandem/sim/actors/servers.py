@@ -100,7 +100,7 @@ class Server:
 
 def is_well(rank: Replica) -> bool:
     """There, and not found to hang."""
-    return rank.life is not None and not rank.life.vitals.progress.longest.is_sick
+    return rank.life is not None and not rank.life.vitals.liveness.longest.is_sick
 
 
 def has_hanging_node(rank: Replica) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from tandem.core.batch import BatchPlan
-from tandem.core.fleet.standstill import Progress, Pulse
+from tandem.core.fleet.standstill import Liveness, Pulse
 
 
 class Hang(StrEnum):
@@ -21,7 +21,7 @@ class Vitals:
     held: BatchPlan | None = None  # would have returned, but for the hang
     pings: int = 0  # how often the node has asked its worker
     echoes: int = 0  # how often that has answered
-    progress: Progress = field(default_factory=Progress)
+    liveness: Liveness = field(default_factory=Liveness)
     answer: Pulse | None = None  # of the node to the last question; None: it has not answered
     is_watched: bool = False  # a tick is on the clock
     quiet_ticks: int = 0  # since the last batch, in a row, without a standstill

@@ -1,4 +1,4 @@
-"""The watchdogs of all servers: for each rank the product's `Progress`, and around it what `api/watchdog.py` does.
+"""The watchdogs of all servers: for each rank the product's `Liveness`, and around it what `api/watchdog.py` does.
 
 A rank is watched by the API process of its server, in that server's time, and not while the server is frozen as a
 whole. A tick reads the answer to the question that was asked at the tick before. Where nothing is under way and nothing
@@ -50,7 +50,7 @@ class Watchdogs:
             return
         self._hear(life)
         self.see(life)
-        longest = life.vitals.progress.longest
+        longest = life.vitals.liveness.longest
         if longest.is_final:
             self.fired[longest.who] += 1
             self.fire(life)
@@ -63,13 +63,13 @@ class Watchdogs:
     def _hear(self, life: Life) -> None:
         """The answer, and the next question; a node that could not answer does so as soon as it goes on."""
         vitals = life.vitals
-        was_sick = vitals.progress.longest.is_sick
+        was_sick = vitals.liveness.longest.is_sick
         if vitals.answer is None:
             vitals.answer = pulse_of(life)
-        vitals.progress.tick(vitals.answer)
+        vitals.liveness.tick(vitals.answer)
         if vitals.answer is not None:
             vitals.answer = pulse_of(life)
-        self.num_recovered += was_sick and not vitals.progress.longest.is_sick
+        self.num_recovered += was_sick and not vitals.liveness.longest.is_sick
 
 
 def pulse_of(life: Life) -> Pulse | None:

@@ -49,9 +49,9 @@ class Standstills:
         at_least, at_most = self._bounds(counted)
         if at_least >= SICK_TICKS + LATE_TICKS and is_healthy:
             raise Violation(self.id, f"{where(life)} hangs for {at_least} ticks, and its server says it is healthy")
-        if at_least >= TICKS + LATE_TICKS and not life.vitals.progress.longest.is_final:
+        if at_least >= TICKS + LATE_TICKS and not life.vitals.liveness.longest.is_final:
             raise Violation(self.id, f"{where(life)} hangs for {at_least} ticks and lives on")
-        if at_most < SICK_TICKS and life.vitals.progress.longest.is_sick:
+        if at_most < SICK_TICKS and life.vitals.liveness.longest.is_sick:
             raise Violation(self.id, f"{where(life)} is unhealthy after {at_most} ticks without progress")
 
     def _count(self, life: Life, before: dict[Hashable, int]) -> Iterator[tuple[Hashable, int]]:
@@ -84,7 +84,7 @@ class Standstills:
         if life.vitals.hang is not None and not life.vitals.is_watched:
             raise Violation(self.id, f"recount: {where(life)} hangs, and no watchdog looks")
         at_least, at_most = self._bounds(self.counted.get(life.incarnation, Counted()))
-        ticks = life.vitals.progress.longest.ticks
+        ticks = life.vitals.liveness.longest.ticks
         if not at_least - LATE_TICKS <= ticks <= at_most:
             raise Violation(
                 self.id, f"recount: {where(life)} stands still for {ticks} ticks, not {at_least}..{at_most}"

@@ -10,28 +10,28 @@ from tandem.sim.mutants.base import mutant, replaced
 
 @mutant(48, "L8")
 def batch_may_take_for_ever_while_its_worker_answers() -> Iterator[None]:
-    original = standstill.Progress.tick
+    original = standstill.Liveness.tick
 
-    def tick(progress, pulse):
-        original(progress, pulse)
-        if not progress._worker_ticks:
-            progress._batch_ticks = 0
+    def tick(liveness, pulse):
+        original(liveness, pulse)
+        if not liveness._worker_ticks:
+            liveness._batch_ticks = 0
 
-    with replaced(standstill.Progress, "tick", tick):
+    with replaced(standstill.Liveness, "tick", tick):
         yield
 
 
 @mutant(48, "L8")
 def window_that_is_never_empty_counts_as_one_batch() -> Iterator[None]:
-    original = standstill.Progress.tick
+    original = standstill.Liveness.tick
 
-    def tick(progress, pulse):
-        last = progress._last
+    def tick(liveness, pulse):
+        last = liveness._last
         if pulse is not None and pulse.oldest is not None and last is not None and last.oldest is not None:
-            progress._last = structs.replace(last, oldest=pulse.oldest)
-        original(progress, pulse)
+            liveness._last = structs.replace(last, oldest=pulse.oldest)
+        original(liveness, pulse)
 
-    with replaced(standstill.Progress, "tick", tick):
+    with replaced(standstill.Liveness, "tick", tick):
         yield
 
 

@@ -5,17 +5,17 @@ from collections.abc import Iterator
 
 from api_fakes import REPLICA, FakeNode, says
 
-from tandem.core.fleet.standstill import SICK_TICKS, TICKS, Progress, Pulse
+from tandem.core.fleet.standstill import SICK_TICKS, TICKS, Liveness, Pulse
 from tandem.server import wire
 from tandem.server.api.client import NodeClient
 from tandem.server.api.watchdog import Watchdog
 
 
-def watched(*pulses: Pulse | None) -> Progress:
-    progress = Progress()
+def watched(*pulses: Pulse | None) -> Liveness:
+    liveness = Liveness()
     for pulse in pulses:
-        progress.tick(pulse)
-    return progress
+        liveness.tick(pulse)
+    return liveness
 
 
 def idle(echoes: int) -> Pulse:
