@@ -174,7 +174,7 @@ class Serving:
         self.node = EngineNode(
             NodeSettings(
                 Role.UNIFIED,
-                Incarnation("bench", 1),
+                Incarnation("bench", "1"),
                 num_pages=self.load.num_pages,
                 page_size=PAGE_SIZE,
                 max_running=2 * self.load.clients,

@@ -77,7 +77,7 @@ class Bench:
         pages_per_row = (CONTEXT + PAGE_SIZE + self.num_steps + WARM_UP) // PAGE_SIZE + 2
         settings = NodeSettings(
             Role.UNIFIED,
-            Incarnation("bench", 1),
+            Incarnation("bench", "1"),
             num_pages=self.num_rows * pages_per_row,
             max_running=self.num_rows,
             max_queued=self.num_waiting + self.num_rows,

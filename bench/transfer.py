@@ -31,7 +31,7 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, 
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.transfer.sock import SockTransfer
 
-PEER = Incarnation("bench-prefill", 1)
+PEER = Incarnation("bench-prefill", "1")
 SCHEDULERS = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
 POOL_FACTOR = 2  # the pool has twice as many pages as are moved, so that they lie scattered
 
@@ -90,7 +90,7 @@ class Reading:
         self.transfer = SockTransfer(
             self.pool,
             page_bytes,
-            incarnation=Incarnation("bench-decode", 1),
+            incarnation=Incarnation("bench-decode", "1"),
             shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,

@@ -313,8 +313,8 @@ class World:
     def decode(self, name: str = "decode", **settings: Any) -> Replica:
         return self.add(Role.DECODE, name, **settings)
 
-    def add(self, role: Role, name: str, *, epoch: int = 1, is_known: bool = True, **settings: Any) -> Replica:
-        asked = {"role": role, "incarnation": {"instance": name, "epoch": epoch}, "num_pages": 64, "chunk_tokens": 64}
+    def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
+        asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
         worker = Worker(made.num_pages, made.page_size)
         replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))

@@ -33,7 +33,7 @@ from tandem.core.sched.progress import State
 from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Room, ShardId
 
 TIMEOUT_NS = 40 * SECOND
-STRANGER = Incarnation("stranger", 1)
+STRANGER = Incarnation("stranger", "1")
 LENGTHS = (1, 15, 16, 17, 40, 64, 100, 130)
 KINDS = (
     BatchReturned, RequestArrived, PagesLanded, PagesDigested, ReadsDrained, TransferDrained, PageRead, PeerLearned,
@@ -160,9 +160,9 @@ class Life:
     def restart_prefill(self, number: int) -> None:
         if number % 4:
             return
-        epoch = self.prefill.name.epoch + 1
+        life = int(self.prefill.name.id) + 1
         self.world.kill(self.prefill)
-        self.prefill = self.world.prefill(epoch=epoch, stall_timeout_ns=TIMEOUT_NS, **self.settings)
+        self.prefill = self.world.prefill(life=life, stall_timeout_ns=TIMEOUT_NS, **self.settings)
 
     def stray(self, number: int) -> None:
         here = self.both[number % 2]

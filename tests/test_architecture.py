@@ -55,6 +55,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.fleet", "core.fleet"),
     ("sampling", "leaf"),
     ("pagehash", "leaf"),
+    ("membership", "leaf"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server", "sim", "bench", "cli")),
 )
 PURE = frozenset(

@@ -50,7 +50,7 @@ class Half:
     """One server without its processes: node, engine and data plane, pumped by hand."""
 
     def __init__(self, role: Role, model: weights.LoadedModel) -> None:
-        self.me = Incarnation(role.value, 1)
+        self.me = Incarnation(role.value, "1")
         self.node = EngineNode(NodeSettings(role, self.me, num_pages=NUM_PAGES, page_size=PAGE, chunk_tokens=CHUNK))
         self.engine = Engine(model, page_size=PAGE, num_pages=NUM_PAGES)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -74,7 +74,7 @@ def test_a_stranger_cannot_take_over_the_route_of_a_prefill_that_has_a_secret(tm
         port = bootstrap_port(prefill)
         _, before = call(port, "GET", "/route", None, {})
         forged = json.loads(before) | {"control_host": "203.0.113.9"}
-        forged["incarnation"]["epoch"] += 1
+        forged["incarnation"]["id"] = "f" * 32
         status, answer = call(port, "PUT", "/route", forged, {})
         assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
         assert call(port, "GET", "/route", None, {})[1] == before

@@ -19,7 +19,7 @@ from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
 ABORTS = int(os.environ.get("TANDEM_TEST_ABORTS", "1500"))
-DECODE_SIDE = Incarnation("decode", 1)
+DECODE_SIDE = Incarnation("decode", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -252,7 +252,7 @@ def _hostile_bytes(rng: random.Random, owner: Side) -> bytes:
             hello + protocol.pack_read(rng.randrange(2, 1 << 64), [0], [1]),
             hello + protocol.pack_read(1, [0, 1], [1, 2]),
             hello + read[: rng.randrange(1, len(read))],
-            protocol.pack_hello(Incarnation("prefill", 6), page_bytes=owner.page_bytes) + read,
+            protocol.pack_hello(Incarnation("prefill", "6"), page_bytes=owner.page_bytes) + read,
         ]
     )
 

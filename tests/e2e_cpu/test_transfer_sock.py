@@ -131,18 +131,19 @@ def test_another_life_of_the_peer_is_refused(fabric: str) -> None:
     with pair(fabric) as (owner, reader):
         digests = owner.publish(1, [0])
         unix = owner.transfer.unix if fabric == "unix" else ""
-        for peer in (Incarnation("prefill", 6), Incarnation("prefill", 8), Incarnation("another", 7)):
+        for request, id in enumerate(("6", "8", ""), start=10):
+            peer = Incarnation(PREFILL.name, id)
             reader.transfer.connect(peer, owner.transfer.host, owner.transfer.port, unix)
-            reader.pull(peer.epoch, [0], [0], digests, attempt=len(peer.instance), peer=peer, room=1)
-            failed = reader.wait(TransferFailed, peer.epoch, where=lambda e, peer=peer: e.attempt == len(peer.instance))
+            reader.pull(request, [0], [0], digests, peer=peer, room=1)
+            failed = reader.wait_failed(request)
             assert failed.cause == Cause.PEER_LOST
-            assert "stale epoch" in failed.detail
+            assert "another incarnation" in failed.detail
 
 
-def test_a_life_that_was_followed_by_another_is_not_asked_any_more() -> None:
+def test_a_peer_that_was_lost_is_not_asked_any_more() -> None:
     with pair() as (owner, reader):
         digests = owner.publish(1, [0])
-        reader.transfer.connect(Incarnation("prefill", 8), owner.transfer.host, 1, "")
+        reader.transfer.disconnect(PREFILL)
         reader.pull(1, [0], [0], digests)
         failed = reader.wait_failed(1)
         assert failed.cause == Cause.PEER_LOST
@@ -274,7 +275,7 @@ def test_an_idle_connection_that_the_peer_closed_is_replaced() -> None:
         digests = owner.publish(1, [0])
         reader.pull(1, [0], [0], digests)
         reader.wait_landed(1, 1)
-        other = Side(Incarnation("other decode", 1))
+        other = Side(Incarnation("other decode", "1"))
         other.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         try:
             for request in range(2, 12):  # each takes the only connection away from the other, which is idle

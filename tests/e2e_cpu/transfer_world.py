@@ -21,8 +21,8 @@ from tandem.transfer.sock import SockTransfer
 
 E = TypeVar("E")
 DEADLINE_S = 10.0
-PREFILL = Incarnation("prefill", 7)
-DECODE = Incarnation("decode", 1)
+PREFILL = Incarnation("prefill", "7")
+DECODE = Incarnation("decode", "1")
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -249,7 +249,7 @@ from tandem.core.values import Incarnation
 from tandem.transfer import link
 from tandem.transfer.sock import SockTransfer
 
-instance, epoch, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
+name, id, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
 send = link.send
 def slow_send(*args, **options):
     time.sleep(frame_ms / 1000)
@@ -260,7 +260,7 @@ memory[:] = random.Random(1).randbytes(len(memory))
 def report(event):
     if type(event).__name__ == "PagesDigested":
         print(json.dumps([transfer.host, transfer.port, transfer.unix, event.digests.hex()]), flush=True)
-transfer = SockTransfer(memory, page_bytes, incarnation=Incarnation(instance, epoch), shard=0, host="127.0.0.1",
+transfer = SockTransfer(memory, page_bytes, incarnation=Incarnation(name, id), shard=0, host="127.0.0.1",
                         report=report)
 transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
 sys.stdin.read()
@@ -271,7 +271,7 @@ class ServingProcess:
     """A real process that has published all its pages as request 1, room 1, and sends slowly, frame by frame."""
 
     def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float) -> None:
-        settings = json.dumps([PREFILL.instance, PREFILL.epoch, num_pages, page_bytes, frame_ms])
+        settings = json.dumps([PREFILL.name, PREFILL.id, num_pages, page_bytes, frame_ms])
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVE, settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

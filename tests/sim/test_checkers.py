@@ -111,19 +111,19 @@ def ready(**changes: Any) -> Ready:
     fields: dict[str, Any] = {
         "room": Room(1),
         "attempt": 1,
-        "source": Incarnation("d", 1),
-        "target": Incarnation("p", 1),
+        "source": Incarnation("d", "1"),
+        "target": Incarnation("p", "1"),
     }
     return Ready(**{**fields, "layout": "", "prompt_len": 8, **changes})
 
 
 def offer(**changes: Any) -> Offer:
-    fields: dict[str, Any] = {"room": Room(1), "attempt": 1, "source": Incarnation("p", 1), "first_page": 0}
+    fields: dict[str, Any] = {"room": Room(1), "attempt": 1, "source": Incarnation("p", "1"), "first_page": 0}
     pages: dict[str, Any] = {"pages": (1, 2), "generations": (0, 0), "digests": (bytes(16),), "total_pages": 2}
     return Offer(**{**fields, **pages, "lease_ns": Nanos(SECOND), **changes})
 
 
-@pytest.mark.parametrize("message", [ready(), offer(), Release(Room(1), Incarnation("d", 1), "done")])
+@pytest.mark.parametrize("message", [ready(), offer(), Release(Room(1), Incarnation("d", "1"), "done")])
 def test_what_keeps_the_protocol_is_well_formed(message: Ready | Offer | Release) -> None:
     assert malformed(message) is None
 

@@ -100,7 +100,7 @@ def test_a_violation_is_told_as_the_shortest_way_there() -> None:
 
 def node_after(start: int, *, steps: int, timeout_ns: int = 20 * SECOND) -> EngineNode:
     """A prefill with one request, after some more steps."""
-    node = EngineNode(NodeSettings(Role.PREFILL, Incarnation("prefill", 1), num_pages=4, page_size=4))
+    node = EngineNode(NodeSettings(Role.PREFILL, Incarnation("prefill", "1"), num_pages=4, page_size=4))
     node.step(
         [RequestArrived(Request(RequestId(1), "rid", 5, (b"x" * 16,), 2, Nanos(timeout_ns), Room(7)))], Nanos(start)
     )

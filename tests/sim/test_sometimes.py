@@ -12,7 +12,7 @@ NEIGHBOURS = 8  # seeds after the recorded one: a change of the core may move th
 MUST_BE_RECORDED = (
     "prefill is aborted parked",
     "no result row is left, with a READY one behind",
-    "a stale epoch is rejected",
+    "READY for another incarnation is rejected",
     "a transfer is given up after pages have landed",
     "pages land after the transfer was given up",
     "a restored copy decides while pages arrive",

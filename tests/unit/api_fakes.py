@@ -37,7 +37,7 @@ TEMPLATE = (
 END = 1  # id of </s>
 WAITED_NS = Nanos(1_500_000_000)  # by who fails by script, on the peer "other"
 WORKER = wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})
-REPLICA = wire.ReplicaInfo(Incarnation("one", 7), "unified", "layout", {}, "127.0.0.1", 1, ())
+REPLICA = wire.ReplicaInfo(Incarnation("one", "7"), "unified", "layout", {}, "127.0.0.1", 1, ())
 
 
 @cache

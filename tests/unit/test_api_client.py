@@ -24,7 +24,7 @@ from tandem.server.api.errors import Refusal
 from tandem.server.api.hosts import Hosts
 
 PREFILL = wire.ReplicaInfo(
-    Incarnation("p", 3), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
+    Incarnation("p", "3"), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
 )
 
 
@@ -72,7 +72,10 @@ def test_a_peer_is_learned_from_its_bootstrap_server_and_connected_before_it_is_
         client.receive(commands.LearnPeer(address))
         await until(lambda: len(node.sent) >= 2)
         differs = "dtype is x at prefill and not told at decode"
-        assert node.sent == [wire.Connect(PREFILL), events.PeerLearned(address, Incarnation("p", 3), "abc", differs)]
+        assert node.sent == [
+            wire.Connect(address, PREFILL),
+            events.PeerLearned(address, Incarnation("p", "3"), "abc", differs),
+        ]
         await client.close()
 
     asyncio.run(serving(bootstrap_app(PREFILL)[0], story))
@@ -100,9 +103,9 @@ def test_a_restarted_peer_is_seen_at_the_next_question() -> None:
         for count in (2, 4):
             client.receive(commands.LearnPeer(address))
             await until(lambda count=count: len(node.sent) == count)
-            registry.register(registration(msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", 4))))
-        epochs = [message.peer.epoch for message in node.sent if isinstance(message, events.PeerLearned)]
-        assert epochs == [3, 4]
+            registry.register(registration(msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", "4"))))
+        ids = [message.peer.id for message in node.sent if isinstance(message, events.PeerLearned)]
+        assert ids == ["3", "4"]
         await client.close()
 
     asyncio.run(serving(app, story))
@@ -139,7 +142,7 @@ def test_nobody_at_the_address_is_unknown_with_a_reason() -> None:
 def ranked(rank: int) -> wire.ReplicaInfo:
     """One of two DP ranks of a prefill."""
     return msgspec.structs.replace(
-        PREFILL, incarnation=Incarnation(f"p{rank}", 3), dp_rank=rank, prefill=PrefillInfo(dp_size=2)
+        PREFILL, incarnation=Incarnation(f"p{rank}", "3"), dp_rank=rank, prefill=PrefillInfo(dp_size=2)
     )
 
 
@@ -152,7 +155,7 @@ def test_each_dp_rank_is_asked_for_by_its_number() -> None:
             client.receive(commands.LearnPeer(address, rank))
         await until(lambda: len(node.sent) == 6)
         learned = [message for message in node.sent if isinstance(message, events.PeerLearned)]
-        assert sorted((message.dp_rank, message.peer.instance) for message in learned) == [(0, "p0")] * 2 + [(1, "p1")]
+        assert sorted((message.dp_rank, message.peer.name) for message in learned) == [(0, "p0")] * 2 + [(1, "p1")]
         assert {message.prefill.dp_size for message in learned} == {2}
         await client.close()
 

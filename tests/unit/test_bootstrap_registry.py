@@ -12,9 +12,9 @@ FIELDS = {"page_size": "16", "dtype": "bfloat16"}
 NOW = Nanos(1000 * SECOND)
 
 
-def rank(number: int = 0, *, of: int = 1, epoch: int = 1, instance: str = "p", **changes: object) -> Registration:
-    document = f"{instance}/{number}/{epoch}".encode()
-    made = Registration(Incarnation(f"{instance}{number}", epoch), number, PrefillInfo(of), FIELDS, document)
+def rank(number: int = 0, *, of: int = 1, life: int = 1, name: str = "p", **changes: object) -> Registration:
+    document = f"{name}/{number}/{life}".encode()
+    made = Registration(Incarnation(f"{name}{number}", str(life)), number, PrefillInfo(of), FIELDS, document)
     return msgspec.structs.replace(made, **changes)
 
 
@@ -58,38 +58,44 @@ def test_a_repeat_does_not_count_as_another_rank() -> None:
     assert not registry.is_ready
 
 
-def test_a_restart_with_a_higher_epoch_replaces_and_its_old_rooms_are_forgotten() -> None:
+def test_another_incarnation_replaces_and_its_old_rooms_are_forgotten() -> None:
     registry = filled(rank(0, of=2), rank(1, of=2))
     registry.announce(Room(5), 0, NOW)
     registry.announce(Room(6), 1, NOW)
-    assert registry.register(rank(0, of=2, epoch=2)) == Accepted(is_new=True)
+    assert registry.register(rank(0, of=2, life=2)) == Accepted(is_new=True)
     assert documents(registry) == [b"p/0/2", b"p/1/1"]
     assert registry.ranks_of([Room(5), Room(6)], NOW) == {6: 1}
 
 
-def test_an_older_life_is_refused_whatever_it_is_called() -> None:
-    registry = filled(rank(epoch=5))
-    for late in (rank(epoch=4), rank(epoch=4, instance="q"), rank(epoch=5, instance="q")):
+def test_an_incarnation_that_was_replaced_cannot_come_back() -> None:
+    registry = filled(rank(life=1), rank(life=2), rank(life=3))
+    for late in (rank(life=1), rank(life=2)):
         refused = registry.register(late)
         assert isinstance(refused, Rejected)
-        assert refused.param == "incarnation.epoch"
-        assert "p0 with epoch 5" in refused.reason
-    assert documents(registry) == [b"p/0/5"]
+        assert refused.param == "incarnation.id"
+        assert "was replaced by another" in refused.reason
+    assert documents(registry) == [b"p/0/3"]
+
+
+def test_replaced_incarnations_are_remembered_in_bounded_number() -> None:
+    registry = filled(*(rank(life=life) for life in range(1, 6)), limits=RegistryLimits(max_replaced=2))
+    assert isinstance(registry.register(rank(life=4)), Rejected)
+    assert isinstance(registry.register(rank(life=1)), Accepted)
 
 
 def test_a_life_cannot_change_what_it_said() -> None:
     registry = filled(rank())
     refused = registry.register(rank(document=b"elsewhere"))
     assert isinstance(refused, Rejected)
-    assert "raise the epoch" in refused.reason
+    assert "and differently" in refused.reason
     assert documents(registry) == [b"p/0/1"]
 
 
-def test_the_farewell_of_an_older_life_is_ignored() -> None:
-    registry = filled(rank(epoch=2))
-    assert not registry.unregister(Incarnation("p0", 1))
+def test_the_farewell_of_a_replaced_incarnation_is_ignored() -> None:
+    registry = filled(rank(life=2))
+    assert not registry.unregister(Incarnation("p0", "1"))
     assert registry.is_ready
-    assert registry.unregister(Incarnation("p0", 2))
+    assert registry.unregister(Incarnation("p0", "2"))
     assert not registry.is_ready
     assert registry.find() is None
 
@@ -123,7 +129,7 @@ def test_ranks_that_disagree_are_refused_with_the_field() -> None:
 
 def test_a_single_rank_may_change_its_layout_by_a_restart() -> None:
     registry = filled(rank())
-    assert isinstance(registry.register(rank(epoch=2, layout_fields={"page_size": "32"})), Accepted)
+    assert isinstance(registry.register(rank(life=2, layout_fields={"page_size": "32"})), Accepted)
 
 
 def test_ranks_that_cannot_be_are_refused() -> None:

@@ -20,8 +20,8 @@ ENDS = (wire.DataEndpoint("10.0.0.1", 6), wire.DataEndpoint("10.0.0.1", 7, "/tmp
 FIELDS = {"page_size": "16"}
 
 
-def replica(dp_rank: int = 0, *, of: int = 1, epoch: int = 3, **changes: Any) -> wire.ReplicaInfo:
-    who = Incarnation(f"p{dp_rank}", epoch)
+def replica(dp_rank: int = 0, *, of: int = 1, life: int = 3, **changes: Any) -> wire.ReplicaInfo:
+    who = Incarnation(f"p{dp_rank}", str(life))
     made = wire.ReplicaInfo(who, "prefill", "abc", FIELDS, "10.0.0.1", 5, ENDS, 30000, dp_rank, PrefillInfo(of))
     return msgspec.structs.replace(made, **changes)
 
@@ -81,21 +81,21 @@ def test_one_call_brings_all_shards_of_a_rank_and_each_rank_is_told_by_number() 
     assert error(it.http.get("/route?prefill_dp_rank=2")) == (404, "not_found", None)
 
 
-def test_a_registration_may_be_repeated_a_restart_replaces_and_an_older_life_is_refused() -> None:
+def test_a_registration_may_be_repeated_a_restart_replaces_and_who_was_replaced_is_refused() -> None:
     it = Bootstrap()
-    assert it.put(replica(epoch=3)).status_code == 200
-    assert it.put(replica(epoch=3)).status_code == 200
-    assert it.put(replica(epoch=4, control_port=9)).status_code == 200
+    assert it.put(replica(life=3)).status_code == 200
+    assert it.put(replica(life=3)).status_code == 200
+    assert it.put(replica(life=4, control_port=9)).status_code == 200
     assert it.http.get("/route").json()["control_port"] == 9
-    assert error(it.put(replica(epoch=3))) == (400, "invalid_value", "incarnation.epoch")
-    assert error(it.put(replica(epoch=4, control_port=10))) == (400, "invalid_value", "incarnation.epoch")
+    assert error(it.put(replica(life=3))) == (400, "invalid_value", "incarnation.id")
+    assert error(it.put(replica(life=4, control_port=10))) == (400, "invalid_value", "incarnation.id")
     assert it.http.get("/route").json()["control_port"] == 9
 
 
 def test_what_the_server_itself_registers_is_what_decode_is_told() -> None:
     it = Bootstrap(replica())
-    assert it.http.get("/route").json()["incarnation"] == {"instance": "p0", "epoch": 3}
-    it.registry.unregister(Incarnation("p0", 3))
+    assert it.http.get("/route").json()["incarnation"] == {"name": "p0", "id": "3"}
+    it.registry.unregister(Incarnation("p0", "3"))
     assert it.http.get("/route").status_code == 503
 
 
@@ -127,9 +127,9 @@ WRONG: dict[str, tuple[str, str, Any, str | None]] = {
     "no JSON": ("PUT", "/route", b"{", None),
     "no object": ("PUT", "/route", b"[]", None),
     "a field missing": ("PUT", "/route", {"role": "prefill"}, None),
-    "an epoch that is no number": (
-        "PUT", "/route", msgspec.to_builtins(replica()) | {"incarnation": {"instance": "p", "epoch": "x"}},
-        "incarnation.epoch",
+    "an id that is no text": (
+        "PUT", "/route", msgspec.to_builtins(replica()) | {"incarnation": {"name": "p", "id": 4}},
+        "incarnation.id",
     ),
     "another role": ("PUT", "/route", replica(role="decode"), "role"),
     "a rank that cannot be": ("PUT", "/route", replica(2, of=2), "dp_rank"),
@@ -194,7 +194,7 @@ def test_without_a_secret_a_server_that_others_can_reach_takes_no_writes() -> No
     it = Bootstrap(replica(), is_loopback=False)
     for headers in ({}, it.signed("POST", "/register_dp_rank", ROOM)):
         assert error(it.post("/register_dp_rank", ROOM, headers=headers)) == (401, "unsigned", None)
-    assert error(it.put(replica(epoch=9))) == (401, "unsigned", None)
+    assert error(it.put(replica(life=9))) == (401, "unsigned", None)
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).json() == {}
     assert it.http.get("/route").status_code == it.http.get("/health").status_code == 200
 
@@ -205,8 +205,8 @@ def test_with_a_secret_writes_have_to_be_signed_and_reads_do_not(is_loopback: bo
     assert error(it.post("/register_dp_rank", ROOM)) == (401, "unsigned", None)
     signed = it.signed("POST", "/register_dp_rank", ROOM)
     assert it.post("/register_dp_rank", ROOM, headers=signed).status_code == 200
-    assert it.put(replica(epoch=4), headers=it.signed("PUT", "/route", replica(epoch=4))).status_code == 200
-    assert it.http.get("/route").json()["incarnation"]["epoch"] == 4
+    assert it.put(replica(life=4), headers=it.signed("PUT", "/route", replica(life=4))).status_code == 200
+    assert it.http.get("/route").json()["incarnation"]["id"] == "4"
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).status_code == 200
 
 

@@ -36,7 +36,7 @@ def parse(*words: str) -> ServerConfig:
 
 
 def settings(config: ServerConfig) -> NodeSettings:
-    launch = Launch(config, "/model", Incarnation("server", 1), 0, 1, 0)
+    launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
     return node_settings(launch, EngineReady(100, 4096, "digest", {}, DataEndpoint("", 0), 0.0))
 
 
@@ -217,7 +217,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
     )
     assert settings(config) == NodeSettings(
         role=Role.DECODE,
-        incarnation=Incarnation("server", 1),
+        incarnation=Incarnation("server", "1"),
         num_pages=100,
         page_size=32,
         layout="digest",

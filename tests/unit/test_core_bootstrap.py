@@ -59,7 +59,7 @@ def test_verdicts(
 
 def test_settings_choose_the_policy_and_its_numbers() -> None:
     def chosen(policy: OptimisticPolicy) -> object:
-        me = Incarnation("p", 1)
+        me = Incarnation("p", "1")
         settings = NodeSettings(
             Role.PREFILL, me, num_pages=1, optimistic=policy, optimistic_retries=5, park_max_tokens=77
         )

@@ -556,10 +556,10 @@ def test_prefill_refuses_a_ready_with_another_layout() -> None:
 @pytest.mark.parametrize("is_request_there", [True, False])
 def test_a_ready_for_an_earlier_life_of_the_prefill_is_refused(is_request_there: bool) -> None:
     world = World()
-    prefill, decode = world.prefill(epoch=2), world.decode()
+    prefill, decode = world.prefill(life=2), world.decode()
     left = world.submit(prefill, prompt_len=100, room=7) if is_request_there else None
     world.run()
-    ready = Ready(Room(7), 1, decode.name, Incarnation("prefill", 1), "", 100)
+    ready = Ready(Room(7), 1, decode.name, Incarnation("prefill", "1"), "", 100)
     world.send(prefill, PeerSaid(decode.name, ready))
     world.run()
     (abort,) = prefill.said(Abort)
@@ -567,13 +567,13 @@ def test_a_ready_for_an_earlier_life_of_the_prefill_is_refused(is_request_there:
     assert left is None or prefill.state_of(left) is State.PARKED
 
 
-def test_a_prefill_that_restarts_is_met_again_under_its_new_epoch() -> None:
+def test_a_prefill_that_restarts_is_met_again_as_another_incarnation() -> None:
     world, prefill, decode, _left, right = meet()
     decode.holds.add(PagesLanded)
     world.run()
     world.kill(prefill)
     world.run()
-    reborn = world.prefill(epoch=2)
+    reborn = world.prefill(life=2)
     decode.release()
     _, again = world.pair(reborn, decode, prompt_len=100, seed=2)
     world.run()
@@ -648,7 +648,7 @@ def test_an_offer_that_cannot_be_true_ends_the_request_with_protocol(lie: str) -
     assert_nothing_is_held([prefill, decode])
 
 
-@pytest.mark.parametrize("change", [{"attempt": 2}, {"source": Incarnation("prefill", 9)}])
+@pytest.mark.parametrize("change", [{"attempt": 2}, {"source": Incarnation("prefill", "9")}])
 def test_an_offer_of_another_attempt_or_life_is_ignored(change: dict) -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode()
@@ -862,7 +862,7 @@ def test_who_says_ready_to_a_prefill_that_drains_hears_so_at_once() -> None:
 def test_the_loss_of_a_peer_nobody_talks_to_changes_nothing() -> None:
     world, prefill, decode, _left, right = meet()
     for replica in (prefill, decode):
-        world.send(replica, PeerLost(Incarnation("stranger", 1)))
+        world.send(replica, PeerLost(Incarnation("stranger", "1")))
     world.run()
     assert decode.tokens[right] == TOKENS
 

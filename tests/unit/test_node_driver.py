@@ -79,7 +79,7 @@ class Server:
             failures=FailedTransfers(0.0),
         )
         self.inbox.meet(
-            Peers(Incarnation("me", 1), "", poller, self.inbox.report, clock=clock.now, note=lambda line: None)
+            Peers(Incarnation("me", "1"), "", poller, self.inbox.report, clock=clock.now, note=lambda line: None)
         )
         self.loss: NeighbourLost | None = None
         self.thread = threading.Thread(target=self._run, args=(clock,))

@@ -8,15 +8,17 @@ from dataclasses import dataclass, field
 
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.pd.messages import Ready, Release
-from tandem.core.values import SECOND, Incarnation, Nanos, Room
+from tandem.core.values import SECOND, Address, Incarnation, Nanos, Room
 from tandem.server.channel import CheckedFrames, append_checked_frame, head_check
 from tandem.server.node.driver import Poller
 from tandem.server.node.peers import CONTROL_PROTOCOL, MAX_PING_NS, Frame, Heartbeat, Hello, Peers
 from tandem.server.wire import ReplicaInfo
 
-PREFILL = Incarnation("prefill", 10)
-DECODE = Incarnation("decode", 20)
+PREFILL = Incarnation("prefill", "10")
+DECODE = Incarnation("decode", "20")
 START = Nanos(0)
+FOUND_AT = Address("127.0.0.1", 8998)
+ELSEWHERE = Address("127.0.0.2", 8998)
 
 
 @dataclass
@@ -70,7 +72,7 @@ def two_sides(*rhythms: Heartbeat) -> Iterator[tuple[Side, Side]]:
     of_prefill, of_decode = rhythms or (Heartbeat(), Heartbeat())
     prefill, decode = Side(PREFILL, heartbeat=of_prefill), Side(DECODE, heartbeat=of_decode)
     try:
-        decode.peers.connect(prefill.replica)
+        decode.peers.connect(prefill.replica, FOUND_AT)
         yield prefill, decode
     finally:
         prefill.peers.close()
@@ -122,14 +124,14 @@ def test_the_one_that_was_dialled_answers_on_the_same_connection() -> None:
 
 def test_a_tell_without_a_connection_is_dropped() -> None:
     with two_sides() as (prefill, _):
-        prefill.peers.tell(Incarnation("nobody", 1), Release(Room(5), PREFILL, "done"))
+        prefill.peers.tell(Incarnation("nobody", "1"), Release(Room(5), PREFILL, "done"))
         prefill.pump()
         assert prefill.events == []
 
 
 def test_a_message_in_anothers_name_ends_the_connection_and_is_not_believed() -> None:
     with two_sides() as (prefill, decode), stranger(prefill) as sock:
-        liar = Incarnation("liar", 1)
+        liar = Incarnation("liar", "1")
         sock.sendall(frames_of(Hello(CONTROL_PROTOCOL, liar, "layout"), ready(source=DECODE)))
         eventually(lambda: is_closed(sock), prefill, decode)
         assert not any(isinstance(event, PeerSaid) for event in prefill.events)
@@ -208,21 +210,31 @@ def test_a_peer_that_does_not_return_is_lost() -> None:
         eventually(lambda: PeerLost(DECODE) in prefill.events, prefill)
 
 
-def test_a_peer_that_comes_back_as_another_life_was_lost() -> None:
+def test_who_is_replaced_at_its_address_is_lost_at_once() -> None:
     with two_sides() as (prefill, decode):
         decode.peers.tell(PREFILL, ready())
         eventually(lambda: prefill.events, prefill, decode)
-        reborn = Incarnation("decode", 21)
-        with stranger(prefill) as sock:
-            sock.sendall(frames_of(Hello(CONTROL_PROTOCOL, reborn, "layout"), ready(source=reborn)))
-            eventually(lambda: len(prefill.events) == 3, prefill)
-        assert prefill.events[1:] == [PeerLost(DECODE), PeerSaid(reborn, ready(source=reborn))]
+        reborn = Incarnation("prefill", "11")
+        decode.peers.connect(ReplicaInfo(reborn, "prefill", "layout", {}, "127.0.0.1", 5, ()), FOUND_AT)
+        assert decode.events[0] == PeerLost(PREFILL)
+
+
+def test_two_servers_of_one_name_and_port_on_two_addresses_are_two() -> None:
+    with two_sides() as (prefill, decode):
+        decode.peers.tell(PREFILL, ready())
+        eventually(lambda: prefill.events, prefill, decode)
+        other = Side(Incarnation(PREFILL.name, "11"))
+        decode.peers.connect(other.replica, ELSEWHERE)
+        decode.peers.tell(other.me, ready())
+        eventually(lambda: other.events, prefill, decode, other)
+        assert decode.events == []
+        other.peers.close()
 
 
 def test_another_server_on_the_dialled_port_is_not_the_peer() -> None:
     with two_sides() as (prefill, decode):
-        former = Incarnation("prefill", 9)
-        decode.peers.connect(ReplicaInfo(former, "prefill", "layout", {}, "127.0.0.1", prefill.port, ()))
+        former = Incarnation("prefill", "9")
+        decode.peers.connect(ReplicaInfo(former, "prefill", "layout", {}, "127.0.0.1", prefill.port, ()), ELSEWHERE)
         eventually(lambda: decode.events, prefill, decode)
         assert decode.events == [PeerLost(former)]
 
@@ -288,16 +300,16 @@ def test_nothing_to_do_means_no_deadline_in_the_past() -> None:
 
 def test_a_ready_for_a_peer_that_was_lost_before_it_was_known_says_so_again() -> None:
     with two_sides() as (_, decode):
-        decode.peers.tell(Incarnation("gone", 1), ready())
-        assert decode.events == [PeerLost(Incarnation("gone", 1))]
-        decode.peers.tell(Incarnation("gone", 1), Release(Room(5), DECODE, "aborted"))
+        decode.peers.tell(Incarnation("gone", "1"), ready())
+        assert decode.events == [PeerLost(Incarnation("gone", "1"))]
+        decode.peers.tell(Incarnation("gone", "1"), Release(Room(5), DECODE, "aborted"))
         assert len(decode.events) == 1
 
 
 def test_a_peer_that_gives_a_name_for_its_address_is_not_looked_up() -> None:
     with two_sides() as (_, decode):
-        named = Incarnation("named", 1)
-        decode.peers.connect(ReplicaInfo(named, "prefill", "layout", {}, "prefill.example", 5, ()))
+        named = Incarnation("named", "1")
+        decode.peers.connect(ReplicaInfo(named, "prefill", "layout", {}, "prefill.example", 5, ()), ELSEWHERE)
         assert decode.events == [PeerLost(named)]
 
 

@@ -30,7 +30,7 @@ from tandem.server.processes import Children, Listeners, ServerFailure, bind_lis
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 FACTS = ModelFacts(str(MINI), ["LlamaForCausalLM"], "llama", 8192, 16, 512, frozenset({2}), "float32")
-REPLICA = wire.ReplicaInfo(Incarnation("p", 1), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=PrefillInfo())
+REPLICA = wire.ReplicaInfo(Incarnation("p", "1"), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=PrefillInfo())
 READY = wire.NodeReady(REPLICA, num_pages=9, page_bytes=1)
 REQUEST = Request(RequestId(1), "r", 3, (), 1, Nanos(60 * SECOND))
 PAYLOAD = Payload(1, array("i", [5, 6, 7]).tobytes(), SamplingParams(), b"")
@@ -145,10 +145,12 @@ def test_a_prefill_that_is_lost_is_registered_no_more() -> None:
 
 def test_a_prefill_that_cannot_register_is_never_ready_and_ends_with_the_cause() -> None:
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
-        later = registration(wire.ReplicaInfo(Incarnation("q", 2), "prefill", "abc", {}, "127.0.0.1", 5, ()))
-        server.process._registry.register(later)
+        other = wire.ReplicaInfo(READY.replica.incarnation, "prefill", "abc", {}, "127.0.0.1", 6, ())
+        server.process._registry.register(registration(other))
         server.say(READY)
-        with pytest.raises(ServerFailure, match=r"cannot register .*: rank 0 is q with epoch 2 already"):
+        with pytest.raises(
+            ServerFailure, match=r"cannot register .*: this incarnation has registered already, and differently"
+        ):
             await running
 
     serve(story)

@@ -12,7 +12,7 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
-from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
+from tandem.core.values import Address, BatchId, Cause, Incarnation, PageId, RequestId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
@@ -20,7 +20,7 @@ from tandem.server.processes import Launch, ServerFailure
 from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.port import Held
 
-PEER = Incarnation("peer", 3)
+PEER = Incarnation("peer", "3")
 
 
 class FakeEngine:
@@ -144,7 +144,7 @@ def test_transfers_go_to_the_data_plane() -> None:
         PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",)),
         CancelPull(RequestId(1), 1),
     ]
-    it.send(wire.Connect(replica), *commands)
+    it.send(wire.Connect(Address("10.0.0.1", 8998), replica), *commands)
     it.end()
     assert it.transfer.calls == [(PEER, "10.0.0.2", 6, "@kv"), *commands]
 
@@ -170,7 +170,7 @@ def test_a_node_that_is_gone_ends_the_worker() -> None:
 def test_a_kv_pool_that_the_machine_cannot_give_is_told_with_the_flags_that_size_it() -> None:
     model = Path(__file__).parents[2] / "src/tandem/bundled/mini"
     config = ServerConfig(model="tandem/mini", max_total_tokens=10**14)
-    launch = Launch(config, str(model), Incarnation("s", 1), 0, 1, 0)
+    launch = Launch(config, str(model), Incarnation("s", "1"), 0, 1, 0)
     node, worker = socket.socketpair()
     with node, worker, pytest.raises(ServerFailure, match=r"no memory for a KV pool of 1000000.*--max-total"):
         start(launch, BlockingChannel(worker, wire.NodeToWorker))

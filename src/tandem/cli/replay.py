@@ -138,7 +138,7 @@ def show(record: Record, index: int, *, as_json: bool) -> int:
 
 def trace_lines(step: Step) -> Iterator[str]:
     incarnation = engine_node(step).state.settings.incarnation
-    name = f"{incarnation.instance}.{incarnation.epoch} step {step.index}"
+    name = f"{incarnation.name}.{incarnation.id} step {step.index}"
     yield from list(trace_step(step.input.now, name, step.input.happened, step.got.commands)) or [f"{name} is silent"]
     if step.expected is not None and not step.is_as_recorded:
         yield difference_text(Difference(step.index, step.expected, step.got))

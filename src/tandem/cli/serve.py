@@ -5,14 +5,12 @@ import dataclasses
 import importlib
 import os
 import signal
-import time
 from pathlib import Path
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig
-from tandem.core.values import Incarnation
 from tandem.engine.model_config import ModelError, read_config, read_json
 from tandem.server import logs
 from tandem.server.api.facts import ModelFacts
@@ -22,7 +20,7 @@ from tandem.server.processes import (
     ServerFailure,
     bind_listeners,
     engine_threads,
-    instance_name,
+    new_incarnation,
     start_children,
 )
 
@@ -61,7 +59,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
         Launch(
             config=config,
             model_dir=model.model_path,
-            incarnation=Incarnation(instance_name(listeners), time.time_ns() // 1_000_000),
+            incarnation=new_incarnation(listeners),
             http_port=listeners.http_port,
             cpu_threads=engine_threads(config),
             parent_pid=os.getpid(),

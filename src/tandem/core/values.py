@@ -46,10 +46,15 @@ class Cause(StrEnum):
 
 
 class Incarnation(Struct, frozen=True, order=True):
-    """One life of one server: a restart keeps `instance` and raises `epoch`, so old messages are told apart."""
+    """One life of one server, from start to end. Messages name it, so that those of another life are told apart.
 
-    instance: str
-    epoch: int
+    name: for people: log lines, errors, debug pages. Two servers may have the same one.
+    id: 32 random hex digits, drawn at start, never used again. An address is no identity: it passes from one server to
+        the next, and two hosts may use the same.
+    """
+
+    name: str
+    id: str
 
 
 class Address(Struct, frozen=True, order=True):

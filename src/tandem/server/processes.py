@@ -9,6 +9,7 @@ import asyncio
 import ctypes
 import errno
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -222,6 +223,6 @@ def _bind(host: str, port: int, *, flag: str) -> socket.socket:
     return listener
 
 
-def instance_name(listeners: Listeners) -> str:
-    """The same after a restart, and of no other server: an address alone may be 0.0.0.0 on every machine."""
-    return f"{socket.gethostname()}:{listeners.http_port}"
+def new_incarnation(listeners: Listeners) -> Incarnation:
+    """Of a server that starts now. Host and port are its name for people; its identity is random."""
+    return Incarnation(f"{socket.gethostname()}:{listeners.http_port}", secrets.token_hex(16))

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from tandem.core import commands, events
 from tandem.core.request import Request
 from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
-from tandem.core.values import Incarnation
+from tandem.core.values import Address, Incarnation
 from tandem.sampling import Payload
 
 MAX_FRAME_BYTES = 256 << 20
@@ -97,7 +97,14 @@ class ReplicaInfo(Struct, frozen=True):
 class Connect(Struct, frozen=True, tag=True):
     """API -> node -> worker: how to reach a peer. Comes before the `PeerLearned` that names it."""
 
+    address: Address  # of the bootstrap server that vouches for it
     replica: ReplicaInfo
+
+
+class Disconnect(Struct, frozen=True, tag=True):
+    """node -> worker: this peer is lost; nothing will be pulled from it any more."""
+
+    peer: Incarnation
 
 
 class EngineReady(Struct, frozen=True, tag=True):
@@ -158,6 +165,7 @@ NodeToWorker = (
     Payload
     | Query
     | Connect
+    | Disconnect
     | Ping
     | Shutdown
     | commands.LaunchBatch

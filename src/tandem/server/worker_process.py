@@ -141,9 +141,11 @@ class Worker:
         match message:
             case Payload() | ForgetRequests() | LaunchBatch():
                 self._work.put(message)
-            case wire.Connect(replica):
+            case wire.Connect(_, replica):
                 end = replica.shards[SHARD]
                 self._data_plane.connect(replica.incarnation, end.host, end.port, end.unix)
+            case wire.Disconnect(peer):
+                self._data_plane.disconnect(peer)
             case PublishPages():
                 self._data_plane.publish(message)
             case RevokePages():

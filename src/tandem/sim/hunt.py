@@ -113,6 +113,6 @@ def _workers(num_processes: int) -> Pool:
 
 
 def _write_step(write: Callable[[str], None], now: int, life, events, commands) -> None:  # type: ignore[no-untyped-def]
-    name = f"{life.replica.name}.{life.incarnation.epoch}"
+    name = f"{life.replica.name}.{life.incarnation.id}"
     for line in trace_step(now, name, events, commands):
         write(line)

@@ -298,7 +298,7 @@ def describe_message(message: Message) -> str:
 
 
 def _name(incarnation: Incarnation) -> str:
-    return f"{incarnation.instance}.{incarnation.epoch}"
+    return f"{incarnation.name}.{incarnation.id}"
 
 
 def _span(start: int, count: int) -> str:

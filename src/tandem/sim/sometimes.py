@@ -49,7 +49,7 @@ class Watch:
     def __init__(self, world: World) -> None:
         self.seen = world.checkers.changes.seen  # where everybody was after the step before
         self.reached: Counter[str] = Counter()
-        self.epochs: dict[tuple[str, str], int] = {}
+        self.incarnations: dict[tuple[str, str], str] = {}
         self.watchdogs = world.watchdogs
 
     def look(self, now: int, life: Life, events: Sequence[Event], commands: Sequence[Command]) -> None:
@@ -72,10 +72,10 @@ class Watch:
             case PeerSaid(peer, message):
                 yield from self._of_message(life, message)
             case PeerLearned(address, peer):
-                known = self.epochs.get((life.replica.name, address.host))
-                if known is not None and peer.epoch > known:
+                known = self.incarnations.get((life.replica.name, address.host))
+                if known is not None and peer.id != known:
                     yield "decode learns of a peer's next life"
-                self.epochs[(life.replica.name, address.host)] = peer.epoch
+                self.incarnations[(life.replica.name, address.host)] = peer.id
             case PeerLost(peer):
                 if any(p.receiver is not None and p.receiver.peer == peer for p in state.requests.values()):
                     yield "a lost peer is still somebody's"
@@ -148,8 +148,10 @@ class Watch:
             case FinishRequest():
                 yield f"{role} finishes {command.path}"
                 yield from of_finish(life, command)
-            case Tell(_, Abort(cause=Cause.PEER_LOST, detail=detail)) if detail.startswith("READY is for epoch"):
-                yield "a stale epoch is rejected"
+            case Tell(_, Abort(cause=Cause.PEER_LOST, detail=detail)) if detail.startswith(
+                "READY is for another incarnation"
+            ):
+                yield "READY for another incarnation is rejected"
             case Tell(_, Release(outcome="aborted", room=room)):
                 progress = life.node.state.requests.get(life.node.state.rooms.get(room, RequestId(-1)))
                 receiver = progress.receiver if progress is not None else None

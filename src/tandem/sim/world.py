@@ -193,11 +193,11 @@ class World:
         self.start_gateway(gateway)
 
     def start_gateway(self, gateway: Gateway) -> None:
-        gateway.start(self._draw_clock(Incarnation(gateway.name, gateway.epoch + 1)))
+        gateway.start(self._draw_clock(Incarnation(gateway.name, str(gateway.epoch + 1))))
 
     def start_server(self, server: Server) -> None:
         """An API process, and a new life of every rank."""
-        server.start(self._draw_clock(Incarnation(f"edge of {server.name}", server.epoch + 1)))
+        server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
         for rank in server.ranks:
             self.start(rank)
 
@@ -232,12 +232,12 @@ class World:
             gateways[ask.index % len(gateways)].ask(ask, exchange)
 
     def start(self, replica: Replica) -> None:
-        """A new life: an empty node and empty memory under the next epoch. It registers by itself."""
+        """A new life: an empty node and empty memory under the next id. It registers by itself."""
         server = self.servers[server_of(replica.name)]
         if not server.is_up:
-            server.start(self._draw_clock(Incarnation(f"edge of {server.name}", server.epoch + 1)))
+            server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
         replica.epoch += 1
-        incarnation = Incarnation(replica.name, replica.epoch)
+        incarnation = Incarnation(replica.name, str(replica.epoch))
         settings = msgspec.structs.replace(replica.template, role=replica.role, incarnation=incarnation)
         num_shards = len(settings.shards)
         executor = Executor(settings.num_pages, settings.page_size, num_shards, self._guard_of(replica))
@@ -261,11 +261,11 @@ class World:
         if "F10" not in self.options.classes:
             return LocalClock()
         self.count("F10")
-        random = Random(f"clock {self.options.seed} {incarnation.instance} {incarnation.epoch}")
+        random = Random(f"clock {self.options.seed} {incarnation.name} {incarnation.id}")
         return LocalClock(random.randrange(YEAR_NS, 100 * YEAR_NS), random.randrange(-MAX_DRIFT_PPM, MAX_DRIFT_PPM + 1))
 
     def _new_store(self, incarnation: Incarnation, memories: list[PageMemory]) -> KvStore:
-        random = Random(f"store {self.options.seed} {incarnation.instance} {incarnation.epoch}")
+        random = Random(f"store {self.options.seed} {incarnation.name} {incarnation.id}")
         return KvStore(
             incarnation, memories, self.clock, random, self.weather, self.checkers, lambda event: None, self.find_store
         )
@@ -519,7 +519,7 @@ class World:
             self.push(life, PeerSaid(source, message))
             return
         sender = self.find(source)
-        if sender is not None:  # the connection is refused, or made by another epoch
+        if sender is not None:  # the connection is refused, or made by another incarnation
             self.clock.after(self.random.randrange(MILLISECOND, SECOND), self.tell_refusal, sender, target)
 
     def _lose(self, name: str, lost: str) -> None:
@@ -538,7 +538,7 @@ class World:
         self.tell_refusal(life, lost.incarnation)
 
     def find(self, incarnation: Incarnation) -> Life | None:
-        replica = self.replicas.get(incarnation.instance)
+        replica = self.replicas.get(incarnation.name)
         life = replica.life if replica is not None else None
         return life if life is not None and life.incarnation == incarnation else None
 

@@ -52,8 +52,8 @@ class PageOwner:
         max_links: int,
     ) -> None:
         self._pages, self._grants = pages, grants
-        self._incarnation, self._shard = incarnation, shard
-        self._instance = protocol.instance_digest(incarnation.instance)
+        self._shard = shard
+        self._incarnation = protocol.incarnation_digest(incarnation)
         self._report = report
         self._io_timeout_s, self._max_links = io_timeout_s, max_links
         self._frame_pages = min(max(1, protocol.FRAME_BYTES // pages.page_bytes), protocol.MAX_FRAME_PAGES)
@@ -151,8 +151,8 @@ class PageOwner:
         hello = protocol.unpack_hello(links.receive(link, protocol.HELLO_BYTES, timeout_s=self._io_timeout_s))
         if hello.version != protocol.VERSION:
             status = Status.WRONG_VERSION
-        elif (hello.instance, hello.epoch) != (self._instance, self._incarnation.epoch):
-            status = Status.STALE_EPOCH
+        elif hello.incarnation != self._incarnation:
+            status = Status.OTHER_INCARNATION
         elif hello.page_bytes != self._pages.page_bytes:
             status = Status.WRONG_PAGE_BYTES
         else:

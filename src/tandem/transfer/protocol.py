@@ -25,7 +25,7 @@ MAX_READ_PAGES = 2048  # pages that one Read may name
 MAX_FRAME_PAGES = 512  # with the header below the 1024 pieces that Linux takes in one sendmsg
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
 
-_HELLO = struct.Struct("<8sHHIQ16s")
+_HELLO = struct.Struct("<8sHHI16s")
 _WELCOME = struct.Struct("<8sHH4x")
 _READ = struct.Struct("<4sIQ")
 _FRAME = struct.Struct("<II")
@@ -42,7 +42,7 @@ class Status(IntEnum):
     OK = 0
     NOT_GRANTED = 1  # never published, or not any more
     WRONG_GENERATION = 2
-    STALE_EPOCH = 3  # not the life of the server that was meant
+    OTHER_INCARNATION = 3  # not the life of the server that was meant
     WRONG_PAGE_BYTES = 4
     WRONG_VERSION = 5
     BUSY = 6  # all connections are in use
@@ -52,7 +52,7 @@ class Status(IntEnum):
 REFUSALS: dict[Status, tuple[Cause, str]] = {
     Status.NOT_GRANTED: (Cause.LEASE_EXPIRED, "the peer does not lend these pages (any more)"),
     Status.WRONG_GENERATION: (Cause.CORRUPT_PAGES, "the peer has given a source page to another owner"),
-    Status.STALE_EPOCH: (Cause.PEER_LOST, "stale epoch: the peer has restarted"),
+    Status.OTHER_INCARNATION: (Cause.PEER_LOST, "the peer has restarted: another incarnation listens there"),
     Status.WRONG_PAGE_BYTES: (Cause.LAYOUT_MISMATCH, "page_bytes differs"),
     Status.WRONG_VERSION: (Cause.LAYOUT_MISMATCH, "version of the data plane differs"),
     Status.BUSY: (Cause.TRANSFER_FAILED, "the peer has no connection left"),
@@ -66,8 +66,7 @@ class Malformed(Exception):
 class Hello(Struct, frozen=True):
     version: int
     page_bytes: int
-    epoch: int
-    instance: bytes  # digest of the instance's name
+    incarnation: bytes  # digest of the one that is meant
 
 
 class Read(Struct, frozen=True):
@@ -80,19 +79,19 @@ class Frame(Struct, frozen=True):
     count: int
 
 
-def instance_digest(instance: str) -> bytes:
-    return hashlib.sha256(instance.encode()).digest()[:16]
+def incarnation_digest(incarnation: Incarnation) -> bytes:
+    return hashlib.sha256(incarnation.id.encode()).digest()[:16]
 
 
 def pack_hello(peer: Incarnation, *, page_bytes: int) -> bytes:
-    return _HELLO.pack(MAGIC, VERSION, 0, page_bytes, peer.epoch, instance_digest(peer.instance))
+    return _HELLO.pack(MAGIC, VERSION, 0, page_bytes, incarnation_digest(peer))
 
 
 def unpack_hello(message: bytes | bytearray) -> Hello:
-    magic, version, _, page_bytes, epoch, instance = _HELLO.unpack(message)
+    magic, version, _, page_bytes, incarnation = _HELLO.unpack(message)
     if magic != MAGIC:
         raise Malformed("not a hello")
-    return Hello(version=version, page_bytes=page_bytes, epoch=epoch, instance=instance)
+    return Hello(version=version, page_bytes=page_bytes, incarnation=incarnation)
 
 
 def pack_welcome(status: Status) -> bytes:

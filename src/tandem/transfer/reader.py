@@ -96,16 +96,22 @@ class PageReader:
         self._is_closed = False
 
     def learn(self, incarnation: Incarnation, *, host: str, port: int, unix: str) -> None:
-        """Earlier lives of the same server, and what was known of this one, are forgotten."""
+        """What was known of it before is forgotten. Beyond MAX_PEERS the one learned first is."""
         with self._lock:
             known = self._peers.get(incarnation)
             if known is not None and (known.host, known.port, known.unix) == (host, port, unix):
                 return
-            for other in [i for i in self._peers if i.instance == incarnation.instance]:
-                _close_all(self._peers.pop(other).idle)
+            if known is not None:
+                _close_all(self._peers.pop(incarnation).idle)
             self._peers[incarnation] = Peer(host, port, unix)
             if len(self._peers) > MAX_PEERS:
                 _close_all(self._peers.popitem(last=False)[1].idle)
+
+    def forget(self, incarnation: Incarnation) -> None:
+        with self._lock:
+            known = self._peers.pop(incarnation, None)
+        if known is not None:
+            _close_all(known.idle)
 
     def pull(self, command: PullPages) -> None:
         count = len(command.destinations)

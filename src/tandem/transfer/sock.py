@@ -84,6 +84,9 @@ class SockTransfer:
     def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
         self._reader.learn(peer, host=host, port=port, unix=unix)
 
+    def disconnect(self, peer: Incarnation) -> None:
+        self._reader.forget(peer)
+
     def publish(self, command: PublishPages) -> None:
         assert len(command.pages) == len(command.generations)
         assert self._pages.has_all(command.pages)

@@ -2,11 +2,11 @@
 
 A registration brings a whole rank at once, all its shards in one document, so nobody ever sees half of one.
 
-    a newer life of a rank        replaces the older one, and forgets the rooms it had announced
-    the same life, said again     changes nothing; with another document it is refused: a life does not change
-    an older life                 is refused; so is its farewell
-    ranks that disagree           about their number, method or layout are refused, with the field
-    ready                         when every rank is there
+    another incarnation of a rank   replaces the one that is there, and forgets the rooms it had announced
+    the same one, said again        changes nothing; with another document it is refused: an incarnation does not change
+    one that was replaced           is refused, so that a late registration cannot undo a restart; so is its farewell
+    ranks that disagree             about their number, method or layout are refused, with the field
+    ready                           when every rank is there
 
 Rooms are remembered for a while and in bounded number, the oldest go first. Who asks for one that is not here (yet, or
 any more) gets no answer for it and asks again.
@@ -44,6 +44,7 @@ class Rejected(Struct, frozen=True, tag=True):
 class RegistryLimits(Struct, frozen=True):
     room_ttl_ns: Nanos = Nanos(120 * SECOND)
     max_rooms: int = 65_536
+    max_replaced: int = 1024  # incarnations that are remembered as replaced, the newest
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class Announced:
 class Registry:
     limits: RegistryLimits = field(default_factory=RegistryLimits)
     _ranks: dict[int, Registration] = field(default_factory=dict[int, Registration])
+    _replaced: dict[str, None] = field(default_factory=dict[str, None])  # ids, the oldest first
     _rooms: dict[Room, Announced] = field(default_factory=dict[Room, Announced])  # the oldest first
 
     @property
@@ -78,10 +80,9 @@ class Registry:
         if known is not None and known.who == new.who:
             if known == new:
                 return Accepted(is_new=False)
-            return Rejected("incarnation.epoch", "this life has registered already, and differently; raise the epoch")
-        if known is not None and new.who.epoch <= known.who.epoch:
-            name, epoch = known.who.instance, known.who.epoch
-            return Rejected("incarnation.epoch", f"rank {new.dp_rank} is {name} with epoch {epoch} already")
+            return Rejected("incarnation.id", "this incarnation has registered already, and differently")
+        if new.who.id in self._replaced:
+            return Rejected("incarnation.id", f"this incarnation of rank {new.dp_rank} was replaced by another")
         complaint = self._disagreement(new)
         if complaint is not None:
             return complaint
@@ -116,7 +117,12 @@ class Registry:
         return None
 
     def _put(self, new: Registration) -> None:
-        self._drop(new.dp_rank)
+        replaced = self._ranks.get(new.dp_rank)
+        if replaced is not None:
+            self._drop(new.dp_rank)
+            self._replaced[replaced.who.id] = None
+            while len(self._replaced) > self.limits.max_replaced:
+                del self._replaced[next(iter(self._replaced))]
         self._ranks[new.dp_rank] = new
 
     def _drop(self, dp_rank: int) -> None:

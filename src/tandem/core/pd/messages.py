@@ -21,7 +21,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     room: Room
     attempt: int
     source: Incarnation  # the decode
-    target: Incarnation  # the prefill this READY was meant for; another epoch refuses it
+    target: Incarnation  # the prefill this READY was meant for; another incarnation refuses it
     layout: str  # digest of protocol version, weights, dtype, page size, heads, shard map; must be equal
     prompt_len: int  # a prompt of another length is refused: both halves must mean the same request
     held_pages: int = 0  # decode already holds this many leading pages

@@ -111,7 +111,7 @@ def wait_owner(progress: Progress) -> str:
         return OWN_WAITS.get(progress.waiting_for, "node")
     half = progress.receiver if progress.receiver is not None else progress.sender
     if half is not None and half.peer is not None:
-        return half.peer.instance
+        return half.peer.name
     return "decode" if progress.receiver is None else f"bootstrap server {key(progress.receiver.address)}"
 
 
@@ -120,8 +120,8 @@ def state(node: EngineNode) -> dict[str, object]:
     own = node.state
     return {
         "role": str(own.settings.role),
-        "instance": own.settings.incarnation.instance,
-        "epoch": own.settings.incarnation.epoch,
+        "name": own.settings.incarnation.name,
+        "incarnation": own.settings.incarnation.id,
         "steps": own.steps,
         "forward_ct": own.forward_ct,
         "window": [{"batch": f.batch, "iteration": f.forward_iter} for f in own.window],
@@ -137,6 +137,6 @@ def state(node: EngineNode) -> dict[str, object]:
         "rooms": len(own.rooms),
         "stashed": len(own.stash),
         "tombstones": len(own.tombstones),
-        "peers": {address: known.incarnation.instance for address, known in own.peers.items()},
+        "peers": {address: known.incarnation.name for address, known in own.peers.items()},
         "draining": own.draining,
     }

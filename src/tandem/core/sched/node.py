@@ -420,9 +420,9 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
         if is_aborted(progress):
             continue
         if progress.sender is not None and progress.sender.peer == event.peer:
-            prefill.fail(node, progress, event.cause, f"decode {event.peer.instance} is gone")
+            prefill.fail(node, progress, event.cause, f"decode {event.peer.name} is gone")
         elif is_awaited(progress, event.peer):
-            decode.fail_transfer(node, progress, event.cause, f"prefill {event.peer.instance} is gone")
+            decode.fail_transfer(node, progress, event.cause, f"prefill {event.peer.name} is gone")
 
 
 def is_awaited(progress: Progress, peer: Incarnation) -> bool:

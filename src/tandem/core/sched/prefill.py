@@ -137,7 +137,7 @@ def answer_unknown_room(node: NodeState, peer: Incarnation, ready: Ready) -> Non
     if tombstone is not None:
         node.out.append(Tell(peer, tombstone))
     elif ready.target != node.settings.incarnation:
-        detail = f"READY is for epoch {ready.target.epoch}, this is {node.settings.incarnation.epoch}"
+        detail = f"READY is for another incarnation ({ready.target.id}) than this one ({node.settings.incarnation.id})"
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.PEER_LOST, detail)))
     elif node.draining:
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, Cause.DRAINING, SHUTTING_DOWN)))
@@ -153,7 +153,10 @@ def refuse(node: NodeState, progress: Progress, ready: Ready) -> tuple[Cause, st
     sender = progress.sender
     assert sender is not None
     if ready.target != node.settings.incarnation:
-        return Cause.PEER_LOST, f"READY is for epoch {ready.target.epoch}, this is {node.settings.incarnation.epoch}"
+        return (
+            Cause.PEER_LOST,
+            f"READY is for another incarnation ({ready.target.id}) than this one ({node.settings.incarnation.id})",
+        )
     if ready.layout != node.settings.layout:
         return Cause.LAYOUT_MISMATCH, LAYOUT_DIFFERS
     if ready.prompt_len != progress.request.prompt_len:

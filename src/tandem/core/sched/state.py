@@ -288,7 +288,7 @@ def leave_decode_set(node: NodeState, progress: Progress) -> None:
 def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
     """The cause in full: in which wait, for how long, on whom."""
     half = progress.sender if progress.sender is not None else progress.receiver
-    peer = half.peer.instance if half is not None and half.peer is not None else ""
+    peer = half.peer.name if half is not None and half.peer is not None else ""
     stage = str(progress.waiting_for or progress.state)
     return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
 

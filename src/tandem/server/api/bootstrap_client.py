@@ -81,7 +81,7 @@ class BootstrapClient:
         except TROUBLE as error:
             self.report(events.PeerUnknown(address, trouble_at(address, error), dp_rank))
         else:
-            self.report(wire.Connect(replica))
+            self.report(wire.Connect(address, replica))
             self.report(
                 events.PeerLearned(
                     address,

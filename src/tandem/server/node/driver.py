@@ -175,6 +175,9 @@ class Inbox:
         return self._peers
 
     def report(self, event: Event) -> None:
+        """What the peers say and do."""
+        if isinstance(event, events.PeerLost):
+            self.worker.send(wire.Disconnect(event.peer))
         self._happened.append(event)
 
     def wait_for_engine(self) -> wire.EngineReady | None:
@@ -232,7 +235,7 @@ class Inbox:
                 self.questions.append(message)
             case wire.Connect():
                 self.worker.send(message)
-                self.peers.connect(message.replica)
+                self.peers.connect(message.replica, message.address)
             case wire.FailTransfers(prob):
                 self.failures.prob = prob
             case wire.Shutdown():

@@ -166,7 +166,7 @@ class FlightRecorder:
             self._note(f"the flight record ends here: {error}")
 
     def _begin_segment(self) -> None:
-        name = f"flight-{self._settings.incarnation.epoch}-{os.getpid()}-{self._num_segments:06}.tandem"
+        name = f"flight-{self._settings.incarnation.id}-{os.getpid()}-{self._num_segments:06}.tandem"
         self._num_segments += 1
         self._segments.append(self._folder / name)
         self._file = self._segments[-1].open("wb", buffering=BUFFER_BYTES)

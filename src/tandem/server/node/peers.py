@@ -9,7 +9,7 @@ server it is; whatever comes later belongs to that life.
     a dialled connection breaks                                 dialled again for `RETURN_NS`, then `PeerLost`; at once
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
-    the peer comes back as another life                         `PeerLost` for the old one, at once
+    its address is vouched for another life by now              `PeerLost` for the old one, at once
     nothing at all was heard for as long as `Heartbeat` says    `PeerLost`; who has nothing to say says `Ping`
 
 Everything here runs on the node's one thread and never waits. `Tell` to a peer without a connection is dropped: who
@@ -30,7 +30,7 @@ from msgspec import Struct
 
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release
-from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
+from tandem.core.values import MILLISECOND, SECOND, Address, Incarnation, Nanos
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
 from tandem.server.wire import ReplicaInfo
 
@@ -114,7 +114,8 @@ class _Peer:
     """One life of one peer, as long as its connection is there or may return."""
 
     who: Incarnation
-    dial: tuple[str, int] | None  # where to dial; None: the peer dials us
+    dial: tuple[str, int] | None = None  # where to dial; None: the peer dials us
+    found_at: tuple[Address, int] | None = None  # bootstrap server and DP rank under which it was learned
     wire: _Wire | None = None
     lost_at: Nanos | None = None  # when it is given up, once the connection is broken
     retry_at: Nanos | None = None
@@ -142,14 +143,15 @@ class Peers:
         self.poller.watch(self._listener, selectors.EVENT_READ, self._accept)
         return self._listener.getsockname()[1]
 
-    def connect(self, replica: ReplicaInfo) -> None:
-        """Have a connection to this life of a prefill. Says PeerLost for an older life of it."""
-        self._forget_other_lives(replica.incarnation)
-        address = (replica.control_host, replica.control_port)
-        peer = self._peers.get(replica.incarnation)
-        if peer is None:
-            peer = self._peers[replica.incarnation] = _Peer(replica.incarnation, dial=address)
-        peer.dial = address
+    def connect(self, replica: ReplicaInfo, address: Address) -> None:
+        """Have a connection to this life of a prefill. Says PeerLost for the one that was at this address before it."""
+        found_at = (address, replica.dp_rank)
+        for other in list(self._peers.values()):
+            if other.found_at == found_at and other.who != replica.incarnation:
+                self._lose(other, "was replaced by another life")
+        peer = self._peers.setdefault(replica.incarnation, _Peer(replica.incarnation))
+        peer.found_at = found_at
+        peer.dial = (replica.control_host, replica.control_port)
         if peer.wire is None:
             self._dial(peer)
 
@@ -341,9 +343,8 @@ class Peers:
                 self._lose(peer, "is another life now")
                 return
         else:
-            self._forget_other_lives(hello.source)
             self._strangers.remove(wire)
-            peer = self._peers.setdefault(hello.source, _Peer(hello.source, dial=None))
+            peer = self._peers.setdefault(hello.source, _Peer(hello.source))
             if peer.wire is not None:  # its old connection broke without our noticing
                 peer.wire.peer = None
                 self._close(peer.wire)
@@ -355,12 +356,6 @@ class Peers:
         wire.channel.frames.max_frame_bytes = MESSAGE_BYTES
         peer.lost_at = peer.retry_at = None
         peer.retry_ns = FIRST_RETRY_NS
-
-    def _forget_other_lives(self, who: Incarnation) -> None:
-        """A higher epoch ends the lower ones. (A lower one that still talks is old news and ends by its silence.)"""
-        for peer in list(self._peers.values()):
-            if peer.who.instance == who.instance and peer.who.epoch < who.epoch:
-                self._lose(peer, "has restarted")
 
     def _drop(self, wire: _Wire, reason: str) -> None:
         """The connection is of no use any more; the peer may come back on another."""
@@ -379,14 +374,14 @@ class Peers:
         now = self.clock()
         peer.wire = None
         if peer.lost_at is None:
-            self.note(f"connection to {peer.who.instance} broke: {reason}")
+            self.note(f"connection to {peer.who.name} broke: {reason}")
             peer.lost_at = Nanos(now + RETURN_NS)
         if peer.dial is not None:
             peer.retry_at = Nanos(now + peer.retry_ns)
             peer.retry_ns = Nanos(2 * peer.retry_ns)
 
     def _lose(self, peer: _Peer, reason: str) -> None:
-        self.note(f"peer {peer.who.instance} is lost: {reason}")
+        self.note(f"peer {peer.who.name} is lost: {reason}")
         if peer.wire is not None:
             self._close(peer.wire)
             peer.wire = None

@@ -100,5 +100,5 @@ def _has_torn_end(record: Record) -> bool:
 
 
 def _name(segment: Path) -> str:
-    """`flight-EPOCH-PROCESS-NUMBER.tandem` without the number: one life of one node."""
+    """`flight-INCARNATION-PROCESS-NUMBER.tandem` without the number: one life of one node."""
     return segment.stem.rpartition("-")[0]

@@ -1,7 +1,7 @@
 """One simulated replica: a place with a name, and the lives (incarnations) it has had.
 
 A `Life` is what `tandem serve` is: the production node, a worker and a data plane, with queues between them. A crash
-drops a life whole; nothing of it answers any more, and the next one starts empty with a higher epoch.
+drops a life whole; nothing of it answers any more, and the next one starts empty with another id.
 """
 
 from collections import deque

@@ -259,7 +259,7 @@ class KvStore:
     def _ask(self, pull: Pull, stream: Stream, give_up_at: int) -> None:
         """Ask the peer for the next page; while there is no way, until the reader gives up."""
         peer = pull.command.peer
-        transit_ns = self.weather.transit_ns(self.incarnation.instance, peer.instance)
+        transit_ns = self.weather.transit_ns(self.incarnation.name, peer.name)
         if pull.is_cancelled:
             self._stop(pull, stream)
         elif transit_ns is not None:
@@ -300,7 +300,7 @@ class KvStore:
             return
         page, generation, _, _ = stream.wanted[stream.landed]
         contents = source.end_read(grant, PageId(page), generation, stream.shard)
-        transit_ns = self.weather.transit_ns(source.incarnation.instance, self.incarnation.instance)
+        transit_ns = self.weather.transit_ns(source.incarnation.name, self.incarnation.name)
         if transit_ns is None:
             self.clock.at(give_up_at, self._fail, pull, stream, Cause.TRANSFER_FAILED, "broken off")
             return

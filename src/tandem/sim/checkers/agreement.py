@@ -166,15 +166,15 @@ class RightRank:
         if half is None:
             return
         homes = [other for other in half.exchange.halves if other.role is Role.PREFILL and other.room == ready.room]
-        if any(home.replica == ready.target.instance for home in homes):
+        if any(home.replica == ready.target.name for home in homes):
             return
-        if ready.target.instance in self.homes[ready.room]:
+        if ready.target.name in self.homes[ready.room]:
             return  # a room that was used twice: the other use is or was there
         for home in homes:
             there = self.world.replicas[home.replica].life
             progress = there.node.state.requests.get(home.request) if there is not None and home.is_open else None
             if progress is not None and progress.state is not State.DRAINING:
-                wrong = ready.target.instance
+                wrong = ready.target.name
                 raise Violation(
                     self.id, f"{where(life, half.request)}: READY goes to {wrong}, the KV is at {home.replica}"
                 )

@@ -25,7 +25,7 @@ class Watched(Protocol):
 
 
 def where(life: Life, request: RequestId | None = None) -> str:
-    name = f"{life.replica.name}.{life.incarnation.epoch}"
+    name = f"{life.replica.name}.{life.incarnation.id}"
     return name if request is None else f"{name} request {request}"
 
 

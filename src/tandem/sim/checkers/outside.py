@@ -48,7 +48,7 @@ class WellFormed:
 
     def pulled(self, life: Life, command: PullPages) -> None:
         count = len(command.sources)
-        if command.peer.instance not in self.world.replicas:
+        if command.peer.name not in self.world.replicas:
             raise Violation(self.id, f"{where(life, command.request)} pulls from {command.peer}, whom nobody knows")
         if len(command.generations) != count or len(command.destinations) != count:
             raise Violation(
@@ -62,7 +62,7 @@ class WellFormed:
     def recount(self, life: Life) -> None:
         for progress in life.node.state.requests.values():
             for end in (progress.sender, progress.receiver):
-                if end is not None and end.peer is not None and end.peer.instance not in self.world.replicas:
+                if end is not None and end.peer is not None and end.peer.name not in self.world.replicas:
                     raise Violation(self.id, f"{where(life, progress.id)} is paired with {end.peer}")
 
 

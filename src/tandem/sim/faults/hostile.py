@@ -7,7 +7,7 @@ from tandem.core.pd.transfer import Receiver
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, Room
 from tandem.sim.actors.replica import Life
 
-STRANGER = Incarnation("stranger", 1)
+STRANGER = Incarnation("stranger", "1")
 
 
 def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation, Message]:
@@ -17,7 +17,7 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
     attempt = random.choice((0, 1, 1, 2))
     match random.randrange(5):
         case 0:
-            target = Incarnation(life.incarnation.instance, life.incarnation.epoch - random.choice((0, 0, 1)))
+            target = Incarnation(life.incarnation.name, str(int(life.incarnation.id) - random.choice((0, 0, 1))))
             ready = Ready(
                 room, attempt, claimed, target, life.settings.layout, random.randrange(1, 100),
                 held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4),

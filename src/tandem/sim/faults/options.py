@@ -227,7 +227,7 @@ def _draw_settings(
     max_running = random.choice((2, 4, 8, 16))
     return NodeSettings(
         role=Role.UNIFIED,
-        incarnation=Incarnation("", 0),
+        incarnation=Incarnation("", ""),
         num_pages=num_pages,
         page_size=page_size,
         layout="layout",

@@ -69,7 +69,7 @@ class Network:
         )
 
     def send(self, source: Incarnation, target: Incarnation, message: Message) -> None:
-        settings, link = self.settings, self.link(source.instance, target.instance)
+        settings, link = self.settings, self.link(source.name, target.name)
         if settings.loss and self.random.random() < settings.loss:
             self.count("F1")
             return
@@ -133,5 +133,5 @@ class Network:
 
     def _redeliver(self, source: Incarnation, target: Incarnation, message: Message) -> None:
         """A copy from an earlier connection: in no order with anything else."""
-        if not self.link(source.instance, target.instance).is_cut:
+        if not self.link(source.name, target.name).is_cut:
             self.deliver(source, target, message)

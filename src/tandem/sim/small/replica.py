@@ -82,10 +82,10 @@ class Stage:
     def __post_init__(self) -> None:
         self.forks = Forks(self.cast.settings)
 
-    def begin(self, *, epoch: int, to_come: tuple[RequestId, ...]) -> int:
+    def begin(self, *, number: int, to_come: tuple[RequestId, ...]) -> int:
         """A new life: an empty node and empty memory."""
         settings = self.cast.settings
-        life = Incarnation(self.cast.name, epoch)
+        life = Incarnation(self.cast.name, str(number))
         node = EngineNode(msgspec.structs.replace(settings, incarnation=life))
         node.step((), START)
         fork, _ = self.forks.keep(node, None)
@@ -174,7 +174,7 @@ class Stage:
         except Exception as error:
             raise Violation("S13", f"{self.cast.name} raised {type(error).__name__}: {error}") from error
         if self.witness is not None:
-            self.witness(draft.now, f"{self.cast.name}.{draft.life.epoch}", events, effects.commands)
+            self.witness(draft.now, f"{self.cast.name}.{draft.life.id}", events, effects.commands)
         for command in effects.commands:
             dispatch(draft, command)
         draft.forget_first()

@@ -51,7 +51,7 @@ class Cast:
 
     @property
     def name(self) -> str:
-        return self.settings.incarnation.instance
+        return self.settings.incarnation.name
 
 
 class Grant(Struct, frozen=True):

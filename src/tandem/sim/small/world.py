@@ -79,7 +79,7 @@ class Small(Struct, frozen=True):
     def settings(self, role: Role) -> NodeSettings:
         return NodeSettings(
             role=role,
-            incarnation=Incarnation(str(role), 1),
+            incarnation=Incarnation(str(role), "1"),
             num_pages=self.prefill_pages if role is Role.PREFILL else self.decode_pages,
             page_size=PAGE_SIZE,
             max_running=self.max_running,
@@ -140,7 +140,7 @@ class SmallWorld:
 
     def beginning(self) -> Situation:
         to_come = tuple(RequestId(number) for number in range(1, len(self.small.prompts) + 1))
-        prefill, decode = (stage.begin(epoch=1, to_come=to_come) for stage in self.stages)
+        prefill, decode = (stage.begin(number=1, to_come=to_come) for stage in self.stages)
         nothing = self.ways.number(NOTHING)
         return prefill, decode, nothing, nothing
 
@@ -290,7 +290,7 @@ class SmallWorld:
     def _restart(self, situation: Situation, side: int) -> Situation:
         """What this life has said may still be heard, then that it has ended; what was said to it is lost."""
         old = self.replica(situation, side)
-        new = self.stages[side].begin(epoch=old.life.epoch + 1, to_come=old.to_come)
+        new = self.stages[side].begin(number=int(old.life.id) + 1, to_come=old.to_come)
         last_words = (*self.ways.values[situation[3 - side]], self.items.number(Item(old.life)))
         to_other, nothing = self.ways.number(last_words), self.ways.number(NOTHING)
         if side == PREFILL:

@@ -40,9 +40,9 @@ def _held(node: NodeState, progress: Progress) -> Iterator[str]:
     if sender is not None and sender.is_ready and sender.peer is not None:
         offered = sender.offered - sender.held_pages
         what = f"{_count(offered, 'page')} offered to" if offered else "READY of"
-        yield f"{what} {sender.peer.instance}.{sender.peer.epoch}"
+        yield f"{what} {sender.peer.name}.{sender.peer.id}"
     if receiver is not None and receiver.pulling and progress.state is State.ARRIVING:
-        yield f"a pull from {receiver.peer.instance}.{receiver.peer.epoch}" if receiver.peer is not None else "a pull"
+        yield f"a pull from {receiver.peer.name}.{receiver.peer.id}" if receiver.peer is not None else "a pull"
 
 
 def _wait(progress: Progress) -> str:

@@ -65,7 +65,7 @@ class Scenario:
         self.world = World(quiet_options(), timing=STEADY, trace=self._record, recount_every=1)
 
     def _record(self, now: int, life: Life, events, commands) -> None:  # type: ignore[no-untyped-def]
-        name = f"{life.replica.name}.{life.incarnation.epoch}"
+        name = f"{life.replica.name}.{life.incarnation.id}"
         self.lines.extend(trace_step(now, name, events, commands))
 
     def read(self, script: str) -> None:
@@ -207,7 +207,7 @@ class Scenario:
                 raise ValueError("of which request?")
 
     def _look(self, life: Life) -> None:
-        self.lines.append(f"{self.world.clock.time / SECOND:.6f} {life.replica.name}.{life.incarnation.epoch} holds")
+        self.lines.append(f"{self.world.clock.time / SECOND:.6f} {life.replica.name}.{life.incarnation.id} holds")
         self.lines.extend(holdings(life.node.state))
 
     def _abort(self, life: Life, request: RequestId) -> None:

@@ -116,7 +116,7 @@ class Tape:
                     self._note_client(now, life, "stop", request)
                 case FlushRequested() | HooksChanged():
                     self._note_told(now, life, event)
-                case PeerSaid(peer) if peer.instance not in self.world.replicas:
+                case PeerSaid(peer) if peer.name not in self.world.replicas:
                     self._note_told(now, life, event)
                 case _:
                     pass

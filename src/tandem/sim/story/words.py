@@ -18,7 +18,7 @@ from tandem.sim.workload import WorkloadSettings
 
 SMALL = NodeSettings(
     role=Role.UNIFIED,
-    incarnation=Incarnation("", 0),
+    incarnation=Incarnation("", ""),
     num_pages=16,
     page_size=4,
     layout="layout",
