@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ settings.register_profile("hunt", deadline=None, max_examples=2_000, stateful_st
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 HERE = Path(__file__).parent
+STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")  # the user's own secret is not for tests
+os.environ["XDG_STATE_HOME"] = STATE.name
 
 
 @dataclass(frozen=True)

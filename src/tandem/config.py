@@ -6,7 +6,7 @@ SGLang's where it has them.
 
 import os
 from dataclasses import dataclass, field, fields
-from ipaddress import ip_network
+from ipaddress import ip_address, ip_network
 from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
@@ -79,7 +79,8 @@ class ServerConfig:
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
     cluster_secret_file: str | None = flag(
         None,
-        "prefill: writes to the bootstrap server must be signed with it (default: none are taken from afar)",
+        "prefill and decode: the secret that all servers of a cluster prove to each other; not readable by everybody "
+        "(default: one of this user on this machine, made at first use)",
         metavar="PATH",
     )
     disaggregation_allow: tuple[str, ...] = flag(
@@ -256,14 +257,26 @@ RULES: tuple[Rule, ...] = (
         "--disaggregation-decode-enable-radix-cache contradicts --disable-radix-cache",
     ),
     Rule(
-        lambda c: c.cluster_secret_file is not None and c.disaggregation_mode != "prefill",
-        "--cluster-secret-file is for prefill servers: only they run a bootstrap server",
+        lambda c: c.cluster_secret_file is not None and c.disaggregation_mode == "null",
+        "--cluster-secret-file is for prefill and decode servers: a unified one has no peers",
+    ),
+    Rule(
+        lambda c: c.cluster_secret_file is None and c.disaggregation_mode != "null" and not is_loopback(c.host),
+        "a prefill or decode server that others can reach needs --cluster-secret-file, the same on all of them",
     ),
     Rule(
         lambda c: c.strict_remote and c.disaggregation_mode != "decode",
         "--strict-remote is for decode servers",
     ),
 )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach who listens there. Other names are not looked up: they count as reachable."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _changes_delayer(config: ServerConfig) -> bool:

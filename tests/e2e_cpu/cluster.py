@@ -174,6 +174,17 @@ def cluster(
             raise
 
 
+SECRET = b"a secret of the whole cluster"
+
+
+def secret_flags(folder: Path) -> tuple[str, str]:
+    """For servers of one cluster that listen elsewhere than on loopback."""
+    path = folder / "cluster-secret"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    return ("--cluster-secret-file", str(path))
+
+
 @contextmanager
 def halves(
     folder: Path,

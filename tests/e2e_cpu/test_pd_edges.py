@@ -15,7 +15,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from cluster import HttpError, Server, bootstrap_port, eventually, halves
+from cluster import HttpError, Server, bootstrap_port, eventually, halves, secret_flags
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 LONG = [9 + index % 470 for index in range(3000)]
@@ -62,8 +62,9 @@ def test_a_prefill_elsewhere_is_used_if_its_network_is_allowed_and_refused_by_bo
     tmp_path: Path, fabric: str
 ) -> None:
     own = own_address(fabric)
-    allow = ("--disaggregation-allow", own)
-    with halves(tmp_path, ("--host", own), allow, prefill_host=own) as (prefill, decode):
+    secret = secret_flags(tmp_path)
+    of_prefill, of_decode = ("--host", own, *secret), ("--disaggregation-allow", own, *secret)
+    with halves(tmp_path, of_prefill, of_decode, prefill_host=own) as (prefill, decode):
         route = route_of(prefill)
         assert {route["control_host"], *(shard["host"] for shard in route["shards"])} == {own}
         for port in (route["control_port"], *(shard["port"] for shard in route["shards"])):
@@ -78,7 +79,9 @@ def test_a_prefill_elsewhere_is_used_if_its_network_is_allowed_and_refused_by_bo
 
 def test_a_server_that_listens_everywhere_is_found_at_any_address_of_its_machine(tmp_path: Path) -> None:
     own = own_address("IPv4")
-    with halves(tmp_path, ("--host", "0.0.0.0"), ("--disaggregation-allow", f"{own}/32")) as (prefill, decode):
+    secret = secret_flags(tmp_path)
+    of_prefill, of_decode = ("--host", "0.0.0.0", *secret), ("--disaggregation-allow", f"{own}/32", *secret)
+    with halves(tmp_path, of_prefill, of_decode) as (prefill, decode):
         reply = through_both(prefill, decode, pair_with(prefill, host=own))
         assert reply["meta_info"]["path"] == "remote"
 

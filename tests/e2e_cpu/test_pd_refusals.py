@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MODEL, START_S, HttpError, bootstrap_port, eventually, halves
+from cluster import MODEL, SECRET, START_S, HttpError, bootstrap_port, eventually, halves, secret_flags
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, free_ports, serve_words
@@ -67,10 +67,8 @@ def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) 
 
 
 def test_a_stranger_cannot_take_over_the_route_of_a_prefill_that_has_a_secret(tmp_path: Path) -> None:
-    secret = tmp_path / "secret"
-    secret.write_text("a secret of the whole cluster\n")
-    flags = ("--cluster-secret-file", str(secret), "--host", "0.0.0.0")
-    with halves(tmp_path, flags, ()) as (prefill, decode):
+    secret = secret_flags(tmp_path)
+    with halves(tmp_path, ("--host", "0.0.0.0", *secret), secret) as (prefill, decode):
         port = bootstrap_port(prefill)
         _, before = call(port, "GET", "/route", None, {})
         forged = json.loads(before) | {"control_host": "203.0.113.9"}
@@ -80,7 +78,7 @@ def test_a_stranger_cannot_take_over_the_route_of_a_prefill_that_has_a_secret(tm
         assert call(port, "GET", "/route", None, {})[1] == before
         room = {"bootstrap_room": 5, "dp_rank": 0}
         signed = signed_headers(
-            b"a secret of the whole cluster",
+            SECRET,
             method="POST",
             target="/register_dp_rank",
             body=json.dumps(room).encode(),
@@ -99,8 +97,9 @@ def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> N
     (port,) = free_ports(1)
     secret = tmp_path / "secret"
     secret.write_text("short")
+    secret.chmod(0o600)
     with Fleet(tmp_path, engines=1) as fleet:
         words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0")
         fleet.start("prefill", serve_words(MODEL, port, *words, "--cluster-secret-file", str(secret)), port=port)
-        with pytest.raises(CommandFailed, match=r"prefill: the cluster secret in .* has fewer than 16 bytes"):
+        with pytest.raises(CommandFailed, match=r"prefill: the cluster secret in .* has 5 bytes; it must have 16"):
             fleet.wait_ready(timeout_s=START_S)

@@ -1,7 +1,6 @@
 """The bootstrap server over HTTP: who is there, which rank holds a room, and who may write."""
 
 import secrets
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.server import wire
 from tandem.server.api.bootstrap import MAX_BODY_BYTES, MAX_ROOMS_PER_QUERY, BootstrapServer, registration
-from tandem.server.api.cluster_auth import MAX_SKEW_S, SecretError, WriteGuard, read_secret, signed_headers
+from tandem.server.api.cluster_auth import MAX_SKEW_S, WriteGuard, signed_headers
 
 SECRET = b"a secret of the whole cluster"
 ENDS = (wire.DataEndpoint("10.0.0.1", 6), wire.DataEndpoint("10.0.0.1", 7, "/tmp/seven"))
@@ -257,15 +256,3 @@ def test_a_signed_request_cannot_be_sent_twice_not_even_just_before_it_expires()
 
 
 # --- the secret ------------------------------------------------------------------------------------------------------
-
-
-def test_a_secret_is_a_file_of_some_length(tmp_path: Path) -> None:
-    file = tmp_path / "secret"
-    file.write_bytes(b"  0123456789abcdef\n")
-    assert read_secret(file) == b"0123456789abcdef"
-    for text in (b"", b"short\n", b" " * 40):
-        file.write_bytes(text)
-        with pytest.raises(SecretError, match="fewer than 16 bytes"):
-            read_secret(file)
-    with pytest.raises(SecretError, match="cannot read the cluster secret"):
-        read_secret(tmp_path / "nowhere")

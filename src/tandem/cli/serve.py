@@ -19,6 +19,7 @@ from tandem.server.processes import (
     Listeners,
     ServerFailure,
     bind_listeners,
+    cluster_secret,
     engine_threads,
     new_incarnation,
     start_children,
@@ -55,6 +56,7 @@ def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
 
 def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
     """Until a signal comes. Raises ServerFailure."""
+    secret = cluster_secret(config)
     children = start_children(
         Launch(
             config=config,
@@ -63,6 +65,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
             http_port=listeners.http_port,
             cpu_threads=engine_threads(config),
             parent_pid=os.getpid(),
+            cluster_secret=b"" if secret is None else secret.raw,
         )
     )
     try:

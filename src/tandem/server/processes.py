@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from msgspec import Struct
 
 from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.values import Incarnation
+from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,6 +39,7 @@ class Launch(Struct, frozen=True):
     http_port: int
     cpu_threads: int
     parent_pid: int
+    cluster_secret: bytes = b""  # empty: this server exchanges no KV. Comes over stdin, which nobody else reads
 
 
 class ServerFailure(Exception):
@@ -221,6 +224,18 @@ def _bind(host: str, port: int, *, flag: str) -> socket.socket:
     # body waits until its head is acknowledged: 40 ms per reply on a connection that is kept.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def cluster_secret(config: ServerConfig) -> ClusterSecret | None:
+    """What this server proves to its peers, and asks of them; None for one without peers. Raises ServerFailure."""
+    if config.role == "unified":
+        return None
+    try:
+        if config.cluster_secret_file is not None:
+            return read_secret(Path(config.cluster_secret_file))
+        return user_secret(os.environ)
+    except SecretError as error:
+        raise ServerFailure(str(error)) from error
 
 
 def new_incarnation(listeners: Listeners) -> Incarnation:

@@ -14,27 +14,10 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 MAX_SKEW_S = 30
 MAX_NONCES = 65_536  # of the last 2 x MAX_SKEW_S; only signed requests get in
-MIN_SECRET_BYTES = 16
 TIME_HEADER, NONCE_HEADER, SIGNATURE_HEADER = "x-tandem-time", "x-tandem-nonce", "x-tandem-signature"
-
-
-class SecretError(Exception):
-    """The secret cannot be used. One line for the user: cause and remedy."""
-
-
-def read_secret(path: Path) -> bytes:
-    """White space around it does not count. Raises SecretError."""
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise SecretError(f"cannot read the cluster secret {path}: {error.strerror}") from error
-    if len(secret) < MIN_SECRET_BYTES:
-        raise SecretError(f"the cluster secret in {path} has fewer than {MIN_SECRET_BYTES} bytes; make a longer one")
-    return secret
 
 
 def signature(secret: bytes, *, method: str, target: str, time_s: str, nonce: str, body: bytes) -> str:

@@ -33,14 +33,14 @@ from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
 from tandem.server.api.client import NodeClient
-from tandem.server.api.cluster_auth import SecretError, WriteGuard, read_secret
+from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts, is_loopback
 from tandem.server.api.http1 import Http1
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
-from tandem.server.processes import ChildName, Children, Listeners, ServerFailure
+from tandem.server.processes import ChildName, Children, Listeners, ServerFailure, cluster_secret
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_GRACE_S = 5.0  # for children that were told to end
@@ -245,11 +245,12 @@ class ApiProcess:
 
 def write_guard(config: ServerConfig, bootstrap: socket.socket) -> WriteGuard:
     """Raises ServerFailure."""
-    try:
-        secret = None if config.cluster_secret_file is None else read_secret(Path(config.cluster_secret_file))
-    except SecretError as error:
-        raise ServerFailure(str(error)) from error
-    return WriteGuard(secret, is_loopback=is_loopback(str(bootstrap.getsockname()[0])), clock=time.time)
+    secret = None if config.cluster_secret_file is None else cluster_secret(config)
+    return WriteGuard(
+        None if secret is None else secret.raw,
+        is_loopback=is_loopback(str(bootstrap.getsockname()[0])),
+        clock=time.time,
+    )
 
 
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:
