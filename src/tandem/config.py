@@ -15,9 +15,10 @@ MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
 
 
-def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str = "") -> Any:
-    """A field of `ServerConfig` that is also a command-line flag `--like-this`."""
-    return field(default=default, metadata={"help": text, "choices": choices, "metavar": metavar})
+def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str = "", is_secret: bool = False) -> Any:
+    """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown."""
+    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +31,28 @@ class ServerConfig:
     model: str
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "HTTP port; 0 picks a free one")
-    api_key: str | None = flag(None, "clients must send it as a bearer token", metavar="KEY")
+    api_key: str | None = flag(
+        None,
+        "clients must send it as a bearer token; other users of this machine can read it here (default: "
+        "TANDEM_API_KEY of the environment)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    api_key_file: str | None = flag(
+        None, "the same from a file that others cannot read: one key per line, any of which opens", metavar="PATH"
+    )
     admin_api_key: str | None = flag(
-        None, "key for flush, abort and debug endpoints (default: the API key)", metavar="KEY"
+        None,
+        "key for flush, abort and debug endpoints (default: TANDEM_ADMIN_API_KEY of the environment, or the API key)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    admin_api_key_file: str | None = flag(None, "the same from a file, as --api-key-file", metavar="PATH")
+    allowed_host: tuple[str, ...] = flag(
+        (),
+        "without an API key: a name of this server in URLs, and a host whose web pages may use it, beside numbers and "
+        "localhost (default: on loopback the machine's own names, else any); may be repeated",
+        metavar="NAME",
     )
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag("auto", "weights and activations; auto: as stored", choices=("auto", "float32", "bfloat16"))
@@ -439,6 +459,11 @@ def environment_complaints() -> list[str]:
     return found
 
 
-def flags() -> list[tuple[str, Any]]:
-    """(`--flag-name`, field) in the order of declaration."""
-    return [("--" + f.name.replace("_", "-"), f) for f in fields(ServerConfig) if f.name != "model"]
+def public_settings(config: Any) -> dict[str, Any]:
+    """The fields of a configuration that may be shown to whoever asks."""
+    return {f.name: getattr(config, f.name) for f in fields(config) if not f.metadata.get("is_secret")}
+
+
+def flags(kind: Any = ServerConfig) -> list[tuple[str, Any]]:
+    """(`--flag-name`, field) of a class of settings, in the order of declaration."""
+    return [("--" + f.name.replace("_", "-"), f) for f in fields(kind) if "help" in f.metadata]

@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.settings import Role
+from tandem.server.api.http1 import uvicorn_config
 from tandem.server.router.app import RouterApp, listen
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.router.generate import GENERATION_PATHS
@@ -79,6 +80,7 @@ class Seen:
     path: str
     body: dict[str, Any]
     headers: dict[str, str]
+    query: str = ""
     is_closed: bool = False  # by the router, before the answer was complete
 
 
@@ -131,7 +133,7 @@ class FakeWorker:
                 break
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         body = json.loads(raw) if raw else {}
-        seen = Seen(path, body if isinstance(body, dict) else {}, headers)
+        seen = Seen(path, body if isinstance(body, dict) else {}, headers, scope["query_string"].decode())
         self.seen.append(seen)
         if path in GENERATION_PATHS:
             behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
@@ -205,14 +207,7 @@ class ServerThread:
 
     def __init__(self, app: Any, listener: socket.socket, *, lifespan: str = "off") -> None:
         self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                interface="asgi3",
-                log_config=None,
-                access_log=False,
-                lifespan="on" if lifespan == "on" else "off",
-                timeout_graceful_shutdown=1,
-            )
+            uvicorn_config(app, drain_seconds=1, lifespan="on" if lifespan == "on" else "off")
         )
         self._listener = listener
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)

@@ -173,7 +173,8 @@ def world(
     answers: dict[str, object] | None = None,
     **settings: object,
 ) -> World:
-    config = ServerConfig(model="toy", log_format="json", **settings)  # type: ignore[arg-type]
+    named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
+    config = ServerConfig(model="toy", log_format="json", **named)  # type: ignore[arg-type]
     node = FakeNode(
         script or says("ok"), answers={"worker": WORKER} | ({"metrics": {}} if answers is None else answers)
     )

@@ -130,14 +130,14 @@ def test_urls_are_taken_as_users_write_them() -> None:
 @pytest.mark.parametrize("url", ["", "http://", "ftp://a:1", "a:b", "http://[::1"])
 def test_what_is_no_url_is_wrong_usage(url: str) -> None:
     with pytest.raises(CommandFailed, match="is not the URL of a server") as raised:
-        client_options(argparse.Namespace(url=url, api_key=None))
+        client_options(argparse.Namespace(url=url, api_key=None, api_key_file=None))
     assert raised.value.is_wrong_usage
 
 
 def test_an_api_key_that_no_header_can_carry_is_wrong_usage() -> None:
     for key in ("schlüssel", "two\nlines"):
         with pytest.raises(CommandFailed, match="--api-key") as raised:
-            client_options(argparse.Namespace(url="127.0.0.1:1", api_key=key))
+            client_options(argparse.Namespace(url="127.0.0.1:1", api_key=key, api_key_file=None))
         assert raised.value.is_wrong_usage
 
 

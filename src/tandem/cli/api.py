@@ -1,6 +1,7 @@
 """What the client commands share: reaching an OpenAI-compatible server, reading its streams, naming what went wrong."""
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -10,6 +11,7 @@ import httpx
 import msgspec
 
 from tandem.cli.failure import CommandFailed
+from tandem.server.keys import KeyProblem, key_text
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 CONNECT_SECONDS = 5.0
@@ -24,7 +26,10 @@ class ServerTrouble(CommandFailed):
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help=f"server or router (default: {DEFAULT_URL})")
     parser.add_argument("--model", help="model name (default: the first that the server lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="sent as a bearer token (default: TANDEM_API_KEY of the environment)"
+    )
+    parser.add_argument("--api-key-file", metavar="PATH", help="the same from a file; the first key in it is sent")
 
 
 def base_url(url: str) -> str:
@@ -35,9 +40,11 @@ def base_url(url: str) -> str:
 
 def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = None) -> dict[str, Any]:
     """For `httpx.Client` and `httpx.AsyncClient` alike. Raises CommandFailed when they cannot be."""
-    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    if args.api_key and not (args.api_key.isascii() and args.api_key.isprintable()):
-        raise CommandFailed("--api-key holds a character that no header can carry", is_wrong_usage=True)
+    try:
+        keys = key_text("--api-key", args.api_key, args.api_key_file, os.environ)
+    except KeyProblem as problem:
+        raise CommandFailed(str(problem), is_wrong_usage=True) from None
+    headers = {} if keys is None else {"authorization": f"Bearer {keys.splitlines()[0]}"}
     return {
         "base_url": _checked(base_url(args.url)),
         "headers": headers,

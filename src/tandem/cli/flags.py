@@ -1,4 +1,4 @@
-"""From the fields of `ServerConfig` to command-line flags, and to the page that documents them."""
+"""From the fields of a class of settings to command-line flags, and to the page that documents those of a server."""
 
 import argparse
 import contextlib
@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defa
 
 from tandem.cli.failure import CommandFailed
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
+from tandem.server.keys import Config, KeyProblem, with_keys
 
 
 class Collect(argparse.Action):
@@ -19,14 +20,16 @@ class Collect(argparse.Action):
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *parts))
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    for name, field in flags():
-        kind = kind_of(field.name)
+def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) -> None:
+    for name, field in flags(settings):
+        kind = kind_of(field.name, settings)
         options: dict[str, Any] = {"default": field.default, "help": help_text(field)}
         if kind is bool:
             options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
         else:
-            options |= {"action": Collect, **collected(field.name)} if kind is tuple else {"type": scalar(kind)}
+            options |= (
+                {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind)}
+            )
             options["metavar"] = field.metadata["metavar"] or None
         if field.metadata["choices"]:
             options["choices"] = field.metadata["choices"]
@@ -35,15 +38,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
     """Raises CommandFailed with every rule that the combination breaks, and all that is wrong with the environment."""
-    config = ServerConfig(model=args.model, **{field.name: getattr(args, field.name) for _, field in flags()})
+    config = ServerConfig(model=args.model, **values_of(args, ServerConfig))
     if broken := [*violations(config), *environment_complaints()]:
         raise CommandFailed("; ".join(broken), is_wrong_usage=True)
-    return config
+    return keyed(config)
 
 
-def kind_of(name: str) -> type:
+def values_of(args: argparse.Namespace, settings: type) -> dict[str, Any]:
+    return {field.name: getattr(args, field.name) for _, field in flags(settings)}
+
+
+def keyed(config: Config) -> Config:
+    """With all keys read. Raises CommandFailed."""
+    try:
+        return with_keys(config)
+    except KeyProblem as problem:
+        raise CommandFailed(str(problem), is_wrong_usage=True) from None
+
+
+def kind_of(name: str, settings: type = ServerConfig) -> type:
     """`int | None` is an int that may be left out; `tuple[str, ...]` is a tuple."""
-    kind = get_type_hints(ServerConfig)[name]
+    kind = get_type_hints(settings)[name]
     if get_origin(kind) is tuple:
         return tuple
     if isinstance(kind, UnionType):
@@ -78,9 +93,9 @@ def count(text: str) -> int:
     return whole(text, least=1)
 
 
-def collected(name: str) -> dict[str, Any]:
+def collected(name: str, settings: type = ServerConfig) -> dict[str, Any]:
     """What a tuple is made of: `tuple[float, ...]` takes several words, as SGLang's lists do."""
-    part = get_args(get_type_hints(ServerConfig)[name])[0]
+    part = get_args(get_type_hints(settings)[name])[0]
     return {"type": part} if part is str else {"type": part, "nargs": "+"}
 
 

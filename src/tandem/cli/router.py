@@ -3,14 +3,15 @@
 import argparse
 import logging
 from collections.abc import Sequence
-from typing import Any  # values that argparse hands over
 
 from tandem.cli.failure import CommandFailed
-from tandem.cli.flags import scalar
+from tandem.cli.flags import add_flags, keyed, values_of
 from tandem.core.fleet.registry import Worker
 from tandem.core.settings import Role
+from tandem.server import logs
+from tandem.server.exposure import open_to_others
 from tandem.server.router.app import listen, serve_router
-from tandem.server.router.config import RouterConfig, make_worker, router_flags
+from tandem.server.router.config import RouterConfig, make_worker
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,28 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a prefill server and the port of its bootstrap server (none: decode's default); repeatable",
     )
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="a decode server; repeatable")
-    for name, field in router_flags():
-        meta = field.metadata
-        kind = {"str": str, "str | None": str, "int": int, "float": float}[_type_name(field.type)]
-        parser.add_argument(
-            name,
-            type=scalar(kind),
-            default=field.default,
-            choices=meta["choices"] or None,
-            metavar=meta["metavar"] or (None if meta["choices"] else kind.__name__.upper()),
-            help=f"{meta['help']} (default: {field.default})" if field.default is not None else meta["help"],
-        )
+    add_flags(parser, RouterConfig)
 
 
 def run(args: argparse.Namespace) -> int:
     config = make_config(args)
-    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s", level=logging.INFO)
-    for chatty in ("httpx", "uvicorn.error"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logs.set_up("text", process="router")
     try:
         listener = listen(config)
     except OSError as error:
         raise CommandFailed(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+    if (warning := open_to_others(config)) is not None:
+        logging.getLogger("tandem.router").warning(warning)
     print(f"tandem router listens on http://{config.host}:{listener.getsockname()[1]}", flush=True)
     serve_router(config, listener)
     return 0
@@ -57,14 +48,10 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
         workers = [*_prefills(args.prefill), *_decodes(args.decode, first=len(args.prefill))]
     except ValueError as error:
         raise CommandFailed(str(error), is_wrong_usage=True) from None
-    values: dict[str, Any] = {
-        name.removeprefix("--").replace("-", "_"): getattr(args, name.removeprefix("--").replace("-", "_"))
-        for name, _ in router_flags()
-    }
-    config = RouterConfig(workers=tuple(workers), **values)
+    config = RouterConfig(workers=tuple(workers), **values_of(args, RouterConfig))
     if reasons := config.violations():
         raise CommandFailed("; ".join(reasons), is_wrong_usage=True)
-    return config
+    return keyed(config)
 
 
 def _prefills(given: Sequence[Sequence[str]]) -> list[Worker]:
@@ -83,7 +70,3 @@ def _bootstrap_port(words: Sequence[str]) -> int | None:
     if not words[0].isdigit() or not 0 < int(words[0]) < 65536:
         raise ValueError(f"--prefill: {words[0]} is not a port")
     return int(words[0])
-
-
-def _type_name(annotation: object) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import importlib
+import logging
 import os
 import signal
 from pathlib import Path
@@ -12,8 +13,9 @@ from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig
 from tandem.engine.model_config import ModelError, read_config, read_json
-from tandem.server import logs
+from tandem.server import keys, logs
 from tandem.server.api.facts import ModelFacts
+from tandem.server.exposure import open_to_others
 from tandem.server.processes import (
     Launch,
     Listeners,
@@ -24,6 +26,8 @@ from tandem.server.processes import (
     new_incarnation,
     start_children,
 )
+
+logger = logging.getLogger("tandem.serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(config.log_format, process="api")
     try:
         listeners = bind_listeners(config)
+        if (warning := open_to_others(config)) is not None:
+            logger.warning(warning)
         try:
             serve(with_ports(config, listeners), listeners, model)
         finally:
@@ -57,9 +63,10 @@ def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
 def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
     """Until a signal comes. Raises ServerFailure."""
     secret = cluster_secret(config)
+    keys.forget_environment()  # which the children inherit
     children = start_children(
         Launch(
-            config=config,
+            config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
             model_dir=model.model_path,
             incarnation=new_incarnation(listeners),
             http_port=listeners.http_port,

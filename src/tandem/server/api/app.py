@@ -23,6 +23,7 @@ from tandem.core.values import SECOND, Cause
 from tandem.metrics.export import Exporter
 from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
+from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeout, submission
 from tandem.server.api.body import (
     ChatBody,
@@ -35,10 +36,10 @@ from tandem.server.api.body import (
 )
 from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
-from tandem.server.api.errors import Failure, Problem, Refusal, invalid
+from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, invalid
 from tandem.server.api.facts import ModelFacts, facts_of
 from tandem.server.api.faults import FaultsPage
-from tandem.server.api.gate import Gate, error_response, read_body
+from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
@@ -72,13 +73,13 @@ def build_app(
 
     async def on_refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        if request.url.path in generation_paths:
+        if request.scope["path"] in generation_paths:
             fold.refuse(error.failure.code.value)
         return error_response(error.failure, request.state.request_id)
 
     app = Starlette(
         routes=[*generation.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
-        middleware=[Middleware(Gate, config=config)],
+        middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE)],
         exception_handlers={
             Refusal: on_refusal,
             HTTPException: on_http_error,
@@ -177,7 +178,7 @@ class Endpoints:
             reply=writer,
             is_streamed=bool(routing.stream),
             sends_head_first=self._facts.role == "prefill",
-            endpoint=request.url.path,
+            endpoint=request.scope["path"],
             request_id=request.state.request_id,
             fold=self._fold,
             log=self._log,
@@ -252,7 +253,7 @@ class Endpoints:
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]
     if error.status_code == 405:
         response = error_response(
             Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {request.method}"), request.state.request_id

@@ -122,7 +122,7 @@ class BootstrapServer:
     async def _written(self, request: Request) -> bytes:
         """The body of a write. Raises Refusal for one that nobody may make."""
         body = await whole_body(request)
-        target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        target = request.scope["path"] + (f"?{request.url.query}" if request.url.query else "")
         refusal = self.guard.refusal(request.headers, method=request.method, target=target, body=body)
         if refusal is not None:
             client = request.client.host if request.client is not None else "a unix socket"
@@ -175,7 +175,7 @@ async def on_refusal(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     request_id = request_id_of(Headers(scope=request.scope))
-    path = request.url.path
+    path = request.scope["path"]
     if error.status_code == 405:
         failure = Failure(Problem.METHOD_NOT_ALLOWED, f"{path} has no method {request.method}")
         response = error_response(failure, request_id)

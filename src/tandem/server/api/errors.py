@@ -30,6 +30,10 @@ class Problem(StrEnum):
     UNAUTHORIZED = "unauthorized"
     UNSIGNED = "unsigned"
     FORBIDDEN = "forbidden"
+    MALFORMED_REQUEST = "malformed_request"
+    UNKNOWN_HOST = "unknown_host"
+    CROSS_SITE = "cross_site"
+    HEAD_TOO_LARGE = "head_too_large"
     BODY_TOO_LARGE = "body_too_large"
     DUPLICATE_RID = "duplicate_rid"
     NOT_READY = "not_ready"
@@ -70,6 +74,12 @@ RULES: dict[Code, Rule] = {
         "edge",
         "debug endpoints answer on the server's own machine only; /debug/faults needs --enable-fault-injection",
     ),
+    Problem.MALFORMED_REQUEST: Rule(400, False, "edge", "send a plain path and one well-formed Host; see `message`"),
+    Problem.UNKNOWN_HOST: Rule(
+        403, False, "edge", "ask for localhost or a number, name the host with --allowed-host, or set --api-key"
+    ),
+    Problem.CROSS_SITE: Rule(403, False, "edge", "set --api-key, or name the page's host with --allowed-host"),
+    Problem.HEAD_TOO_LARGE: Rule(431, False, "edge", "send fewer or shorter headers, and a shorter path"),
     Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
     Problem.NOT_READY: Rule(503, True, "edge", "wait until /ready answers 200"),
@@ -121,6 +131,7 @@ TYPES = {
     405: "invalid_request_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    431: "invalid_request_error",
     499: "aborted_error",
     503: "service_unavailable_error",
     504: "timeout_error",

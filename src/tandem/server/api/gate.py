@@ -1,85 +1,15 @@
-"""What every HTTP request passes first: a request id, the clock of its arrival, and the keys.
+"""What every endpoint needs of a request and for its refusal: its id, its body within bounds, the error document."""
 
-Health, readiness and metrics are open, because probes and scrapers have no keys. Operators' endpoints need the admin
-key where one is set. Debug endpoints answer only to the server's own machine.
-"""
-
-import hmac
-import time
 import uuid
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tandem.config import ServerConfig
 from tandem.server.api.body import MAX_BODY_BYTES
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
-from tandem.server.api.hosts import is_loopback
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
-ADMIN_PATHS = ("/flush_cache", "/abort_request", "/debug/")
 MAX_REQUEST_ID_CHARS = 256
-
-
-class Gate:
-    """ASGI middleware, outermost but for the server's own error handling."""
-
-    def __init__(self, app: ASGIApp, *, config: ServerConfig) -> None:
-        self._app = app
-        self._key = config.api_key
-        self._admin_key = config.admin_api_key or config.api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        request_id = request_id_of(headers)
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id
-        state["arrival_ns"] = time.monotonic_ns()
-        tag = (b"x-request-id", request_id.encode())
-
-        async def send_tagged(message: Message) -> None:
-            if message["type"] == "http.response.start" and tag not in message["headers"]:
-                message["headers"] = [*message["headers"], tag]
-            await send(message)
-
-        failure = self._refusal(scope, headers)
-        if failure is None:
-            await self._app(scope, receive, send_tagged)
-        else:
-            await error_response(failure, request_id)(scope, receive, send_tagged)
-
-    def _refusal(self, scope: Scope, headers: Headers) -> Failure | None:
-        path: str = scope["path"]
-        if scope["method"] == "OPTIONS" or path.startswith(OPEN_PATHS):
-            return None
-        is_admin = path.startswith(ADMIN_PATHS)
-        accepted = [self._admin_key] if is_admin else [self._key, self._admin_key]
-        is_guarded = accepted[0] is not None
-        if is_guarded and not holds_key(headers, accepted):
-            return Failure(Problem.UNAUTHORIZED, "the key is missing or wrong")
-        if path.startswith("/debug/") and not is_local(scope):
-            return Failure(Problem.FORBIDDEN, "debug endpoints answer on the server's own machine only")
-        return None
-
-
-def holds_key(headers: Headers, accepted: list[str | None]) -> bool:
-    """Compared in constant time, so that the answer's delay tells nothing about the key."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    given_bytes = given.strip().encode()
-    matches = [hmac.compare_digest(given_bytes, key.encode()) for key in accepted if key is not None]
-    return any(matches)
-
-
-def is_local(scope: Scope) -> bool:
-    client = scope.get("client")
-    return client is None or is_loopback(client[0])  # None: a unix socket
 
 
 def request_id_of(headers: Headers) -> str:

@@ -1,18 +1,89 @@
-"""HTTP/1.1 as uvicorn speaks it, for clients that offer to change to HTTP/2.
+"""HTTP/1.1 as uvicorn speaks it, set up alike for every port, with what it leaves open closed.
 
-Java's own client, and what builds on it, sends `Upgrade: h2c` with each first request and takes an answer in HTTP/1.1
-as a no. But the parser takes the offer for an agreement and never reads the body. So the offer is made unreadable.
+- Java's own client, and what builds on it, sends `Upgrade: h2c` with each first request and takes an answer in HTTP/1.1
+  as a no. But the parser takes the offer for an agreement and never reads the body. So the offer is made unreadable.
+- The parser keeps a head, or the trailer of a body, in memory until it is complete, however long it grows. Here
+  `MAX_HEAD_BYTES` are read for it and no more.
+- `proxy_headers` is off: who a client is, is told by its socket. Else anybody on this machine could be anybody.
 """
 
 import re
+from typing import Literal
 
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from tandem.server.api.errors import Failure, Problem, error_json
+
 OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
+MAX_HEAD_BYTES = 1 << 16  # looked at after each such piece, so a head of nearly twice as much may pass
 
 
 class Http1(HttpToolsProtocol):
-    """No valid JSON body holds such a line, so only heads are changed; a head that comes in two parts may escape."""
+    """One connection."""
+
+    _kept_bytes = 0  # by the parser, since it last came to the end of a head, a piece of a body, or a message
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(OFFER.sub(b"\r\nrefused:", data) if b"h2c" in data else data)
+        """No valid JSON body holds an offer, so only heads are changed; a head that comes in two parts may escape."""
+        data = OFFER.sub(b"\r\nrefused:", data) if b"h2c" in data else data
+        for start in range(0, len(data), MAX_HEAD_BYTES):
+            piece = data[start : start + MAX_HEAD_BYTES]
+            self._kept_bytes += len(piece)
+            super().data_received(piece)
+            if self.transport.is_closing():
+                return
+            if self._kept_bytes >= MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
+
+    def on_headers_complete(self) -> None:
+        self._kept_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._kept_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._kept_bytes = 0
+        super().on_message_complete()
+
+    def _refuse_head(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else this would land in the middle of an answer
+            self.transport.write(HEAD_REFUSED)
+        self.transport.close()
+
+
+def head_refused() -> bytes:
+    """The whole answer. The request has no id yet."""
+    failure = Failure(Problem.HEAD_TOO_LARGE, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes")
+    body = error_json(failure, "")
+    lines = (
+        f"HTTP/1.1 {failure.status} Request Header Fields Too Large",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        "connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + body
+
+
+HEAD_REFUSED = head_refused()
+
+
+def uvicorn_config(app: ASGIApp, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off") -> uvicorn.Config:
+    """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends."""
+    return uvicorn.Config(
+        app,
+        interface="asgi3",
+        http=Http1,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=drain_seconds,
+    )

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import asdict
 from typing import Any  # JSON documents
 
 import msgspec
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem import __version__
-from tandem.config import ServerConfig
+from tandem.config import ServerConfig, public_settings
 from tandem.core.commands import FailRequest
 from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
 from tandem.sampling import SamplingParams
@@ -28,7 +27,6 @@ from tandem.server.api.tokenizer import Tokenizer
 HEALTH_NS = 20_000_000_000
 FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
 WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
-SECRETS = ("api_key", "admin_api_key")
 DIALECT = "sglang"  # as model cards say it: gateways read there how to pair a prefill with a decode
 
 
@@ -142,9 +140,8 @@ class Ops:
         state = dict(numbers)
         if "gen_throughput" in numbers:
             state["last_gen_throughput"] = numbers["gen_throughput"]
-        settings = {name: value for name, value in asdict(self._config).items() if name not in SECRETS}
         return json_response(
-            settings
+            public_settings(self._config)
             | {
                 "model_path": self._model.model_path,
                 "tokenizer_path": self._model.model_path,

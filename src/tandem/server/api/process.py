@@ -36,7 +36,7 @@ from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts, is_loopback
-from tandem.server.api.http1 import Http1
+from tandem.server.api.http1 import uvicorn_config
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
@@ -165,16 +165,7 @@ class ApiProcess:
             self._link.channel.close()
 
     def _open(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            http=Http1,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=FLUSH_S,
-        )
+        config = uvicorn_config(app, drain_seconds=FLUSH_S)
         server = QuietServer(config)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         task.add_done_callback(partial(self._task_ended, "HTTP server"))

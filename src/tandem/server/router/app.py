@@ -5,7 +5,7 @@
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
     answered here       /health /ready /metrics /version
 
-Error bodies are those of `errors.py`. `/health*`, `/ready` and `/metrics` need no key.
+Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
 """
 
 import asyncio
@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any  # JSON documents of workers, passed on
-from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -29,7 +28,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 import tandem
 from tandem.core.fleet.registry import Worker
@@ -37,21 +35,37 @@ from tandem.core.fleet.router import Router
 from tandem.core.fleet.routing import POLICIES
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
+from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import NOT_JSON, AbortBody
-from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
-from tandem.server.api.http1 import Http1
+from tandem.server.api.errors import Failure, Problem, Refusal
+from tandem.server.api.gate import error_response
+from tandem.server.api.http1 import uvicorn_config
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
 from tandem.server.router.config import RouterConfig
-from tandem.server.router.generate import GENERATION_PATHS, Generate, given_headers, read_body, request_id_of
+from tandem.server.router.forward import (
+    ABORT_REQUEST,
+    CONTROL_HEADERS,
+    DETOKENIZE,
+    FLUSH_CACHE,
+    GET_LOAD,
+    HEALTH_GENERATE,
+    LOADS,
+    MODEL_INFO,
+    MODELS,
+    ONE_MODEL,
+    OPENAPI,
+    SERVER_INFO,
+    TOKENIZE,
+    Page,
+    sent_headers,
+)
+from tandem.server.router.generate import GENERATION_PATHS, Generate, read_body
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
 
 STAGE = "router"
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
-OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
-ADMIN_PATHS = ("/flush_cache", "/abort_request")
-URL_SAFE = "%/:?@!$&'()*+,;=-._~"  # `%`: what is quoted already stays as it is
 LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 
 log = logging.getLogger("tandem.router")
@@ -76,28 +90,25 @@ class RouterApp:
         self.app = Starlette(
             routes=self._routes(),
             lifespan=self._lifespan,
-            middleware=[Middleware(KeyGate, config=config)],
+            middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE)],
             exception_handlers={Refusal: refused, HTTPException: not_served, Exception: our_bug},
         )
         self.app.router.redirect_slashes = False  # as on the workers
 
     def _routes(self) -> list[Route]:
-        generate = Generate(
-            self._shell,
-            self._metrics,
-            timeout_seconds=self._config.request_timeout,
-            worker_key=self._config.api_key,
-        )
+        generate = Generate(self._shell, self._metrics, timeout_seconds=self._config.request_timeout)
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/version", self._version),
             Route("/metrics", self._export),
-            *(Route(path, self._to_decode) for path in ("/v1/models", "/v1/models/{id:path}")),
+            self._proxied("/v1/models", MODELS),
+            self._proxied("/v1/models/{id:path}", ONE_MODEL),
             Route("/openapi.json", self._openapi),
-            *(Route(path, self._to_decode) for path in ("/model_info", "/get_model_info")),
-            *(Route(path, self._to_decode, methods=["POST"]) for path in ("/tokenize", "/detokenize")),
+            *(self._proxied(path, MODEL_INFO) for path in ("/model_info", "/get_model_info")),
+            self._proxied("/tokenize", TOKENIZE),
+            self._proxied("/detokenize", DETOKENIZE),
             *(Route(path, self._server_info) for path in ("/server_info", "/get_server_info")),
             Route("/v1/loads", self._loads),
             Route("/get_load", self._get_load),
@@ -130,32 +141,34 @@ class RouterApp:
 
     # --- one worker -----------------------------------------------------------------------------------------------
 
-    async def _to_decode(self, request: Request) -> Response:
+    def _proxied(self, path: str, page: Page) -> Route:
+        async def answer(request: Request) -> Response:
+            return await self._to_decode(request, page)
+
+        return Route(path, answer, methods=[page.method])
+
+    async def _to_decode(self, request: Request, page: Page) -> Response:
         live = self.router.registry.live(Role.DECODE)
         if not live:
             raise Refusal(Problem.NO_LIVE_PAIR, "no live decode worker", stage=STAGE)
-        answer = await self._ask(live[0], request, target_of(request), await read_body(request))
+        answer = await self._ask(live[0], request, page, await read_body(request))
         if isinstance(answer, str):
             raise Refusal(Problem.CONNECTION_LOST, f"{live[0].url}: {answer}", stage=STAGE)
         return Response(answer.content, answer.status_code, passed_headers(answer.headers))
 
-    async def _ask(self, worker: Worker, request: Request, path: str, body: bytes = b"") -> httpx.Response | str:
+    async def _ask(self, worker: Worker, request: Request, page: Page, body: bytes = b"") -> httpx.Response | str:
         """The worker's answer, or why there is none."""
-        headers = {"x-request-id": request_id_of(request)}
-        if self._config.api_key:
-            headers["authorization"] = f"Bearer {self._config.api_key}"
-        headers |= given_headers(request, ("authorization", "content-type"))
+        url = worker.url + page.target(request.path_params)
+        headers = sent_headers(request.headers, CONTROL_HEADERS, request_id=request.state.request_id)
         sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
         try:
-            return await self._client.request(
-                request.method, worker.url + path, content=body, headers=sent, timeout=CONTROL_SECONDS
-            )
+            return await self._client.request(page.method, url, content=body, headers=sent, timeout=CONTROL_SECONDS)
         except httpx.HTTPError as error:
             return f"{type(error).__name__} {error}".strip()
 
     async def _openapi(self, request: Request) -> Response:
         """What a decode offers, but for its debug pages: they answer there only."""
-        answer = await self._to_decode(request)
+        answer = await self._to_decode(request, OPENAPI)
         document = msgspec.json.decode(answer.body)
         if answer.status_code == 200:
             document["paths"] = {
@@ -165,23 +178,23 @@ class RouterApp:
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
-    async def _ask_all(self, request: Request, path: str) -> list[tuple[Worker, httpx.Response | str]]:
-        return await self._send_all(request, path, await read_body(request))
+    async def _ask_all(self, request: Request, page: Page) -> list[tuple[Worker, httpx.Response | str]]:
+        return await self._send_all(request, page, await read_body(request))
 
-    async def _send_all(self, request: Request, path: str, body: bytes) -> list[tuple[Worker, httpx.Response | str]]:
+    async def _send_all(self, request: Request, page: Page, body: bytes) -> list[tuple[Worker, httpx.Response | str]]:
         """To the live ones, prefills first."""
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
-        answers = await asyncio.gather(*(self._ask(worker, request, path, body) for worker in workers))
+        answers = await asyncio.gather(*(self._ask(worker, request, page, body) for worker in workers))
         return list(zip(workers, answers, strict=True))
 
-    async def _documents(self, request: Request, path: str) -> list[tuple[Worker, Any]]:
+    async def _documents(self, request: Request, page: Page) -> list[tuple[Worker, Any]]:
         """JSON of all live workers; None for one that gave none."""
-        answers = await self._ask_all(request, path)
+        answers = await self._ask_all(request, page)
         return [(worker, document_of(answer)) for worker, answer in answers]
 
     async def _server_info(self, request: Request) -> Response:
         """Lists of the workers' own documents, as SGLang's load balancer gives them, and who is alive."""
-        documents = await self._documents(request, "/server_info")
+        documents = await self._documents(request, SERVER_INFO)
         infos: dict[Role, list[Any]] = {
             role: [document for worker, document in documents if worker.role is role and document is not None]
             for role in (Role.PREFILL, Role.DECODE)
@@ -210,7 +223,7 @@ class RouterApp:
         }
 
     async def _loads(self, request: Request) -> Response:
-        documents = await self._documents(request, "/v1/loads")
+        documents = await self._documents(request, LOADS)
         loads = [
             {"url": worker.url, "role": worker.role.value, **load}
             for worker, document in documents
@@ -229,16 +242,16 @@ class RouterApp:
         )
 
     async def _get_load(self, request: Request) -> Response:
-        documents = await self._documents(request, "/get_load")
+        documents = await self._documents(request, GET_LOAD)
         return JSONResponse([load for _, document in documents if isinstance(document, list) for load in document])
 
     async def _health_generate(self, request: Request) -> Response:
         self._require_pair()
-        self._require_all_good(await self._ask_all(request, "/health_generate"))
+        self._require_all_good(await self._ask_all(request, HEALTH_GENERATE))
         return Response()
 
     async def _flush_cache(self, request: Request) -> Response:
-        answers = await self._ask_all(request, "/flush_cache")
+        answers = await self._ask_all(request, FLUSH_CACHE)
         self._require_all_good(answers)
         return PlainTextResponse(f"Cache flushed on {len(answers)} workers.\n")
 
@@ -246,7 +259,7 @@ class RouterApp:
         """Both halves of a request know it, one of them perhaps no more: the larger count is the answer."""
         body = await read_body(request)
         self._keep_from_retrying(body)
-        answers = await self._send_all(request, "/abort_request", body)
+        answers = await self._send_all(request, ABORT_REQUEST, body)
         given = [answer for _, answer in answers if isinstance(answer, httpx.Response)]
         if not given:
             raise Refusal(Problem.NO_LIVE_PAIR, "no worker answers", stage=STAGE)
@@ -278,32 +291,6 @@ class RouterApp:
             raise Refusal(Problem.NOT_READY, "; ".join(bad), stage=STAGE)
 
 
-class KeyGate:
-    """Middleware: who may ask. Without keys, everybody."""
-
-    def __init__(self, app: ASGIApp, config: RouterConfig) -> None:
-        self._app = app
-        self._key = config.api_key
-        self._admin_key = config.admin_api_key or config.api_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._may_pass(Request(scope)):
-            await self._app(scope, receive, send)
-            return
-        request = Request(scope)
-        failure = Failure(Problem.UNAUTHORIZED, "this server needs an API key", None, STAGE)
-        await error_response(failure, request_id_of(request))(scope, receive, send)
-
-    def _may_pass(self, request: Request) -> bool:
-        if request.url.path in OPEN_PATHS or request.method == "OPTIONS":
-            return True
-        wanted = self._admin_key if request.url.path in ADMIN_PATHS else self._key
-        if wanted is None:
-            return True
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        return scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), wanted.encode())
-
-
 def make_client() -> httpx.AsyncClient:
     """One client for all workers, with no timeout but the core's."""
     return httpx.AsyncClient(
@@ -322,40 +309,29 @@ def document_of(answer: httpx.Response | str) -> Any:
         return None
 
 
-def target_of(request: Request) -> str:
-    """Path and query as the client spelled them, with whatever else may not stand in a URL quoted."""
-    path, query = (quote(request.scope[part], safe=URL_SAFE) for part in ("raw_path", "query_string"))
-    return f"{path}?{query}" if query else path
-
-
 def num_aborted(answer: httpx.Response) -> int:
     document = document_of(answer)
     count = document.get("aborted") if isinstance(document, dict) else None
     return count if isinstance(count, int) else 0
 
 
-def error_response(failure: Failure, request_id: str) -> Response:
-    headers = error_headers(failure) | {"x-request-id": request_id}
-    return Response(error_json(failure, request_id), failure.status, headers)
-
-
 async def refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return error_response(error.failure, request_id_of(request))
+    return error_response(error.failure, request.state.request_id)
 
 
 async def not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = Problem.METHOD_NOT_ALLOWED if error.status_code == 405 else Problem.NOT_FOUND
-    failure = Failure(code, f"{request.method} {request.url.path}: {error.detail}", None, STAGE)
-    response = error_response(failure, request_id_of(request))
+    failure = Failure(code, f"{request.method} {request.scope['path']}: {error.detail}", None, STAGE)
+    response = error_response(failure, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
 
 
 async def our_bug(request: Request, error: Exception) -> Response:
     failure = Failure(Problem.INTERNAL, f"{type(error).__name__} in the router", None, STAGE)
-    return error_response(failure, request_id_of(request))
+    return error_response(failure, request.state.request_id)
 
 
 def listen(config: RouterConfig) -> socket.socket:
@@ -373,16 +349,8 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three connections per request
-    server = uvicorn.Server(
-        uvicorn.Config(
-            RouterApp(config).app,
-            http=Http1,
-            log_config=None,
-            access_log=False,
-            lifespan="on",
-            timeout_graceful_shutdown=max(1, round(config.drain_timeout)),
-        )
-    )
+    drain_seconds = max(1, round(config.drain_timeout))
+    server = uvicorn.Server(uvicorn_config(RouterApp(config).app, drain_seconds=drain_seconds, lifespan="on"))
 
     def end(*_: object) -> None:
         """For a signal before uvicorn listens to any. It raises one again after the drain; that changes nothing."""

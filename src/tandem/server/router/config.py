@@ -1,7 +1,6 @@
 """Frozen settings of one router: every flag of `tandem router`, its default and its meaning."""
 
-from dataclasses import dataclass, fields
-from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tandem.config import flag
@@ -19,8 +18,31 @@ class RouterConfig:
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "HTTP port; 0 picks a free one")
     policy: str = flag("round_robin", "which worker of a role gets the next request", choices=tuple(POLICIES))
-    api_key: str | None = flag(None, "clients must send it as a bearer token; sent to the workers", metavar="KEY")
-    admin_api_key: str | None = flag(None, "key for flush and abort (default: the API key)", metavar="KEY")
+    api_key: str | None = flag(
+        None,
+        "clients must send it as a bearer token, which is sent on to the workers; other users of this machine can read "
+        "it here (default: TANDEM_API_KEY of the environment)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    api_key_file: str | None = flag(
+        None,
+        "the same from a file that others cannot read: one key per line, any of which opens",
+        metavar="PATH",
+    )
+    admin_api_key: str | None = flag(
+        None,
+        "key for flush and abort (default: TANDEM_ADMIN_API_KEY of the environment, or the API key)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    admin_api_key_file: str | None = flag(None, "the same from a file, as --api-key-file", metavar="PATH")
+    allowed_host: tuple[str, ...] = flag(
+        (),
+        "without an API key: a name of this router in URLs, and a host whose web pages may use it, beside numbers and "
+        "localhost (default: on loopback the machine's own names, else any); may be repeated",
+        metavar="NAME",
+    )
     request_timeout: float = flag(
         600.0,
         "seconds until the first token, unless the request says otherwise, and then until a document ends",
@@ -62,17 +84,14 @@ def nanos(seconds: float) -> Nanos:
     return Nanos(round(seconds * SECOND))
 
 
-def router_flags() -> list[tuple[str, Any]]:
-    """(`--flag-name`, field) in the order of declaration."""
-    return [("--" + f.name.replace("_", "-"), f) for f in fields(RouterConfig) if f.name != "workers"]
-
-
 def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> Worker:
     """Raises ValueError with a sentence for the user when `url` is none."""
     full = url if "://" in url else f"http://{url}"
     parts = urlsplit(full)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(f"{url} is not the URL of a server, like http://127.0.0.1:30001")
+    if "@" in parts.netloc:
+        raise ValueError(f"the URL of {parts.hostname} has a name or a password in it, which logs would show")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     try:
         has_port = parts.port is not None

@@ -7,7 +7,6 @@ The body is not validated here beyond that: both halves do it, and their 4xx is 
 import asyncio
 import math
 import time
-from collections.abc import Iterable
 from typing import Any  # a JSON object, passed on
 
 import msgspec
@@ -15,16 +14,15 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.fleet.messages import Fail
-from tandem.server.api import gate
 from tandem.server.api.body import MAX_BODY_BYTES, NOT_JSON
 from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
 from tandem.server.router.answer import Document, Gone, Stream
+from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import Call, RouterShell
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 TIMEOUT_SECONDS_MAX = 7 * 24 * 3600.0
-PASSED_HEADERS = ("authorization", "content-type", "traceparent", "tracestate", "x-data-parallel-rank")
 CLIENT_LEFT = 499
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
@@ -32,24 +30,19 @@ CODES: dict[str, Code] = {code.value: code for code in RULES}
 class Generate:
     """ASGI endpoint: Starlette's responses would hide when the client leaves."""
 
-    def __init__(
-        self, shell: RouterShell, metrics: RouterMetrics, *, timeout_seconds: float, worker_key: str | None
-    ) -> None:
-        """`worker_key` is sent to the workers when the client sent none."""
+    def __init__(self, shell: RouterShell, metrics: RouterMetrics, *, timeout_seconds: float) -> None:
         self._shell = shell
         self._metrics = metrics
         self._timeout_seconds = timeout_seconds
-        self._worker_key = worker_key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
         request = Request(scope, receive)
         body = await read_object(request)
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
-        reply = _Reply(send, request_id_of(request), began)
-        call = self._shell.open(
-            request.url.path, body, self._headers(request, reply.request_id), timeout_seconds=timeout
-        )
+        reply = _Reply(send, request.state.request_id, began)
+        headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
+        call = self._shell.open(request.scope["path"], body, headers, timeout_seconds=timeout)
         watcher = asyncio.create_task(self._watch(receive, call, reply))
         try:
             await reply.write(call)
@@ -57,7 +50,9 @@ class Generate:
             watcher.cancel()
             if not reply.is_whole:
                 self._shell.leave(call)
-            self._metrics.see_reply(request.url.path, reply.status, reply.first_byte_seconds, time.monotonic() - began)
+            self._metrics.see_reply(
+                request.scope["path"], reply.status, reply.first_byte_seconds, time.monotonic() - began
+            )
 
     async def _watch(self, receive: Receive, call: Call, reply: "_Reply") -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -65,12 +60,6 @@ class Generate:
         if not reply.is_whole:
             reply.status = CLIENT_LEFT
             self._shell.leave(call)
-
-    def _headers(self, request: Request, request_id: str) -> dict[str, str]:
-        headers = {"content-type": "application/json"}
-        if self._worker_key:
-            headers["authorization"] = f"Bearer {self._worker_key}"
-        return headers | given_headers(request, PASSED_HEADERS) | {"x-request-id": request_id}
 
 
 class _Reply:
@@ -126,16 +115,6 @@ def failure_of(fail: Fail) -> Failure:
     """The router's own error in words for a client."""
     words = fail.cause.value.replace("_", " ")
     return Failure(CODES[fail.cause.value], f"{words}: {fail.detail}" if fail.detail else words, None, fail.stage)
-
-
-def request_id_of(request: Request) -> str:
-    """The client's, when it is one; never empty."""
-    return gate.request_id_of(request.headers)
-
-
-def given_headers(request: Request, names: Iterable[str]) -> dict[str, str]:
-    """Those that say something, without the blanks around it: `Bearer ` could be received but not sent on."""
-    return {name: value for name in names if (value := request.headers.get(name, "").strip())}
 
 
 async def read_body(request: Request) -> bytes:

@@ -1,0 +1,43 @@
+"""Who can reach a port, as far as the address tells that it listens on."""
+
+import socket
+from ipaddress import ip_address
+from typing import Protocol
+
+from tandem.server.api.hosts import is_loopback
+from tandem.server.keys import Keyed
+
+
+class Reachable(Keyed, Protocol):
+    """What a configuration says of who may reach it."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def allowed_host(self) -> tuple[str, ...]: ...
+
+
+def open_to_others(config: Reachable) -> str | None:
+    """A line for the log, where more than this machine may ask for anything."""
+    if config.api_key is not None or listens_on_loopback(config.host):
+        return None
+    return f"no API key is set: everybody who reaches {config.host} may use this server (--api-key-file)"
+
+
+def listens_on_loopback(host: str) -> bool:
+    """Whether nobody but this machine can reach a server that listens there."""
+    if is_number(host) or host == "localhost":
+        return is_loopback(host)
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return bool(host) and all(is_loopback(str(address[0])) for *_, address in found)
+
+
+def is_number(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,54 @@
+"""What the router asks of workers in a client's name: which pages, with which headers, and nothing else.
+
+Paths and methods that reach a worker are put together from `PAGES`, never from what the client wrote; the one part that
+a client fills in, the name of a model, is quoted anew and cannot leave its place. The same for headers: those of the
+lists below are passed on. A client's key is among them, as gateways for SGLang have it: workers may check keys
+themselves, and tell clients apart by them. So where both have keys, the workers need every key that the router knows.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
+
+from tandem.server.api.access import malformed_path
+from tandem.server.api.errors import Problem, Refusal
+
+CONTROL_HEADERS = ("authorization",)
+GENERATION_HEADERS = ("authorization", "traceparent", "tracestate", "x-data-parallel-rank")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A worker's page. `{id}` in its path is the one part that may vary, slashes included."""
+
+    method: str
+    path: str
+
+    def target(self, parameters: Mapping[str, str]) -> str:
+        """Raises Refusal for a path that would be another page's once somebody has tidied it up."""
+        path = self.path.format_map(parameters)
+        if (fault := malformed_path(path)) is not None:
+            raise Refusal(Problem.MALFORMED_REQUEST, fault, stage="router")
+        return quote(path, safe="/")
+
+
+MODELS = Page("GET", "/v1/models")
+ONE_MODEL = Page("GET", "/v1/models/{id}")
+MODEL_INFO = Page("GET", "/model_info")
+OPENAPI = Page("GET", "/openapi.json")
+TOKENIZE = Page("POST", "/tokenize")
+DETOKENIZE = Page("POST", "/detokenize")
+SERVER_INFO = Page("GET", "/server_info")
+LOADS = Page("GET", "/v1/loads")
+GET_LOAD = Page("GET", "/get_load")
+HEALTH_GENERATE = Page("GET", "/health_generate")
+FLUSH_CACHE = Page("POST", "/flush_cache")
+ABORT_REQUEST = Page("POST", "/abort_request")
+
+
+def sent_headers(given: Headers, names: Iterable[str], *, request_id: str) -> dict[str, str]:
+    """What goes to a worker: of `given` only `names` that say something, since `Bearer ` could not be sent on."""
+    passed = {name: value for name in names if (value := given.get(name, "").strip())}
+    return {"content-type": "application/json", "x-request-id": request_id} | passed
