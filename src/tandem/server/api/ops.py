@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import uuid
 from typing import Any  # JSON documents
 
 import msgspec
@@ -18,13 +19,15 @@ from tandem.server import wire
 from tandem.server.api.ask import Ask, Facts, Pair, Prompt, Wish, not_a_model, submission
 from tandem.server.api.body import AbortBody, decode_body
 from tandem.server.api.client import NodeClient
-from tandem.server.api.errors import Refusal, failure_of, invalid
+from tandem.server.api.errors import Failure, Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.openapi import openapi_document
+from tandem.server.api.probe import SharedProbe
 from tandem.server.api.tokenizer import Tokenizer
 
 HEALTH_NS = 20_000_000_000
+PROBE_NS = 1_000_000_000  # between the starts of two probes of the engine
 FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
 WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
 DIALECT = "sglang"  # as model cards say it: gateways read there how to pair a prefill with a decode
@@ -54,6 +57,7 @@ class Ops:
         self._tokenizer = tokenizer
         self._exporter = exporter
         self._created = int(time.time())
+        self._probe = SharedProbe(self._generate_one, interval_ns=PROBE_NS)
 
     def routes(self) -> list[Route]:
         return [
@@ -87,6 +91,7 @@ class Ops:
     async def health_generate(self, request: Request) -> Response:
         """One token through node and engine, unless a user's request has just got there and back.
 
+        Whoever asks meanwhile, or within `PROBE_NS`, gets the same answer: probes cost the engine a bounded share.
         Where a prompt needs a peer to be answered, only the node is asked.
         """
         self._client.check_healthy()
@@ -96,8 +101,15 @@ class Ops:
         if self._facts.role == "prefill" or self._config.strict_remote:
             await self._client.query("state")
             return json_response({"checked": "node"})
+        found = await self._probe.answer()
+        if isinstance(found, Failure):
+            return error_response(found, request.state.request_id)
+        return json_response({"checked": "engine", "seconds": found})
+
+    async def _generate_one(self) -> float | Failure:
+        """Seconds until the token was there, or why it never came."""
         started_ns = time.monotonic_ns()
-        ask = probe(self._tokenizer, request.state.request_id)
+        ask = probe(self._tokenizer)
         submit = submission(ask, self._client.next_request_id(), started_ns, self._facts)
         generation = self._client.start([submit], [ask.names], is_canary=True)
         live = generation.lives[0]
@@ -107,8 +119,8 @@ class Ops:
         finally:
             self._client.abort(live)
         if isinstance(live.ended, FailRequest):
-            return error_response(failure_of(live.ended), request.state.request_id)
-        return json_response({"checked": "engine", "seconds": (time.monotonic_ns() - started_ns) / 1e9})
+            return failure_of(live.ended)
+        return (time.monotonic_ns() - started_ns) / 1e9
 
     # facts
 
@@ -287,10 +299,10 @@ def check_model(name: str | None, config: ServerConfig) -> None:
         raise not_a_model(name, served)
 
 
-def probe(tokenizer: Tokenizer, request_id: str) -> Ask:
+def probe(tokenizer: Tokenizer) -> Ask:
     """A prompt of one token that wants one token."""
     sampling = SamplingParams(temperature=0.0)
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
-    rid = f"health-{request_id}-{time.monotonic_ns()}"
+    rid = f"health-{uuid.uuid4().hex}"
     wish = Wish(sampling, None, 1, 1, (), False, True)
     return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), 0, "", HEALTH_NS)
