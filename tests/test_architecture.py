@@ -56,6 +56,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("sampling", "leaf"),
     ("pagehash", "leaf"),
     ("membership", "leaf"),
+    ("logtext", "leaf"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server", "sim", "bench", "cli")),
 )
 PURE = frozenset(

@@ -2,12 +2,33 @@
 
 import json
 import logging
+import re
+from io import StringIO
+from pathlib import Path
 
+import pytest
+
+from tandem.cli import main as cli
+from tandem.cli.failure import CommandFailed
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Join, Row
 from tandem.core.commands import Command, Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import SECOND, BatchId, Cause, Nanos, PageId, RequestId
-from tandem.server.logs import BatchLog, JsonFormatter, Load, PrefillFigures, batch_number, decode_line, prefill_line
+from tandem.logtext import MAX_LINE_CHARS, MAX_VALUE_CHARS
+from tandem.metrics.fold import RequestRecord
+from tandem.metrics.log import RequestLog
+from tandem.server.logs import (
+    TRACE_MARK,
+    BatchLog,
+    JsonFormatter,
+    LineFormatter,
+    Load,
+    PrefillFigures,
+    batch_number,
+    decode_line,
+    log_uncaught,
+    prefill_line,
+)
 
 LOAD = Load(token_usage=0.25, used_tokens=400, running=3, queued=2)
 
@@ -159,4 +180,116 @@ def test_a_json_line_is_one_document() -> None:
     text = JsonFormatter("node").format(record)
     assert "\n" not in text
     document = json.loads(text)
-    assert (document["process"], document["level"], document["message"]) == ("node", "info", "line with a\nbreak")
+    assert (document["process"], document["level"], document["message"]) == ("node", "info", r"line with a\nbreak")
+
+
+# --- what others have named ------------------------------------------------------------------------------------------
+
+FORGED = "[12:00:00 api] all is well"
+NAMES = [
+    f"peer\n{FORGED}",
+    f"peer\r\n{FORGED}",
+    f"peer\x85{FORGED}",
+    f"peer\u2028{FORGED}",
+    f"peer\x0b{FORGED}",
+    "\x1b[2J\x1b]0;title\x07",
+    "\x9b31m",
+    "\udcff\ud800",
+    "\u202e reversed",
+    'quote"}\n{"level": "info"',
+    "100% %s %d %(name)s",
+    "\0",
+]
+
+
+def logged(formatter: logging.Formatter, text: str, *args: object, error: Exception | None = None) -> str:
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    return formatter.format(logging.LogRecord("tandem", logging.INFO, "", 0, text, args, trace))
+
+
+def raised(text: str) -> Exception:
+    try:
+        raise ValueError(text)
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("formatter", [LineFormatter("api"), JsonFormatter("api")])
+def test_a_name_begins_no_line_and_moves_no_cursor(formatter: logging.Formatter, name: str) -> None:
+    for text in (
+        logged(formatter, "peer %s", name),
+        logged(formatter, "peer %r", name),
+        logged(formatter, "%s", ValueError(name)),
+        logged(formatter, f"peer {name}"),
+    ):
+        assert len(text.splitlines()) == 1
+        assert text.isprintable()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trace_of_an_exception_is_told_from_lines_of_ours(name: str) -> None:
+    lines = logged(LineFormatter("api"), "request %s", "r", error=raised(name)).split("\n")
+    assert len(lines) > 2
+    assert all(line.startswith(TRACE_MARK) for line in lines[1:])
+    assert all(line.isprintable() for line in lines)
+    document = json.loads(logged(JsonFormatter("api"), "request %s", "r", error=raised(name)))
+    assert "ValueError" in document["exception"]
+
+
+@pytest.mark.parametrize("formatter", [LineFormatter("api"), JsonFormatter("api")])
+def test_a_megabyte_is_cut_and_its_end_is_shown(formatter: logging.Formatter) -> None:
+    huge = "a" * (1 << 20) + "end"
+    assert MAX_VALUE_CHARS < len(logged(formatter, "peer %s", huge)) < 2 * MAX_VALUE_CHARS
+    assert len(logged(formatter, f"peer {huge}")) < 2 * MAX_LINE_CHARS
+    assert len(logged(formatter, "x", error=raised(huge))) < 4 * MAX_LINE_CHARS
+    assert "end" in logged(formatter, "peer %s", huge)
+
+
+def test_a_mistake_in_a_log_call_costs_its_text_only() -> None:
+    assert "TypeError" in logged(LineFormatter("api"), "%d of %s", "two", "three")
+
+
+def test_numbers_are_written_as_they_are_asked_for() -> None:
+    assert logged(LineFormatter("api"), "%d %g %.2f %s", 7, 0.5, 1, True).endswith("] 7 0.5 1.00 True")
+
+
+def test_what_nobody_has_caught_is_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    error = raised(f"x\n{FORGED}")
+    log_uncaught(type(error), error, error.__traceback__)
+    (record,) = caplog.records
+    assert len([line for line in LineFormatter("node").format(record).split("\n") if line.startswith("[")]) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["text", "json"])
+def test_the_line_of_a_request_is_one_line_whatever_the_peer_is_called(kind: str, name: str) -> None:
+    stream = StringIO()
+    lost = RequestRecord(name, "id", "/generate", "peer_lost", True, 1, 0, 5, detail=name, peer=name, stage="transfer")
+    RequestLog(kind, stream).write(lost)
+    line = stream.getvalue().removesuffix("\n")
+    assert line.isprintable()
+    assert kind == "text" or json.loads(line)["outcome"] == "peer_lost"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_error_line_of_a_command_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: str) -> None:
+        raise CommandFailed(f"the server says {name}")
+
+    monkeypatch.setattr("tandem.cli.main.importlib.import_module", fail)
+    assert cli.main(["chat"]) == 1
+    error = capsys.readouterr().err.removesuffix("\n")
+    assert error.startswith("tandem: error: the server says")
+    assert error.isprintable()
+
+
+def test_every_process_logs_through_these_formatters() -> None:
+    source = Path(__file__).parents[2] / "src" / "tandem"
+    texts = {path.relative_to(source).as_posix(): path.read_text() for path in source.rglob("*.py")}
+    makers = [name for name, text in texts.items() if re.search(r"basicConfig|StreamHandler", text)]
+    assert makers == ["server/logs.py"]
+    users = {name for name, text in texts.items() if "logs.set_up(" in text}
+    assert users == {"cli/serve.py", "cli/router.py", "server/node/process.py", "server/worker_process.py"}

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import tandem
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
+from tandem.logtext import MAX_LINE_CHARS, visible
 
 COMMANDS = {
     "demo": "one prompt through prefill and decode workers, compared with one engine",
@@ -91,7 +92,8 @@ def run_command(command: str, words: Sequence[str]) -> int:
         print(end="", flush=True)  # here, where what goes wrong with it has a line and an exit code
         return code
     except CommandFailed as failure:
-        print(f"tandem: error: {' '.join(str(failure).split())}", file=sys.stderr)  # one line, whatever it quotes
+        line = visible(" ".join(str(failure).split()), most=MAX_LINE_CHARS)  # one line, whatever it quotes
+        print(f"tandem: error: {line}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
         print("tandem: interrupted", file=sys.stderr)
@@ -100,7 +102,7 @@ def run_command(command: str, words: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to print goes nowhere
         if isinstance(error, BrokenPipeError):
             return 0  # whoever read our output has enough
-        print(f"tandem: error: {error}", file=sys.stderr)
+        print(f"tandem: error: {visible(str(error), most=MAX_LINE_CHARS)}", file=sys.stderr)
         return 1
 
 

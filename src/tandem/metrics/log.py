@@ -6,6 +6,7 @@ from typing import TextIO
 
 import msgspec
 
+from tandem.logtext import visible
 from tandem.metrics.fold import RequestRecord
 
 MILLISECOND_NS = 1_000_000
@@ -33,15 +34,23 @@ def json_line(record: RequestRecord) -> str:
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "process": "api",
         "event": "request",
-        **{name: value for name in record.__struct_fields__ if (value := getattr(record, name)) not in (None, "")},
+        **{
+            name: shown(value)
+            for name in record.__struct_fields__
+            if (value := getattr(record, name)) not in (None, "")
+        },
         "ledger": dict(record.ledger),
     }
     return msgspec.json.encode(fields).decode()
 
 
+def shown(value: object) -> object:
+    return visible(value) if isinstance(value, str) else value
+
+
 def text_line(record: RequestRecord) -> str:
     parts = [
-        f"[{time.strftime('%H:%M:%S')} api] request {record.rid} {record.endpoint} {record.outcome}",
+        f"[{time.strftime('%H:%M:%S')} api] request {visible(record.rid)} {record.endpoint} {record.outcome}",
         f"prompt={record.prompt_tokens} cached={record.cached_tokens} output={record.completion_tokens}",
         f"e2e={record.e2e_ns / MILLISECOND_NS:.1f}ms",
     ]
@@ -57,7 +66,7 @@ def text_line(record: RequestRecord) -> str:
     if record.stage is not None:
         parts.append(f"stage={record.stage} waited={record.waited_seconds or 0.0:.3f}s")
     if record.peer:
-        parts.append(f"peer={record.peer}")
+        parts.append(f"peer={visible(record.peer)}")
     if record.detail:
-        parts.append(f"detail={record.detail!r}")
+        parts.append(f"detail='{visible(record.detail)}'")
     return " ".join(parts)

@@ -1,0 +1,20 @@
+"""Text of others on its way into a line: on one line, visible, and no longer than a bound.
+
+What clients, peers and servers name themselves ends up in log lines and in error lines of commands. A line feed in it
+would begin a line that we never wrote, an escape sequence would have a terminal do things, and a megabyte would push
+everything else out of sight.
+"""
+
+MAX_VALUE_CHARS = 512
+MAX_LINE_CHARS = 4096
+
+
+def visible(text: str, *, most: int = MAX_VALUE_CHARS) -> str:
+    """`text` with what cannot be printed as Python writes it, such as `\\n`, and its middle left out beyond `most`."""
+    if len(text) > most:
+        text = f"{text[: most // 2]} ...({len(text) - most} characters)... {text[len(text) - most // 2 :]}"
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(char: str) -> str:
+    return char if char.isprintable() else char.encode("unicode_escape").decode()
