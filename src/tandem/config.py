@@ -145,8 +145,10 @@ class ServerConfig:
     watchdog_timeout: float = flag(
         30.0, "seconds without progress of the node or the worker until the server ends; /health says 503 after half"
     )
-    flight_record: str | None = flag(None, "directory for the flight record of the node", metavar="DIR")
-    flight_record_max_bytes: int = flag(256 << 20, "the older of two segments is dropped beyond that")
+    flight_record: str | None = flag(None, "directory for the flight records of the node", metavar="DIR")
+    flight_record_max_bytes: int = flag(
+        256 << 20, "of all flight records in that directory, whoever wrote them; the oldest go first"
+    )
     enable_fault_injection: bool = flag(False, "test hooks may be changed while it runs: PUT /debug/faults")
 
     @property

@@ -1,6 +1,8 @@
 """The flight record of a real node replays to the same decisions, and says so when they are not the same."""
 
 import json
+import os
+import random
 from array import array
 from pathlib import Path
 
@@ -29,19 +31,24 @@ from tandem.server.node.flight import (
     segments_of,
 )
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
+from tandem.server.node.record_folder import RecordFolder
 
 SETTINGS = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
 SECRET_TOKEN = 1_234_567
+HEAD = frame(Head(FORMAT, 0, SETTINGS, EngineNode(SETTINGS).snapshot()))
+BOUND = 48_000
+STEP = 2_000  # more than any step here takes
 
 
 class World:
     """A node and a worker that answers every plan with the same token."""
 
-    def __init__(self, folder: Path, *, max_bytes: int = 1 << 20) -> None:
-        self.node = EngineNode(SETTINGS)
+    def __init__(self, folder: Path, *, max_bytes: int = 1 << 20, life: int = 1) -> None:
+        settings = msgspec.structs.replace(SETTINGS, incarnation=Incarnation("server", str(life)))
+        self.node = EngineNode(settings)
         self.notes: list[str] = []
         self.recorder = FlightRecorder(
-            folder, SETTINGS, self.node.snapshot, max_bytes=max_bytes, note=self.notes.append
+            folder, settings, self.node.snapshot, max_bytes=max_bytes, note=self.notes.append
         )
         self.now = Nanos(SECOND)
         self.steps = 0
@@ -57,21 +64,24 @@ class World:
     def serve(self, *, requests: int, tokens: int) -> None:
         """`requests` one after the other, each to its end."""
         for number in range(requests):
-            request = Request(RequestId(number + 1), f"rid-{number}", 20, (bytes(16),), tokens, Nanos(600 * SECOND))
-            effects = self.step(RequestArrived(request))
-            while launches := [command for command in effects.commands if isinstance(command, LaunchBatch)]:
-                returned = []
-                for launch in launches:
-                    rows = sum(row.samples for row in launch.plan.rows) + launch.plan.decodes
-                    outcome = BatchOutcome(
-                        launch.plan.id,
-                        launch.plan.iteration,
-                        array("i", [SECRET_TOKEN] * rows).tobytes(),
-                        bytes(rows),
-                        extras=((request.id, b"score"),) if rows else (),
-                    )
-                    returned.append(BatchReturned(outcome))
-                effects = self.step(*returned)
+            self.serve_one(number, tokens=tokens)
+
+    def serve_one(self, number: int, *, tokens: int) -> None:
+        request = Request(RequestId(number + 1), f"rid-{number}", 20, (bytes(16),), tokens, Nanos(600 * SECOND))
+        effects = self.step(RequestArrived(request))
+        while launches := [command for command in effects.commands if isinstance(command, LaunchBatch)]:
+            returned = []
+            for launch in launches:
+                rows = sum(row.samples for row in launch.plan.rows) + launch.plan.decodes
+                outcome = BatchOutcome(
+                    launch.plan.id,
+                    launch.plan.iteration,
+                    array("i", [SECRET_TOKEN] * rows).tobytes(),
+                    bytes(rows),
+                    extras=((request.id, b"score"),) if rows else (),
+                )
+                returned.append(BatchReturned(outcome))
+            effects = self.step(*returned)
 
 
 def test_a_record_replays_to_the_same_decisions(tmp_path: Path) -> None:
@@ -112,13 +122,13 @@ def test_no_token_and_no_score_is_in_a_record(tmp_path: Path) -> None:
     assert b"score" not in data
 
 
-def test_two_segments_are_kept_within_the_bound_and_each_replays_alone(tmp_path: Path) -> None:
-    world = World(tmp_path, max_bytes=24_000)
+def test_segments_are_kept_within_the_bound_and_each_replays_alone(tmp_path: Path) -> None:
+    world = World(tmp_path, max_bytes=BOUND)
     world.serve(requests=40, tokens=8)
     world.recorder.close()
     segments = segments_of(tmp_path)
-    assert len(segments) == 2
-    assert sum(segment.stat().st_size for segment in segments) < 2 * 24_000
+    assert len(segments) > 2
+    assert BOUND // 2 < sum(segment.stat().st_size for segment in segments) <= BOUND + STEP
     steps = 0
     for segment in segments:
         result = replay(segment, EngineNode)
@@ -156,7 +166,7 @@ def test_a_step_that_raises_is_on_record_and_raises_again(tmp_path: Path) -> Non
 
 def test_a_disk_that_is_full_ends_the_record_and_not_the_node(tmp_path: Path) -> None:
     world = World(tmp_path, max_bytes=4000)
-    world.recorder._folder = tmp_path / "gone"  # where the next segment cannot be written
+    world.recorder._folder = RecordFolder(tmp_path / "gone")  # where the next segment cannot be written
     world.serve(requests=3, tokens=20)
     world.recorder.close()
     (note,) = world.notes
@@ -208,7 +218,7 @@ def test_flags_tell_the_node_what_it_needs_and_stay_in_the_record(tmp_path: Path
 
 def rotated(tmp_path: Path) -> tuple[World, Record]:
     """Served long enough that segments have gone."""
-    world = World(tmp_path, max_bytes=24_000)
+    world = World(tmp_path, max_bytes=BOUND)
     world.serve(requests=40, tokens=8)
     world.recorder.close()
     (record,) = records_at(tmp_path)
@@ -224,7 +234,7 @@ def first_step(segment: Path) -> int:
 def test_one_node_goes_through_a_rotation_with_the_same_decisions(tmp_path: Path) -> None:
     world, record = rotated(tmp_path)
     result = replay_through(record, EngineNode)
-    assert len(record.segments) == 2
+    assert len(record.segments) > 2
     assert result.difference is None
     assert not result.is_cut
     assert first_step(record.segments[0]) + result.steps == world.steps
@@ -243,7 +253,7 @@ def test_any_segment_stands_for_its_record(tmp_path: Path) -> None:
     _, record = rotated(tmp_path)
     another_life = tmp_path / "flight-2-77-000000.tandem"
     another_life.write_bytes(record.segments[0].read_bytes())
-    assert [records_at(segment) for segment in record.segments] == [[record], [record]]
+    assert [records_at(segment) for segment in record.segments] == [[record]] * len(record.segments)
     assert [found.name for found in records_at(tmp_path)] == [record.name, "flight-2-77"]
 
 
@@ -271,8 +281,8 @@ def test_a_segment_that_is_missing_between_two_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [-3, -30])
 def test_a_record_of_a_killed_node_says_that_it_is_cut(tmp_path: Path, kept: int) -> None:
     world, record = rotated(tmp_path)
-    data = record.segments[1].read_bytes()
-    record.segments[1].write_bytes(data[:kept])
+    data = record.segments[-1].read_bytes()
+    record.segments[-1].write_bytes(data[:kept])
     result = replay_through(record, EngineNode)
     assert result.is_cut
     assert result.difference is None
@@ -281,11 +291,11 @@ def test_a_record_of_a_killed_node_says_that_it_is_cut(tmp_path: Path, kept: int
 
 def test_a_node_that_was_killed_while_it_turned_the_page_has_a_record(tmp_path: Path) -> None:
     _, record = rotated(tmp_path)
-    record.segments[1].write_bytes(record.segments[1].read_bytes()[:100])  # within the snapshot
+    record.segments[-1].write_bytes(record.segments[-1].read_bytes()[:100])  # within the snapshot
     result = replay_through(record, EngineNode)
     assert result.is_cut
     assert result.difference is None
-    assert result.steps == replay(record.segments[0], EngineNode).steps
+    assert result.steps == sum(replay(segment, EngineNode).steps for segment in record.segments[:-1])
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -334,16 +344,17 @@ def test_replay_says_what_each_segment_and_the_whole_came_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world, record = rotated(tmp_path)
-    record.segments[1].write_bytes(record.segments[1].read_bytes()[:-3])
+    record.segments[-1].write_bytes(record.segments[-1].read_bytes()[:-3])
     assert main(["replay", str(tmp_path)]) == 0
-    first, second, whole = capsys.readouterr().out.splitlines()
-    assert first.endswith("events: identical")
-    assert second.endswith("events: identical, then it is cut: the process was killed while it wrote")
-    assert whole.startswith(f"{record.name}, 2 segments as one: ")
+    *others, last, whole = capsys.readouterr().out.splitlines()
+    assert len(others) == len(record.segments) - 1
+    assert all(line.endswith("events: identical") for line in others)
+    assert last.endswith("events: identical, then it is cut: the process was killed while it wrote")
+    assert whole.startswith(f"{record.name}, {len(record.segments)} segments as one: ")
     assert main(["replay", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["identical"] is True
-    assert [segment["cut"] for segment in document["segments"]] == [False, True]
+    assert [segment["cut"] for segment in document["segments"]] == [False] * len(others) + [True]
     assert document["records"][0]["steps"] == world.steps - first_step(record.segments[0])
 
 
@@ -354,3 +365,198 @@ def test_replay_of_a_folder_of_several_records_asks_which_one_has_the_step(
     (tmp_path / "flight-2-77-000000.tandem").write_bytes(record.segments[0].read_bytes())
     assert main(["replay", str(tmp_path), "--at", "3"]) == 1
     assert "2 records are here" in capsys.readouterr().err
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("flight-*"))
+
+
+def test_the_bound_is_the_folders_over_many_lives(tmp_path: Path) -> None:
+    for life in range(1, 8):
+        world = World(tmp_path, max_bytes=BOUND, life=life)
+        world.serve(requests=30, tokens=8)
+        world.recorder.close()
+        assert size_of(tmp_path) <= BOUND + STEP
+        newest = records_at(tmp_path)[-1]
+        assert newest.name.startswith(f"flight-{life}-")
+        assert replay_through(newest, EngineNode).difference is None
+
+
+def test_the_oldest_go_first_and_the_running_nodes_own_last(tmp_path: Path) -> None:
+    for life, age in ((900, 3), (800, 2), (700, 1)):  # by their age, not by their names
+        path = tmp_path / f"flight-{life}-5-000000.tandem"
+        path.write_bytes(bytes(BOUND // 4))
+        os.utime(path, ns=(10**9 * (10 - age), 10**9 * (10 - age)))
+    world = World(tmp_path, max_bytes=BOUND, life=1)
+    gone = []
+    for number in range(60):
+        world.serve_one(number, tokens=8)
+        there = {path.name for path in tmp_path.iterdir()}
+        for life in (900, 800, 700):
+            if life not in gone and f"flight-{life}-5-000000.tandem" not in there:
+                gone.append(life)
+        own = sorted(name for name in there if name.startswith("flight-1-"))
+        assert len(gone) == 3 or own[0].endswith("-000000.tandem"), "its own goes when nothing else is left"
+    world.recorder.close()
+    assert gone == [900, 800, 700]
+
+
+def test_two_that_write_at_once_leave_each_other_what_they_write(tmp_path: Path) -> None:
+    worlds = [World(tmp_path, max_bytes=BOUND, life=life) for life in (1, 2)]
+    for number in range(60):
+        for world in worlds:
+            world.serve_one(number, tokens=8)
+        assert size_of(tmp_path) <= BOUND + 2 * STEP
+    for world in worlds:
+        world.recorder.close()
+        assert world.notes == []
+    records = records_at(tmp_path)
+    assert [replay_through(record, EngineNode).difference for record in records] == [None, None]
+
+
+def test_what_is_somebody_elses_is_never_touched(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(bytes(BOUND))
+    folder = tmp_path / "records"
+    folder.mkdir()
+    names = [
+        "notes.txt",
+        "flight-1.tandem",
+        "flight-1-1-1.tandem",
+        "flight-g-1-000000.tandem",
+        "flight-1-1-000000.tandem~",
+    ]
+    names += ["xflight-1-1-000000.tandem", "flight-1-1-000000.tandem.gz", "flight-1-1-000001\n.tandem"]
+    for name in names:
+        (folder / name).write_bytes(bytes(BOUND))
+        os.utime(folder / name, ns=(1, 1))
+    (folder / "flight-1-2-000000.tandem").symlink_to(outside)
+    (folder / "flight-1-3-000000.tandem").mkdir()
+    os.mkfifo(folder / "flight-1-4-000000.tandem")
+    world = World(folder, max_bytes=BOUND, life=9)
+    world.serve(requests=40, tokens=8)
+    world.recorder.close()
+    there = {path.name for path in folder.iterdir()}
+    assert there >= {*names, *(f"flight-1-{number}-000000.tandem" for number in (2, 3, 4))}
+    assert outside.stat().st_size == BOUND
+
+
+def test_a_segment_is_made_anew_and_for_its_user_only(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    before = os.umask(0)
+    try:
+        world = World(folder)
+    finally:
+        os.umask(before)
+    (segment,) = segments_of(folder)
+    assert segment.stat().st_mode & 0o777 == 0o600
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
+    world.recorder.close()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_waits_under_the_name_of_the_next_segment_is_not_written_to(tmp_path: Path, is_link: bool) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "records"
+    folder.mkdir()
+    trap = folder / f"flight-1-{os.getpid()}-000001.tandem"
+    if is_link:
+        trap.symlink_to(victim)
+    else:
+        os.link(victim, trap)
+    world = World(folder, max_bytes=BOUND)
+    world.serve(requests=40, tokens=8)
+    world.recorder.close()
+    assert victim.read_text() == "precious"
+    (note,) = world.notes
+    assert "the flight record ends here" in note
+
+
+# --- records of others -----------------------------------------------------------------------------------------------
+
+
+def told(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line that `tandem replay` ends with."""
+    assert main(["replay", str(path), *flags]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("tandem: error: ")
+    assert printed.err.count("\n") == 1
+    assert printed.err[:-1].isprintable()
+    assert len(printed.err) < 10_000
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff\xff\xff\xff" + b"x" * 100,
+        (1 << 31).to_bytes(4) + b"x" * 100,
+        frame(Input(Nanos(0), ())),
+        (100_000).to_bytes(4) + b"\x91" * 100_000,
+        (5).to_bytes(4) + b"\xdd\xff\xff\xff\xff",
+        (5).to_bytes(4) + b"\xc6\xff\xff\xff\xff",
+        b"\0\0\0\0" * 1000,
+        frame(Head(FORMAT, -(1 << 62), SETTINGS, b"")),
+        frame(Head(FORMAT, 0, msgspec.structs.replace(SETTINGS, num_pages=1 << 50), EngineNode(SETTINGS).snapshot())),
+        HEAD + frame(Input(Nanos(0), ())) + frame(Input(Nanos(0), ())),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--at", "0")])
+def test_a_record_that_was_made_to_do_harm_is_told_in_one_line(
+    tmp_path: Path,
+    data: bytes,
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.cli.replay.MAX_MEMORY_BYTES", 64 << 20)
+    path = tmp_path / "flight-1-1-000000.tandem"
+    path.write_bytes(data)
+    told(path, capsys, *flags)
+
+
+def test_a_file_that_claims_to_be_huge_is_not_read_into_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "flight-1-1-000000.tandem"
+    with path.open("wb") as file:
+        file.write((0xFFFFFFF0).to_bytes(4))
+        file.truncate(8 << 30)  # sparse: takes no space
+    assert "a frame of 4294967280 bytes" in told(path, capsys)
+
+
+def test_every_flipped_byte_of_a_record_is_told_in_a_line_or_makes_no_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path / "good")
+    world.serve(requests=2, tokens=3)
+    world.recorder.close()
+    (segment,) = segments_of(tmp_path / "good")
+    data = bytearray(segment.read_bytes())
+    path = tmp_path / "flight-1-1-000000.tandem"
+    draw = random.Random(7)
+    for _ in range(150):
+        place, bit = draw.randrange(len(data)), 1 << draw.randrange(8)
+        data[place] ^= bit
+        path.write_bytes(data)
+        assert main(["replay", str(path)]) in (0, 1)
+        error = capsys.readouterr().err
+        assert error.count("\n") <= 1
+        assert "Traceback" not in error
+        data[place] ^= bit
+
+
+def test_names_in_a_record_move_no_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = msgspec.structs.replace(SETTINGS, incarnation=Incarnation("\x1b[2J\nforged", 1))
+    node = EngineNode(settings)
+    path = tmp_path / "flight-1-1-000000.tandem"
+    step = frame(Input(Nanos(5), ())) + frame(Output((), None))
+    path.write_bytes(frame(Head(FORMAT, 0, settings, node.snapshot())) + step)
+    main(["replay", str(path), "--at", "0"])
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert not any(line.startswith("forged") for line in printed.splitlines())

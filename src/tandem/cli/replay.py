@@ -5,7 +5,9 @@ With `--at N` the node is resumed at the nearest snapshot before step N, goes th
 """
 
 import argparse
+import contextlib
 import json
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,13 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import natural
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
+from tandem.logtext import visible
 from tandem.server.node.flight import BrokenRecord, Difference, NothingWritten, Replay, Step, StepRaised, replay
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
 from tandem.sim.report import trace_step
 
+MAX_MEMORY_BYTES = 4 << 30
+MAX_SHOWN_CHARS = 1 << 16  # of one line
 CUT = ", then it is cut: the process was killed while it wrote"
 
 
@@ -33,6 +38,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Whatever is in the files, of whoever: a line says what is wrong with them, and memory is bounded."""
+    with bounded_memory(MAX_MEMORY_BYTES):
+        return replayed(args)
+
+
+@contextlib.contextmanager
+def bounded_memory(most: int) -> Iterator[None]:
+    """Beyond `most` bytes more than now, MemoryError: a record may claim a node of any size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    wanted = pages * resource.getpagesize() + most
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def replayed(args: argparse.Namespace) -> int:
     records = records_at(args.record)
     if not records:
         raise CommandFailed(f"no flight record at {args.record}; a server writes one with --flight-record DIR")
@@ -46,6 +70,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandFailed(f"{error}; without --at it is compared as a whole") from error
     except (BrokenRecord, PermissionError) as error:
         raise CommandFailed(f"{error}; record again with this version") from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever a state that no node of ours was ever in leads to
+        raise CommandFailed(f"{args.record} cannot be replayed: {type(error).__name__} {error}") from error
 
 
 def the_only(records: list[Record]) -> Record:
@@ -87,7 +115,7 @@ def each_alone(record: Record) -> Iterator[tuple[Path, Replay]]:
 
 def say(text: str, *, as_json: bool) -> None:
     if not as_json:
-        print(text)
+        print("\n".join(visible(line, most=MAX_SHOWN_CHARS) for line in text.split("\n")))
 
 
 def _text(result: Replay) -> str:
@@ -130,7 +158,8 @@ def show(record: Record, index: int, *, as_json: bool) -> int:
         if as_json:
             print(json.dumps(step_document(step)))
             break
-        print("\n".join(trace_lines(step)))
+        for line in trace_lines(step):
+            print(visible(line, most=MAX_SHOWN_CHARS))
         if step.index == index:
             print(f"state after step {index}:\n{json.dumps(inspect.state(engine_node(step)), indent=2)}")
     return 0 if is_identical else 1
@@ -141,7 +170,7 @@ def trace_lines(step: Step) -> Iterator[str]:
     name = f"{incarnation.name}.{incarnation.id} step {step.index}"
     yield from list(trace_step(step.input.now, name, step.input.happened, step.got.commands)) or [f"{name} is silent"]
     if step.expected is not None and not step.is_as_recorded:
-        yield difference_text(Difference(step.index, step.expected, step.got))
+        yield from difference_text(Difference(step.index, step.expected, step.got)).split("\n")
 
 
 def step_document(step: Step) -> dict[str, object]:

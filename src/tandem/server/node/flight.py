@@ -1,9 +1,10 @@
 """The flight recorder: what a node was told and what it decided, so that `tandem replay` can decide it again.
 
-A record is one or two segment files in a folder; a segment is frames of a 4-byte big-endian length and one msgpack
-object: a `Head` (settings and a snapshot of the node), then per step an `Input`, written before the step so that a
-step that raises is on record, and an `Output`. When both segments would exceed their bound, the older one goes; a
-segment holds at least as many bytes of steps as its snapshot takes, or a small bound would turn the page every step.
+A record is some segment files in a folder; a segment is frames of a 4-byte big-endian length and one msgpack object:
+a `Head` (settings and a snapshot of the node), then per step an `Input`, written before the step so that a step that
+raises is on record, and an `Output`. The bound is that of the folder: of all records there, the oldest segments go. A
+segment takes a quarter of it, but holds at least as many bytes of steps as its snapshot takes, or a small bound would
+turn the page every step; and the last two of a running node stay whatever the bound.
 
 No text is in it: token ids and their scores are replaced by zeros of the same length. The core never looks at them,
 so a replay decides the same. (A snapshot may hold the first token of a request that was being handed over.)
@@ -26,9 +27,11 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.ports import Node
 from tandem.server.channel import HEAD_BYTES, append_frame
+from tandem.server.node.record_folder import RecordFolder
+from tandem.server.wire import MAX_FRAME_BYTES
 
 FORMAT = 1
-BUFFER_BYTES = 64 << 10
+SEGMENTS = 4  # that fit into the bound
 FLUSH_NS = 1 * SECOND  # at most so much is lost when the process is killed
 
 
@@ -116,12 +119,13 @@ class FlightRecorder:
         note: Callable[[str], None],
     ) -> None:
         """Raises OSError when the folder cannot be written."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder = RecordFolder(folder)
+        self._folder.prepare()
         self._settings = settings
         self._snapshot = snapshot
-        self._segment_bytes = max_bytes // 2
-        self._segments: list[Path] = []
+        self._max_bytes = max_bytes
+        self._segment_bytes = max_bytes // SEGMENTS
+        self._name = f"flight-{settings.incarnation.id}-{os.getpid()}-"
         self._num_segments = 0
         self._steps = 0
         self._written = 0
@@ -166,16 +170,15 @@ class FlightRecorder:
             self._note(f"the flight record ends here: {error}")
 
     def _begin_segment(self) -> None:
-        name = f"flight-{self._settings.incarnation.id}-{os.getpid()}-{self._num_segments:06}.tandem"
+        last_two = [f"{self._name}{number:06}.tandem" for number in (self._num_segments, self._num_segments - 1)]
         self._num_segments += 1
-        self._segments.append(self._folder / name)
-        self._file = self._segments[-1].open("wb", buffering=BUFFER_BYTES)
+        self._file = self._folder.create(last_two[0])
         self._written = 0
         self._write(Head(FORMAT, self._steps, self._settings, self._snapshot()))
         self._head_bytes = self._written
-        self._file.flush()  # before the older one goes: whatever kills us now leaves a beginning
-        while len(self._segments) > 2:
-            self._segments.pop(0).unlink(missing_ok=True)
+        self._file.flush()  # before older ones go: whatever kills us now leaves a beginning
+        room = self._max_bytes - self._segment_bytes + self._written  # for what is there; this one may grow
+        self._folder.make_room(room, segment_bytes=self._segment_bytes, own=self._name, kept=last_two)
 
     def _write(self, frame: Frame) -> None:
         self._scratch.clear()
@@ -231,17 +234,21 @@ class Segment:
             index += 1
 
     def _read(self) -> Iterator[Frame]:
+        """Never more than a frame in memory, and never more of it than the file has."""
         decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
         with self.path.open("rb") as file:
+            left = os.fstat(file.fileno()).st_size
             while head := file.read(HEAD_BYTES):
-                size = int.from_bytes(head)
-                body = file.read(size)
-                if len(head) < HEAD_BYTES or len(body) < size:
+                size, left = int.from_bytes(head), left - HEAD_BYTES
+                if len(head) < HEAD_BYTES or size > left:
                     self.is_cut = True
                     return
+                if size > MAX_FRAME_BYTES:
+                    raise BrokenRecord(f"{self.path}: a frame of {size} bytes; at most {MAX_FRAME_BYTES} are written")
+                left -= size
                 try:
-                    yield decoder.decode(body)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                    yield decoder.decode(file.read(size))
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise BrokenRecord(f"{self.path}: {error}") from error
 
 
@@ -254,7 +261,7 @@ def read_segment(path: Path) -> Iterator[Frame]:
 
 def segments_of(path: Path) -> list[Path]:
     """The segments of a record, oldest first: a file is itself, a folder is what recorders wrote there."""
-    return [path] if path.is_file() else sorted(path.glob("flight-*.tandem"))
+    return [path] if path.is_file() else sorted(found for found in path.glob("flight-*.tandem") if found.is_file())
 
 
 @dataclass(frozen=True, slots=True)
