@@ -29,6 +29,7 @@ from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.channel import frame
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>{% endfor %}"
@@ -90,6 +91,7 @@ class FakeNode:
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def send(self, message: wire.ApiToNode) -> None:
+        frame(message)  # what cannot be encoded is never sent
         match message:
             case wire.Submit():
                 self.submits.append(message)

@@ -33,7 +33,7 @@ BAD_CHATS = [
     ({"logit_bias": {"999": 1}}, "logit_bias"),
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -246,13 +246,11 @@ def test_sampling_numbers_reach_the_worker_as_given() -> None:
         "ignore_eos": True,
         "min_tokens": 2,
         "logprobs": 4,
-        "priority": 3,
     }
     with (w := world()).http() as http:
         http.post("/v1/completions", json=body)
     (submit,) = w.node.submits
     sampling = submit.payload.sampling
-    assert submit.request.priority == 3
     for name in ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "ignore_eos"):
         assert getattr(sampling, name) == body[name]
     assert (sampling.repetition_penalty, sampling.logit_bias, sampling.seed) == (1.1, {5: -2.0}, 42)

@@ -4,8 +4,10 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request
 
 from tandem.server.api.errors import Refusal
+from tandem.server.router.generate import timeout_seconds
 from tandem.server.router.shell import encode_rest, with_fields
 
 
@@ -22,3 +24,19 @@ def test_what_can_be_read_but_not_written_is_refused_before_anything_begins() ->
     with pytest.raises(Refusal) as found:
         encode_rest(body)
     assert found.value.failure.code == "invalid_json"
+
+
+@pytest.mark.parametrize("raw", [b"1" * 400, b"-1", b"0", b"true", b'"1"', b"[]"])
+def test_a_timeout_that_is_no_time_is_refused(raw: bytes) -> None:
+    body = msgspec.json.decode(b'{"timeout": %s}' % raw)
+    with pytest.raises(Refusal) as found:
+        timeout_seconds(Request({"type": "http", "headers": []}), body, default=1.0)
+    assert (found.value.failure.status, found.value.failure.param) == (400, "timeout")
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "0", "soon", ""])
+def test_a_timeout_header_that_is_no_time_is_refused(text: str) -> None:
+    headers = [(b"x-request-timeout-ms", text.encode())]
+    with pytest.raises(Refusal) as found:
+        timeout_seconds(Request({"type": "http", "headers": headers}), {}, default=1.0)
+    assert (found.value.failure.status, found.value.failure.param) == (400, "X-Request-Timeout-Ms")

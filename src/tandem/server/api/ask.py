@@ -6,12 +6,11 @@ found here, before anything is reserved.
 """
 
 import hashlib
-import math
 import secrets
 import time
 from array import array
 from collections.abc import Sequence
-from typing import Any  # a value that may be one or one per prompt
+from typing import Any, TypeVar  # a value that may be one or one per prompt
 
 import msgspec
 from msgspec import Struct
@@ -20,20 +19,19 @@ from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
-from tandem.server.api.body import Routing, SamplingFields, per_prompt
+from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
+from tandem.server.api.bounds import (
+    MAX_PORT,
+    MAX_RID_CHARS,
+    MAX_ROOM,
+    MAX_SUBMITTED_TOKENS,
+    MAX_TIMEOUT_SECONDS,
+)
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import without_brackets
 from tandem.server.api.tokenizer import Tokenizer
 
-MAX_N = 128
-MAX_TOP_LOGPROBS = 20
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_STOP_TOKEN_IDS = 256
-MAX_LOGIT_BIAS = 1024
-MAX_RID_CHARS = 256
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
-MAX_ROOM = (1 << 63) - 1
+Number = TypeVar("Number", int, float)
 HASH_SECRET = b"tandem"  # page hashes never leave a server's own processes
 
 
@@ -87,7 +85,6 @@ class Ask(Struct, frozen=True):
     rid: str
     names: tuple[str, ...]  # rids by which it can be aborted
     pair: Pair
-    priority: int
     tenant: str
     timeout_ns: int  # from arrival
 
@@ -118,87 +115,50 @@ def check_wish(
     top_logprobs: int | None,  # None: no logprobs wanted
     keeps_stop: bool,
 ) -> Wish:
-    """Check everything that does not depend on the prompt; raises `Refusal` for the first thing that is wrong."""
+    """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix = names.prefix
-    if max_tokens is not None and max_tokens < 1:
-        raise invalid(prefix + names.max_tokens, "must be at least 1")
-    if min_tokens is not None and min_tokens < 0:
-        raise invalid(prefix + names.min_tokens, "must not be negative")
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         raise invalid(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
-    top_k = fields.top_k
-    if top_k is not None and top_k < -1:
-        raise invalid(prefix + "top_k", "must be at least 1, or -1 or 0 for all tokens")
-    n = 1 if fields.n is None else fields.n
-    if not 1 <= n <= MAX_N:
-        raise invalid(prefix + "n", f"must lie between 1 and {MAX_N}")
-    if top_logprobs is not None and not 0 <= top_logprobs <= MAX_TOP_LOGPROBS:
-        raise invalid("logprobs", f"the number of top logprobs must lie between 0 and {MAX_TOP_LOGPROBS}")
-    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
-        raise invalid(prefix + "seed", "must be a 64-bit integer")
+    bias = fields.logit_bias or {}
+    check_ids(list(bias), facts, prefix + "logit_bias")
+    stop_token_ids = fields.stop_token_ids or []
+    check_ids(stop_token_ids, facts, prefix + "stop_token_ids")
     sampling = SamplingParams(
-        temperature=number(fields.temperature, 1.0, prefix + "temperature", low=0.0, high=100.0),
-        top_k=max(top_k or 0, 0),
-        top_p=number(fields.top_p, 1.0, prefix + "top_p", low=0.0, high=1.0, open_low=True),
-        min_p=number(fields.min_p, 0.0, prefix + "min_p", low=0.0, high=1.0),
-        presence_penalty=number(fields.presence_penalty, 0.0, prefix + "presence_penalty", low=-2.0, high=2.0),
-        frequency_penalty=number(fields.frequency_penalty, 0.0, prefix + "frequency_penalty", low=-2.0, high=2.0),
-        repetition_penalty=number(
-            fields.repetition_penalty, 1.0, prefix + "repetition_penalty", low=0.0, high=2.0, open_low=True
-        ),
-        logit_bias=check_logit_bias(fields.logit_bias or {}, facts, prefix + "logit_bias"),
-        stop_token_ids=check_stop_ids(fields.stop_token_ids or [], facts, prefix + "stop_token_ids"),
+        temperature=given_or(fields.temperature, 1.0),
+        top_k=max(given_or(fields.top_k, 0), 0),
+        top_p=given_or(fields.top_p, 1.0),
+        min_p=given_or(fields.min_p, 0.0),
+        presence_penalty=given_or(fields.presence_penalty, 0.0),
+        frequency_penalty=given_or(fields.frequency_penalty, 0.0),
+        repetition_penalty=given_or(fields.repetition_penalty, 1.0),
+        logit_bias=bias,
+        stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
         min_tokens=min_tokens or 0,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
     )
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     return Wish(
         sampling=sampling,
         seed=seed,
         max_new_tokens=max_tokens,
-        n=n,
-        stop=check_stops(fields.stop, prefix + "stop"),
+        n=given_or(fields.n, 1),
+        stop=tuple(text for text in stops if text),
         keeps_stop=keeps_stop,
         skip_special_tokens=fields.skip_special_tokens is not False,
     )
 
 
-def number(
-    value: float | None, default: float, param: str, *, low: float, high: float, open_low: bool = False
-) -> float:
-    if value is None:
-        return default
-    if not math.isfinite(value) or not low <= value <= high or (open_low and value == low):
-        raise invalid(param, f"{value:g} is not {'above' if open_low else 'at least'} {low:g} and at most {high:g}")
-    return float(value)
+def given_or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
 
 
-def check_stops(stop: str | list[str] | None, param: str) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > MAX_STOPS:
-        raise invalid(param, f"at most {MAX_STOPS} stop strings")
-    if any(len(text) > MAX_STOP_CHARS for text in stops):
-        raise invalid(param, f"a stop string has at most {MAX_STOP_CHARS} characters")
-    return tuple(text for text in stops if text)
-
-
-def check_stop_ids(ids: Sequence[int], facts: Facts, param: str) -> tuple[int, ...]:
-    if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise invalid(param, f"at most {MAX_STOP_TOKEN_IDS} ids")
-    return tuple(check_id(id, facts, param) for id in ids)
-
-
-def check_logit_bias(bias: dict[int, float], facts: Facts, param: str) -> dict[int, float]:
-    if len(bias) > MAX_LOGIT_BIAS:
-        raise invalid(param, f"at most {MAX_LOGIT_BIAS} entries")
-    return {check_id(id, facts, param): number(value, 0.0, param, low=-100.0, high=100.0) for id, value in bias.items()}
-
-
-def check_id(id: int, facts: Facts, param: str) -> int:
-    if not 0 <= id < facts.vocab_size:
-        raise invalid(param, f"{id} is not a token id; the vocabulary has {facts.vocab_size}")
-    return id
+def check_ids(ids: Sequence[int], facts: Facts, param: str) -> None:
+    """Raises `Refusal` for an id that is no token of this model's."""
+    for id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= id < facts.vocab_size:
+            raise invalid(param, f"{id} is not a token id; the vocabulary has {facts.vocab_size}")
 
 
 async def read_text(
@@ -218,9 +178,7 @@ def check_prompt(prompt: Prompt, facts: Facts, param: str) -> Prompt:
     if not prompt.tokens:
         raise invalid(param, "the prompt has no tokens")
     if prompt.text is None:  # ids that did not come from our own tokenizer
-        low, high = min(prompt.tokens), max(prompt.tokens)
-        check_id(low, facts, param)
-        check_id(high, facts, param)
+        check_ids(prompt.tokens, facts, param)
     if len(prompt.tokens) >= facts.context_length:
         raise Refusal(
             Cause.PROMPT_TOO_LONG,
@@ -243,9 +201,8 @@ def ask_all(
     timeout_ns: int,
 ) -> list[Ask]:
     """All samples of all prompts, in order. `wishes` has one per prompt; `own_rid` is used if the client named none."""
-    num_samples = sum(wish.n for wish in wishes)
-    if num_samples > facts.max_samples:
-        raise invalid("n", f"{num_samples} samples in one request; at most {facts.max_samples} are accepted")
+    check_samples(prompts, wishes, facts)
+    check_priority(routing)
     check_dp_ranks(routing)
     pairs = check_pairs(routing, [wish.n for wish in wishes], facts)
     rids = check_rids(routing.rid, len(prompts), own_rid)
@@ -267,12 +224,27 @@ def ask_all(
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *([routing.rid] if isinstance(routing.rid, str) else [])))),
                     pair=pair,
-                    priority=routing.priority or 0,
                     tenant=routing.cache_salt or "",
                     timeout_ns=timeout_ns,
                 )
             )
     return asks
+
+
+def check_samples(prompts: Sequence[Prompt], wishes: Sequence[Wish], facts: Facts) -> None:
+    """However they are made up of prompts and `n`, all samples go to the node together."""
+    num_samples = sum(wish.n for wish in wishes)
+    if num_samples > facts.max_samples:
+        raise invalid("n", f"{num_samples} samples in one request; at most {facts.max_samples} are accepted")
+    num_tokens = sum(wish.n * len(prompt.tokens) for prompt, wish in zip(prompts, wishes, strict=True))
+    if num_tokens > MAX_SUBMITTED_TOKENS:
+        raise invalid("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")
+
+
+def check_priority(routing: Routing) -> None:
+    """A number that nobody reads must not look as if it were honoured."""
+    if routing.priority:
+        raise unsupported("priority", ": the scheduler does not read it yet; leave it out or send 0")
 
 
 def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> tuple[Request, Payload]:
@@ -293,7 +265,6 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> t
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
-            priority=ask.priority,
             prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling)),
         ),
         Payload(
@@ -421,8 +392,8 @@ def check_room(value: int | str | None) -> Room | None:
 def check_address(host: str, port: int | None, facts: Facts) -> Address:
     """Of a host that `Hosts` has let pass."""
     port = facts.bootstrap_port if port is None else port
-    if not 0 < port < 1 << 16:
-        raise invalid("bootstrap_port", "must lie between 1 and 65535")
+    if not 0 < port <= MAX_PORT:
+        raise invalid("bootstrap_port", f"must lie between 1 and {MAX_PORT}")
     return Address(without_brackets(host), port)
 
 

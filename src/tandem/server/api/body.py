@@ -1,21 +1,46 @@
-"""Bodies as they come in: names and types, nothing checked beyond them.
+"""Bodies as they come in: names, types and bounds (`bounds.py`), nothing checked beyond them.
 
 Every field may be null, because gateways fill in nulls; unknown fields are ignored. A field that would change the
-answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something.
+answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something. Of a field
+that comes twice the last one counts, on both halves and in the router alike.
 """
 
 import re
-from typing import Any, TypeVar  # messages are the template's business, whatever they hold
+from typing import Annotated, Any, TypeVar  # messages are the template's business, whatever they hold
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
+from tandem.server.api.bounds import (
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    Int,
+    LogitBias,
+    MinP,
+    MinTokens,
+    NewTokens,
+    Penalty,
+    Rank,
+    RepetitionPenalty,
+    Salt,
+    Samples,
+    Seconds,
+    Stop,
+    Stops,
+    StopTokenIds,
+    Temperature,
+    TokenId,
+    TopK,
+    TopLogprobs,
+    TopP,
+)
 from tandem.server.api.errors import Problem, Refusal, invalid
 
-MAX_BODY_BYTES = 32 << 20
 NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw field that was not sent
 EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the last: nested beyond what can be read
+NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
+
+Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 
 
 class Routing(Struct, kw_only=True):
@@ -24,15 +49,15 @@ class Routing(Struct, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
-    priority: int | None = None
-    timeout: float | None = None  # seconds
-    cache_salt: str | None = None
+    priority: Int | None = None
+    timeout: Seconds | None = None
+    cache_salt: Salt | None = None
     bootstrap_host: str | list[str | None] | None = None
-    bootstrap_port: int | list[int | None] | None = None
-    bootstrap_room: int | str | list[int | str | None] | None = None
-    routed_dp_rank: int | list[int | None] | None = None
-    data_parallel_rank: int | list[int | None] | None = None  # deprecated name of routed_dp_rank
-    disagg_prefill_dp_rank: int | list[int | None] | None = None
+    bootstrap_port: Int | list[Int | None] | None = None
+    bootstrap_room: Int | str | list[Int | str | None] | None = None
+    routed_dp_rank: Rank | list[Rank | None] | None = None
+    data_parallel_rank: Rank | list[Rank | None] | None = None  # deprecated name of routed_dp_rank
+    disagg_prefill_dp_rank: Rank | list[Rank | None] | None = None
     lora_path: Raw = NOTHING
     session_params: Raw = NOTHING
     return_hidden_states: Raw = NOTHING
@@ -43,17 +68,17 @@ class Routing(Struct, kw_only=True):
 class SamplingFields(Struct, kw_only=True):
     """How to sample, as both dialects name it; the names that differ are mapped by the endpoint."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    n: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    n: Samples | None = None
+    stop: Stop | Stops | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
@@ -72,14 +97,14 @@ class StreamOptions(Struct):
 class OpenAIBody(SamplingFields, kw_only=True):
     """What chat and completions share."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    seed: int | None = None
+    max_tokens: NewTokens | None = None
+    min_tokens: MinTokens | None = None
+    seed: Int | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
-    best_of: int | None = None
+    best_of: Samples | None = None
     use_beam_search: Raw = NOTHING
     prompt_logprobs: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
@@ -94,10 +119,10 @@ class OpenAIBody(SamplingFields, kw_only=True):
 
 
 class ChatBody(OpenAIBody, kw_only=True):
-    messages: list[dict[str, Any]] | None = None
-    max_completion_tokens: int | None = None
+    messages: Messages | None = None
+    max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Raw = NOTHING
     tool_choice: str | dict[str, Any] | None = None
     functions: Raw = NOTHING
@@ -115,9 +140,9 @@ class ChatBody(OpenAIBody, kw_only=True):
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
-    prompt: str | list[str | int | list[int]] | None = None
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
     suffix: Raw = NOTHING
     prompt_embeds: Raw = NOTHING
@@ -126,9 +151,9 @@ class CompletionBody(OpenAIBody, kw_only=True):
 class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of /generate."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    sampling_seed: int | None = None
+    max_new_tokens: NewTokens | None = None
+    min_new_tokens: MinTokens | None = None
+    sampling_seed: Int | None = None
     beam_width: Raw = NOTHING
 
 
@@ -136,11 +161,11 @@ class NativeBody(Struct, kw_only=True):
     """SGLang's own dialect, `/generate`."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
-    sampling_params: NativeSampling | list[NativeSampling] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], Meta(max_length=MAX_PROMPTS)] | None = None
     return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: int | list[int] | None = None
+    logprob_start_len: Int | list[Int] | None = None
+    top_logprobs_num: TopLogprobs | list[TopLogprobs] | None = None
     return_text_in_logprobs: bool | None = None
     token_ids_logprob: Raw = NOTHING
     input_embeds: Raw = NOTHING
@@ -157,13 +182,13 @@ class TokenizeBody(Struct):
 
     prompt: str | list[str] | None = None
     text: str | list[str] | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
 
 
 class DetokenizeBody(Struct):
-    tokens: list[int | list[int]] | None = None
+    tokens: list[TokenId | list[TokenId]] | None = None
     skip_special_tokens: bool | None = None
 
 
@@ -182,8 +207,9 @@ def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
+        what, _, _ = str(error).partition(" - at ")
         param = param_of(str(error))
-        raise Refusal(Problem.INVALID_VALUE, f"{param}: {error}" if param else str(error), param=param) from None
+        raise Refusal(Problem.INVALID_VALUE, f"{param}: {what}" if param else str(error), param=param) from None
     except NOT_JSON as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None
     refuse_unsupported(body)
@@ -216,8 +242,8 @@ def unsupported(param: str, detail: str = "") -> Refusal:
 
 
 def param_of(message: str) -> str | None:
-    """The field that msgspec complains of: `... - at `$.stop[0]`` gives `stop`."""
-    found = re.search(r"at `\$\.([\w.]+)", message)
+    """The field that msgspec complains of: `... - at `$.stop[0]`` gives `stop`, and so does `at `key` in `$.stop``."""
+    found = re.search(r" - at (?:`key` in )?`\$\.([\w.]+)", message)
     return found.group(1) if found else None
 
 

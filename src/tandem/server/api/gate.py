@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.server.api.body import MAX_BODY_BYTES
+from tandem.server.api.bounds import MAX_BODY_BYTES
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
 
 MAX_REQUEST_ID_CHARS = 256

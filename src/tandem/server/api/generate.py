@@ -13,8 +13,8 @@ import msgspec
 
 from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
+from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import invalid
-from tandem.server.api.openai import MAX_PROMPTS
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
 

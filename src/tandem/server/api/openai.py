@@ -14,12 +14,12 @@ from msgspec import Struct
 from tandem.sampling import TokenScore
 from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
+from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import invalid
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-MAX_PROMPTS = 1024
 
 encode = msgspec.json.Encoder().encode
 

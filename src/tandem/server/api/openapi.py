@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem import __version__
-from tandem.server.api.ask import MAX_N, MAX_ROOM, MAX_TIMEOUT_SECONDS, MAX_TOP_LOGPROBS
 from tandem.server.api.body import (
     AbortBody,
     ChatBody,
@@ -23,6 +22,7 @@ from tandem.server.api.body import (
     StreamOptions,
     TokenizeBody,
 )
+from tandem.server.api.bounds import MAX_ROOM
 
 Schema = dict[str, Any]
 LIST: Schema = {"type": "array", "minItems": 1}
@@ -59,33 +59,11 @@ OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     ),
     "/abort_request": (AbortBody, {"rid": TEXT, "abort_all": {"const": True}}, "Abort by exact rid."),
 }
-TOKENS: Schema = {"minimum": 1}
-TOP_LOGPROBS: Schema = {"minimum": 0, "maximum": MAX_TOP_LOGPROBS}
-SEED: Schema = {"minimum": -(1 << 63), "maximum": (1 << 63) - 1}
-PENALTY: Schema = {"minimum": -2, "maximum": 2}
-ONLY_RANK: Schema = {"minimum": 0, "maximum": 0}
-BOUNDS: dict[str, Schema] = {  # of the numbers in a field
-    "temperature": {"minimum": 0, "maximum": 100},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "top_k": {"minimum": -1},
-    "min_p": {"minimum": 0, "maximum": 1},
-    "presence_penalty": PENALTY,
-    "frequency_penalty": PENALTY,
-    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 2},
-    "n": {"minimum": 1, "maximum": MAX_N},
-    "max_tokens": TOKENS,
-    "max_completion_tokens": TOKENS,
-    "max_new_tokens": TOKENS,
-    "min_tokens": {"minimum": 0},
-    "min_new_tokens": {"minimum": 0},
-    "seed": SEED,
-    "sampling_seed": SEED,
-    "logprobs": TOP_LOGPROBS,
-    "top_logprobs": TOP_LOGPROBS,
-    "top_logprobs_num": TOP_LOGPROBS,
-    "timeout": {"exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_SECONDS},
-    "routed_dp_rank": ONLY_RANK,
-    "data_parallel_rank": ONLY_RANK,
+ONLY_ZERO: Schema = {"minimum": 0, "maximum": 0}
+BOUNDS: dict[str, Schema] = {  # of numbers whose type allows more than this server does today
+    "priority": ONLY_ZERO,
+    "routed_dp_rank": ONLY_ZERO,
+    "data_parallel_rank": ONLY_ZERO,
 }
 ROOM: Schema = {  # without which a prefill does nothing
     "type": "object",

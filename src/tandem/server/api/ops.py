@@ -305,4 +305,4 @@ def probe(tokenizer: Tokenizer) -> Ask:
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{uuid.uuid4().hex}"
     wish = Wish(sampling, None, 1, 1, (), False, True)
-    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), 0, "", HEALTH_NS)
+    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), "", HEALTH_NS)

@@ -23,6 +23,16 @@ from tandem.server.api.errors import Problem, Refusal
 
 LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
 NORMALIZED_CHARS = 4  # that a normalizer makes one of, at most
+# What a template may make of messages and variables that it was not written for.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    RecursionError,
+)
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -119,7 +129,7 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        except TEMPLATE_ERRORS as error:
             raise Refusal(
                 Problem.INVALID_VALUE, f"messages: the chat template refuses them: {error}", param="messages"
             ) from None

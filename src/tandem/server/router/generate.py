@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.fleet.messages import Fail
-from tandem.server.api.body import MAX_BODY_BYTES, NOT_JSON
+from tandem.server.api.body import NOT_JSON
+from tandem.server.api.bounds import MAX_BODY_BYTES, MAX_TIMEOUT_SECONDS
 from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
 from tandem.server.router.answer import Document, Gone, Stream
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
@@ -22,7 +23,6 @@ from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import Call, RouterShell
 
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
-TIMEOUT_SECONDS_MAX = 7 * 24 * 3600.0
 CLIENT_LEFT = 499
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
@@ -143,13 +143,13 @@ def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -
         given.append(_positive(None if isinstance(in_body, str) else in_body, "timeout"))
     if (in_header := request.headers.get("x-request-timeout-ms")) is not None:
         given.append(_positive(in_header, "X-Request-Timeout-Ms") / 1000)
-    return min([*given, TIMEOUT_SECONDS_MAX]) if given else default
+    return min([*given, MAX_TIMEOUT_SECONDS]) if given else default
 
 
 def _positive(value: object, name: str) -> float:
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):  # no number, or an integer beyond all floats
         number = math.nan
     if not number > 0:
         raise invalid(name, "must be a positive number")
