@@ -93,10 +93,10 @@ class FakeNode:
     def send(self, message: wire.ApiToNode) -> None:
         frame(message)  # what cannot be encoded is never sent
         match message:
-            case wire.Submit():
-                self.submits.append(message)
-                task = asyncio.get_running_loop().create_task(self.run(message))
-                self.running[message.request.id] = task
+            case wire.SubmitAll(submits):
+                for submit in submits:
+                    self.submits.append(submit)
+                    self.running[submit.request.id] = asyncio.get_running_loop().create_task(self.run(submit))
             case wire.Query():
                 if message.what in self.answers:
                     body = msgspec.json.encode(self.answers[message.what])

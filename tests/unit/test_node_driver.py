@@ -119,7 +119,7 @@ def submit(number: int, *, prompt_bytes: int = 16) -> wire.Submit:
 def test_the_worker_knows_a_request_before_the_first_batch_that_names_it() -> None:
     server = Server(FakeNode(lambda event: [LAUNCH] if isinstance(event, RequestArrived) else []))
     sent = submit(1)
-    server.api.send(sent)
+    server.api.send(wire.SubmitAll((sent,)))
     assert receive(server.worker, 2) == [sent.payload, LAUNCH]
     server.end()
     assert server.node.steps == [(RequestArrived(sent.request),)]
@@ -233,7 +233,9 @@ def test_the_api_is_not_read_while_the_worker_does_not_read(monkeypatch: pytest.
     monkeypatch.setattr(driver, "WORKER_HIGH_BYTES", 1 << 20)
     server = Server(FakeNode())
     count, size = 60, 256 << 10
-    sender = threading.Thread(target=lambda: [server.api.send(submit(n, prompt_bytes=size)) for n in range(count)])
+    sender = threading.Thread(
+        target=lambda: [server.api.send(wire.SubmitAll((submit(n, prompt_bytes=size),))) for n in range(count)]
+    )
     sender.start()
     deadline = time.monotonic() + 5
     while server.inbox.worker.pending_bytes < 1 << 20:

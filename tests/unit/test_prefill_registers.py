@@ -117,16 +117,16 @@ def test_a_prefill_is_registered_while_it_drains_and_no_more_when_it_has() -> No
         server.say(READY)
         await until(lambda: server.process._ready.is_set())
         assert await server.seen() == (200, 200)
-        server.process._client.start([(REQUEST, PAYLOAD)], [("r",)])
-        server.process._signalled()
-        await until(lambda: server.process._client.is_draining)
-        assert await server.seen() == (503, 200), "decode still has to find it for what runs"
-        server.child.lingers = True
-        server.say(FailRequest(REQUEST.id, Cause.ABORTED, "window"))
-        await until(lambda: not server.is_registered)
-        assert server.child.lingers, "it does not wait for its processes to end"
-        server.child.lingers = False
-        await running
+        with server.process._client.running([wire.Submit(REQUEST, PAYLOAD)], [("r",)]):
+            server.process._signalled()
+            await until(lambda: server.process._client.is_draining)
+            assert await server.seen() == (503, 200), "decode still has to find it for what runs"
+            server.child.lingers = True
+            server.say(FailRequest(REQUEST.id, Cause.ABORTED, "window"))
+            await until(lambda: not server.is_registered)
+            assert server.child.lingers, "it does not wait for its processes to end"
+            server.child.lingers = False
+            await running
 
     serve(story)
 

@@ -42,6 +42,10 @@ class ChannelFull(Exception):
     """The other end reads too slowly for what it is sent."""
 
 
+class MessageTooLong(Exception):
+    """Longer than the other end takes in one piece."""
+
+
 class MalformedFrame(Exception):
     """Bytes that are no frame of this channel; the connection is of no use any more."""
 
@@ -224,17 +228,23 @@ class AsyncChannel(asyncio.Protocol, Generic[Incoming]):
         self._transport: asyncio.Transport | None = None
         self._malformed = ""
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Never waits. Raises ChannelFull, ChannelClosed."""
+    def send(self, message: msgspec.Struct, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Never waits. Raises ChannelFull, ChannelClosed, MessageTooLong, and what encoding raises: nothing is sent."""
+        data = frame(message)
+        if len(data) > max_bytes:
+            raise MessageTooLong(f"{len(data)} bytes in one message; at most {max_bytes} are taken")
         if self._transport is not None and self._transport.get_write_buffer_size() > self._max_pending_bytes:
             raise ChannelFull("the other end does not keep up")
-        self.send_always(message)
+        self._write(data)
 
     def send_always(self, message: msgspec.Struct) -> None:
         """For what must not be refused because its number is bounded by what was sent before. Raises ChannelClosed."""
+        self._write(frame(message))
+
+    def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             raise ChannelClosed("closed")
-        self._transport.write(frame(message))
+        self._transport.write(data)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -15,13 +15,20 @@ from tandem.core.values import Address, Incarnation
 from tandem.sampling import Payload
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_SUBMIT_BYTES = 32 << 20  # of one `SubmitAll`: with what may wait already, the worker's channel still holds it
 
 
-class Submit(Struct, frozen=True, tag=True):
-    """API -> node: a validated request. The node forwards `payload` to its workers before the core hears of it."""
+class Submit(Struct, frozen=True):
+    """A validated request. The node forwards `payload` to its workers before the core hears of it."""
 
     request: Request
     payload: Payload
+
+
+class SubmitAll(Struct, frozen=True, tag=True):
+    """API -> node: every sample of one HTTP request. One frame, so that all of them come or none."""
+
+    submits: tuple[Submit, ...]
 
 
 class Query(Struct, frozen=True, tag=True):
@@ -134,7 +141,7 @@ class Died(Struct, frozen=True, tag=True):
 
 
 ApiToNode = (
-    Submit
+    SubmitAll
     | Query
     | Connect
     | FailTransfers

@@ -1,11 +1,13 @@
 """The HTTP application of one server.
 
 A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and wishes) - `ask_all`
-(rooms, seeds, deadlines) - `submission` - `NodeClient.start` - `TokenResponse`. Everything before `start` may refuse.
+(rooms, seeds, deadlines) - `submission` - `TokenResponse`, which has the node run it (`NodeClient.running`).
+Everything before that may refuse, and has reserved nothing.
 """
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar  # a chat message
@@ -44,7 +46,7 @@ from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
-from tandem.server.api.stream import Reply, Sample, TokenResponse
+from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenizer import Tokenizer
 
@@ -162,20 +164,18 @@ class Endpoints:
         timeout_ms = request.headers.get("x-request-timeout-ms")
         timeout_ns = check_timeout(routing.timeout, timeout_ms, self._config.request_timeout)
         try:
-            async with asyncio.timeout(timeout_ns / SECOND):
+            async with asyncio.timeout((request.state.arrival_ns + timeout_ns - time.monotonic_ns()) / SECOND):
                 prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
+                if self._facts.role != "unified":  # which ignores the fields of a pair
+                    await self._hosts.check(routing.bootstrap_host)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the prompt was tokenized") from None
-        if self._facts.role != "unified":  # which ignores the fields of a pair
-            await self._hosts.check(routing.bootstrap_host)
         asks = ask_all(routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, timeout_ns=timeout_ns)
-        writer = reply(body, routing, asks)
-        samples = self._start(asks, request.state.arrival_ns)
         return TokenResponse(
             client=self._client,
-            generation=samples[0].live.generation,
-            samples=samples,
-            reply=writer,
+            prepared=[self._prepared(ask, request.state.arrival_ns) for ask in asks],
+            arrival_ns=request.state.arrival_ns,
+            reply=reply(body, routing, asks),
             is_streamed=bool(routing.stream),
             sends_head_first=self._facts.role == "prefill",
             endpoint=request.scope["path"],
@@ -184,16 +184,9 @@ class Endpoints:
             log=self._log,
         )
 
-    def _start(self, asks: Sequence[Ask], arrival_ns: int) -> list[Sample]:
-        """Send everything to the node. From here on the requests are live and somebody must see them end."""
-        submits = [submission(ask, self._client.next_request_id(), arrival_ns, self._facts) for ask in asks]
-        generation = self._client.start(submits, [ask.names for ask in asks])
-        submitted_ns = submits[0][0].timeout_ns
-        page_bytes = 0 if self._client.node is None else self._client.node.page_bytes
-        return [
-            Sample(ask, live, self._text(ask), page_bytes, arrival_ns, arrival_ns + ask.timeout_ns - submitted_ns)
-            for ask, live in zip(asks, generation.lives, strict=True)
-        ]
+    def _prepared(self, ask: Ask, arrival_ns: int) -> Prepared:
+        submit = submission(ask, self._client.next_request_id(), arrival_ns, self._facts)
+        return Prepared(ask, submit, self._text(ask))
 
     def _text(self, ask: Ask) -> TextStream:
         eos = frozenset() if ask.sampling.ignore_eos else self._facts.eos_token_ids

@@ -19,6 +19,7 @@ from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
+from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
     MAX_PORT,
@@ -206,6 +207,7 @@ def ask_all(
     check_dp_ranks(routing)
     pairs = check_pairs(routing, [wish.n for wish in wishes], facts)
     rids = check_rids(routing.rid, len(prompts), own_rid)
+    group = (routing.rid,) if isinstance(routing.rid, str) and routing.rid else ()
     asks: list[Ask] = []
     for prompt_index, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
         space = facts.context_length - len(prompt.tokens)
@@ -222,12 +224,14 @@ def ask_all(
                     sampling=with_seed(wish, sample, pair.room),
                     max_new_tokens=min(wish.max_new_tokens or space, space),
                     rid=rid,
-                    names=tuple(dict.fromkeys((rid, base, *([routing.rid] if isinstance(routing.rid, str) else [])))),
+                    names=tuple(dict.fromkeys((rid, base, *group))),
                     pair=pair,
                     tenant=routing.cache_salt or "",
                     timeout_ns=timeout_ns,
                 )
             )
+    if len({ask.rid for ask in asks}) < len(asks):
+        raise invalid("rid", "the samples of two prompts would have the same name")
     return asks
 
 
@@ -247,14 +251,14 @@ def check_priority(routing: Routing) -> None:
         raise unsupported("priority", ": the scheduler does not read it yet; leave it out or send 0")
 
 
-def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> tuple[Request, Payload]:
+def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> wire.Submit:
     """What goes to the node: the request, with what is left of its deadline, and the payload for the workers."""
     remaining_ns = ask.timeout_ns - (time.monotonic_ns() - arrival_ns)
     if remaining_ns <= 0:
         raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
     root = root_hash(secret=HASH_SECRET, tenant=ask.tenant)
     hashes = prompt_hashes(root, ask.prompt.tokens, page_size=facts.page_size)
-    return (
+    return wire.Submit(
         Request(
             id=request,
             rid=ask.rid,

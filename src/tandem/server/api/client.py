@@ -3,6 +3,9 @@
 Everything here runs on the event loop. `NodeClient` owns the live requests: it numbers them, hands arriving tokens to
 the `Generation` that asked for them, and makes sure that each ends exactly once: by the node's terminal message, by
 the loss of the node, or, should the node keep silent past the deadline, by its own word.
+
+A request lives inside a `with NodeClient.running(...)` block and nowhere else. What the block may fail at later, it
+fails at with an owner; what could fail before (numbers that do not fit, names in use) fails before the node knows.
 """
 
 import asyncio
@@ -10,7 +13,8 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,7 +23,6 @@ from tandem.core.commands import Path
 from tandem.core.pd.messages import SHUTTING_DOWN
 from tandem.core.request import Request
 from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
-from tandem.sampling import Payload
 from tandem.server import wire
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.errors import Problem, Refusal
@@ -36,7 +39,11 @@ class NodePort(Protocol):
     """The way to the node process. Its messages come back through `NodeClient.receive`."""
 
     def send(self, message: wire.ApiToNode) -> None:
-        """Does not block and keeps the order; never raises for a node that is gone."""
+        """Does not block and keeps the order; never raises for a node that is gone.
+
+        Encodes the whole message before it sends any of it. Of a `SubmitAll` that the node cannot take it raises
+        `Refusal`; then nothing was sent.
+        """
         ...
 
 
@@ -162,38 +169,43 @@ class NodeClient:
         path, at_ns = self._succeeded
         return path, time.monotonic_ns() - at_ns
 
-    def start(
-        self,
-        submits: Sequence[tuple[Request, Payload]],
-        names: Sequence[tuple[str, ...]],
-        *,
-        is_canary: bool = False,
-    ) -> Generation:
-        """Send requests to the node; `names[i]` are the rids by which the i-th can be aborted.
+    @contextmanager
+    def running(
+        self, submits: Sequence[wire.Submit], names: Sequence[tuple[str, ...]], *, is_canary: bool = False
+    ) -> Iterator[Generation]:
+        """Have the node run these requests, all or none, until the block is left: what has not ended then is aborted.
 
-        Raises `Refusal` when nothing can be accepted or a rid is live already; then the node hears of that only.
+        `names[i]` are the rids by which the i-th can be aborted. Raises `Refusal` when nothing can be accepted or a
+        rid is live already; then the node hears of that only.
         """
+        generation = Generation()
+        now_ns = time.monotonic_ns()
+        for submit, group in zip(submits, names, strict=True):
+            give_up_ns = now_ns + submit.request.timeout_ns + SILENCE_GRACE_NS
+            generation.lives.append(Live(submit.request, group, generation, give_up_ns, is_canary))
+        self._submit(submits, generation.lives)
+        try:
+            yield generation
+        finally:
+            for live in generation.lives:
+                self.abort(live)
+
+    def _submit(self, submits: Sequence[wire.Submit], lives: Sequence[Live]) -> None:
         self.check_there()
         try:
             self.check_acceptable()
-            self._check_names({name for group in names for name in group})
+            self._check_names({name for live in lives for name in live.names})
+            self._port.send(wire.SubmitAll(tuple(submits)))
         except Refusal as refusal:
-            self._decline([request for request, _ in submits], refusal)
+            self._decline([submit.request for submit in submits], refusal)
             raise
-        generation = Generation()
-        now_ns = time.monotonic_ns()
-        for (request, payload), group in zip(submits, names, strict=True):
-            give_up_ns = now_ns + request.timeout_ns + SILENCE_GRACE_NS
-            live = Live(request, group, generation, give_up_ns, is_canary)
-            generation.lives.append(live)
-            self._live[request.id] = live
-            for name in group:
+        for live in lives:
+            self._live[live.request.id] = live
+            for name in live.names:
                 self._named.setdefault(name, []).append(live)
-            self._port.send(wire.Submit(request, payload))
         self._idle.clear()
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
-        return generation
 
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:

@@ -111,13 +111,10 @@ class Ops:
         started_ns = time.monotonic_ns()
         ask = probe(self._tokenizer)
         submit = submission(ask, self._client.next_request_id(), started_ns, self._facts)
-        generation = self._client.start([submit], [ask.names], is_canary=True)
-        live = generation.lives[0]
-        try:
+        with self._client.running([submit], [ask.names], is_canary=True) as generation:
+            live = generation.lives[0]
             while live.ended is None:
                 await generation.changed()
-        finally:
-            self._client.abort(live)
         if isinstance(live.ended, FailRequest):
             return failure_of(live.ended)
         return (time.monotonic_ns() - started_ns) / 1e9

@@ -25,8 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
-from tandem.core.commands import AnnounceDpRank, FailRequest
-from tandem.core.events import RequestRefused
+from tandem.core.commands import AnnounceDpRank
 from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.server import wire
@@ -34,12 +33,13 @@ from tandem.server.api.app import build_app
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
+from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts, is_loopback
 from tandem.server.api.http1 import uvicorn_config
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
-from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, open_channel
+from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
 from tandem.server.processes import ChildName, Children, Listeners, ServerFailure, cluster_secret
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -55,26 +55,20 @@ class NodeLink:
 
     def __init__(self) -> None:
         self.channel: AsyncChannel[wire.NodeToApi] | None = None
-        self.client: NodeClient | None = None
 
     def send(self, message: wire.ApiToNode) -> None:
         assert self.channel is not None
         try:
-            if isinstance(message, wire.Submit):
-                self._submit(message, self.channel)
+            if isinstance(message, wire.SubmitAll):
+                self.channel.send(message, max_bytes=wire.MAX_SUBMIT_BYTES)
             else:
                 self.channel.send_always(message)
         except ChannelClosed:
             pass  # whoever waits learns it from the end of the channel
-
-    def _submit(self, submit: wire.Submit, channel: AsyncChannel[wire.NodeToApi]) -> None:
-        try:
-            channel.send(submit)
         except ChannelFull as error:
-            assert self.client is not None
-            channel.send_always(RequestRefused(submit.request, Cause.QUEUE_FULL, str(error)))
-            refusal = FailRequest(submit.request.id, Cause.QUEUE_FULL, "edge", str(error))
-            asyncio.get_running_loop().call_soon(self.client.receive, refusal)
+            raise Refusal(Cause.QUEUE_FULL, str(error)) from None
+        except MessageTooLong as error:
+            raise Refusal(Problem.BODY_TOO_LARGE, f"all samples together make {error}") from None
 
 
 class QuietServer(uvicorn.Server):
@@ -98,9 +92,8 @@ class ApiProcess:
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
         self._watching: asyncio.Task[None] | None = None
         self._registry = Registry()
-        link = NodeLink()
-        self._link = link
-        self._client = link.client = NodeClient(link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
+        self._link = NodeLink()
+        self._client = NodeClient(self._link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
 
     async def run(self, model: ModelFacts) -> None:
         """Until a signal ends it. Raises ServerFailure."""

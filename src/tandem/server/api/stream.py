@@ -1,8 +1,8 @@
 """The HTTP answer of a generation: waits for tokens, writes them as they come or all at the end.
 
-`TokenResponse` is the task behind one HTTP request. Heads: a prefill server sends its 200 as soon as the request is
-valid, because a gateway waits for both halves' heads; the others send theirs with the first token, so that every
-failure before it has a proper status. The client's leaving is noticed at once and aborts everything.
+`TokenResponse` is the task behind one HTTP request, and owns what runs for it. Heads: a prefill server sends its 200 as
+soon as the request is valid, because a gateway waits for both halves' heads; the others send theirs with the first
+token, so that every failure before it has a proper status. The client's leaving is noticed at once and aborts all.
 
 What tokens look like as JSON is the endpoint's business: a `Reply` for each dialect.
 """
@@ -22,6 +22,7 @@ from tandem.core.values import Cause
 from tandem.metrics.fold import SECOND_NS, Fold, RequestRecord
 from tandem.metrics.log import RequestLog
 from tandem.sampling import TokenScore
+from tandem.server import wire
 from tandem.server.api.ask import Ask
 from tandem.server.api.client import Generation, Live, NodeClient
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json, failure_of
@@ -30,6 +31,15 @@ from tandem.server.api.text import TextStream
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
 PATH_ORDER = ("unified", "remote", "local", "fallback")  # of several samples the head names the last of these
+
+
+@dataclass(slots=True, eq=False)
+class Prepared:
+    """One sample that the node has not heard of: whatever may be wrong with it has been found by now."""
+
+    ask: Ask
+    submit: wire.Submit
+    text: TextStream
 
 
 @dataclass(slots=True, eq=False)
@@ -180,8 +190,8 @@ class TokenResponse:
         self,
         *,
         client: NodeClient,
-        generation: Generation,
-        samples: Sequence[Sample],
+        prepared: Sequence[Prepared],
+        arrival_ns: int,
         reply: Reply,
         is_streamed: bool,
         sends_head_first: bool,
@@ -191,9 +201,11 @@ class TokenResponse:
         log: RequestLog,
     ) -> None:
         self._client = client
-        self._generation = generation
-        self._samples = samples
-        self._by_live = {id(sample.live): sample for sample in samples}
+        self._prepared = prepared
+        self._arrival_ns = arrival_ns
+        self._generation = Generation()
+        self._samples: list[Sample] = []
+        self._by_live: dict[int, Sample] = {}
         self._reply = reply
         self._is_streamed = is_streamed
         self._sends_head_first = sends_head_first
@@ -202,23 +214,35 @@ class TokenResponse:
         self._fold = fold
         self._log = log
         self._is_head_sent = False
-        self._num_open = len(samples)
+        self._num_open = len(prepared)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(self._watch_client(receive))
-        try:
-            if self._sends_head_first:
-                await self._send_head(send, "local")
-            if self._is_streamed:
-                await self._stream(send)
-            else:
-                await self._answer(send)
-        except Exception:  # the outermost frame of this task: the client gets an answer, the server goes on
-            logger.exception("request %s", self._request_id)
-            await self._fail(send, Failure(Problem.INTERNAL, "the server made a mistake"))
-        finally:
-            watch.cancel()
-            self._settle()
+        """Raises `Refusal` when the node cannot be asked. Otherwise all that runs has ended, or has been told to."""
+        submits, names = zip(*((one.submit, one.ask.names) for one in self._prepared), strict=True)
+        with self._client.running(submits, names) as generation:
+            self._watch_over(generation)
+            watch = asyncio.create_task(self._watch_client(receive))
+            try:
+                if self._sends_head_first:
+                    await self._send_head(send, "local")
+                if self._is_streamed:
+                    await self._stream(send)
+                else:
+                    await self._answer(send)
+            except Exception:  # the outermost frame of this task: the client gets an answer, the server goes on
+                logger.exception("request %s", self._request_id)
+                await self._fail(send, Failure(Problem.INTERNAL, "the server made a mistake"))
+            finally:
+                watch.cancel()
+                self._record()
+
+    def _watch_over(self, generation: Generation) -> None:
+        page_bytes = 0 if self._client.node is None else self._client.node.page_bytes
+        for one, live in zip(self._prepared, generation.lives, strict=True):
+            submitted_ns = self._arrival_ns + one.ask.timeout_ns - live.request.timeout_ns
+            self._samples.append(Sample(one.ask, live, one.text, page_bytes, self._arrival_ns, submitted_ns))
+        self._generation = generation
+        self._by_live = {id(sample.live): sample for sample in self._samples}
 
     async def _watch_client(self, receive: Receive) -> None:
         """Abort everything as soon as the client is gone."""
@@ -327,9 +351,8 @@ class TokenResponse:
             body = events + b"data: " + body + b"\n\n"
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _settle(self) -> None:
-        """Leave nothing running, and count every sample once."""
-        self._abort()
+    def _record(self) -> None:
+        """Count every sample once."""
         for sample in self._samples:
             record = sample.record(endpoint=self._endpoint, request_id=self._request_id)
             self._fold.add(record)

@@ -222,9 +222,10 @@ class Inbox:
 
     def _from_api(self, message: wire.ApiToNode) -> None:
         match message:
-            case wire.Submit():
-                self.worker.send(message.payload)
-                self._happened.append(events.RequestArrived(message.request))
+            case wire.SubmitAll(submits):
+                for submit in submits:
+                    self.worker.send(submit.payload)
+                    self._happened.append(events.RequestArrived(submit.request))
             case wire.Query(what="worker"):
                 self.worker.send(message)
             case wire.Query():
