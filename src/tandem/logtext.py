@@ -11,10 +11,12 @@ MAX_LINE_CHARS = 4096
 
 def visible(text: str, *, most: int = MAX_VALUE_CHARS) -> str:
     """`text` with what cannot be printed as Python writes it, such as `\\n`, and its middle left out beyond `most`."""
-    if len(text) > most:
-        text = f"{text[: most // 2]} ...({len(text) - most} characters)... {text[len(text) - most // 2 :]}"
-    return text if text.isprintable() else "".join(map(_visible, text))
+    shown = text if text.isprintable() else _escaped(text[: most + 1])
+    if len(text) <= most and len(shown) <= most:
+        return shown
+    half = most // 2
+    return f"{_escaped(text[:half])[:half]} ...({len(text)} characters)... {_escaped(text[-half:])[-half:]}"
 
 
-def _visible(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
+def _escaped(text: str) -> str:
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

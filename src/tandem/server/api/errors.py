@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from tandem.core.commands import FailRequest
 from tandem.core.values import SECOND, Cause
+from tandem.logtext import visible
 
 EDGE_STAGE = "edge"  # the request never reached the node
 
@@ -147,6 +148,13 @@ class Failure(Struct, frozen=True):
     stage: str = EDGE_STAGE
     peer: str = ""  # the server with the other half, if it was known
     waited_seconds: float = 0.0  # in that stage
+
+    def __post_init__(self) -> None:
+        """Whatever a client, a peer or a library has put into the texts."""
+        for name in ("message", "param", "stage", "peer"):
+            text = getattr(self, name)
+            if text is not None and (line := visible(text)) != text:
+                msgspec.structs.force_setattr(self, name, line)
 
     @property
     def status(self) -> int:
