@@ -3,6 +3,7 @@
 Goes from the edge to the workers beside the core, which never looks at it.
 """
 
+import msgspec
 from msgspec import Struct
 
 
@@ -31,6 +32,18 @@ class TokenScore(Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+
+_scores: msgspec.msgpack.Decoder[TokenScore] = msgspec.msgpack.Decoder(TokenScore)
+
+
+def is_score(extra: bytes, *, vocab_size: int) -> bool:
+    """Whether the bytes are a `TokenScore` about tokens that exist."""
+    try:
+        score = _scores.decode(extra)
+    except Exception:  # whatever bytes of a peer lead to, RecursionError among it
+        return False
+    return len(score.top_ids) == len(score.top_logprobs) and all(0 <= token < vocab_size for token in score.top_ids)
 
 
 class Payload(Struct, frozen=True, tag=True):

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-from contextlib import suppress
 
 import pytest
 
@@ -13,11 +12,9 @@ from tandem.server.channel import (
     BlockingChannel,
     ChannelClosed,
     ChannelFull,
-    CheckedFrames,
     Frames,
     MalformedFrame,
     PolledChannel,
-    append_checked_frame,
     frame,
 )
 
@@ -56,49 +53,16 @@ def test_bytes_that_are_no_message_are_an_error(body: bytes) -> None:
         list(frames().feed(len(body).to_bytes(4) + body))
 
 
-def checked(*messages: wire.Query) -> list[bytes]:
-    """The frames of one connection between servers."""
-    found, check = [], 0
-    for message in messages:
-        buffer = bytearray()
-        check = append_checked_frame(buffer, message, check)
-        found.append(bytes(buffer))
-    return found
+def deep(depth: int) -> bytes:
+    """A `Shutdown` with an unknown field, nested so deeply."""
+    return b"\x82\xa4type\xa8Shutdown\xa1x" + b"\x91" * depth + b"\xc0"
 
 
-def taken(data: bytes) -> list[wire.ApiToNode]:
-    """What a receiver takes for messages before it gives the connection up."""
-    parser: CheckedFrames[wire.ApiToNode] = CheckedFrames(wire.ApiToNode, max_frame_bytes=1 << 20)
-    found: list[wire.ApiToNode] = []
-    with suppress(MalformedFrame):
-        for message in parser.feed(data):
-            found.append(message)  # not `extend`, which drops what came before the error
-    return found
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 64, 1 << 20])
-def test_checked_messages_come_out_in_order_whatever_the_pieces_are(size: int) -> None:
-    data = b"".join(checked(*QUERIES))
-    parser: CheckedFrames[wire.ApiToNode] = CheckedFrames(wire.ApiToNode)
-    got = [message for start in range(0, len(data), size) for message in parser.feed(data[start : start + size])]
-    assert got == QUERIES
-
-
-def test_a_flipped_bit_anywhere_is_never_taken_for_another_message() -> None:
-    first, second = checked(QUERIES[3], QUERIES[5])
-    for bit in range(8 * len(first)):
-        data = bytearray(first + second)
-        data[bit // 8] ^= 1 << bit % 8
-        parser: CheckedFrames[wire.ApiToNode] = CheckedFrames(wire.ApiToNode, max_frame_bytes=1 << 20)
-        with pytest.raises(MalformedFrame, match="changed"):
-            list(parser.feed(bytes(data)))
-
-
-def test_a_checked_frame_that_is_missing_or_comes_twice_ends_the_connection() -> None:
-    first, second, third = checked(*QUERIES[:3])
-    assert taken(first + first + second) == QUERIES[:1]
-    assert taken(first + third) == QUERIES[:1]
-    assert taken(second) == []
+@pytest.mark.parametrize("depth", [1200, 100_000])
+def test_a_field_that_nobody_knows_and_that_is_nested_deeply_is_an_error_like_any_other(depth: int) -> None:
+    body = deep(depth)
+    with pytest.raises(MalformedFrame, match="RecursionError"):
+        list(Frames(wire.ApiToNode).feed(len(body).to_bytes(4) + body))
 
 
 def test_messages_before_a_malformed_one_are_taken_once() -> None:

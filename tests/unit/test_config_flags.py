@@ -37,7 +37,7 @@ def parse(*words: str) -> ServerConfig:
 
 def settings(config: ServerConfig) -> NodeSettings:
     launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
-    return node_settings(launch, EngineReady(100, 4096, "digest", {}, DataEndpoint("", 0), 0.0))
+    return node_settings(launch, EngineReady(100, 4096, "digest", {}, 512, DataEndpoint("", 0), 0.0))
 
 
 def test_without_flags_the_configuration_is_the_default() -> None:

@@ -19,8 +19,10 @@ from tandem.core.events import (
     RequestArrived,
     TransferFailed,
 )
+from tandem.core.pd.door import Bounds
 from tandem.core.request import Request
 from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId, ShardId
+from tandem.membership import ClusterSecret
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
@@ -79,7 +81,18 @@ class Server:
             failures=FailedTransfers(0.0),
         )
         self.inbox.meet(
-            Peers(Incarnation("me", "1"), "", poller, self.inbox.report, clock=clock.now, note=lambda line: None)
+            Peers(
+                Incarnation("me", "1"),
+                "",
+                ClusterSecret(b"what members know"),
+                shards=(),
+                bounds=Bounds(1, 1, lambda extra: True),
+                poller=poller,
+                report=self.inbox.report,
+                reach=self.inbox.reach,
+                clock=clock.now,
+                note=lambda line: None,
+            )
         )
         self.loss: NeighbourLost | None = None
         self.thread = threading.Thread(target=self._run, args=(clock,))

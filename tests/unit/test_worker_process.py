@@ -12,7 +12,7 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
-from tandem.core.values import Address, BatchId, Cause, Incarnation, PageId, RequestId
+from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
@@ -137,14 +137,13 @@ def test_a_forward_that_raises_ends_its_batch_and_the_worker_goes_on() -> None:
 
 def test_transfers_go_to_the_data_plane() -> None:
     it = Running()
-    replica = wire.ReplicaInfo(PEER, "prefill", "", {}, "10.0.0.1", 5, (wire.DataEndpoint("10.0.0.2", 6, "@kv"),))
     commands = [
         PublishPages(RequestId(1), 1, 0, (PageId(3),), (1,), 9),
         RevokePages(RequestId(1), 1, 9),
         PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",)),
         CancelPull(RequestId(1), 1),
     ]
-    it.send(wire.Connect(Address("10.0.0.1", 8998), replica), *commands)
+    it.send(wire.Reach(PEER, (wire.DataEndpoint("10.0.0.2", 6, "@kv"),)), *commands)
     it.end()
     assert it.transfer.calls == [(PEER, "10.0.0.2", 6, "@kv"), *commands]
 

@@ -98,6 +98,7 @@ class PeerLost(Struct, frozen=True, tag=True):
 
     peer: Incarnation
     cause: Cause = Cause.PEER_LOST
+    detail: str = ""
 
 
 class PagesDigested(Struct, frozen=True, tag=True):

@@ -10,8 +10,7 @@ Three ends over the same bytes, one per kind of process:
 Memory is bounded: a frame has a largest size, and what waits for a slow reader has one too. Beyond that a channel
 raises `ChannelFull`; its owner then refuses work or gives the neighbour up, whatever fits.
 
-Between servers frames are *checked*: length and body each carry a CRC-32 that runs on from frame to frame. A bit that
-was flipped on the way, a frame that is missing or comes twice ends the connection and is never taken for a message.
+Between servers the same frames are sealed: `node/session.py`.
 """
 
 import asyncio
@@ -20,7 +19,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar  # Any: a union type as a value, which the type system cannot spell
-from zlib import crc32
 
 import msgspec
 
@@ -29,8 +27,8 @@ from tandem.server.wire import MAX_FRAME_BYTES
 Incoming = TypeVar("Incoming")
 
 HEAD_BYTES = 4
-CHECK_BYTES = 4
 READ_BYTES = 256 << 10
+MAX_COMPLAINT_CHARS = 200  # of a decoder, which quotes the bytes it was given
 MAX_PENDING_BYTES = 64 << 20  # of a neighbour in the same server; it reads all the time, so this is never usual
 
 
@@ -50,76 +48,58 @@ class MalformedFrame(Exception):
     """Bytes that are no frame of this channel; the connection is of no use any more."""
 
 
+class Splitter:
+    """Bytes in, bodies of frames out. `max_frame_bytes` may change between two frames."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._buffer = bytearray()
+        self.max_frame_bytes = max_frame_bytes
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Bodies that are complete with `data`; a cut one waits for the next call. Raises MalformedFrame.
+
+        What has been taken out is not kept, also when the reader stops in between.
+        """
+        self._buffer += data
+        start = 0
+        try:
+            while (found := self._body_at(start)) is not None:
+                body, start = found
+                yield body
+        finally:
+            del self._buffer[:start]
+
+    def _body_at(self, start: int) -> tuple[bytes, int] | None:
+        """The body of the frame that begins at `start`, and where the frame stops; None while it is cut."""
+        begin = start + HEAD_BYTES
+        if len(self._buffer) < begin:
+            return None
+        size = int.from_bytes(self._buffer[start:begin])
+        if size > self.max_frame_bytes:
+            raise MalformedFrame(f"a frame of {size} bytes; at most {self.max_frame_bytes} are allowed")
+        stop = begin + size
+        return (bytes(memoryview(self._buffer)[begin:stop]), stop) if len(self._buffer) >= stop else None
+
+
 class Frames(Generic[Incoming]):
     """Bytes in, messages out."""
 
     def __init__(self, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._buffer = bytearray()
-        self.max_frame_bytes = max_frame_bytes
+        self._splitter = Splitter(max_frame_bytes)
 
     def feed(self, data: bytes) -> Iterator[Incoming]:
         """Messages that are complete with `data`; a cut one waits for the next call. Raises MalformedFrame."""
-        self._buffer += data
-        start = 0
-        try:
-            while (found := self._frame_at(start)) is not None:
-                body, start = found
-                yield self.decode(body)
-        finally:
-            del self._buffer[:start]
-
-    def _frame_at(self, start: int) -> tuple[bytes, int] | None:
-        """The body of the frame that begins at `start`, and where the frame stops; None while it is cut."""
-        size = self._number_at(start)
-        if size is None:
-            return None
-        return self._body_at(start + HEAD_BYTES, size)
-
-    def _number_at(self, start: int) -> int | None:
-        stop = start + HEAD_BYTES
-        return int.from_bytes(self._buffer[start:stop]) if len(self._buffer) >= stop else None
-
-    def _body_at(self, start: int, size: int) -> tuple[bytes, int] | None:
-        if size > self.max_frame_bytes:
-            raise MalformedFrame(f"a frame of {size} bytes; at most {self.max_frame_bytes} are allowed")
-        stop = start + size
-        return (bytes(memoryview(self._buffer)[start:stop]), stop) if len(self._buffer) >= stop else None
-
-    def decode(self, body: bytes) -> Incoming:
-        try:
-            return self._decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedFrame(str(error)) from error
+        for body in self._splitter.feed(data):
+            yield decoded(self._decoder, body)
 
 
-class CheckedFrames(Frames[Incoming]):
-    """Length, its check, body, its check: see the top of this file."""
-
-    _check = 0  # of everything before
-
-    def _frame_at(self, start: int) -> tuple[bytes, int] | None:
-        size, check = self._number_at(start), self._number_at(start + HEAD_BYTES)
-        if size is None or check is None:
-            return None
-        _compare(check, head_check(size, self._check))
-        found = self._body_at(start + HEAD_BYTES + CHECK_BYTES, size)
-        told = self._number_at(found[1]) if found is not None else None
-        if found is None or told is None:
-            return None
-        body, stop = found
-        self._check = crc32(body, check)
-        _compare(told, self._check)
-        return body, stop + CHECK_BYTES
-
-
-def head_check(size: int, before: int) -> int:
-    return crc32(size.to_bytes(HEAD_BYTES), before)
-
-
-def _compare(told: int, found: int) -> None:
-    if told != found:
-        raise MalformedFrame("bytes were changed, lost or repeated on their way")
+def decoded(decoder: "msgspec.msgpack.Decoder[Incoming]", body: bytes) -> Incoming:
+    """The message in `body`. Raises MalformedFrame, and nothing else."""
+    try:
+        return decoder.decode(body)
+    except Exception as error:  # besides its own errors: RecursionError, OverflowError, MemoryError, UnicodeDecodeError
+        raise MalformedFrame(f"{type(error).__name__}: {error}"[:MAX_COMPLAINT_CHARS]) from error
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -134,40 +114,46 @@ def append_frame(buffer: bytearray, message: msgspec.Struct) -> None:
     buffer[start : start + HEAD_BYTES] = size.to_bytes(HEAD_BYTES)
 
 
-def append_checked_frame(buffer: bytearray, message: msgspec.Struct, before: int) -> int:
-    """The same for `CheckedFrames`, after frames whose check was `before`. Returns the check for the next one."""
-    body = _encoder.encode(message)
-    check = head_check(len(body), before)
-    after = crc32(body, check)
-    buffer += len(body).to_bytes(HEAD_BYTES) + check.to_bytes(CHECK_BYTES) + body + after.to_bytes(CHECK_BYTES)
-    return after
-
-
 def frame(message: msgspec.Struct) -> bytes:
     buffer = bytearray()
     append_frame(buffer, message)
     return bytes(buffer)
 
 
+def receive_some(sock: socket.socket, max_bytes: int = READ_BYTES) -> bytes:
+    """What a socket that does not block has now, maybe nothing. Raises ChannelClosed."""
+    try:
+        data = sock.recv(max_bytes)
+    except (BlockingIOError, InterruptedError):
+        return b""
+    except OSError as error:
+        raise ChannelClosed(str(error)) from error
+    if not data:
+        raise ChannelClosed("closed by the other end")
+    return data
+
+
+def write_some(sock: socket.socket, pending: bytearray) -> None:
+    """Write what the kernel takes without waiting, and take it out of `pending`. Raises ChannelClosed."""
+    try:
+        while pending:
+            taken = sock.send(pending)
+            del pending[:taken]
+    except (BlockingIOError, InterruptedError):
+        return
+    except OSError as error:
+        raise ChannelClosed(str(error)) from error
+
+
 class PolledChannel(Generic[Incoming]):
     """The end of one thread that waits for many sockets with `selectors`. Owns `sock`."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        incoming: Any,
-        *,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
-        max_pending_bytes: int = MAX_PENDING_BYTES,
-        is_checked: bool = False,
-    ) -> None:
+    def __init__(self, sock: socket.socket, incoming: Any, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         sock.setblocking(False)
         self.sock = sock
-        kind = CheckedFrames if is_checked else Frames
-        self.frames: Frames[Incoming] = kind(incoming, max_frame_bytes=max_frame_bytes)
+        self._frames: Frames[Incoming] = Frames(incoming)
         self._max_pending_bytes = max_pending_bytes
         self._pending = bytearray()
-        self._check: int | None = 0 if is_checked else None  # of everything that was sent
 
     @property
     def pending_bytes(self) -> int:
@@ -176,35 +162,17 @@ class PolledChannel(Generic[Incoming]):
 
     def receive(self) -> list[Incoming]:
         """What is there now, maybe nothing. Raises ChannelClosed, MalformedFrame."""
-        try:
-            data = self.sock.recv(READ_BYTES)
-        except (BlockingIOError, InterruptedError):
-            return []
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
-        if not data:
-            raise ChannelClosed("closed by the other end")
-        return list(self.frames.feed(data))
+        return list(self._frames.feed(receive_some(self.sock)))
 
     def send(self, message: msgspec.Struct) -> None:
         """Buffer; `flush` writes. Raises ChannelFull when the other end does not keep up."""
         if len(self._pending) > self._max_pending_bytes:
             raise ChannelFull(f"{len(self._pending)} bytes wait for a reader that does not read")
-        if self._check is None:
-            append_frame(self._pending, message)
-        else:
-            self._check = append_checked_frame(self._pending, message, self._check)
+        append_frame(self._pending, message)
 
     def flush(self) -> None:
         """Write what the kernel takes without waiting. Raises ChannelClosed."""
-        try:
-            while self._pending:
-                taken = self.sock.send(self._pending)
-                del self._pending[:taken]
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError as error:
-            raise ChannelClosed(str(error)) from error
+        write_some(self.sock, self._pending)
 
     def close(self) -> None:
         self.sock.close()

@@ -102,10 +102,17 @@ class ReplicaInfo(Struct, frozen=True):
 
 
 class Connect(Struct, frozen=True, tag=True):
-    """API -> node -> worker: how to reach a peer. Comes before the `PeerLearned` that names it."""
+    """API -> node: how to reach a peer. Comes before the `PeerLearned` that names it."""
 
     address: Address  # of the bootstrap server that vouches for it
     replica: ReplicaInfo
+
+
+class Reach(Struct, frozen=True, tag=True):
+    """node -> worker: where a peer's KV can be pulled from, as it said itself. Comes before any pull from it."""
+
+    peer: Incarnation
+    shards: tuple[DataEndpoint, ...]  # as many as this server has
 
 
 class Disconnect(Struct, frozen=True, tag=True):
@@ -121,6 +128,7 @@ class EngineReady(Struct, frozen=True, tag=True):
     page_bytes: int
     layout: str
     layout_fields: dict[str, str]
+    vocab_size: int
     data: DataEndpoint
     load_seconds: float
 
@@ -171,7 +179,7 @@ NodeToApi = (
 NodeToWorker = (
     Payload
     | Query
-    | Connect
+    | Reach
     | Disconnect
     | Ping
     | Shutdown

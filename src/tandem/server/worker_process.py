@@ -34,7 +34,8 @@ from tandem.engine.weights import LoadedModel
 from tandem.sampling import Payload
 from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
-from tandem.server.node.peers import CONTROL_PROTOCOL, numeric_host
+from tandem.server.node.peers import numeric_host
+from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.processes import Launch, ServerFailure, read_launch
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
@@ -141,9 +142,9 @@ class Worker:
         match message:
             case Payload() | ForgetRequests() | LaunchBatch():
                 self._work.put(message)
-            case wire.Connect(_, replica):
-                end = replica.shards[SHARD]
-                self._data_plane.connect(replica.incarnation, end.host, end.port, end.unix)
+            case wire.Reach(peer, shards):
+                end = shards[SHARD]  # the node has counted them
+                self._data_plane.connect(peer, end.host, end.port, end.unix)
             case wire.Disconnect(peer):
                 self._data_plane.disconnect(peer)
             case PublishPages():
@@ -195,6 +196,7 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
                 page_bytes=engine.kv.page_bytes,
                 layout=layout_digest(fields),
                 layout_fields=fields,
+                vocab_size=model.config.vocab_size,
                 data=data,
                 load_seconds=time.monotonic() - began,
             )

@@ -39,7 +39,6 @@ from tandem.core.events import (
     Event,
     PeerLearned,
     PeerLost,
-    PeerSaid,
     RequestArrived,
 )
 from tandem.core.fleet.standstill import TICKS
@@ -516,7 +515,9 @@ class World:
         """A message has come over; only the life that it was meant for hears it."""
         life = self.find(target)
         if life is not None:
-            self.push(life, PeerSaid(source, message))
+            told = life.hear(source, message)
+            assert told is not None, "our own nodes speak about rooms"
+            self.push(life, told)
             return
         sender = self.find(source)
         if sender is not None:  # the connection is refused, or made by another incarnation

@@ -416,13 +416,14 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
     for room, stashed in list(node.stash.items()):
         if stashed.peer == event.peer and isinstance(stashed.message, Ready):
             del node.stash[room]
+    gone = f"{event.peer.name} is gone" + (f": {event.detail}" if event.detail else "")
     for progress in list(node.requests.values()):
         if is_aborted(progress):
             continue
         if progress.sender is not None and progress.sender.peer == event.peer:
-            prefill.fail(node, progress, event.cause, f"decode {event.peer.name} is gone")
+            prefill.fail(node, progress, event.cause, f"decode {gone}")
         elif is_awaited(progress, event.peer):
-            decode.fail_transfer(node, progress, event.cause, f"prefill {event.peer.name} is gone")
+            decode.fail_transfer(node, progress, event.cause, f"prefill {gone}")
 
 
 def is_awaited(progress: Progress, peer: Incarnation) -> bool:

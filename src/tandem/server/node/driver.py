@@ -15,7 +15,7 @@ import msgspec
 from tandem.core import events
 from tandem.core.commands import Effects
 from tandem.core.events import Event
-from tandem.core.values import SECOND, Nanos
+from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.ports import Clock, Node
 from tandem.server import wire
 from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
@@ -180,6 +180,10 @@ class Inbox:
             self.worker.send(wire.Disconnect(event.peer))
         self._happened.append(event)
 
+    def reach(self, peer: Incarnation, shards: tuple[wire.DataEndpoint, ...]) -> None:
+        """What a peer says of its data plane."""
+        self.worker.send(wire.Reach(peer, shards))
+
     def wait_for_engine(self) -> wire.EngineReady | None:
         """What the engine reports when it has loaded the model; None when the server ends before."""
         while self.engine is None and not self.is_over:
@@ -235,7 +239,6 @@ class Inbox:
                     self.worker.send(wire.Ping())
                 self.questions.append(message)
             case wire.Connect():
-                self.worker.send(message)
                 self.peers.connect(message.replica, message.address)
             case wire.FailTransfers(prob):
                 self.failures.prob = prob

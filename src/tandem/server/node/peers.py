@@ -1,11 +1,15 @@
 """The node's connections to the nodes of other servers: what carries the messages of the rendezvous.
 
-Decode dials prefill, and both talk on that connection. Each side begins with a `Hello` that says which life of which
-server it is; whatever comes later belongs to that life.
+Decode dials prefill, and both talk on that connection. Each side proves that it holds the cluster's secret
+(`session.py`) and says which life of which server it is; whatever comes later belongs to that life. Until then a
+connection is unidentified: it takes nobody's place and costs little, and what is to be said to a peer waits.
 
+    an accepted connection is unidentified for `HELLO_NS`       dropped; of too many, the oldest is
     a frame that is no message or was changed on its way        the connection is dropped
     a message in another's name                                 the same
+    a message that is out of bounds                             its room fails (`core/pd/door.py`), the connection stays
     a connection that broke is there again                      `PeerReturned`
+    somebody else answers where a peer was to be dialled        the next endpoint is tried; after the last, `PeerLost`
     a dialled connection breaks                                 dialled again for `RETURN_NS`, then `PeerLost`; at once
                                                                 when refused: a life listens from its start to its end
     an accepted connection breaks                               it may return for `RETURN_NS`, then `PeerLost`
@@ -21,29 +25,41 @@ import selectors
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from ipaddress import ip_address
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from msgspec import Struct
 
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
+from tandem.core.pd.door import Bounds, admitted, one_line
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.values import MILLISECOND, SECOND, Address, Incarnation, Nanos
-from tandem.server.channel import ChannelClosed, ChannelFull, MalformedFrame, PolledChannel
-from tandem.server.wire import ReplicaInfo
+from tandem.membership import ClusterSecret, new_challenge
+from tandem.server.channel import READ_BYTES, ChannelClosed, MalformedFrame, receive_some, write_some
+from tandem.server.node.candidates import Candidates, Endpoint
+from tandem.server.node.listener import Listener, Poller
+from tandem.server.node.session import (
+    CONTROL_PROTOCOL,
+    GREETING_BYTES,
+    Frame,
+    Greeting,
+    Hello,
+    Ping,
+    Session,
+    is_numeric,
+    reachable_shards,
+)
+from tandem.server.wire import DataEndpoint, ReplicaInfo
 
-CONTROL_PROTOCOL = 2
 RETURN_NS = 2 * SECOND  # how long a broken connection may take to return
 MAX_PING_NS = 60 * SECOND  # more than that is not believed
-HELLO_NS = 5 * SECOND  # a connection that has not said who it is by then is dropped
+HELLO_NS = 5 * SECOND  # from its first moment; a connection that has not proven who it is by then is dropped
 FIRST_RETRY_NS = Nanos(20 * MILLISECOND)
-MAX_STRANGERS = 64  # accepted connections that have not said who they are
+MAX_UNIDENTIFIED = 256  # accepted connections; and as many lives that are dialled and were never reached
 MAX_PEERS = 1024
-HELLO_BYTES = 4 << 10
-MESSAGE_BYTES = 16 << 20  # an offer of 100,000 tokens is about 150 KB
+MAX_WAITING = 1024  # messages to a peer that is being dialled
 PENDING_BYTES = 32 << 20
+NOTE_NS = 10 * SECOND  # between two log lines about connections that proved nothing
 
 KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -65,336 +81,440 @@ class Heartbeat(Struct, frozen=True):
         return Nanos((self.max_failure + 1) * max(self.interval_ns, min(peer_interval_ns, MAX_PING_NS)))
 
 
-class Hello(Struct, frozen=True, tag="hello"):
-    """First on every connection, in both directions."""
-
-    protocol: int
-    source: Incarnation
-    layout: str
-    ping_ns: Nanos = Heartbeat().interval_ns
-
-
-class Ping(Struct, frozen=True, tag="ping"):
-    """I am here and have nothing to say."""
-
-
-Frame = Hello | Ping | Ready | Offer | Release | Abort
-
-
-class Poller(Protocol):
-    """The part of `selectors` that is needed, with a callback for every socket."""
-
-    def watch(self, sock: socket.socket, mask: int, ready: Callable[[int], None]) -> None: ...
-
-    def unwatch(self, sock: socket.socket) -> None: ...
-
-
-class Side(Enum):
-    DIALLED = "dialled"
-    ACCEPTED = "accepted"
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Wire:
     """One connection."""
 
-    channel: PolledChannel[Frame]
-    side: Side
+    sock: socket.socket
+    session: Session
+    endpoint: Endpoint | None  # where it was dialled; None: it was accepted
+    since_ns: Nanos
     heard_ns: Nanos
     said_ns: Nanos
     silence_ns: Nanos  # after so much of it the peer is lost
     connected: bool  # False while a dial is under way
-    greeted: bool = False  # the peer's hello is here
     mask: int = 0
-    peer: "_Peer | None" = None  # None: a stranger still
+    peer: "_Peer | None" = None  # None: accepted and unidentified
+
+    @property
+    def is_open(self) -> bool:
+        return self.sock.fileno() >= 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     """One life of one peer, as long as its connection is there or may return."""
 
     who: Incarnation
-    dial: tuple[str, int] | None = None  # where to dial; None: the peer dials us
-    found_at: tuple[Address, int] | None = None  # bootstrap server and DP rank under which it was learned
-    wire: _Wire | None = None
+    candidates: Candidates = field(default_factory=Candidates)  # empty: the peer dials us
+    dials: dict[Endpoint, _Wire] = field(default_factory=dict[Endpoint, _Wire])  # which prove nothing yet
+    waiting: list[Message] = field(default_factory=list[Message])  # to be said when one of them does
+    wire: _Wire | None = None  # the one that has
+    was_reached: bool = False
     lost_at: Nanos | None = None  # when it is given up, once the connection is broken
     retry_at: Nanos | None = None
     retry_ns: Nanos = FIRST_RETRY_NS
+    trouble: str = ""  # the last, with its connections
 
 
 @dataclass(slots=True)
 class Peers:
     me: Incarnation
     layout: str
+    secret: ClusterSecret
+    shards: tuple[DataEndpoint, ...]  # of this server
+    bounds: Bounds  # of what peers may say
     poller: Poller
     report: Callable[[Event], None]
+    reach: Callable[[Incarnation, tuple[DataEndpoint, ...]], None]  # here a dialled peer's KV can be pulled
     clock: Callable[[], Nanos]
     note: Callable[[str], None]  # one line for the log
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    _listener: socket.socket | None = None
-    _peers: dict[Incarnation, _Peer] = field(default_factory=dict)
-    _strangers: list[_Wire] = field(default_factory=list)  # accepted, not greeted
+    _listener: Listener | None = None
+    _peers: dict[Incarnation, _Peer] = field(default_factory=dict[Incarnation, _Peer])
+    _unidentified: dict[_Wire, None] = field(default_factory=dict[_Wire, None])  # accepted; the oldest first
+    _unnoted: int = 0  # connections that proved nothing since the last line about one
+    _noted_at: Nanos | None = None
 
     def listen(self, host: str) -> int:
         """Accept peers on a free port, which is returned. Raises OSError."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        self._listener.setblocking(False)
-        self.poller.watch(self._listener, selectors.EVENT_READ, self._accept)
-        return self._listener.getsockname()[1]
+        self._listener = Listener.open(host, self.poller, self.clock, self._accepted, self._drop_oldest)
+        return self._listener.port
 
     def connect(self, replica: ReplicaInfo, address: Address) -> None:
-        """Have a connection to this life of a prefill. Says PeerLost for the one that was at this address before it."""
-        found_at = (address, replica.dp_rank)
-        for other in list(self._peers.values()):
-            if other.found_at == found_at and other.who != replica.incarnation:
-                self._lose(other, "was replaced by another life")
-        peer = self._peers.setdefault(replica.incarnation, _Peer(replica.incarnation))
-        peer.found_at = found_at
-        peer.dial = (replica.control_host, replica.control_port)
+        """Have a connection to this life of a prefill, for which the bootstrap server at `address` vouches.
+
+        Says PeerLost for one for which nobody else vouches but this address, before. One that is connected stays
+        so, whatever is said here of where it may be dialled.
+        """
+        who, voucher = replica.incarnation, (address, replica.dp_rank)
+        for other in [other for other in self._peers.values() if other.who != who]:
+            if other.candidates.is_vouched_by(voucher):
+                other.candidates.withdraw(voucher)
+                self._lose_if_nowhere(other, "was replaced by another life")
+        peer = self._peers.get(who) or self._new_peer(who)
+        if peer is None:
+            self.report(PeerLost(who, detail=f"{MAX_PEERS} others are connected"))
+            return
+        peer.candidates.vouch(voucher, (replica.control_host, replica.control_port))
         if peer.wire is None:
+            if not peer.was_reached:
+                peer.lost_at = None  # what others say of it, and is wrong, does not count against this address
             self._dial(peer)
 
     def tell(self, who: Incarnation, message: Message) -> None:
         peer = self._peers.get(who)
-        if peer is not None and peer.wire is not None:  # while a dial is under way this comes behind the hello
+        if peer is None:
+            if isinstance(message, Ready):  # lost before the node had learned of it
+                self.report(PeerLost(who))
+        elif peer.wire is not None:
             self._say(peer.wire, message)
-        elif peer is None and isinstance(message, Ready):  # lost before the node had learned of it
-            self.report(PeerLost(who))
+        elif peer.dials and len(peer.waiting) < MAX_WAITING:
+            peer.waiting.append(message)
 
     def flush(self) -> None:
         """Write what was said since the last call."""
         for peer in list(self._peers.values()):
-            if peer.wire is not None and peer.wire.connected:
+            if peer.wire is not None:
                 self._flush(peer.wire)
 
     def next_deadline(self) -> Nanos | None:
         """When `tick` has something to do, if nothing comes."""
-        times = [wire.heard_ns + HELLO_NS for wire in self._strangers]
+        oldest = next(iter(self._unidentified), None)
+        times = [oldest.since_ns + HELLO_NS] if oldest is not None else []
+        if self._listener is not None and self._listener.resume_at is not None:
+            times.append(self._listener.resume_at)
         for peer in self._peers.values():
             times += [time for time in (peer.lost_at, peer.retry_at) if time is not None]
+            times += [wire.since_ns + HELLO_NS for wire in peer.dials.values()]
             if peer.wire is not None:
                 times.append(peer.wire.heard_ns + peer.wire.silence_ns)
-            if peer.wire is not None and peer.wire.connected:
                 times.append(peer.wire.said_ns + self.heartbeat.interval_ns)
         return Nanos(min(times)) if times else None
 
     def tick(self) -> None:
         """Redial, give up, say that we are here, and notice who is not."""
         now = self.clock()
-        for wire in [wire for wire in self._strangers if now >= wire.heard_ns + HELLO_NS]:
-            self._drop(wire, "did not say who it is")
+        if self._listener is not None:
+            self._listener.tick()
+        while (oldest := next(iter(self._unidentified), None)) is not None and now >= oldest.since_ns + HELLO_NS:
+            self._drop(oldest, "does not prove who it is")
         for peer in list(self._peers.values()):
-            if peer.wire is not None and now >= peer.wire.heard_ns + peer.wire.silence_ns:
-                self._lose(peer, "silent")
-            elif (
-                peer.wire is not None and peer.wire.connected and now >= peer.wire.said_ns + self.heartbeat.interval_ns
-            ):
-                self._say(peer.wire, Ping())
-            elif peer.lost_at is not None and now >= peer.lost_at:
-                self._lose(peer, "did not return")
-            elif peer.retry_at is not None and now >= peer.retry_at:
-                self._dial(peer)
+            self._tick_peer(peer, now)
 
     def close(self) -> None:
         if self._listener is not None:
-            self.poller.unwatch(self._listener)
             self._listener.close()
-        for wire in [*self._strangers, *(peer.wire for peer in self._peers.values() if peer.wire is not None)]:
+        for wire in list(self._unidentified):
             self._close(wire)
+        for peer in self._peers.values():
+            self._close_all(peer)
+
+    def _tick_peer(self, peer: _Peer, now: Nanos) -> None:
+        for wire in [wire for wire in peer.dials.values() if now >= wire.since_ns + HELLO_NS]:
+            self._close(wire)
+            self._dial_failed(peer, wire.endpoint, "does not prove who it is", is_final=True)
+        if self._peers.get(peer.who) is not peer:
+            return
+        wire = peer.wire
+        if wire is not None and now >= wire.heard_ns + wire.silence_ns:
+            self._lose(peer, "silent")
+        elif wire is not None and now >= wire.said_ns + self.heartbeat.interval_ns:
+            self._say(wire, Ping())
+        elif peer.lost_at is not None and now >= peer.lost_at:
+            self._lose(peer, f"did not return: {peer.trouble}")
+        elif peer.retry_at is not None and now >= peer.retry_at:
+            self._dial(peer)
 
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def _accept(self, _mask: int) -> None:
-        assert self._listener is not None
+    def _accepted(self, sock: socket.socket) -> None:
+        if len(self._unidentified) >= MAX_UNIDENTIFIED:
+            self._drop_oldest()  # not the newcomer: silent ones must not shut out a peer
         try:
-            sock, _ = self._listener.accept()
+            wire = self._wire(sock, None, connected=True)
         except OSError:
-            return  # it left while it waited, or we have no file descriptor for it
-        if len(self._strangers) >= MAX_STRANGERS or len(self._peers) >= MAX_PEERS:
-            sock.close()
+            sock.close()  # reset while it waited
             return
-        wire = self._wire(sock, Side.ACCEPTED, connected=True)
-        self._strangers.append(wire)
-        self._watch(wire)
-        self._say(wire, self._hello())
+        self._unidentified[wire] = None
         self._flush(wire)
 
+    def _drop_oldest(self) -> bool:
+        oldest = next(iter(self._unidentified), None)
+        if oldest is not None:
+            self._drop(oldest, "gives way to a newer connection")
+        return oldest is not None
+
+    def _new_peer(self, who: Incarnation) -> _Peer | None:
+        """None: there are too many. Of those that were never reached the oldest gives way."""
+        never_reached = [peer for peer in self._peers.values() if not peer.was_reached]
+        if len(never_reached) >= MAX_UNIDENTIFIED:
+            self._lose(never_reached[0], "gives way to others that are dialled")
+        if len(self._peers) >= MAX_PEERS:
+            return None
+        peer = self._peers[who] = _Peer(who)
+        return peer
+
     def _dial(self, peer: _Peer) -> None:
-        assert peer.dial is not None
-        assert peer.wire is None
+        """Everywhere where it may be, at once: an endpoint that only somebody claims must not hold up a right one."""
         peer.retry_at = None
-        host, port = peer.dial
+        for endpoint in peer.candidates.endpoints:
+            if endpoint not in peer.dials and endpoint in peer.candidates.endpoints:
+                self._dial_at(peer, endpoint)
+
+    def _dial_at(self, peer: _Peer, endpoint: Endpoint) -> None:
+        host, _port = endpoint
         if not is_numeric(host):  # a lookup would hold up the node
-            self._lose(peer, f"names {host}, which is no address")
+            self._dial_failed(peer, endpoint, f"names {host}, which is no address", is_final=True)
             return
-        sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            self._dial_failed(peer, endpoint, str(error), is_final=False)
+            return
         sock.setblocking(False)
         try:
-            code = sock.connect_ex((host, port))
-        except (OSError, OverflowError) as error:
+            code = sock.connect_ex(endpoint)
+        except (OSError, OverflowError) as error:  # no port, no address of this family
             sock.close()
-            self._broken(peer, str(error))
+            self._dial_failed(peer, endpoint, str(error), is_final=True)
             return
         if code not in (0, errno.EINPROGRESS):
             sock.close()
-            self._dial_failed(peer, code)
+            self._refused(peer, endpoint, code)
             return
-        peer.wire = self._wire(sock, Side.DIALLED, connected=False)
-        peer.wire.peer = peer
-        self._say(peer.wire, self._hello())
-        self._watch(peer.wire)
+        wire = self._wire(sock, endpoint, connected=False)
+        wire.peer = peer
+        peer.dials[endpoint] = wire
+        self._watch(wire)
 
-    def _hello(self) -> Hello:
-        return Hello(CONTROL_PROTOCOL, self.me, self.layout, self.heartbeat.interval_ns)
-
-    def _wire(self, sock: socket.socket, side: Side, *, connected: bool) -> _Wire:
+    def _wire(self, sock: socket.socket, endpoint: Endpoint | None, *, connected: bool) -> _Wire:
+        """Raises OSError."""
+        sock.setblocking(False)
         for option in KEEPALIVE:
             sock.setsockopt(*option)
         now = self.clock()
-        channel: PolledChannel[Frame] = PolledChannel(
-            sock, Frame, max_frame_bytes=HELLO_BYTES, max_pending_bytes=PENDING_BYTES, is_checked=True
+        session = Session(
+            self.secret,
+            Hello(CONTROL_PROTOCOL, self.me, new_challenge()),
+            Greeting(self.layout, self.heartbeat.interval_ns, self.shards),
+            is_dialler=endpoint is not None,
         )
         silence_ns = self.heartbeat.silence_ns(self.heartbeat.interval_ns)
-        return _Wire(channel, side, heard_ns=now, said_ns=now, silence_ns=silence_ns, connected=connected)
+        return _Wire(
+            sock, session, endpoint, since_ns=now, heard_ns=now, said_ns=now, silence_ns=silence_ns, connected=connected
+        )
 
     def _watch(self, wire: _Wire) -> None:
         """Wait for bytes, and for room where some could not be written."""
-        wants_to_write = wire.channel.pending_bytes > 0 or not wire.connected
+        wants_to_write = bool(wire.session.outgoing) or not wire.connected
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if wants_to_write else 0)
         if mask != wire.mask:
             wire.mask = mask
-            self.poller.watch(wire.channel.sock, mask, partial(self._ready, wire))
+            self.poller.watch(wire.sock, mask, partial(self._ready, wire))
 
     def _close(self, wire: _Wire) -> None:
-        if wire in self._strangers:
-            self._strangers.remove(wire)
-        self.poller.unwatch(wire.channel.sock)
-        wire.channel.close()
+        self._unidentified.pop(wire, None)
+        self.poller.unwatch(wire.sock)
+        wire.sock.close()
+
+    def _close_all(self, peer: _Peer) -> None:
+        for wire in [*peer.dials.values(), *([peer.wire] if peer.wire is not None else [])]:
+            self._close(wire)
+        peer.dials.clear()
+        peer.wire = None
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     def _ready(self, wire: _Wire, mask: int) -> None:
-        if wire.channel.sock.fileno() < 0:
+        if not wire.is_open:
             return  # closed by what was ready before it
+        if not wire.connected and not self._finish_dial(wire):
+            return
         try:
-            if not wire.connected and not self._finish_dial(wire):
-                return
-            if mask & selectors.EVENT_WRITE:
-                wire.channel.flush()
             if mask & selectors.EVENT_READ:
-                for message in wire.channel.receive():
-                    wire.heard_ns = self.clock()
-                    self._heard(wire, message)
-                    if wire.channel.sock.fileno() < 0:
-                        return
-            self._watch(wire)
-        except (ChannelClosed, MalformedFrame) as error:
-            self._drop(wire, str(error))
+                self._receive(wire)
+        except ChannelClosed as error:
+            self._drop(wire, closing(wire, str(error)))
+        except MalformedFrame as error:
+            self._drop(wire, str(error), is_wrong=True)
+        if wire.is_open:
+            self._flush(wire)
+
+    def _receive(self, wire: _Wire) -> None:
+        max_bytes = READ_BYTES if wire.session.is_member else GREETING_BYTES
+        for message in wire.session.feed(receive_some(wire.sock, max_bytes)):
+            wire.heard_ns = self.clock()
+            self._heard(wire, message)
+            if not wire.is_open:
+                return
 
     def _finish_dial(self, wire: _Wire) -> bool:
-        code = wire.channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        code = wire.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code == 0:
             wire.connected = True
             return True
         assert wire.peer is not None
         self._close(wire)
-        self._dial_failed(wire.peer, code)
+        self._refused(wire.peer, wire.endpoint, code)
         return False
 
     def _say(self, wire: _Wire, message: Frame) -> None:
-        try:
-            wire.channel.send(message)
-            wire.said_ns = self.clock()
-        except ChannelFull as error:
-            self._drop(wire, str(error))
+        if len(wire.session.outgoing) > PENDING_BYTES:
+            self._drop(wire, f"{len(wire.session.outgoing)} bytes wait for a reader that does not read")
+            return
+        wire.session.say(message)
+        wire.said_ns = self.clock()
 
     def _flush(self, wire: _Wire) -> None:
-        if wire.channel.pending_bytes == 0:
-            return
         try:
-            wire.channel.flush()
+            write_some(wire.sock, wire.session.outgoing)
             self._watch(wire)
         except ChannelClosed as error:
-            self._drop(wire, str(error))
+            self._drop(wire, closing(wire, str(error)))
 
     # -- who is there -----------------------------------------------------------------------------------------------
 
-    def _heard(self, wire: _Wire, message: Frame) -> None:
+    def _heard(self, wire: _Wire, message: Greeting | Frame) -> None:
         match message:
-            case Hello():
+            case Greeting():
                 self._greet(wire, message)
             case Ping():
                 pass
             case Ready() | Offer() | Release() | Abort():
-                if not wire.greeted or wire.peer is None or message.source != wire.peer.who:
+                assert wire.peer is not None
+                if message.source != wire.peer.who:
                     raise MalformedFrame("a message in another's name")
-                self.report(PeerSaid(wire.peer.who, message))
+                told = admitted(message, self.bounds)
+                if told is None:
+                    raise MalformedFrame("a message about no room")
+                self.report(PeerSaid(wire.peer.who, told))
             case never:
                 assert_never(never)
 
-    def _greet(self, wire: _Wire, hello: Hello) -> None:
-        if wire.greeted or hello.protocol != CONTROL_PROTOCOL:
-            raise MalformedFrame(f"control protocol {hello.protocol}, here {CONTROL_PROTOCOL}")
-        if wire.side is Side.DIALLED:
-            peer = wire.peer
-            assert peer is not None
-            if hello.source != peer.who:  # restarted, or another server took the port
-                self._lose(peer, "is another life now")
-                return
-        else:
-            self._strangers.remove(wire)
-            peer = self._peers.setdefault(hello.source, _Peer(hello.source))
-            if peer.wire is not None:  # its old connection broke without our noticing
-                peer.wire.peer = None
-                self._close(peer.wire)
-            peer.wire, wire.peer = wire, peer
-        wire.greeted = True
-        wire.silence_ns = self.heartbeat.silence_ns(hello.ping_ns)
+    def _greet(self, wire: _Wire, greeting: Greeting) -> None:
+        """Who is at the other end holds the secret: from here on it is who it says it is."""
+        source = wire.session.source
+        assert source is not None
+        if source == self.me:
+            raise MalformedFrame("is this server itself")
+        peer = self._greet_acceptor(wire, greeting, source) if wire.endpoint else self._greet_dialler(wire, source)
+        wire.silence_ns = self.heartbeat.silence_ns(greeting.ping_ns)
         if peer.lost_at is not None:
             self.report(PeerReturned(peer.who))
-        wire.channel.frames.max_frame_bytes = MESSAGE_BYTES
+        peer.was_reached = True
         peer.lost_at = peer.retry_at = None
         peer.retry_ns = FIRST_RETRY_NS
+        waiting, peer.waiting = peer.waiting, []
+        for message in waiting:
+            self._say(wire, message)
 
-    def _drop(self, wire: _Wire, reason: str) -> None:
-        """The connection is of no use any more; the peer may come back on another."""
-        self._close(wire)
-        if wire.peer is not None:
-            self._broken(wire.peer, reason)
-
-    def _dial_failed(self, peer: _Peer, code: int) -> None:
-        peer.wire = None
-        if code == errno.ECONNREFUSED:
-            self._lose(peer, "refuses connections")
+    def _greet_acceptor(self, wire: _Wire, greeting: Greeting, source: Incarnation) -> _Peer:
+        """The one that was dialled answers."""
+        peer, endpoint = wire.peer, wire.endpoint
+        assert peer is not None
+        assert endpoint is not None
+        if source != peer.who:  # restarted, or another server took the port
+            raise MalformedFrame("is another life now")
+        if greeting.layout == self.layout:  # with another one no KV will travel, and requests say why
+            shards = reachable_shards(greeting.shards, host=endpoint[0], want=len(self.shards))
+            if peer.wire is None:
+                self.reach(source, shards)
+        peer.candidates.prove(endpoint)
+        del peer.dials[endpoint]
+        if peer.wire is None:
+            peer.wire = wire
+            wire.session.greet()
         else:
-            self._broken(peer, errno.errorcode.get(code, str(code)))
+            self._close(wire)  # it was reached elsewhere meanwhile
+        return peer
+
+    def _greet_dialler(self, wire: _Wire, source: Incarnation) -> _Peer:
+        peer = self._peers.get(source) or self._new_peer(source)
+        if peer is None:
+            raise MalformedFrame(f"{MAX_PEERS} others are connected")
+        del self._unidentified[wire]
+        if peer.wire is not None:  # its old connection broke without our noticing
+            self._close(peer.wire)
+        peer.wire, wire.peer = wire, peer
+        return peer
+
+    def _drop(self, wire: _Wire, reason: str, *, is_wrong: bool = False) -> None:
+        """The connection is of no use any more; the peer may come back on another.
+
+        is_wrong: who is at the other end does not keep the protocol.
+        """
+        peer, endpoint = wire.peer, wire.endpoint
+        if peer is None and (is_wrong or wire.session.source is not None):
+            self._note_unidentified(wire, reason)
+        self._close(wire)
+        if peer is not None and peer.wire is wire:
+            peer.wire = None
+            self._broken(peer, reason)
+        elif peer is not None and endpoint in peer.dials:
+            self._dial_failed(peer, endpoint, reason, is_final=is_wrong)
+
+    def _refused(self, peer: _Peer, endpoint: Endpoint | None, code: int) -> None:
+        if code == errno.ECONNREFUSED:
+            self._dial_failed(peer, endpoint, "refuses connections", is_final=True)
+        else:
+            self._dial_failed(peer, endpoint, errno.errorcode.get(code, str(code)), is_final=False)
+
+    def _dial_failed(self, peer: _Peer, endpoint: Endpoint | None, reason: str, *, is_final: bool) -> None:
+        """is_final: the life that was meant is not there, and will not be."""
+        assert endpoint is not None
+        peer.dials.pop(endpoint, None)
+        if is_final:
+            peer.candidates.remove(endpoint)
+        if peer.wire is not None or self._lose_if_nowhere(peer, reason):
+            return
+        if peer.dials:
+            peer.trouble = reason
+        else:
+            self._broken(peer, reason)
 
     def _broken(self, peer: _Peer, reason: str) -> None:
         now = self.clock()
-        peer.wire = None
+        peer.trouble = reason
         if peer.lost_at is None:
-            self.note(f"connection to {peer.who.name} broke: {reason}")
+            self._note(f"connection to {peer.who.name} broke: {reason}")
             peer.lost_at = Nanos(now + RETURN_NS)
-        if peer.dial is not None:
+        if peer.candidates.endpoints:
             peer.retry_at = Nanos(now + peer.retry_ns)
             peer.retry_ns = Nanos(2 * peer.retry_ns)
 
+    def _lose_if_nowhere(self, peer: _Peer, reason: str) -> bool:
+        """One that is dialled is lost when there is no endpoint left."""
+        if peer.candidates.endpoints:
+            return False
+        self._lose(peer, reason)
+        return True
+
     def _lose(self, peer: _Peer, reason: str) -> None:
-        self.note(f"peer {peer.who.name} is lost: {reason}")
-        if peer.wire is not None:
-            self._close(peer.wire)
-            peer.wire = None
+        self._note(f"peer {peer.who.name} is lost: {reason}")
+        self._close_all(peer)
         del self._peers[peer.who]
-        self.report(PeerLost(peer.who))
+        self.report(PeerLost(peer.who, detail=one_line(reason)))
+
+    def _note_unidentified(self, wire: _Wire, reason: str) -> None:
+        """Whoever likes can cause these lines: they are few."""
+        now = self.clock()
+        if self._noted_at is not None and now < self._noted_at + NOTE_NS:
+            self._unnoted += 1
+            return
+        who = "" if wire.session.source is None else f" that says it is {wire.session.source.name}"
+        more = f" ({self._unnoted} more before it)" if self._unnoted else ""
+        self._noted_at, self._unnoted = now, 0
+        self._note(f"a connection{who} was dropped: {reason}{more}")
+
+    def _note(self, line: str) -> None:
+        self.note(one_line(line))
 
 
-def is_numeric(host: str) -> bool:
-    try:
-        ip_address(host)
-    except ValueError:
-        return False
-    return True
+def closing(wire: _Wire, reason: str) -> str:
+    if wire.session.source is None or wire.session.is_member:
+        return reason
+    return "closed the connection before both had proven to hold this cluster's secret (--cluster-secret-file)"
 
 
 def numeric_host(host: str) -> str:

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,13 @@ from tandem.config import (
     environment_switch,
 )
 from tandem.core.fleet.standstill import Pulse
+from tandem.core.pd.door import Bounds
 from tandem.core.sched import inspect
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
+from tandem.membership import ClusterSecret, new_challenge
+from tandem.sampling import is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.node.driver import Inbox, NeighbourLost, Observer, Poller, drive
@@ -110,8 +114,12 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
     peers = Peers(
         launch.incarnation,
         engine.layout,
-        poller,
-        inbox.report,
+        ClusterSecret(launch.cluster_secret or new_challenge()),  # who has no peers has a secret that nobody shares
+        shards=(engine.data,),
+        bounds=Bounds(1, engine.vocab_size, partial(is_score, vocab_size=engine.vocab_size)),
+        poller=poller,
+        report=inbox.report,
+        reach=inbox.reach,
         clock=clock.now,
         note=logger.info,
         heartbeat=heartbeat(),

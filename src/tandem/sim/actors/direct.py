@@ -9,7 +9,7 @@ from random import Random
 from typing import Protocol
 
 from tandem.core.commands import FailRequest, FinishRequest, Path
-from tandem.core.events import Event, PeerSaid
+from tandem.core.events import Event
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Room
 from tandem.sim.actors.clients import Exchange, Half
@@ -146,7 +146,9 @@ class DirectClients:
         life = self.world.replicas[random.choice(exchange.halves).replica].life
         if life is not None:
             liar, message = made_up_message(random, exchange.room, life)
-            self.world.push(life, PeerSaid(liar, message))
+            told = life.hear(liar, message)
+            if told is not None:
+                self.world.push(life, told)
 
     def disconnect(self, share: float) -> None:
         """Many clients leave in the same instant."""

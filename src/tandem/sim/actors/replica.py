@@ -8,7 +8,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tandem.core.batch import BatchPlan
-from tandem.core.events import Event
+from tandem.core.events import Event, PeerSaid
+from tandem.core.pd.door import Bounds, admitted
+from tandem.core.pd.messages import Message
 from tandem.core.sched.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import Incarnation, RequestId
@@ -17,6 +19,8 @@ from tandem.sim.actors.executor import CostModel, Executor
 from tandem.sim.actors.transfer import KvStore
 from tandem.sim.actors.vitals import Vitals
 from tandem.sim.clock import LocalClock
+
+TOKEN_IDS = 1 << 31  # the simulated model has no vocabulary
 
 
 @dataclass(slots=True)
@@ -44,6 +48,12 @@ class Life:
     @property
     def is_alive(self) -> bool:
         return self.replica.life is self
+
+    def hear(self, peer: Incarnation, message: Message) -> PeerSaid | None:
+        """What the node is told when `peer` says this: it comes through the same door as in a server."""
+        bounds = Bounds(len(self.settings.shards), TOKEN_IDS, lambda extra: True)
+        told = admitted(message, bounds)
+        return PeerSaid(peer, told) if told is not None else None
 
     def touches(self, request: RequestId) -> bool:
         """Whether a launched batch or the data plane still has something of this request, or its word is under way."""
