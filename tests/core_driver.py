@@ -234,6 +234,10 @@ class Parcel:
     make: Callable[[], Event | None]
 
 
+def grant_secret(room: int, shard: int) -> bytes:
+    return b"room %d, shard %d" % (room, shard)
+
+
 @dataclass
 class Replica:
     node: EngineNode
@@ -509,7 +513,9 @@ class World:
         pages.update(zip(command.pages, command.generations, strict=True))
         digests = b"".join(map(replica.worker.digest, command.pages))
         for shard in replica.state.settings.shards:
-            self.send(replica, PagesDigested(command.request, command.attempt, shard, command.first_page, digests))
+            secret = grant_secret(command.room, shard)
+            event = PagesDigested(command.request, command.attempt, shard, command.first_page, digests, secret)
+            self.send(replica, event)
 
     def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:
         """The bytes move when this is called: the latest moment, which is the one that finds mistakes."""
@@ -521,6 +527,7 @@ class World:
             content = list(source.worker.kv[page])
             is_same = readable.get(page) == command.generations[index] == source.state.pool.generations[page]
             digest = command.digests[shard][8 * index : 8 * index + 8]
+            is_same = is_same and command.secrets[shard] == grant_secret(command.room, shard)
             if source.is_dead or not is_same or digest != source.worker.digest(page):
                 return TransferFailed(command.request, command.attempt, shard, Cause.CORRUPT_PAGES, f"page {page}")
             replica.worker.kv[command.destinations[index]] = content

@@ -169,7 +169,7 @@ class Life:
         room = Room(self.rooms[number // 8 % len(self.rooms)] if self.rooms and number % 3 else 77)
         message = (
             Ready(room, number % 3, STRANGER, here.name, "", LENGTHS[number % 8], held_pages=number % 5 - 1),
-            Offer(room, 1, self.prefill.name, number % 3 - 1, (1, 2), (0, 0), (b"0" * 16,), SECOND, 7),
+            Offer(room, 1, self.prefill.name, number % 3 - 1, (1, 2), (0, 0), (b"0" * 16,), (b"secret",), SECOND, 7),
             Release(room, STRANGER, ("done", "aborted", "not_needed")[number % 3]),
             Abort(room, self.prefill.name, Cause.ABORTED),
         )[number // 2 % 4]

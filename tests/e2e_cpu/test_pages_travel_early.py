@@ -36,6 +36,7 @@ from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room, ShardId
 from tandem.engine import weights
 from tandem.engine.engine import Engine
+from tandem.membership import ClusterSecret
 from tandem.pagehash import prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
 from tandem.transfer.sock import SockTransfer
@@ -59,6 +60,7 @@ class Half:
             self.engine.kv.buffer,
             self.engine.kv.page_bytes,
             incarnation=self.me,
+            secret=ClusterSecret(b"the secret of these two"),
             shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,

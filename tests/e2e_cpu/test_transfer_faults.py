@@ -1,5 +1,6 @@
 """What happens to pages when peers die, freeze, lie, or change their minds: no wrong byte is ever accepted or kept."""
 
+import contextlib
 import os
 import random
 import signal
@@ -9,8 +10,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transfer_world import PREFILL, Gate, ServingProcess, Side, eventually, pair, transfer_threads
+from transfer_world import PREFILL, SECRET, Gate, ServingProcess, Side, eventually, pair, target, transfer_threads
 
+from attackers_data import Asker, Impostor, read_all
 from tandem.core.events import PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Cause, Incarnation
 from tandem.transfer import link as links
@@ -30,11 +32,9 @@ def no_thread_is_left() -> Iterator[None]:
 
 def greet(owner: Side, *, fabric: str = "unix") -> socket.socket:
     """A hand-made reader that has been welcomed."""
-    unix = owner.transfer.unix if fabric == "unix" else ""
-    link = links.dial(owner.transfer.host, owner.transfer.port, unix, timeout_s=5)
-    link.sendall(protocol.pack_hello(PREFILL, page_bytes=owner.page_bytes))
-    assert protocol.unpack_welcome(links.receive(link, protocol.WELCOME_BYTES, timeout_s=5)) is Status.OK
-    return link
+    asker = Asker(target(owner, fabric=fabric), secret=SECRET)
+    assert asker.join() is Status.OK
+    return asker.link
 
 
 @pytest.mark.parametrize("fabric", ["unix", "tcp"])
@@ -43,14 +43,14 @@ def test_revoking_during_a_slow_read_drains_at_once_and_no_changed_byte_goes_out
         owner.publish(1, range(2048))
         before = bytes(owner.memory)
         with greet(owner, fabric=fabric) as link:
-            link.sendall(protocol.pack_read(1, range(2048), [1] * 2048))
+            link.sendall(protocol.pack_read(1, owner.secrets[1], range(2048), [1] * 2048))
             header = links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)  # it sends; we read no further
             begin = time.monotonic()
             owner.revoke(1)
             owner.wait_reads_drained(1, deadline_s=1)
             print(f"{fabric}: drained {1000 * (time.monotonic() - begin):.1f} ms after the revocation")
             owner.memory[:] = bytes(len(owner.memory))
-            received = bytes(header) + _read_all(link)
+            received = bytes(header) + read_all(link)
         position = checked = 0
         while position < len(received):  # the last frame may be cut anywhere
             _, count = struct.unpack_from("<II", received, position)
@@ -60,18 +60,6 @@ def test_revoking_during_a_slow_read_drains_at_once_and_no_changed_byte_goes_out
             position += len(body)
             checked += len(body)
         assert checked < len(before)
-
-
-def _read_all(link: socket.socket) -> bytes:
-    received = b""
-    while True:
-        try:
-            data = link.recv(1 << 20)
-        except ConnectionResetError:
-            return received
-        if not data:
-            return received
-        received += data
 
 
 def test_a_reader_whose_pages_are_revoked_fails_and_keeps_only_what_was_lent() -> None:
@@ -178,6 +166,7 @@ def test_pages_of_a_cancelled_pull_may_be_reused_at_once() -> None:
 def test_a_killed_peer_fails_the_transfer_at_once(fabric: str) -> None:
     server = ServingProcess(num_pages=512, page_bytes=65536, frame_ms=20)
     reader = Side(DECODE_SIDE, num_pages=512, page_bytes=65536)
+    reader.lender = server
     try:
         reader.transfer.connect(PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
         reader.pull(1, range(512), range(512), server.digests)
@@ -202,6 +191,7 @@ def test_a_killed_peer_fails_the_transfer_at_once(fabric: str) -> None:
 def test_a_frozen_peer_fails_the_transfer_at_the_timeout_and_a_cancel_does_not_wait_for_it(fabric: str) -> None:
     server = ServingProcess(num_pages=512, page_bytes=65536, frame_ms=20)
     reader = Side(DECODE_SIDE, num_pages=512, page_bytes=65536, io_timeout_s=0.8)
+    reader.lender = server
     try:
         reader.transfer.connect(PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
         reader.pull(1, range(256), range(256), server.digests[: 8 * 256])
@@ -228,15 +218,17 @@ def test_a_reader_that_stops_reading_is_cut_off_at_the_timeout() -> None:
     with pair(num_pages=1024, page_bytes=16384, io_timeout_s=0.3) as (owner, _):
         owner.publish(1, range(1024))
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, range(1024), [1] * 1024))
+            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
             eventually(lambda: "kv-owner" in transfer_threads(), "a reader is served")
             eventually(lambda: "kv-owner" not in transfer_threads(), "the stuck reader is cut off", deadline_s=3)
 
 
-def _hostile_bytes(rng: random.Random, owner: Side) -> bytes:
-    hello = protocol.pack_hello(PREFILL, page_bytes=owner.page_bytes)
-    read = protocol.pack_read(1, [0, 1], [1, 1])
-    header = struct.Struct("<4sIQ")
+def _hostile_bytes(rng: random.Random, owner: Side, asker: Asker) -> bytes:
+    """Of somebody who has the secret of the cluster, and mostly that of the grant."""
+    asker.hear_challenge()
+    hello, lent = asker.hello(), owner.secrets[1]
+    read = protocol.pack_read(1, owner.secrets[1], [0, 1], [1, 1])
+    header = struct.Struct("<4sIQ16s")
     return rng.choice(
         [
             b"",
@@ -244,15 +236,16 @@ def _hostile_bytes(rng: random.Random, owner: Side) -> bytes:
             b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
             hello[: rng.randrange(len(hello))],
             hello + rng.randbytes(rng.randrange(1, 4000)),
-            hello + header.pack(b"READ", 0xFFFFFFFF, 1) + bytes(1000),
-            hello + header.pack(b"READ", 0, 1),
-            hello + header.pack(b"WRIT", 2, 1) + read[16:],
-            hello + protocol.pack_read(1, [owner.num_pages], [1]),
-            hello + protocol.pack_read(1, [(1 << 64) - 1], [1]),
-            hello + protocol.pack_read(rng.randrange(2, 1 << 64), [0], [1]),
-            hello + protocol.pack_read(1, [0, 1], [1, 2]),
+            hello + header.pack(b"READ", 0xFFFFFFFF, 1, lent) + bytes(1000),
+            hello + header.pack(b"READ", 0, 1, lent),
+            hello + header.pack(b"WRIT", 2, 1, lent) + read[32:],
+            hello + protocol.pack_read(1, lent, [owner.num_pages], [1]),
+            hello + protocol.pack_read(1, lent, [(1 << 64) - 1], [1]),
+            hello + protocol.pack_read(rng.randrange(2, 1 << 64), lent, [0], [1]),
+            hello + protocol.pack_read(1, lent, [0, 1], [1, 2]),
+            hello + protocol.pack_read(1, rng.randbytes(16), [0, 1], [1, 1]),
             hello + read[: rng.randrange(1, len(read))],
-            protocol.pack_hello(Incarnation("prefill", "6"), page_bytes=owner.page_bytes) + read,
+            asker.hello(incarnation=protocol.incarnation_digest(Incarnation("prefill", "6"))) + read,
         ]
     )
 
@@ -261,24 +254,16 @@ def test_hostile_readers_get_no_page_and_harm_nobody() -> None:
     rng = random.Random(5)
     with pair(num_pages=64, page_bytes=4096, io_timeout_s=0.5) as (owner, reader):
         digests = owner.publish(1, [0, 1])
-        secrets = [owner.page(page) for page in range(64)]
+        contents = [owner.page(page) for page in range(64)]
         for index in range(150):
-            if index % 2:
-                link = socket.create_connection((owner.transfer.host, owner.transfer.port))
-            else:
-                link = socket.socket(socket.AF_UNIX)
-                link.connect(links.unix_address(owner.transfer.unix))
-            with link:
-                link.settimeout(5)
-                try:
-                    link.sendall(_hostile_bytes(rng, owner))
-                    link.shutdown(socket.SHUT_WR)
-                except OSError:
-                    pass  # cut off before it had said everything
-                answer = _read_all(link)
-            assert not any(page[:64] in answer for page in secrets)
+            with Asker(target(owner, fabric="tcp" if index % 2 else "unix"), secret=SECRET) as asker:
+                asker.say(_hostile_bytes(rng, owner, asker))
+                with contextlib.suppress(OSError):  # it is cut off already
+                    asker.link.shutdown(socket.SHUT_WR)
+                answer = read_all(asker.link)
+            assert not any(page[:64] in answer for page in contents)
             assert len(answer) <= protocol.WELCOME_BYTES + protocol.FRAME_HEADER_BYTES
-        assert [owner.page(page) for page in range(64)] == secrets
+        assert [owner.page(page) for page in range(64)] == contents
         reader.pull(1, [0, 1], [0, 1], digests)
         reader.wait_landed(1, 2)
         eventually(lambda: transfer_threads().count("kv-owner") <= 1, "hostile connections are gone")
@@ -302,10 +287,11 @@ def test_a_reader_of_a_busy_owner_waits_for_its_turn() -> None:
     with pair(num_pages=1024, page_bytes=16384, max_links=1) as (owner, reader):
         digests = owner.publish(1, range(1024))
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, range(1024), [1] * 1024))
+            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
             links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)
+            with Asker(target(owner), secret=SECRET) as newcomer:
+                assert newcomer.join() is Status.BUSY
             reader.pull(1, [0], [0], digests[:8])
-            eventually(lambda: transfer_threads().count("kv-owner") == 2, "the newcomer is told that it is busy")
         reader.wait_landed(1, 1)
 
 
@@ -313,9 +299,10 @@ def test_a_reader_of_an_owner_that_stays_busy_fails_at_the_timeout() -> None:
     with pair(num_pages=1024, page_bytes=16384, max_links=1) as (owner, _):
         digests = owner.publish(1, range(1024))
         reader = Side(DECODE_SIDE, page_bytes=16384, io_timeout_s=0.3)
+        reader.lender = owner
         reader.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, range(1024), [1] * 1024))
+            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
             links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)
             reader.pull(1, [0], [0], digests[:8])
             failed = reader.wait_failed(1)
@@ -325,29 +312,27 @@ def test_a_reader_of_an_owner_that_stays_busy_fails_at_the_timeout() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "frame",
     [
-        b"HTTP/1.1 400 Bad Request\r\n\r\n",
-        protocol.pack_welcome(Status.OK)[:10] + b"\xff\xff\0\0\0\0",
-        protocol.pack_welcome(Status.OK) + struct.pack("<II", 0, 3),  # more pages than asked for
-        protocol.pack_welcome(Status.OK) + struct.pack("<II", 0, 0),
-        protocol.pack_welcome(Status.OK) + struct.pack("<II", 77, 1),
-        protocol.pack_welcome(Status.OK) + struct.pack("<II", 0, 0xFFFFFFFF),
-        protocol.pack_welcome(Status.OK) + struct.pack("<II", 0, 2) + bytes(2 * 4096),  # not these pages
+        struct.pack("<II", 0, 3),  # more pages than asked for
+        struct.pack("<II", 0, 0),
+        struct.pack("<II", 77, 1),
+        struct.pack("<II", 0, 0xFFFFFFFF),
+        struct.pack("<II", 0, 2) + bytes(2 * 4096),  # not these pages
+        struct.pack("<II", 1, 2) + bytes(2 * 4096),  # a refusal with pages
     ],
 )
-def test_an_owner_that_lies_fails_the_transfer_and_touches_nothing_else(answer: bytes) -> None:
+def test_an_owner_that_lies_fails_the_transfer_and_touches_nothing_else(frame: bytes) -> None:
     reader = Side(DECODE_SIDE)
     before = bytes(reader.memory)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        reader.transfer.connect(PREFILL, "127.0.0.1", listener.getsockname()[1], "")
+    with Impostor() as owner:
+        reader.transfer.connect(PREFILL, "127.0.0.1", owner.port, "")
         reader.pull(1, [0, 1], [10, 11], b"\1" * 16)
-        link, _ = listener.accept()
-        with link:
-            link.sendall(answer)
+        with owner.accept() as link:
+            link.sendall(owner.welcome(Status.OK, SECRET, owner.greet(link)) + frame)
             failed = reader.wait_failed(1)
     reader.transfer.close()
-    assert failed.cause in (Cause.TRANSFER_FAILED, Cause.CORRUPT_PAGES, Cause.PEER_LOST)
+    assert failed.cause in (Cause.TRANSFER_FAILED, Cause.CORRUPT_PAGES, Cause.LEASE_EXPIRED)
     assert not reader.all(PagesLanded, 1)
     assert reader.memory[: 10 * 4096] == before[: 10 * 4096]
     assert reader.memory[12 * 4096 :] == before[12 * 4096 :]
@@ -360,7 +345,7 @@ def test_a_connection_that_breaks_once_is_made_again_and_the_pull_goes_on() -> N
         reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
         reader.pull(1, range(512), range(512), digests)
         assert gate.is_full.wait(10)
-        for served in list(owner.transfer._owner._readers):
+        for served in list(owner.transfer._owner._links):
             links.cut(served.link)
         gate.open()
         reader.wait_landed(1, 512)

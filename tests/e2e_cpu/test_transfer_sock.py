@@ -163,7 +163,16 @@ def test_a_peer_with_other_pages_is_refused_with_the_differing_field() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("digests", ()), ("digests", (b"short",)), ("generations", (1 << 64,)), ("sources", (-1,)), ("room", 1 << 80)],
+    [
+        ("digests", ()),
+        ("digests", (b"short",)),
+        ("secrets", ()),
+        ("secrets", (bytes(15),)),
+        ("secrets", (bytes(17),)),
+        ("generations", (1 << 64,)),
+        ("sources", (-1,)),
+        ("room", 1 << 80),
+    ],
 )
 def test_an_offer_that_cannot_be_fails_the_transfer(field: str, value: object) -> None:
     fields = {
@@ -176,6 +185,7 @@ def test_an_offer_that_cannot_be_fails_the_transfer(field: str, value: object) -
         "generations": (1,),
         "destinations": (0,),
         "digests": (bytes(8),),
+        "secrets": (bytes(16),),
     }
     with pair() as (_, reader):
         reader.transfer.pull(PullPages(**(fields | {field: value})))
@@ -275,7 +285,8 @@ def test_an_idle_connection_that_the_peer_closed_is_replaced() -> None:
         digests = owner.publish(1, [0])
         reader.pull(1, [0], [0], digests)
         reader.wait_landed(1, 1)
-        other = Side(Incarnation("other decode", "1"))
+        other = Side(Incarnation("other decode", "2"))
+        other.lender = owner
         other.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         try:
             for request in range(2, 12):  # each takes the only connection away from the other, which is idle

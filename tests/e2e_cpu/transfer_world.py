@@ -12,17 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from attackers_data import Target
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.membership import ClusterSecret
+from tandem.transfer.protocol import GRANT_SECRET_BYTES
 from tandem.transfer.sock import SockTransfer
 
 E = TypeVar("E")
+NO_SECRET = bytes(GRANT_SECRET_BYTES)
 DEADLINE_S = 10.0
 PREFILL = Incarnation("prefill", "7")
 DECODE = Incarnation("decode", "1")
+SECRET = ClusterSecret(b"the secret of this cluster")
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -30,6 +35,10 @@ def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEA
     while not condition():
         assert time.monotonic() < give_up_at, f"never happened: {what}"
         time.sleep(0.001)
+
+
+class Lender(Protocol):
+    secrets: dict[int, bytes]
 
 
 class Side:
@@ -42,17 +51,21 @@ class Side:
         num_pages: int = 256,
         page_bytes: int = 4096,
         seed: int = 0,
+        secret: ClusterSecret = SECRET,
         **options: object,
     ) -> None:
         self.page_bytes, self.num_pages = page_bytes, num_pages
         self.memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
         self.memory[:] = random.Random(seed).randbytes(len(self.memory))
         self.events: list[Event] = []
+        self.secrets: dict[int, bytes] = {}  # by room: of the latest grant there
+        self.lender: Lender | None = None  # whose secrets are presented when nothing else is said
         self._arrived = threading.Condition()
         self.transfer = SockTransfer(
             self.memory,
             page_bytes,
             incarnation=incarnation,
+            secret=secret,
             shard=ShardId(0),
             host="127.0.0.1",
             report=self._report,
@@ -104,7 +117,7 @@ class Side:
         first_page: int = 0,
         room: int | None = None,
     ) -> bytes:
-        """Publish, wait, and return the digests."""
+        """Publish, wait, and return the digests. The secret of the grant is in `secrets`."""
         command = PublishPages(
             RequestId(request),
             attempt,
@@ -114,9 +127,9 @@ class Side:
             room or request,
         )
         self.transfer.publish(command)
-        return self.wait(
-            PagesDigested, request, where=lambda e: (e.attempt, e.first_page) == (attempt, first_page)
-        ).digests
+        digested = self.wait(PagesDigested, request, where=lambda e: (e.attempt, e.first_page) == (attempt, first_page))
+        self.secrets[command.room] = digested.secret
+        return digested.digests
 
     def revoke(self, request: int, *, attempt: int = 0, room: int | None = None) -> None:
         self.transfer.revoke(RevokePages(RequestId(request), attempt, room or request))
@@ -133,7 +146,10 @@ class Side:
         first_wanted: int = 0,
         peer: Incarnation = PREFILL,
         room: int | None = None,
+        secret: bytes | None = None,
     ) -> None:
+        """secret: of the grant; that of the lender's latest one in this room, if there is one, else one of nobody"""
+        granted = self.lender.secrets.get(room or request) if self.lender is not None else None
         self.transfer.pull(
             PullPages(
                 request=RequestId(request),
@@ -145,6 +161,7 @@ class Side:
                 generations=(generation,) * len(sources),
                 destinations=tuple(map(PageId, destinations)),
                 digests=(digests,),
+                secrets=(secret or granted or NO_SECRET,),
             )
         )
 
@@ -168,6 +185,7 @@ class Side:
 def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]:
     """(owner, reader), connected over `fabric`."""
     owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
+    reader.lender = owner
     reader.transfer.connect(
         PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix if fabric == "unix" else ""
     )
@@ -176,6 +194,12 @@ def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]
     finally:
         reader.transfer.close()
         owner.transfer.close()
+
+
+def target(owner: Side, *, fabric: str = "unix") -> Target:
+    """Of raw sockets."""
+    plane = owner.transfer
+    return Target(PREFILL, owner.page_bytes, plane.host, plane.port, plane.unix if fabric == "unix" else "")
 
 
 def transfer_threads() -> list[str]:
@@ -246,10 +270,11 @@ SERVE = """
 import json, mmap, random, sys, threading, time
 from tandem.core.commands import PublishPages
 from tandem.core.values import Incarnation
+from tandem.membership import ClusterSecret
 from tandem.transfer import link
 from tandem.transfer.sock import SockTransfer
 
-name, id, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
+name, id, secret, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
 send = link.send
 def slow_send(*args, **options):
     time.sleep(frame_ms / 1000)
@@ -259,9 +284,10 @@ memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
 memory[:] = random.Random(1).randbytes(len(memory))
 def report(event):
     if type(event).__name__ == "PagesDigested":
-        print(json.dumps([transfer.host, transfer.port, transfer.unix, event.digests.hex()]), flush=True)
+        at = [transfer.host, transfer.port, transfer.unix]
+        print(json.dumps([*at, event.digests.hex(), event.secret.hex()]), flush=True)
 transfer = SockTransfer(memory, page_bytes, incarnation=Incarnation(name, id), shard=0, host="127.0.0.1",
-                        report=report)
+                        secret=ClusterSecret(bytes.fromhex(secret)), report=report)
 transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
 sys.stdin.read()
 """
@@ -271,13 +297,14 @@ class ServingProcess:
     """A real process that has published all its pages as request 1, room 1, and sends slowly, frame by frame."""
 
     def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float) -> None:
-        settings = json.dumps([PREFILL.name, PREFILL.id, num_pages, page_bytes, frame_ms])
+        settings = json.dumps([PREFILL.name, PREFILL.id, SECRET.raw.hex(), num_pages, page_bytes, frame_ms])
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVE, settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self._process.stdout is not None
-        self.host, self.port, self.unix, digests = json.loads(self._process.stdout.readline())
+        self.host, self.port, self.unix, digests, secret = json.loads(self._process.stdout.readline())
         self.digests = bytes.fromhex(digests)
+        self.secrets = {1: bytes.fromhex(secret)}
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

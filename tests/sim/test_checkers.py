@@ -119,7 +119,13 @@ def ready(**changes: Any) -> Ready:
 
 def offer(**changes: Any) -> Offer:
     fields: dict[str, Any] = {"room": Room(1), "attempt": 1, "source": Incarnation("p", "1"), "first_page": 0}
-    pages: dict[str, Any] = {"pages": (1, 2), "generations": (0, 0), "digests": (bytes(16),), "total_pages": 2}
+    pages: dict[str, Any] = {
+        "pages": (1, 2),
+        "generations": (0, 0),
+        "digests": (bytes(16),),
+        "secrets": (b"",),
+        "total_pages": 2,
+    }
     return Offer(**{**fields, **pages, "lease_ns": Nanos(SECOND), **changes})
 
 

@@ -631,6 +631,9 @@ LIES = {
     "fewer generations than pages": lambda offer: {"generations": ()},
     "short digests": lambda offer: {"digests": (b"1234567",)},
     "digests of too many shards": lambda offer: {"digests": offer.digests * 2},
+    "no secrets": lambda offer: {"secrets": ()},
+    "secrets of too many shards": lambda offer: {"secrets": offer.secrets * 2},
+    "a secret that is far too long": lambda offer: {"secrets": (bytes(65),)},
     "a negative first page": lambda offer: {"first_page": -1},
 }
 

@@ -140,7 +140,7 @@ def test_transfers_go_to_the_data_plane() -> None:
     commands = [
         PublishPages(RequestId(1), 1, 0, (PageId(3),), (1,), 9),
         RevokePages(RequestId(1), 1, 9),
-        PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",)),
+        PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",), (b"secret",)),
         CancelPull(RequestId(1), 1),
     ]
     it.send(wire.Reach(PEER, (wire.DataEndpoint("10.0.0.2", 6, "@kv"),)), *commands)

@@ -149,6 +149,7 @@ class PullPages(Struct, frozen=True, tag=True):
     generations: tuple[int, ...]
     destinations: tuple[PageId, ...]
     digests: tuple[bytes, ...]  # one per shard, 8 bytes per page
+    secrets: tuple[bytes, ...]  # of the grants, one per shard
 
 
 class CancelPull(Struct, frozen=True, tag=True):

@@ -109,6 +109,7 @@ class PagesDigested(Struct, frozen=True, tag=True):
     shard: ShardId
     first_page: int
     digests: bytes  # 8 bytes per page
+    secret: bytes  # of the grant, opaque here: who presents it may read what this attempt has published
 
 
 class PageRead(Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
 from tandem.engine.weights import LoadedModel
+from tandem.membership import ClusterSecret
 from tandem.sampling import Payload
 from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
@@ -226,6 +227,7 @@ def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.
         engine.kv.buffer,
         engine.kv.page_bytes,
         incarnation=launch.incarnation,
+        secret=ClusterSecret(launch.cluster_secret),
         shard=SHARD,
         host=numeric_host(launch.config.host),
         report=report,

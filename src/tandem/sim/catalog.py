@@ -55,7 +55,7 @@ CAPABILITIES: dict[str, Callable[[], bool]] = {
 INVARIANTS: tuple[Row, ...] = (
     Row("S1", "pages: free + owned + cached + quarantined = total", "checkers.pages:PageAccounting"),
     Row("S2", "a page has one owner, who alone writes it", "checkers.pages:PageOwnership"),
-    Row("S3", "a page is read only under the generation of its grant", "checkers.pages:StaleReads"),
+    Row("S3", "a page is read only under the generation of its grant, with its secret", "checkers.pages:StaleReads"),
     Row("S4", "nothing lands in or is read from a page that was given back", "checkers.pages:FreedPages"),
     Row("S5", "no read beyond, or other than, what was computed", "checkers.pages:SentPages"),
     Row("S6", "pins of the prefix tree are those of live requests", "checkers.pages:PrefixTreePins"),

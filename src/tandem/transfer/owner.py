@@ -1,40 +1,45 @@
 """The owner's side: a server from which peers read granted pages. It never reads anything into a page.
 
-One thread accepts, one thread per connection answers; there are at most `max_links` of them. When all are taken, the
-one that has been silent for longest makes room; when none is silent the newcomer is told BUSY, or nothing at all when
-as many have to be told already.
+`Listener` accepts, and hands on members of the cluster; here each of them has a thread that answers its Reads. There
+are at most `max_links`, and one reader may have a quarter of them, so that one with many connections, or a frozen one,
+leaves room for the others. When there is no room, the connection that has been idle for longest is cut: of the reader
+itself when it has its share already, else of anybody. It has to have been idle for `IDLE_GRACE_S` since its last Read,
+and one that was just welcomed is not idle: it was made because there is something to ask, and has one timeout to do so.
+If there is none the newcomer is told BUSY, and asks again.
 """
 
-import contextlib
 import logging
-import os
-import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tandem.core.events import Event, PageRead, ReadsDrained
 from tandem.core.values import Incarnation, ShardId
+from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.grants import Grants
+from tandem.transfer.handshake import OwnerHandshake
+from tandem.transfer.listener import Listener
 from tandem.transfer.pages import Pages
-from tandem.transfer.protocol import Status
+from tandem.transfer.protocol import Read, Status
 
 log = logging.getLogger(__name__)
-_ACCEPT_PAUSE_S = 0.05  # after an accept that failed, for lack of descriptors
+IDLE_GRACE_S = 0.1  # readers ask again at once while they pull; breaking an idle connection costs them a handshake
+SHARE = 4  # one reader may have this part of the connections
 
 
 @dataclass(slots=True, eq=False)
-class Reader:
-    """One accepted connection. Lives in its own thread, which alone closes the link."""
+class ReaderLink:
+    """The connection of a member. Lives in its own thread, which alone closes the link."""
 
     link: socket.socket
-    is_refused: bool = False  # all others are at work: this one will be told so
-    silent_since: float | None = field(default_factory=time.monotonic)  # None: at work, or about to end
+    reader: bytes  # digest of its incarnation
+    idle_since: float | None = None  # None: at work, or has not asked for anything yet
+    is_cut: bool = False  # its place is another one's already
 
 
 class PageOwner:
@@ -44,6 +49,7 @@ class PageOwner:
         grants: Grants,
         *,
         incarnation: Incarnation,
+        secret: ClusterSecret,
         shard: ShardId,
         host: str,
         unix_dir: str | None,
@@ -53,136 +59,109 @@ class PageOwner:
     ) -> None:
         self._pages, self._grants = pages, grants
         self._shard = shard
-        self._incarnation = protocol.incarnation_digest(incarnation)
+        self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._report = report
         self._io_timeout_s, self._max_links = io_timeout_s, max_links
         self._frame_pages = min(max(1, protocol.FRAME_BYTES // pages.page_bytes), protocol.MAX_FRAME_PAGES)
         self._lock = threading.Lock()
-        self._readers: dict[Reader, threading.Thread] = {}
+        self._links: dict[ReaderLink, threading.Thread] = {}
         self._is_closed = False
-        self._tcp = links.listen_tcp(host)
-        self.host, self.port = host, self._tcp.getsockname()[1]
-        self.unix = _unix_path(unix_dir)
-        self._unix = links.listen_unix(self.unix)
-        self._wake, self._waker = socket.socketpair()
-        self._accepter = threading.Thread(target=self._accept_loop, name="kv-accept", daemon=True)
-        self._accepter.start()
+        self._listener = Listener(
+            host=host, unix_dir=unix_dir, handshake=self._handshake, admit=self._admit, io_timeout_s=io_timeout_s
+        )
+        self.host, self.port, self.unix = self._listener.host, self._listener.port, self._listener.unix
 
     def close(self, *, grace_s: float) -> None:
         """Stop listening, cut all readers, and wait for their threads for `grace_s` at most."""
         give_up_at = time.monotonic() + grace_s
         with self._lock:
             self._is_closed = True
-        self._waker.close()
-        self._accepter.join(grace_s)
+        self._listener.close(grace_s=grace_s)
         with self._lock:
-            threads = list(self._readers.values())
-            for reader in self._readers:
-                links.cut(reader.link)
+            threads = list(self._links.values())
+            for known in self._links:
+                links.cut(known.link)
         for thread in threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
 
-    def _accept_loop(self) -> None:
-        with self._tcp, self._unix, self._wake, select.epoll() as ready:
-            listeners = {listener.fileno(): listener for listener in (self._tcp, self._unix)}
-            for descriptor in (*listeners, self._wake.fileno()):
-                ready.register(descriptor, select.EPOLLIN)
-            while not self._is_closed:
-                for descriptor, _ in ready.poll():
-                    if descriptor in listeners:
-                        self._accept(listeners[descriptor])
-        if not self.unix.startswith("@"):
-            with contextlib.suppress(OSError):
-                os.unlink(self.unix)
+    def _handshake(self) -> OwnerHandshake:
+        return OwnerHandshake(self._secret, incarnation=self._incarnation, page_bytes=self._pages.page_bytes)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            link, _ = listener.accept()
-        except OSError:
-            time.sleep(_ACCEPT_PAUSE_S)
-            return
-        try:
-            if link.family == socket.AF_UNIX and not links.is_same_user(link):
-                link.close()
-                return
-            links.prepare(link, timeout_s=self._io_timeout_s)
-        except OSError:  # it left again
-            link.close()
-            return
-        if not self._admit(Reader(link)):
-            link.close()
-
-    def _admit(self, reader: Reader) -> bool:
+    def _admit(self, link: socket.socket, reader: bytes, welcome: bytes) -> bool:
+        """Give the connection a thread, if there is a place or one can be made."""
+        new = ReaderLink(link, reader)
         with self._lock:
-            if self._is_closed or len(self._readers) >= 2 * self._max_links:
+            if self._is_closed or not self._has_place(reader):
                 return False
-            if len(self._readers) >= self._max_links and not self._make_room():
-                reader.is_refused, reader.silent_since = True, None
-            thread = threading.Thread(target=self._answer_loop, args=(reader,), name="kv-owner", daemon=True)
-            self._readers[reader] = thread
-            thread.start()
+            thread = threading.Thread(target=self._serve, args=(new, welcome), name="kv-owner", daemon=True)
+            self._links[new] = thread
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left
+                log.warning("no thread for a reader: %s", error)
+                del self._links[new]
+                return False
             return True
 
-    def _make_room(self) -> bool:
-        """Cut the reader that has been silent for longest, if any. It counts until its thread has ended."""
-        silent = [r for r in self._readers if r.silent_since is not None]
-        if not silent:
+    def _has_place(self, reader: bytes) -> bool:
+        """Whether `reader` may have one more connection. Cuts one that is idle, where that makes the place."""
+        if len(self._links) >= 2 * self._max_links:  # those that were cut have not left yet
             return False
-        oldest = min(silent, key=lambda r: r.silent_since or 0.0)
-        oldest.silent_since = None  # not to be chosen twice
+        places = [known for known in self._links if not known.is_cut]
+        own = [known for known in places if known.reader == reader]
+        if len(own) >= max(1, self._max_links // SHARE):
+            return self._cut_idle(own)
+        return len(places) < self._max_links or self._cut_idle(places)
+
+    def _cut_idle(self, places: list[ReaderLink]) -> bool:
+        """Cut the one that has been idle for longest, if it has been for long enough."""
+        idle = [(since, known) for known in places if (since := known.idle_since) is not None]
+        since, oldest = min(idle, key=lambda pair: pair[0], default=(0.0, None))
+        if oldest is None or time.monotonic() - since < IDLE_GRACE_S:
+            return False
+        oldest.is_cut = True
         links.cut(oldest.link)
         return True
 
-    def _answer_loop(self, reader: Reader) -> None:
+    def _serve(self, known: ReaderLink, welcome: bytes) -> None:
+        link, timeout_s = known.link, self._io_timeout_s
         try:
-            is_welcome = self._welcome(reader.link, is_refused=reader.is_refused)
-            while is_welcome and self._answer(reader):
-                pass
+            links.send(link, [welcome], timeout_s=timeout_s)
+            is_good = self._answer(link, self._receive_read(link))
+            while is_good:
+                known.idle_since = time.monotonic()
+                _wait_readable(link)
+                known.idle_since = None
+                is_good = self._answer(link, self._receive_read(link))
         except (links.LinkBroken, links.LinkFrozen, protocol.Malformed) as reason:
             log.debug("reader gone: %s", reason)
         except Exception:
             log.exception("a reader's connection ended by an error of ours")
         finally:
             with self._lock:
-                del self._readers[reader]  # before the link is closed: `cut` must never meet a closed descriptor
-            reader.link.close()
+                del self._links[known]  # before the link is closed: `cut` must never meet a closed descriptor
+            link.close()
 
-    def _welcome(self, link: socket.socket, *, is_refused: bool) -> bool:
-        hello = protocol.unpack_hello(links.receive(link, protocol.HELLO_BYTES, timeout_s=self._io_timeout_s))
-        if hello.version != protocol.VERSION:
-            status = Status.WRONG_VERSION
-        elif hello.incarnation != self._incarnation:
-            status = Status.OTHER_INCARNATION
-        elif hello.page_bytes != self._pages.page_bytes:
-            status = Status.WRONG_PAGE_BYTES
-        else:
-            status = Status.BUSY if is_refused else Status.OK
-        links.send(link, [protocol.pack_welcome(status)], timeout_s=self._io_timeout_s)
-        return status is Status.OK
+    def _receive_read(self, link: socket.socket) -> tuple[Read, bytearray]:
+        read = protocol.unpack_read(links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s))
+        return read, links.receive(link, read.count * protocol.NAME_BYTES, timeout_s=self._io_timeout_s)
 
-    def _answer(self, reader: Reader) -> bool:
-        """Wait for one Read and send its frames. Returns whether the connection may be used again."""
-        link, timeout_s = reader.link, self._io_timeout_s
-        reader.silent_since = time.monotonic()
-        _wait_readable(link)
-        reader.silent_since = None
-        read = protocol.unpack_read(links.receive(link, protocol.READ_BYTES, timeout_s=timeout_s))
-        body = links.receive(link, read.count * protocol.NAME_BYTES, timeout_s=timeout_s)
+    def _answer(self, link: socket.socket, asked: tuple[Read, bytearray]) -> bool:
+        """Send the frames of one Read. Returns whether the connection may be used again."""
+        read, body = asked
         pages, generations = protocol.unpack_names(body, read.count)
-        if not self._pages.has_all(pages):
-            raise protocol.Malformed("a page that is not there")
         for start in range(0, read.count, self._frame_pages):
             span = slice(start, start + self._frame_pages)
-            status = self._send_frame(link, read.room, pages[span], generations[span])
+            status = self._send_frame(link, read, pages[span], generations[span])
             if status is not Status.OK:
-                links.send(link, [protocol.pack_frame(status, 0)], timeout_s=timeout_s)
+                links.send(link, [protocol.pack_frame(status, 0)], timeout_s=self._io_timeout_s)
                 return False
         return True
 
     def _send_frame(
-        self, link: socket.socket, room: int, pages: tuple[int, ...], generations: tuple[int, ...]
+        self, link: socket.socket, read: Read, pages: tuple[int, ...], generations: tuple[int, ...]
     ) -> Status:
-        grant = self._grants.lease(room, pages=pages, generations=generations, reader=link)
+        grant = self._grants.lease(read.room, secret=read.secret, pages=pages, generations=generations, reader=link)
         if isinstance(grant, Status):
             return grant
         try:
@@ -194,15 +173,6 @@ class PageOwner:
         if self._grants.is_report_due(grant):
             self._report(PageRead(grant.request, self._shard))
         return Status.OK
-
-
-def _unix_path(unix_dir: str | None) -> str:
-    """A name nobody else has: abstract, or a file in `unix_dir`, which only this user may enter if it is made here."""
-    name = f"tandem-kv-{os.getpid()}-{secrets.token_hex(8)}"
-    if unix_dir is None:
-        return "@" + name
-    os.makedirs(unix_dir, mode=0o700, exist_ok=True)
-    return os.path.join(unix_dir, name)
 
 
 def _wait_readable(link: socket.socket) -> None:

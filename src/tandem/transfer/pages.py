@@ -66,4 +66,7 @@ def pack_digests(digests: Sequence[int]) -> bytes:
 
 
 def unpack_digests(packed: bytes) -> tuple[int, ...]:
+    """Raises ValueError when it is no whole number of digests."""
+    if len(packed) % DIGEST_BYTES:
+        raise ValueError(f"{len(packed)} bytes of digests")
     return struct.unpack(f"<{len(packed) // DIGEST_BYTES}Q", packed)

@@ -1,51 +1,66 @@
 """The wire of the data plane: fixed-size little-endian headers, sizes checked before anything is allocated.
 
-    reader -> owner   Hello     once per connection: which life of which server is meant, and how large its pages are
-    owner -> reader   Welcome   a status; anything but OK closes the connection
-    reader -> owner   Read      room, count, then count source pages and count generations (u64 each)
-    owner -> reader   Frame*    a status and a count, then count pages, in the order asked for, until all are sent;
-                                a status other than OK has no pages and closes the connection
+    owner -> reader   Challenge  first, on every connection: bytes that were never used before
+    reader -> owner   Hello      which life of which server is meant, who asks, how large its pages are, a challenge for
+                                 the owner, and the proof that the reader is a member of the cluster
+    owner -> reader   Welcome    a status, and the owner's proof; anything but OK closes the connection
+    reader -> owner   Read       room, the secret of the grant, count, then count source pages and count generations
+                                 (u64 each)
+    owner -> reader   Frame*     a status and a count, then count pages, in the order asked for, until all are sent;
+                                 a status other than OK has no pages and closes the connection
 
-One Read is under way per connection, and it belongs to one attempt of one request: a connection can therefore be cut
-without harm to anybody else. A peer that says anything else is cut off without an answer.
+The first three are the handshake (`handshake.py`): their sizes and the place of the version are the same in all
+versions, so that two versions can name what divides them. One Read is under way per connection, and it belongs to one
+attempt of one request: a connection can therefore be cut without harm to anybody else. A peer that says anything else
+is cut off without an answer.
+
+Every `unpack_*` takes any bytes at all, and either returns what they say or raises Malformed.
 """
 
 import hashlib
 import struct
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any  # what a struct unpacks to
 
 from msgspec import Struct
 
 from tandem.core.values import Cause, Incarnation
+from tandem.membership import CHALLENGE_BYTES, PROOF_BYTES
 
 MAGIC = b"TandemKV"
-VERSION = 1
+VERSION = 2
 MAX_READ_PAGES = 2048  # pages that one Read may name
 MAX_FRAME_PAGES = 512  # with the header below the 1024 pieces that Linux takes in one sendmsg
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
+GRANT_SECRET_BYTES = 16
+DIGEST_BYTES = 16  # of an incarnation
 
-_HELLO = struct.Struct("<8sHHI16s")
-_WELCOME = struct.Struct("<8sHH4x")
-_READ = struct.Struct("<4sIQ")
+_CHALLENGE = struct.Struct(f"<8sH6x{CHALLENGE_BYTES}s")
+_HELLO = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{DIGEST_BYTES}s{CHALLENGE_BYTES}s{PROOF_BYTES}s")
+_WELCOME = struct.Struct(f"<8sHH4x{PROOF_BYTES}s")
+_READ = struct.Struct(f"<4sIQ{GRANT_SECRET_BYTES}s")
 _FRAME = struct.Struct("<II")
 _READ_TAG = b"READ"
 _U64_STOP = 1 << 64
 
-HELLO_BYTES, WELCOME_BYTES, READ_BYTES, FRAME_HEADER_BYTES = _HELLO.size, _WELCOME.size, _READ.size, _FRAME.size
+CHALLENGE_MESSAGE_BYTES, HELLO_BYTES, WELCOME_BYTES = _CHALLENGE.size, _HELLO.size, _WELCOME.size
+READ_BYTES, FRAME_HEADER_BYTES = _READ.size, _FRAME.size
 NAME_BYTES = 16  # of one page name in a Read: source page and generation
+NO_PROOF = bytes(PROOF_BYTES)
 
 
 class Status(IntEnum):
     """Numbers on the wire."""
 
     OK = 0
-    NOT_GRANTED = 1  # never published, or not any more
+    NOT_GRANTED = 1  # never published, or not any more, or not to whoever asks: these are not told apart
     WRONG_GENERATION = 2
     OTHER_INCARNATION = 3  # not the life of the server that was meant
     WRONG_PAGE_BYTES = 4
     WRONG_VERSION = 5
-    BUSY = 6  # all connections are in use
+    BUSY = 6  # all connections are in use, or all that one reader may have
+    NOT_A_MEMBER = 7  # has not proved the secret of the cluster: nothing else is said to it
 
 
 # What a refusal means for the transfer, in words for the log and for the user.
@@ -56,6 +71,7 @@ REFUSALS: dict[Status, tuple[Cause, str]] = {
     Status.WRONG_PAGE_BYTES: (Cause.LAYOUT_MISMATCH, "page_bytes differs"),
     Status.WRONG_VERSION: (Cause.LAYOUT_MISMATCH, "version of the data plane differs"),
     Status.BUSY: (Cause.TRANSFER_FAILED, "the peer has no connection left"),
+    Status.NOT_A_MEMBER: (Cause.TRANSFER_FAILED, "the peer says that this server does not have its cluster's secret"),
 }
 
 
@@ -67,10 +83,20 @@ class Hello(Struct, frozen=True):
     version: int
     page_bytes: int
     incarnation: bytes  # digest of the one that is meant
+    reader: bytes  # digest of the one that asks
+    challenge: bytes  # for the owner
+    proof: bytes
+
+
+class Welcome(Struct, frozen=True):
+    version: int
+    status: Status
+    proof: bytes
 
 
 class Read(Struct, frozen=True):
     room: int
+    secret: bytes  # of the grant
     count: int
 
 
@@ -80,29 +106,50 @@ class Frame(Struct, frozen=True):
 
 
 def incarnation_digest(incarnation: Incarnation) -> bytes:
-    return hashlib.sha256(incarnation.id.encode()).digest()[:16]
+    return hashlib.sha256(incarnation.id.encode()).digest()[:DIGEST_BYTES]
 
 
-def pack_hello(peer: Incarnation, *, page_bytes: int) -> bytes:
-    return _HELLO.pack(MAGIC, VERSION, 0, page_bytes, incarnation_digest(peer))
+def pack_challenge(challenge: bytes) -> bytes:
+    return _CHALLENGE.pack(MAGIC, VERSION, challenge)
+
+
+def unpack_challenge(message: bytes | bytearray) -> bytes:
+    """The challenge. Of whatever version: the owner names a difference, once it has proved who it is."""
+    magic, _, challenge = _fields(_CHALLENGE, message)
+    if magic != MAGIC:
+        raise Malformed("not a challenge")
+    return challenge
+
+
+def pack_hello(hello: Hello) -> bytes:
+    return _HELLO.pack(
+        MAGIC, hello.version, 0, hello.page_bytes, hello.incarnation, hello.reader, hello.challenge, hello.proof
+    )
 
 
 def unpack_hello(message: bytes | bytearray) -> Hello:
-    magic, version, _, page_bytes, incarnation = _HELLO.unpack(message)
+    magic, version, _, page_bytes, incarnation, reader, challenge, proof = _fields(_HELLO, message)
     if magic != MAGIC:
         raise Malformed("not a hello")
-    return Hello(version=version, page_bytes=page_bytes, incarnation=incarnation)
+    return Hello(
+        version=version,
+        page_bytes=page_bytes,
+        incarnation=incarnation,
+        reader=reader,
+        challenge=challenge,
+        proof=proof,
+    )
 
 
-def pack_welcome(status: Status) -> bytes:
-    return _WELCOME.pack(MAGIC, VERSION, status)
+def pack_welcome(status: Status, proof: bytes) -> bytes:
+    return _WELCOME.pack(MAGIC, VERSION, status, proof)
 
 
-def unpack_welcome(message: bytes | bytearray) -> Status:
-    magic, _, status = _WELCOME.unpack(message)
+def unpack_welcome(message: bytes | bytearray) -> Welcome:
+    magic, version, status, proof = _fields(_WELCOME, message)
     if magic != MAGIC:
         raise Malformed("not a welcome")
-    return _status(status)
+    return Welcome(version=version, status=_status(status), proof=proof)
 
 
 def may_be_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> bool:
@@ -111,23 +158,27 @@ def may_be_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> 
     return min(numbers) >= 0 and max(numbers) < _U64_STOP
 
 
-def pack_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> bytes:
+def pack_read(room: int, secret: bytes, pages: Sequence[int], generations: Sequence[int]) -> bytes:
     count = len(pages)
     assert 0 < count <= MAX_READ_PAGES
-    return _READ.pack(_READ_TAG, count, room) + struct.pack(f"<{2 * count}Q", *pages, *generations)
+    assert len(secret) == GRANT_SECRET_BYTES
+    return _READ.pack(_READ_TAG, count, room, secret) + struct.pack(f"<{2 * count}Q", *pages, *generations)
 
 
 def unpack_read(header: bytes | bytearray) -> Read:
-    tag, count, room = _READ.unpack(header)
+    """Without its pages and generations: `Read.count` says how many of them follow."""
+    tag, count, room, secret = _fields(_READ, header)
     if tag != _READ_TAG:
         raise Malformed("not a read")
     if not 0 < count <= MAX_READ_PAGES:
         raise Malformed(f"a read of {count} pages")
-    return Read(room=room, count=count)
+    return Read(room=room, secret=secret, count=count)
 
 
 def unpack_names(body: bytes | bytearray, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Source pages and generations of a Read."""
+    if len(body) != count * NAME_BYTES:
+        raise Malformed(f"{len(body)} bytes for the names of {count} pages")
     numbers = struct.unpack(f"<{2 * count}Q", body)
     return numbers[:count], numbers[count:]
 
@@ -137,11 +188,19 @@ def pack_frame(status: Status, count: int) -> bytes:
 
 
 def unpack_frame(header: bytes | bytearray, *, count_max: int) -> Frame:
-    status, count = _FRAME.unpack(header)
+    """count_max: pages that are still due"""
+    count_max = min(count_max, MAX_FRAME_PAGES)
+    status, count = _fields(_FRAME, header)
     frame = Frame(status=_status(status), count=count)
     if frame.status is Status.OK and not 0 < count <= count_max:
         raise Malformed(f"a frame of {count} pages where at most {count_max} are due")
     return frame
+
+
+def _fields(layout: struct.Struct, message: bytes | bytearray) -> tuple[Any, ...]:
+    if len(message) != layout.size:
+        raise Malformed(f"{len(message)} bytes where {layout.size} are due")
+    return layout.unpack(message)
 
 
 def _status(number: int) -> Status:

@@ -5,8 +5,12 @@ time, on a connection that nobody else uses meanwhile. Bytes can land for an att
 link. Arming, disarming and cancelling happen under one lock; a cancelled attempt is never armed again, and whoever
 disarms it, or finds it disarmed, reports that it is drained.
 
-A connection that breaks is made anew once per command, and the pull goes on behind the last page that was checked:
-this costs microseconds when the peer is dead, and tells a read that was revoked from a peer that is gone.
+A connection that breaks is made anew, and the pull goes on behind the last page that was checked: this costs
+microseconds when the peer is dead, and tells a read that was revoked from a peer that is gone. Two in a row that break
+before a page has come are one too many.
+
+The owner proves that it is a member of the cluster before anything is asked (`handshake.py`). What it says afterwards
+is checked like what anybody says: a frame that cannot be ends the attempt, and nothing else.
 """
 
 import contextlib
@@ -23,8 +27,10 @@ from dataclasses import dataclass, field
 from tandem.core.commands import CancelPull, PullPages
 from tandem.core.events import Event, PagesLanded, TransferDrained, TransferFailed
 from tandem.core.values import Cause, Incarnation, RequestId, ShardId
+from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
+from tandem.transfer.handshake import NotProven, ReaderHandshake
 from tandem.transfer.pages import DIGEST_BYTES, Pages, unpack_digests
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
@@ -34,6 +40,7 @@ MAX_PEERS = 1024  # the one learned first is forgotten
 MAX_ENDED = 8192  # attempts that failed or were cancelled and are remembered, to say their end once
 LANDED_REPORT_INTERVAL_S = 0.002
 BUSY_PAUSE_S = 0.01
+BUSY_PATIENCE = 2  # timeouts: within one, the owner has cut off a reader that does not move
 
 Key = tuple[RequestId, int]  # request, attempt
 
@@ -47,7 +54,7 @@ class PullFailed(Exception):
 
 
 class PeerBusy(PullFailed):
-    """All connections of the peer are at work: worth another try, until the timeout."""
+    """The peer is there and had no connection for us: worth another try, until `BUSY_PATIENCE` is over."""
 
 
 @dataclass(slots=True)
@@ -71,11 +78,21 @@ class Pull:
     is_cancelled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedPages:
+    """What this shard was offered by one command, checked."""
+
+    digests: tuple[int, ...]
+    secret: bytes = field(repr=False)  # of the grant
+
+
 class PageReader:
     def __init__(
         self,
         pages: Pages,
         *,
+        incarnation: Incarnation,
+        secret: ClusterSecret,
         shard: ShardId,
         report: Callable[[Event], None],
         report_later: Callable[[Event], None],
@@ -84,6 +101,7 @@ class PageReader:
     ) -> None:
         """`report_later` reports from another thread and never blocks; it keeps the order of its calls."""
         self._pages, self._shard = pages, shard
+        self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._report, self._report_later = report, report_later
         self._io_timeout_s, self._max_transfers = io_timeout_s, max_transfers
         self._lock = threading.Lock()
@@ -221,29 +239,24 @@ class PageReader:
             self._report_later(TransferFailed(*pull.key, self._shard, failure.cause, failure.detail))
 
     def _pull_command(self, pull: Pull, command: PullPages) -> None:
-        digests = self._expected_digests(command)
+        offer = self._checked_offer(command)
         may_retry = True
-        busy_since: float | None = None
-        while not pull.is_cancelled and pull.landed < command.first_wanted + len(digests):
-            try:
-                link, was_idle = self._borrow_link(command.peer)
-            except PeerBusy:
-                busy_since = busy_since or time.monotonic()
-                if time.monotonic() - busy_since >= self._io_timeout_s:
-                    raise
-                time.sleep(BUSY_PAUSE_S)
-                continue
+        while not pull.is_cancelled and (began_at := pull.landed) < command.first_wanted + len(offer.digests):
+            link, was_idle = self._wait_for_link(pull, command.peer)
+            if link is None:
+                return
             if not self._arm(pull, link):
                 link.close()
                 return
             is_whole = False
             try:
-                self._receive(pull, command, digests, link)
+                self._receive(pull, command, offer, link)
                 is_whole = True
             except links.LinkBroken as error:
-                if not may_retry and not was_idle:
+                has_moved = pull.landed > began_at
+                if not (may_retry or was_idle or has_moved):
                     raise PullFailed(Cause.PEER_LOST, str(error)) from error
-                may_retry = may_retry and was_idle
+                may_retry = has_moved or (may_retry and was_idle)
             except links.LinkFrozen as error:
                 raise PullFailed(Cause.PEER_LOST, str(error)) from error
             except protocol.Malformed as error:
@@ -251,16 +264,30 @@ class PageReader:
             finally:
                 self._disarm(pull, command.peer, link, is_whole=is_whole)
 
-    def _expected_digests(self, command: PullPages) -> tuple[int, ...]:
-        """The digests came from the peer through the control plane; their number may be wrong."""
-        if len(command.digests) <= self._shard:
-            raise PullFailed(Cause.TRANSFER_FAILED, "the peer offered no digests for this shard")
-        packed = command.digests[self._shard]
+    def _wait_for_link(self, pull: Pull, peer: Incarnation) -> tuple[socket.socket | None, bool]:
+        """As `_borrow_link`; no link when the pull is cancelled meanwhile."""
+        give_up_at = time.monotonic() + BUSY_PATIENCE * self._io_timeout_s
+        while not pull.is_cancelled:
+            try:
+                return self._borrow_link(peer)
+            except PeerBusy:
+                if time.monotonic() >= give_up_at:
+                    raise
+                time.sleep(BUSY_PAUSE_S)
+        return None, False
+
+    def _checked_offer(self, command: PullPages) -> OfferedPages:
+        """What of the command came from the peer through the control plane, and may be wrong. Raises PullFailed."""
+        if len(command.digests) <= self._shard or len(command.secrets) <= self._shard:
+            raise PullFailed(Cause.TRANSFER_FAILED, "the peer offered no digests or no secret for this shard")
+        packed, secret = command.digests[self._shard], command.secrets[self._shard]
         if len(packed) != DIGEST_BYTES * len(command.sources):
             raise PullFailed(Cause.TRANSFER_FAILED, "the peer offered another number of digests than of pages")
+        if len(secret) != protocol.GRANT_SECRET_BYTES:
+            raise PullFailed(Cause.TRANSFER_FAILED, f"the peer offered a secret of {len(secret)} bytes")
         if not protocol.may_be_read(command.room, command.sources, command.generations):
             raise PullFailed(Cause.TRANSFER_FAILED, "the peer offered pages that cannot be")
-        return unpack_digests(packed)
+        return OfferedPages(unpack_digests(packed), secret)
 
     def _arm(self, pull: Pull, link: socket.socket) -> bool:
         with self._lock:
@@ -282,16 +309,17 @@ class PageReader:
         if is_cancelled and not self._is_closed:
             self._report(TransferDrained(*pull.key, self._shard))
 
-    def _receive(self, pull: Pull, command: PullPages, digests: tuple[int, ...], link: socket.socket) -> None:
+    def _receive(self, pull: Pull, command: PullPages, offer: OfferedPages, link: socket.socket) -> None:
         """Read what is missing of `command`, in order. Raises when the rest of it cannot be had from this link."""
         reported_at = time.monotonic()
-        num_pages = len(digests)
+        num_pages = len(offer.digests)
         while (start := pull.landed - command.first_wanted) < num_pages:
             stop = min(num_pages, start + protocol.MAX_READ_PAGES)
-            request = protocol.pack_read(command.room, command.sources[start:stop], command.generations[start:stop])
+            span = slice(start, stop)
+            request = protocol.pack_read(command.room, offer.secret, command.sources[span], command.generations[span])
             links.send(link, [request], timeout_s=self._io_timeout_s)
             while start < stop:
-                count = self._receive_frame(command, digests, link, start=start, stop=stop)
+                count = self._receive_frame(command, offer.digests, link, start=start, stop=stop)
                 start += count
                 pull.landed += count
                 if pull.is_cancelled:
@@ -339,12 +367,11 @@ class PageReader:
             raise PullFailed(Cause.TRANSFER_FAILED, f"not a data plane: {error}") from error
 
     def _dial(self, incarnation: Incarnation, peer: Peer) -> socket.socket:
-        timeout_s = self._io_timeout_s
-        link = links.dial(peer.host, peer.port, peer.unix, timeout_s=timeout_s)
+        """A new connection whose two ends have proved themselves. The handshake has one deadline for all of it."""
+        give_up_at = time.monotonic() + self._io_timeout_s
+        link = links.dial(peer.host, peer.port, peer.unix, timeout_s=self._io_timeout_s)
         try:
-            hello = protocol.pack_hello(incarnation, page_bytes=self._pages.page_bytes)
-            links.send(link, [hello], timeout_s=timeout_s)
-            status = protocol.unpack_welcome(links.receive(link, protocol.WELCOME_BYTES, timeout_s=timeout_s))
+            status = self._shake_hands(incarnation, link, give_up_at)
             if status is Status.BUSY:
                 raise PeerBusy(*protocol.REFUSALS[status])
             if status is not Status.OK:
@@ -353,6 +380,23 @@ class PageReader:
             link.close()
             raise
         return link
+
+    def _shake_hands(self, incarnation: Incarnation, link: socket.socket, give_up_at: float) -> Status:
+        handshake = ReaderHandshake(
+            self._secret, peer=incarnation, reader=self._incarnation, page_bytes=self._pages.page_bytes
+        )
+
+        def left_s() -> float:
+            return give_up_at - time.monotonic()
+
+        try:
+            challenge = links.receive(link, protocol.CHALLENGE_MESSAGE_BYTES, timeout_s=left_s())
+            links.send(link, [handshake.hello(challenge)], timeout_s=left_s())
+            return handshake.hear(links.receive(link, protocol.WELCOME_BYTES, timeout_s=left_s()))
+        except links.LinkBroken as error:  # crowded out, or about to be gone: the next dial tells
+            raise PeerBusy(Cause.PEER_LOST, f"the peer ended the handshake: {error}") from error
+        except NotProven as error:
+            raise PullFailed(Cause.TRANSFER_FAILED, str(error)) from error
 
     def _return_link(self, incarnation: Incarnation, link: socket.socket) -> None:
         with self._lock:

@@ -15,6 +15,7 @@ from functools import partial
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event, PagesDigested, ReadsDrained
 from tandem.core.values import Incarnation, ShardId
+from tandem.membership import ClusterSecret
 from tandem.transfer.grants import Grants
 from tandem.transfer.owner import PageOwner
 from tandem.transfer.pages import Pages, pack_digests
@@ -34,6 +35,7 @@ class SockTransfer:
         page_bytes: int,
         *,
         incarnation: Incarnation,
+        secret: ClusterSecret,
         shard: ShardId,
         host: str,
         report: Callable[[Event], None],
@@ -45,12 +47,13 @@ class SockTransfer:
         """buffer: num_pages * page_bytes writable bytes, the caller's, valid until `close` has returned
 
         incarnation: of the server this shard belongs to; a reader that means another life is refused
+        secret: what both ends of every connection have to prove
         host: TCP address to listen on; the port is free choice
         report: called from several threads, with events; must be thread-safe
         unix_dir: folder of the unix socket (made with mode 0700 if missing); None: an abstract socket, no file
         io_timeout_s: a peer that moves no byte for so long is lost
         max_transfers: attempts that are pulled at the same time, each by one thread
-        max_links: readers served at the same time, each by one thread
+        max_links: connections of readers, each with one thread; one reader may have a quarter of them
         """
         self._pages = Pages(buffer, page_bytes)
         self._grants = Grants(clock=time.monotonic)
@@ -62,6 +65,7 @@ class SockTransfer:
             self._pages,
             self._grants,
             incarnation=incarnation,
+            secret=secret,
             shard=shard,
             host=host,
             unix_dir=unix_dir,
@@ -71,6 +75,8 @@ class SockTransfer:
         )
         self._reader = PageReader(
             self._pages,
+            incarnation=incarnation,
+            secret=secret,
             shard=shard,
             report=self._report,
             report_later=self._report_later,
@@ -124,16 +130,15 @@ class SockTransfer:
         digests = self._pages.digests(
             command.pages, room=command.room, sources=command.pages, generations=command.generations
         )
-        self._grants.extend(
+        secret = self._grants.extend(
             command.request,
             command.attempt,
             room=command.room,
             pages=command.pages,
             generations=command.generations,
         )
-        self._report(
-            PagesDigested(command.request, command.attempt, self._shard, command.first_page, pack_digests(digests))
-        )
+        packed = pack_digests(digests)
+        self._report(PagesDigested(command.request, command.attempt, self._shard, command.first_page, packed, secret))
 
     def _revoke(self, command: RevokePages) -> None:
         if self._grants.revoke(command.request, command.attempt):

@@ -12,6 +12,7 @@ from msgspec import Struct
 from tandem.core.values import Cause, Incarnation, Nanos, Room
 
 SHUTTING_DOWN = "the server is shutting down"
+MAX_GRANT_SECRET_BYTES = 64  # what a data plane may ask to be remembered per grant; opaque to the core
 LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
 
 
@@ -56,6 +57,7 @@ class Offer(Struct, frozen=True, tag="offer"):
     pages: tuple[int, ...]
     generations: tuple[int, ...]
     digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, made by the data plane
+    secrets: tuple[bytes, ...]  # one per shard: what its data plane wants to see from whoever reads these pages
     lease_ns: Nanos
     total_pages: int
     result: ResultRow | None = None

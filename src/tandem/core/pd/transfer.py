@@ -84,6 +84,7 @@ class Sender:
     held_pages: int = 0  # decode has these already
     published: int = 0  # pages [held, published) were given to the shards for digests
     digests: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of pages [held, ...)
+    secrets: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of the grant of this attempt
     offered: int = 0  # pages [held, offered) were offered
     result: ResultRow | None = None
     result_offered: bool = False

@@ -13,7 +13,7 @@ from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnk
 from tandem.core.pd.consensus import Failed, Failure, ShardReport
 from tandem.core.pd.dp_rank import Ask, Conflict, Known, RequestFacts, resolve
 from tandem.core.pd.local_prefill import LocalView, local_prefill_policy
-from tandem.core.pd.messages import LAYOUT_DIFFERS, Abort, Offer, Ready, Release, ResultRow
+from tandem.core.pd.messages import LAYOUT_DIFFERS, MAX_GRANT_SECRET_BYTES, Abort, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Receiver, TransferState, TransferTrigger
 from tandem.core.request import Request
 from tandem.core.sched.progress import Progress, State, Trigger
@@ -324,6 +324,8 @@ def misfit(node: NodeState, receiver: Receiver, offer: Offer) -> str | None:
         return "offer is malformed"
     if len(offer.digests) != len(node.settings.shards) or any(len(d) != 8 * num_pages for d in offer.digests):
         return "offer has the wrong number of digests"
+    if len(offer.secrets) != len(node.settings.shards) or max(map(len, offer.secrets)) > MAX_GRANT_SECRET_BYTES:
+        return "offer has the wrong number of secrets"
     if offer.result is not None and offer.result.room != offer.room:
         return "result row belongs to another room"
     if offer.result is not None and not is_well_formed(offer.result):
@@ -357,6 +359,7 @@ def pull(node: NodeState, progress: Progress, offer: Offer) -> None:
             generations=offer.generations[skip:],
             destinations=tuple(progress.pages[start:stop]),
             digests=tuple(digests[8 * skip :] for digests in offer.digests),
+            secrets=offer.secrets,
         )
     )
 

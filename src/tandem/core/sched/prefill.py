@@ -336,6 +336,7 @@ def on_digested(node: NodeState, event: PagesDigested) -> None:
     if event.attempt != sender.attempt or len(known) != (event.first_page - sender.held_pages) * 8:
         return  # of an earlier attempt, or a duplicate
     sender.digests[event.shard] = known + event.digests
+    sender.secrets[event.shard] = event.secret
     if sender.digested(node.settings.shards) > sender.offered:
         offer(node, progress, first_page=sender.offered)
 
@@ -372,6 +373,7 @@ def offer(node: NodeState, progress: Progress, *, first_page: int) -> None:
         pages=pages,
         generations=page_generations(node, pages),
         digests=sender.digest_slices(node.settings.shards, first_page, stop),
+        secrets=tuple(sender.secrets.get(shard, b"") for shard in node.settings.shards),
         lease_ns=node.settings.lease_ns,
         total_pages=total,
         result=timed_result(progress, sender) if is_last else None,

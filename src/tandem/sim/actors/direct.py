@@ -17,7 +17,7 @@ from tandem.sim.actors.edge import BOOTSTRAP_PORT, Edge
 from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.actors.servers import Server
 from tandem.sim.clock import Clock
-from tandem.sim.faults.hostile import made_up_message
+from tandem.sim.faults.hostile import made_up_message, read_without_secret
 from tandem.sim.faults.options import Options
 from tandem.sim.oracle import Script
 from tandem.sim.workload import Ask, plain_ask
@@ -139,7 +139,7 @@ class DirectClients:
         """The other half goes on, and has to find out."""
 
     def _lie(self, exchange: Exchange) -> None:
-        """Somebody who is in no table says something about this room to one of its replicas."""
+        """Somebody who is in no table says something about this room to one of its replicas, and asks for its pages."""
         if not exchange.halves or exchange.room is None:
             return
         random = self.random
@@ -149,6 +149,7 @@ class DirectClients:
             told = life.hear(liar, message)
             if told is not None:
                 self.world.push(life, told)
+            read_without_secret(life, exchange.room)
 
     def disconnect(self, share: float) -> None:
         """Many clients leave in the same instant."""

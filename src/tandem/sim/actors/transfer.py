@@ -1,10 +1,11 @@
 """The simulated data plane: one `KvStore` per replica publishes pages to be read and pulls pages of peers.
 
-Pages move one after the other. Reading a page takes time on both sides: the source's grant (room and generation) is
-checked when the read begins, its memory is copied when the read ends, and the destination is written when the bytes
-have arrived. Whatever frees a page in between is seen by the checks here or by the digest.
+Pages move one after the other. Reading a page takes time on both sides: the source's grant (room, secret and
+generation) is checked when the read begins, its memory is copied when the read ends, and the destination is written
+when the bytes have arrived. Whatever frees a page in between is seen by the checks here or by the digest.
 """
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -23,6 +24,7 @@ from tandem.core.events import (
 from tandem.core.values import SECOND, Cause, Incarnation, PageId, RequestId, ShardId
 from tandem.sim.actors.executor import PageMemory, digest
 from tandem.sim.clock import Clock
+from tandem.transfer import grants as granting
 
 PAGE_READ_INTERVAL_NS = SECOND
 LOOK_EVERY_NS = SECOND // 5  # whether a peer that was out of reach is there again
@@ -36,6 +38,7 @@ class Grant:
 
     request: RequestId
     attempt: int
+    secrets: list[bytes] = field(default_factory=list)  # per shard
     generations: dict[int, int] = field(default_factory=dict)
     page_indices: dict[int, int] = field(default_factory=dict)  # page -> index in the request's table
     num_reading: list[int] = field(default_factory=list)  # per shard
@@ -88,8 +91,10 @@ class Weather(Protocol):
 class Watcher(Protocol):
     """What the oracle wants to see of the data plane."""
 
-    def page_is_read(self, store: "KvStore", grant: Grant, page: PageId, generation: int, contents: list[int]) -> None:
-        """A read of a granted page ends."""
+    def page_is_read(
+        self, store: "KvStore", grant: Grant, page: PageId, generation: int, contents: list[int], *, is_own: bool
+    ) -> None:
+        """A read of a granted page ends. is_own: whoever reads it has the secret of the grant."""
         ...
 
     def page_is_written(self, store: "KvStore", request: RequestId, page: PageId) -> None:
@@ -128,7 +133,7 @@ class KvStore:
         key = (command.room, command.request, command.attempt)
         grant = self.grants.get(key)
         if grant is None:
-            grant = Grant(command.request, command.attempt, num_reading=[0] * len(self.memories))
+            grant = self._new_grant(command)
             self.grants[key] = grant
         for shard in map(ShardId, range(len(self.memories))):
             if shard == failing:
@@ -139,6 +144,13 @@ class KvStore:
             ends_at = max(self.clock.time, self.digesting_until.get(shard, 0)) + int(duration_ns)
             self.digesting_until[shard] = ends_at
             self.clock.at(ends_at, self._digested, command, grant, shard)
+
+    def _new_grant(self, command: PublishPages | RevokePages) -> Grant:
+        """Its secrets follow from whose it is: they tell grants apart, and take nothing from the seed's randomness."""
+        number = f"{self.incarnation.id} {command.room} {command.request} {command.attempt}"
+        shards = range(len(self.memories))
+        secrets = [hashlib.sha256(f"{number} {shard}".encode()).digest()[:16] for shard in shards]
+        return Grant(command.request, command.attempt, secrets, num_reading=[0 for _ in shards])
 
     def _tell(self, event: Report) -> None:
         """What a dead worker would say is not heard; what one that hangs has to say comes later."""
@@ -163,13 +175,14 @@ class KvStore:
         for index, (page, generation) in enumerate(pages, start=command.first_page):
             grant.generations[page] = generation
             grant.page_indices[page] = index
-        self._tell(PagesDigested(command.request, command.attempt, shard, command.first_page, digests))
+        secret = grant.secrets[shard]
+        self._tell(PagesDigested(command.request, command.attempt, shard, command.first_page, digests, secret))
 
     def revoke(self, command: RevokePages) -> None:
         """No new read; each shard answers when its last one has ended, also when nothing was ever published."""
         grant = self.grants.get((command.room, command.request, command.attempt))
         if grant is None:
-            grant = Grant(command.request, command.attempt, num_reading=[0] * len(self.memories))
+            grant = self._new_grant(command)
             self.grants[(command.room, command.request, command.attempt)] = grant
         if grant.is_revoked:
             return
@@ -180,12 +193,13 @@ class KvStore:
         if not any(grant.num_reading):
             self.grants = {key: other for key, other in self.grants.items() if other is not grant}
 
-    def begin_read(self, room: int, page: int, generation: int, shard: ShardId) -> Grant | Cause:
-        """Whether a peer may read `page` now. A granted read is counted until `end_read`."""
+    def begin_read(self, room: int, page: int, generation: int, shard: ShardId, secret: bytes) -> Grant | Cause:
+        """Whether whoever presents `secret` may read `page` now. A granted read is counted until `end_read`."""
         if shard in self.dead:
             return Cause.PEER_LOST
         for (granted_room, _, _), grant in self.grants.items():
-            if granted_room == room and not grant.is_revoked and page in grant.generations:
+            is_meant = granted_room == room and granting.opens(secret, grant.secrets[shard])
+            if is_meant and not grant.is_revoked and page in grant.generations:
                 if grant.generations[page] != generation:
                     return Cause.CORRUPT_PAGES
                 grant.num_reading[shard] += 1
@@ -193,9 +207,10 @@ class KvStore:
                 return grant
         return Cause.LEASE_EXPIRED
 
-    def end_read(self, grant: Grant, page: PageId, generation: int, shard: ShardId) -> list[int]:
+    def end_read(self, grant: Grant, page: PageId, generation: int, shard: ShardId, secret: bytes) -> list[int]:
         contents = self.memories[shard].copy_out(page)
-        self.watcher.page_is_read(self, grant, page, generation, contents if shard == 0 else [])
+        is_own = secret == grant.secrets[shard]
+        self.watcher.page_is_read(self, grant, page, generation, contents if shard == 0 else [], is_own=is_own)
         grant.num_reading[shard] -= 1
         if grant.is_revoked and grant.num_reading[shard] == 0:
             self._tell(ReadsDrained(grant.request, grant.attempt, shard))
@@ -278,7 +293,8 @@ class KvStore:
             self._wait_for(source, pull, stream, give_up_at)
             return
         page, generation, _, _ = stream.wanted[stream.landed]
-        grant = source.begin_read(pull.command.room, page, generation, stream.shard)
+        secret = pull.command.secrets[stream.shard]
+        grant = source.begin_read(pull.command.room, page, generation, stream.shard, secret)
         if isinstance(grant, Cause):
             self._fail(pull, stream, grant, "not granted")
             return
@@ -299,7 +315,8 @@ class KvStore:
             self._fail(pull, stream, Cause.PEER_LOST, "peer is gone")
             return
         page, generation, _, _ = stream.wanted[stream.landed]
-        contents = source.end_read(grant, PageId(page), generation, stream.shard)
+        secret = pull.command.secrets[stream.shard]
+        contents = source.end_read(grant, PageId(page), generation, stream.shard, secret)
         transit_ns = self.weather.transit_ns(source.incarnation.name, self.incarnation.name)
         if transit_ns is None:
             self.clock.at(give_up_at, self._fail, pull, stream, Cause.TRANSFER_FAILED, "broken off")

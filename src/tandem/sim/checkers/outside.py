@@ -58,6 +58,8 @@ class WellFormed:
             )
         if [len(digests) for digests in command.digests] != [DIGEST_BYTES * count] * len(life.settings.shards):
             raise Violation(self.id, f"{where(life, command.request)} pulls {count} pages without a digest each")
+        if len(command.secrets) != len(life.settings.shards):
+            raise Violation(self.id, f"{where(life, command.request)} pulls pages without a secret for each shard")
 
     def recount(self, life: Life) -> None:
         for progress in life.node.state.requests.values():
@@ -78,6 +80,8 @@ def malformed(message: Message) -> str | None:
             count = len(message.pages)
             if len(message.generations) != count or any(len(one) != DIGEST_BYTES * count for one in message.digests):
                 return "pages without generation or digest"
+            if len(message.secrets) != len(message.digests):
+                return "shards without a secret"
             if message.first_page < 0 or message.first_page + count > message.total_pages:
                 return "more pages than there are"
         case Release():

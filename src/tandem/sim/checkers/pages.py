@@ -76,11 +76,13 @@ class PageOwnership:
 
 
 class StaleReads:
-    """A page is read by a peer only under the generation that it was granted with."""
+    """A page is read only under the generation that it was granted with, and by the peer that it was granted to."""
 
     id = "S3"
 
-    def page_is_read(self, life: Life, grant: Grant, page: PageId, generation: int) -> None:
+    def page_is_read(self, life: Life, grant: Grant, page: PageId, generation: int, *, is_own: bool) -> None:
+        if not is_own:
+            raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read without the grant's secret")
         if life.node.state.pool.generations[page] != generation:
             raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read under an old generation")
 

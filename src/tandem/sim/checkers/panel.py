@@ -238,10 +238,12 @@ class Checkers:
     ) -> None:
         self.ownership.memory_is_used(life, request, table, first_written, num_used)
 
-    def page_is_read(self, store: KvStore, grant: Grant, page: PageId, generation: int, contents: list[int]) -> None:
+    def page_is_read(
+        self, store: KvStore, grant: Grant, page: PageId, generation: int, contents: list[int], *, is_own: bool
+    ) -> None:
         life = self.world.find(store.incarnation)
         if life is not None:
-            self.stale_reads.page_is_read(life, grant, page, generation)
+            self.stale_reads.page_is_read(life, grant, page, generation, is_own=is_own)
             self.freed_pages.page_is_read(life, grant, page)
             self.sent_pages.page_is_read(life, grant, page, contents)
 

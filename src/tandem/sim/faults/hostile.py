@@ -1,10 +1,11 @@
-"""Messages that nobody who keeps the protocol would send: from a stranger, or malformed, about rooms that exist."""
+"""What nobody who keeps the protocol would do: messages from a stranger, or malformed, about rooms that exist, and
+reads of pages by somebody who knows all about them but the secret of their grant."""
 
 from random import Random
 
 from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release, ResultRow
 from tandem.core.pd.transfer import Receiver
-from tandem.core.values import SECOND, Cause, Incarnation, Nanos, Room
+from tandem.core.values import SECOND, Cause, Incarnation, Nanos, PageId, Room
 from tandem.sim.actors.replica import Life
 
 STRANGER = Incarnation("stranger", "1")
@@ -25,9 +26,9 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             return STRANGER, ready
         case 1 if (end := _receiver(life, room)) is not None:  # a forged result behind the pages of the real prefill
             row = ResultRow(room, random.randbytes(4), 0, b"", 0)
-            digests = tuple(b"" for _ in life.settings.shards)
+            digests = secrets = tuple(b"" for _ in life.settings.shards)
             source, total = end.peer or claimed, end.total_pages
-            offer = Offer(room, end.attempt, source, end.offered, (), (), digests, Nanos(SECOND), total, row)
+            offer = Offer(room, end.attempt, source, end.offered, (), (), digests, secrets, Nanos(SECOND), total, row)
             return STRANGER, offer
         case 4 if (end := _receiver(life, room)) is not None and end.peer is not None:
             return end.peer, _misfitting_offer(random, room, end, end.peer, len(life.settings.shards))
@@ -36,7 +37,8 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             row = ResultRow(room, random.randbytes(4), 0, b"", 0)
             offer = Offer(
                 room, attempt, claimed, random.randrange(0, 3), tuple(range(num_pages)), (0,) * num_pages,
-                tuple(random.randbytes(8 * num_pages) for _ in life.settings.shards), Nanos(random.randrange(1 << 40)),
+                tuple(random.randbytes(8 * num_pages) for _ in life.settings.shards),
+                tuple(bytes(16) for _ in life.settings.shards), Nanos(random.randrange(1 << 40)),
                 random.randrange(0, 9), row if random.random() < 0.5 else None,
             )  # fmt: skip
             return STRANGER, offer
@@ -47,6 +49,19 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             return STRANGER, Abort(room, claimed, random.choice(tuple(Cause)), "made up")
 
 
+def read_without_secret(life: Life, room: Room) -> None:
+    """Ask every shard for every page of this room, under the right generation and with the secret of nobody."""
+    store = life.store
+    for (granted_room, _, _), known in list(store.grants.items()):
+        if granted_room != room:
+            continue
+        for page, generation in list(known.generations.items()):
+            for shard in life.settings.shards:
+                grant = store.begin_read(room, page, generation, shard, bytes(16))
+                if not isinstance(grant, Cause):
+                    store.end_read(grant, PageId(page), generation, shard, bytes(16))
+
+
 def _misfitting_offer(random: Random, room: Room, end: Receiver, peer: Incarnation, num_shards: int) -> Offer:
     """What the right prefill would say if it had lost its mind: for this room and attempt, and the sizes are wrong."""
     count = random.randrange(1, 4)
@@ -55,7 +70,8 @@ def _misfitting_offer(random: Random, room: Room, end: Receiver, peer: Incarnati
     first = max(0, end.total_pages - count) if random.random() < 0.3 else end.offered
     digests = tuple(random.randbytes(8 * (count - short)) for _ in range(num_shards))
     pages, generations = tuple(range(count)), (0,) * (count + long)
-    return Offer(room, end.attempt, peer, first, pages, generations, digests, Nanos(SECOND), total)
+    secrets = (bytes(16),) * num_shards
+    return Offer(room, end.attempt, peer, first, pages, generations, digests, secrets, Nanos(SECOND), total)
 
 
 def _receiver(life: Life, room: Room) -> Receiver | None:

@@ -11,6 +11,7 @@ from tandem.core.sched import (
     state,
 )
 from tandem.sim.mutants.base import mutant, replaced
+from tandem.transfer import grants
 
 
 @mutant(0, "S2", "S4", "S5", "S13", "S14")
@@ -35,6 +36,12 @@ def source_pages_freed_without_waiting_for_readers() -> Iterator[None]:
         gone.drains = {}
 
     with replaced(prefill, "revoke", revoke):
+        yield
+
+
+@mutant(0, "S3")
+def owner_ignores_the_secret_of_a_grant() -> Iterator[None]:
+    with replaced(grants, "opens", lambda secret, granted: True):
         yield
 
 

@@ -72,7 +72,7 @@ def _pull(draft: Draft, command: PullPages) -> None:
         (i for i, p in enumerate(draft.pulls) if (p.request, p.attempt) == (command.request, command.attempt)), None
     )
     if at is None:
-        draft.pulls.append(Pull(command.request, command.attempt, command.room, command.peer))
+        draft.pulls.append(Pull(command.request, command.attempt, command.room, command.peer, command.secrets[SHARD]))
         at = len(draft.pulls) - 1
     pull, digests = draft.pulls[at], command.digests[SHARD]
     if pull.has_ended:

@@ -34,6 +34,7 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, Reque
 from tandem.sim.actors.executor import digest
 from tandem.sim.oracle import Violation
 from tandem.sim.small.value import Draft, Grant, SmallHalf
+from tandem.transfer import grants as granting
 
 SHARD = ShardId(0)
 
@@ -113,21 +114,24 @@ def _digested(draft: Draft) -> tuple[Event, ...]:
     granted = tuple(zip(command.pages, command.generations, strict=True))
     at = grant_of(draft, command.room, command.request, command.attempt)
     draft.grants[at] = msgspec.structs.replace(draft.grants[at], pages=draft.grants[at].pages + granted)
-    return (PagesDigested(command.request, command.attempt, SHARD, command.first_page, digests),)
+    return (
+        PagesDigested(command.request, command.attempt, SHARD, command.first_page, digests, draft.grants[at].secret),
+    )
 
 
 def grant_of(draft: Draft, room: int, request: RequestId, attempt: int) -> int:
     for index, grant in enumerate(draft.grants):
         if (grant.room, grant.request, grant.attempt) == (room, request, attempt):
             return index
-    draft.grants.append(Grant(room, request, attempt))
+    draft.grants.append(Grant(room, request, attempt, b"secret of %d.%d" % (request, attempt)))
     return len(draft.grants) - 1
 
 
-def _read_begins(draft: Draft, room: int, page: int, generation: int) -> None:
+def _read_begins(draft: Draft, room: int, page: int, generation: int, secret: bytes) -> None:
     """Answers with the cause of a refusal. How often a node hears that its pages are read must not matter."""
     for index, grant in enumerate(draft.grants):
-        if grant.room == room and not grant.is_revoked and (page, generation) in grant.pages:
+        is_meant = grant.room == room and granting.opens(secret, grant.secret)
+        if is_meant and not grant.is_revoked and (page, generation) in grant.pages:
             draft.grants[index] = msgspec.structs.replace(grant, num_reading=grant.num_reading + 1)
             draft.inbox.append(PageRead(grant.request, SHARD))
             return

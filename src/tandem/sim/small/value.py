@@ -60,6 +60,7 @@ class Grant(Struct, frozen=True):
     room: int
     request: RequestId
     attempt: int
+    secret: bytes
     pages: tuple[tuple[int, int], ...] = ()  # page, generation
     num_reading: int = 0
     is_revoked: bool = False
@@ -70,6 +71,7 @@ class Pull(Struct, frozen=True):
     attempt: int
     room: int
     peer: Incarnation
+    secret: bytes  # of the grant
     wanted: tuple[tuple[int, int, PageId, bytes], ...] = ()  # source, its generation, destination, digest
     landed: int = 0
     is_moving: bool = False  # the next wanted page is on its way

@@ -265,7 +265,7 @@ class SmallWorld:
     def _read(self, situation: Situation, number: int) -> Situation:
         pull, is_there = self._pull(situation, number)
         page, generation, _, _ = pull.wanted[pull.landed]
-        reading = ("read begins", pull.room, page, generation)
+        reading = ("read begins", pull.room, page, generation, pull.secret)
         refusal = self.stages[PREFILL].apply(situation[PREFILL], reading).answer if is_there else Cause.PEER_LOST
         if refusal is not None:
             return self._let(situation, DECODE, ("pull fails", number, refusal))

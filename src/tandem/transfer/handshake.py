@@ -1,0 +1,91 @@
+"""How the two ends of a connection prove to each other that they are members of the cluster. No I/O here.
+
+Each end draws a challenge, and proves the secret over the challenge of the other. The reader's proof covers its whole
+Hello, the owner's covers Challenge, Hello and Welcome: what was recorded on one connection fits no other one, and
+because the purposes differ nobody can be made to answer its own question. Nothing is told and nothing is believed
+before the proof: an owner names what does not fit to members only, and a reader believes a member only.
+"""
+
+from tandem.core.values import Incarnation
+from tandem.membership import PROOF_BYTES, ClusterSecret, new_challenge
+from tandem.transfer import protocol
+from tandem.transfer.protocol import NO_PROOF, Hello, Status
+
+READER_PURPOSE = "data plane reader"
+OWNER_PURPOSE = "data plane owner"
+
+
+class NotProven(Exception):
+    """The other end does not prove that it has the secret of the cluster."""
+
+
+class OwnerHandshake:
+    """The owner's end of one connection: send `challenge`, give what comes to `hear`, and send a `welcome`."""
+
+    def __init__(self, secret: ClusterSecret, *, incarnation: bytes, page_bytes: int) -> None:
+        """incarnation: digest of this owner's"""
+        self._secret = secret
+        self._incarnation, self._page_bytes = incarnation, page_bytes
+        self._challenge = new_challenge()
+        self._hello: bytes | None = None  # once it is proven
+        self.challenge = protocol.pack_challenge(self._challenge)
+
+    def hear(self, message: bytes | bytearray) -> tuple[Hello, Status]:
+        """What the reader says, and OK or why it is refused. Raises Malformed."""
+        hello = protocol.unpack_hello(message)
+        if not self._secret.is_proof(hello.proof, READER_PURPOSE, self._challenge, _unproven(message)):
+            return hello, Status.NOT_A_MEMBER
+        self._hello = bytes(message)
+        if hello.version != protocol.VERSION:
+            return hello, Status.WRONG_VERSION
+        if hello.incarnation != self._incarnation:
+            return hello, Status.OTHER_INCARNATION
+        if hello.page_bytes != self._page_bytes:
+            return hello, Status.WRONG_PAGE_BYTES
+        return hello, Status.OK
+
+    def welcome(self, status: Status) -> bytes:
+        """The answer. Who has proved nothing is told nothing but that, and gets no proof of ours."""
+        if self._hello is None:
+            return protocol.pack_welcome(Status.NOT_A_MEMBER, NO_PROOF)
+        said = _unproven(protocol.pack_welcome(status, NO_PROOF))
+        return protocol.pack_welcome(status, self._secret.proof(OWNER_PURPOSE, self._challenge, self._hello, said))
+
+
+class ReaderHandshake:
+    """The reader's end of one connection: answer the Challenge with `hello`, and give the Welcome to `hear`."""
+
+    def __init__(self, secret: ClusterSecret, *, peer: Incarnation, reader: bytes, page_bytes: int) -> None:
+        """peer: the owner that is meant; reader: digest of the incarnation that asks"""
+        self._secret = secret
+        self._peer, self._reader, self._page_bytes = protocol.incarnation_digest(peer), reader, page_bytes
+        self._challenge = self._hello = b""
+
+    def hello(self, message: bytes | bytearray) -> bytes:
+        """The answer to the owner's Challenge. Raises Malformed."""
+        self._challenge = protocol.unpack_challenge(message)
+        unproven = Hello(
+            version=protocol.VERSION,
+            page_bytes=self._page_bytes,
+            incarnation=self._peer,
+            reader=self._reader,
+            challenge=new_challenge(),
+            proof=NO_PROOF,
+        )
+        said = _unproven(protocol.pack_hello(unproven))
+        self._hello = said + self._secret.proof(READER_PURPOSE, self._challenge, said)
+        return self._hello
+
+    def hear(self, message: bytes | bytearray) -> Status:
+        """What the owner, a member, says; or that it takes this reader for none. Raises Malformed and NotProven."""
+        welcome = protocol.unpack_welcome(message)
+        if welcome.status is Status.NOT_A_MEMBER:
+            return welcome.status  # it cannot prove itself to somebody with another secret
+        if not self._secret.is_proof(welcome.proof, OWNER_PURPOSE, self._challenge, self._hello, _unproven(message)):
+            raise NotProven("whoever listens there does not prove the secret of the cluster")
+        return welcome.status
+
+
+def _unproven(message: bytes | bytearray) -> bytes:
+    """What a proof is about: all that stands before it."""
+    return bytes(message[:-PROOF_BYTES])
