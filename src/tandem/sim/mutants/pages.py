@@ -39,7 +39,7 @@ def source_pages_freed_without_waiting_for_readers() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S3")
+@mutant(4, "S3")
 def owner_ignores_the_secret_of_a_grant() -> Iterator[None]:
     with replaced(grants, "opens", lambda secret, granted: True):
         yield

@@ -1,0 +1,222 @@
+"""Any bytes at all at the doors of the data plane: they cost the connection, or the attempt, and nothing else."""
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.core.commands import PullPages
+from tandem.core.events import Event
+from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.membership import ClusterSecret
+from tandem.transfer import link as links
+from tandem.transfer import protocol
+from tandem.transfer.handshake import NotProven, OwnerHandshake, ReaderHandshake
+from tandem.transfer.owner import ReaderLink
+from tandem.transfer.pages import DIGEST_BYTES, unpack_digests
+from tandem.transfer.protocol import Hello, Malformed, Status
+from tandem.transfer.reader import OfferedPages, PullFailed
+from tandem.transfer.sock import SockTransfer
+
+SECRET = ClusterSecret(b"the secret of this cluster")
+OWNER, READER = Incarnation("prefill", "1"), Incarnation("decode", "2")
+PAGE_BYTES, NUM_PAGES = 64, 8
+COUNT_MAX = 5
+
+DECODERS: dict[str, tuple[int, Callable[[bytes], object]]] = {
+    "challenge": (protocol.CHALLENGE_MESSAGE_BYTES, protocol.unpack_challenge),
+    "hello": (protocol.HELLO_BYTES, protocol.unpack_hello),
+    "welcome": (protocol.WELCOME_BYTES, protocol.unpack_welcome),
+    "read": (protocol.READ_BYTES, protocol.unpack_read),
+    "frame": (protocol.FRAME_HEADER_BYTES, lambda message: protocol.unpack_frame(message, count_max=COUNT_MAX)),
+    "names": (3 * protocol.NAME_BYTES, lambda message: protocol.unpack_names(message, 3)),
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(data=st.data())
+def test_a_decoder_returns_or_says_malformed(name: str, data: st.DataObject) -> None:
+    size, decode = DECODERS[name]
+    prefix = data.draw(st.sampled_from([b"", protocol.MAGIC, b"READ"]))
+    rest = data.draw(st.one_of(st.binary(max_size=size + 3), st.just(b"\xff" * size), st.just(bytes(size))))
+    message = (prefix + rest).ljust(size, b"\0")[: data.draw(st.sampled_from([size, size, size + 1, size - 1, 0]))]
+    try:
+        decode(message)
+    except Malformed:
+        return
+    assert len(message) == size
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(-3, 3000))
+def test_a_frame_is_never_larger_than_what_is_due_and_what_one_call_receives(
+    status: int, count: int, count_max: int
+) -> None:
+    try:
+        frame = protocol.unpack_frame(struct.pack("<II", status, count), count_max=count_max)
+    except Malformed:
+        return
+    assert frame.status is not Status.OK or 0 < frame.count <= min(count_max, protocol.MAX_FRAME_PAGES)
+
+
+@given(st.binary(max_size=100))
+def test_digests_of_any_length_are_told(packed: bytes) -> None:
+    if len(packed) % DIGEST_BYTES:
+        with pytest.raises(ValueError, match="bytes of digests"):
+            unpack_digests(packed)
+    else:
+        assert len(unpack_digests(packed)) == len(packed) // DIGEST_BYTES
+
+
+@given(page_bytes=st.integers(1, 2**32 - 1), version=st.integers(0, 2**16 - 1), fields=st.binary(min_size=96))
+def test_a_hello_survives_the_wire(page_bytes: int, version: int, fields: bytes) -> None:
+    hello = Hello(version, page_bytes, fields[:16], fields[16:32], fields[32:64], fields[64:96])
+    assert protocol.unpack_hello(protocol.pack_hello(hello)) == hello
+
+
+# --- the handshake ---------------------------------------------------------------------------------------------------
+
+
+def both() -> tuple[OwnerHandshake, ReaderHandshake]:
+    return (
+        OwnerHandshake(SECRET, incarnation=protocol.incarnation_digest(OWNER), page_bytes=PAGE_BYTES),
+        ReaderHandshake(SECRET, peer=OWNER, reader=protocol.incarnation_digest(READER), page_bytes=PAGE_BYTES),
+    )
+
+
+def test_two_members_agree() -> None:
+    owner, reader = both()
+    hello, status = owner.hear(reader.hello(owner.challenge))
+    assert (status, hello.reader) == (Status.OK, protocol.incarnation_digest(READER))
+    assert reader.hear(owner.welcome(Status.OK)) is Status.OK
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_a_status_is_proved_and_cannot_be_exchanged(status: Status) -> None:
+    owner, reader = both()
+    owner.hear(reader.hello(owner.challenge))
+    welcome = owner.welcome(status)
+    assert reader.hear(welcome) is status
+    for other in set(Status) - {status, Status.NOT_A_MEMBER}:
+        with pytest.raises(NotProven):
+            reader.hear(protocol.pack_welcome(other, protocol.unpack_welcome(welcome).proof))
+
+
+@given(position=st.integers(0, protocol.HELLO_BYTES - 1), flip=st.integers(1, 255))
+def test_a_hello_with_a_changed_byte_proves_nothing(position: int, flip: int) -> None:
+    owner, reader = both()
+    message = bytearray(reader.hello(owner.challenge))
+    message[position] ^= flip
+    try:
+        _, status = owner.hear(message)
+    except Malformed:
+        return
+    assert status is Status.NOT_A_MEMBER
+    assert owner.welcome(Status.OK) == protocol.pack_welcome(Status.NOT_A_MEMBER, protocol.NO_PROOF)
+
+
+@given(position=st.integers(0, protocol.WELCOME_BYTES - 1), flip=st.integers(1, 255))
+def test_a_welcome_with_a_changed_byte_welcomes_nobody(position: int, flip: int) -> None:
+    owner, reader = both()
+    owner.hear(reader.hello(owner.challenge))
+    message = bytearray(owner.welcome(Status.OK))
+    message[position] ^= flip
+    with contextlib.suppress(Malformed, NotProven):
+        assert reader.hear(message) is Status.NOT_A_MEMBER
+
+
+def test_neither_end_answers_its_own_question() -> None:
+    owner, reader = both()
+    hello = reader.hello(owner.challenge)
+    mirror, _ = both()
+    assert mirror.hear(hello)[1] is Status.NOT_A_MEMBER  # another connection, another challenge
+    with pytest.raises(NotProven):
+        reader.hear(protocol.pack_welcome(Status.OK, hello[-32:]))
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+class Plane:
+    """A data plane with one published page, both of whose ends can be spoken to over a pair of sockets."""
+
+    def __init__(self) -> None:
+        self.memory = bytearray(range(NUM_PAGES)) * PAGE_BYTES
+        self.events: list[Event] = []
+        self.transfer = SockTransfer(
+            memoryview(self.memory),
+            PAGE_BYTES,
+            incarnation=OWNER,
+            secret=SECRET,
+            shard=ShardId(0),
+            host="127.0.0.1",
+            report=self.events.append,
+            io_timeout_s=5,
+        )
+        self.grant = self.transfer._grants.extend(RequestId(1), 0, room=1, pages=[0], generations=[1])
+
+
+@pytest.fixture(scope="module")
+def plane():
+    plane = Plane()
+    yield plane
+    plane.transfer.close()
+
+
+WORDS = st.one_of(
+    st.binary(max_size=200),
+    st.builds(
+        protocol.pack_read,
+        st.integers(0, 2**64 - 1),
+        st.binary(min_size=16, max_size=16),
+        st.just([0, 1]),
+        st.just([1, 1]),
+    ),
+    st.builds(
+        lambda count, rest: struct.pack("<4sIQ16s", b"READ", count, 1, bytes(16)) + rest,
+        st.integers(0, 2**32 - 1),
+        st.binary(max_size=64),
+    ),
+)
+
+
+@given(said=st.lists(WORDS, max_size=4).map(b"".join))
+def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, said: bytes) -> None:
+    owner = plane.transfer._owner
+    before = bytes(plane.memory)
+    near, far = socket.socketpair()
+    with far:
+        links.prepare(near, timeout_s=5)
+        known = ReaderLink(near, b"somebody")
+        owner._links[known] = threading.current_thread()
+        far.sendall(said)
+        far.shutdown(socket.SHUT_WR)
+        owner._serve(known, b"")
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while data := far.recv(4096):
+                answer += data
+    assert known not in owner._links
+    assert answer in (b"", protocol.pack_frame(Status.NOT_GRANTED, 0))
+    assert plane.memory == before
+
+
+@given(said=st.binary(max_size=300), first=st.sampled_from([b"", struct.pack("<II", 0, 1), struct.pack("<II", 0, 2)]))
+def test_whatever_an_owner_says_fails_the_attempt_at_most(plane: Plane, said: bytes, first: bytes) -> None:
+    before = bytes(plane.memory)
+    command = PullPages(
+        RequestId(9), 0, 1, OWNER, 0, (0, 1), (1, 1), (PageId(6), PageId(7)), (bytes(16),), (plane.grant,)
+    )
+    offer = OfferedPages(digests=(0, 0), secret=plane.grant)
+    near, far = socket.socketpair()
+    with near, far:
+        links.prepare(near, timeout_s=5)
+        far.sendall(first + said)
+        far.shutdown(socket.SHUT_WR)
+        with pytest.raises((PullFailed, links.LinkBroken, Malformed)):
+            plane.transfer._reader._receive_frame(command, offer.digests, near, start=0, stop=2)
+    assert plane.memory[: 6 * PAGE_BYTES] == before[: 6 * PAGE_BYTES]
