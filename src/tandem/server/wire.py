@@ -16,6 +16,16 @@ from tandem.sampling import Payload
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_SUBMIT_BYTES = 32 << 20  # of one `SubmitAll`: with what may wait already, the worker's channel still holds it
+MAX_SHARDS = 256  # of one replica
+
+# Of addresses and descriptions, which other servers write too (`documents.py`).
+Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
+HostText = Annotated[str, Meta(max_length=64)]
+UnixPath = Annotated[str, Meta(max_length=107)]
+Digest = Annotated[str, Meta(max_length=128)]
+FieldName = Annotated[str, Meta(min_length=1, max_length=64)]
+FieldValue = Annotated[str, Meta(max_length=256)]
+LayoutFields = Annotated[dict[FieldName, FieldValue], Meta(max_length=64)]
 
 
 class Submit(Struct, frozen=True):
@@ -81,22 +91,22 @@ class Shutdown(Struct, frozen=True, tag=True):
 class DataEndpoint(Struct, frozen=True):
     """Where a worker's KV can be pulled from. `unix` is tried first when the peer is on the same host."""
 
-    host: str
-    port: int
-    unix: str = ""
+    host: HostText
+    port: Port
+    unix: UnixPath = ""
 
 
 class ReplicaInfo(Struct, frozen=True):
     """One DP rank as its bootstrap server tells of it (`GET /route`), and what decode needs to reach it."""
 
     incarnation: Incarnation
-    role: str
-    layout: str  # digest, compared; `layout_fields` say which field differs
-    layout_fields: dict[str, str]
-    control_host: str
-    control_port: int
-    shards: tuple[DataEndpoint, ...]
-    http_port: int = 0
+    role: Annotated[str, Meta(max_length=16)]
+    layout: Digest  # digest, compared; `layout_fields` say which field differs
+    layout_fields: LayoutFields
+    control_host: HostText
+    control_port: Port
+    shards: Annotated[tuple[DataEndpoint, ...], Meta(max_length=MAX_SHARDS)]
+    http_port: Port = 0
     dp_rank: Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)] = 0
     prefill: PrefillInfo = PrefillInfo()
 
