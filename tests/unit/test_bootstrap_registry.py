@@ -127,6 +127,40 @@ def test_ranks_that_disagree_are_refused_with_the_field() -> None:
     assert not registry.is_ready
 
 
+def test_a_rank_of_the_server_itself_is_replaced_by_nobody_else_while_it_lives() -> None:
+    registry = Registry()
+    registry.register(rank(life=1), is_own=True)
+    for foreign in (rank(life=2), rank(life=2, name="q"), rank(of=2, life=2)):
+        refused = registry.register(foreign)
+        assert isinstance(refused, Rejected)
+        assert refused.param == "dp_rank"
+    assert registry.register(rank(life=1)) == Accepted(is_new=False)
+    assert documents(registry) == [b"p/0/1"]
+    assert registry.register(rank(life=3), is_own=True) == Accepted(is_new=True)
+    registry.unregister(rank(life=3).who)
+    assert registry.register(rank(life=4)) == Accepted(is_new=True)
+
+
+def test_a_rank_of_the_server_itself_takes_its_place_from_whoever_stands_there() -> None:
+    own = rank(life=9)
+    for others in ([rank(life=1)], [rank(0, of=2), rank(1, of=2)], [rank(layout_fields={}), rank(life=2)]):
+        registry = filled(*others)
+        assert registry.register(own, is_own=True) == Accepted(is_new=True)
+        assert (registry.is_ready, registry.find()) == (True, own)
+    registry = filled(rank(life=9, document=b"written by another"))
+    assert registry.register(own, is_own=True) == Accepted(is_new=True)
+    assert registry.find() == own
+
+
+def test_ranks_beside_the_servers_own_come_from_elsewhere_and_have_to_agree_with_it() -> None:
+    registry = Registry()
+    registry.register(rank(0, of=2), is_own=True)
+    assert isinstance(registry.register(rank(1, of=2, layout_fields={})), Rejected)
+    assert registry.register(rank(1, of=2)) == Accepted(is_new=True)
+    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+    assert documents(registry) == [b"p/0/1", b"p/1/2"]
+
+
 def test_a_single_rank_may_change_its_layout_by_a_restart() -> None:
     registry = filled(rank())
     assert isinstance(registry.register(rank(life=2, layout_fields={"page_size": "32"})), Accepted)

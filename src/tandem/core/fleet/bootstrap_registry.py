@@ -6,6 +6,8 @@ A registration brings a whole rank at once, all its shards in one document, so n
     the same one, said again        changes nothing; with another document it is refused: an incarnation does not change
     one that was replaced           is refused, so that a late registration cannot undo a restart; so is its farewell
     ranks that disagree             about their number, method or layout are refused, with the field
+    a rank of the server itself     whose node runs beside this registry is never replaced from outside, and takes its
+                                    place from whoever stands there: who answers here knows best what runs here
     ready                           when every rank is there
 
 Rooms are remembered for a while and in bounded number, the oldest go first. Who asks for one that is not here (yet, or
@@ -57,6 +59,7 @@ class Announced:
 class Registry:
     limits: RegistryLimits = field(default_factory=RegistryLimits)
     _ranks: dict[int, Registration] = field(default_factory=dict[int, Registration])
+    _own: dict[int, None] = field(default_factory=dict[int, None])  # ranks of `_ranks` that run in this very server
     _replaced: dict[str, None] = field(default_factory=dict[str, None])  # ids, the oldest first
     _rooms: dict[Room, Announced] = field(default_factory=dict[Room, Announced])  # the oldest first
 
@@ -71,29 +74,57 @@ class Registry:
 
     # --- ranks -------------------------------------------------------------------------------------------------------
 
-    def register(self, new: Registration) -> Accepted | Rejected:
+    def register(self, new: Registration, *, is_own: bool = False) -> Accepted | Rejected:
+        """`is_own`: said by the server that holds this registry, of its own node."""
+        refusal = self._impossible(new) or self._outdated(new, is_own=is_own)
+        if refusal is not None:
+            return refusal
+        if is_own:
+            self._drop_contradicting(new)
+        complaint = self._disagreement(new)
+        if complaint is not None:
+            return complaint
+        is_new = self._ranks.get(new.dp_rank) != new
+        if is_new:
+            self._put(new)
+        if is_own:
+            self._own[new.dp_rank] = None
+        return Accepted(is_new)
+
+    def _impossible(self, new: Registration) -> Rejected | None:
         if not 1 <= new.prefill.dp_size <= MAX_DP_SIZE:
             return Rejected("prefill.dp_size", f"must lie between 1 and {MAX_DP_SIZE}")
         if not 0 <= new.dp_rank < new.prefill.dp_size:
             return Rejected("dp_rank", f"there is no rank {new.dp_rank} of {new.prefill.dp_size}")
+        return None
+
+    def _outdated(self, new: Registration, *, is_own: bool) -> Rejected | None:
+        """Somebody else is there, and stays."""
         known = self._ranks.get(new.dp_rank)
+        is_protected = new.dp_rank in self._own
         if known is not None and known.who == new.who:
-            if known == new:
-                return Accepted(is_new=False)
+            if known == new or (is_own and not is_protected):
+                return None
             return Rejected("incarnation.id", "this incarnation has registered already, and differently")
         if new.who.id in self._replaced:
             return Rejected("incarnation.id", f"this incarnation of rank {new.dp_rank} was replaced by another")
-        complaint = self._disagreement(new)
-        if complaint is not None:
-            return complaint
-        self._put(new)
-        return Accepted(is_new=True)
+        if is_protected and not is_own:
+            return Rejected("dp_rank", f"rank {new.dp_rank} runs in this server itself, which nobody replaces")
+        return None
+
+    def _drop_contradicting(self, own: Registration) -> None:
+        """What others have registered must not keep this server from serving."""
+        for rank, other in list(self._ranks.items()):
+            agrees = (other.prefill, other.layout_fields) == (own.prefill, own.layout_fields)
+            if not agrees and rank != own.dp_rank and rank not in self._own:
+                self._drop(rank)
 
     def unregister(self, who: Incarnation) -> bool:
         """This life serves no more. False when it is not, or not any more, the one that is registered."""
         ranks = [rank for rank, known in self._ranks.items() if known.who == who]
         for rank in ranks:
             self._drop(rank)
+            self._own.pop(rank, None)
         return bool(ranks)
 
     def find(self, dp_rank: int | None = None) -> Registration | None:
@@ -120,7 +151,8 @@ class Registry:
         replaced = self._ranks.get(new.dp_rank)
         if replaced is not None:
             self._drop(new.dp_rank)
-            self._replaced[replaced.who.id] = None
+            if replaced.who != new.who:
+                self._replaced[replaced.who.id] = None
             while len(self._replaced) > self.limits.max_replaced:
                 del self._replaced[next(iter(self._replaced))]
         self._ranks[new.dp_rank] = new

@@ -67,7 +67,7 @@ class Bootstraps:
             if life.is_alive:
                 self.world.clock.after(AGAIN_NS, self.register, life)
             return
-        outcome = server.registry.register(registration(life))
+        outcome = server.registry.register(registration(life), is_own=True)
         if isinstance(outcome, Rejected) and life.is_alive:
             raise Violation("S23", f"{life.replica.name} cannot register: {outcome.param} {outcome.reason}")
 
