@@ -1,7 +1,9 @@
-"""Halves that do not fit, and strangers at the bootstrap server: one clear refusal, and both servers live on."""
+"""Halves that do not fit, and writes that nobody may make: one clear refusal, and both servers live on."""
 
+import asyncio
 import http.client
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,8 @@ from cluster import MODEL, SECRET, START_S, HttpError, bootstrap_port, eventuall
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, free_ports, serve_words
-from tandem.server.api.cluster_auth import signed_headers
+from tandem.membership import ClusterSecret, user_secret
+from tandem.server.api.cluster_auth import signed_write
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 
@@ -66,31 +69,44 @@ def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) 
         connection.close()
 
 
-def test_a_stranger_cannot_take_over_the_route_of_a_prefill_that_has_a_secret(tmp_path: Path) -> None:
+def written(port: int, method: str, path: str, body: Any, secret: bytes) -> tuple[int, bytes]:
+    sent = json.dumps(body).encode()
+    wrote = signed_write(ClusterSecret(secret), "127.0.0.1", port, method=method, target=path, body=sent)
+    answer = asyncio.run(wrote)
+    return answer.status, answer.body
+
+
+def test_nobody_can_take_over_the_route_of_a_prefill(tmp_path: Path) -> None:
     secret = secret_flags(tmp_path)
     with halves(tmp_path, ("--host", "0.0.0.0", *secret), secret) as (prefill, decode):
         port = bootstrap_port(prefill)
         _, before = call(port, "GET", "/route", None, {})
         forged = json.loads(before) | {"control_host": "203.0.113.9"}
         forged["incarnation"]["id"] = "f" * 32
-        status, answer = call(port, "PUT", "/route", forged, {})
-        assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
+        for status, answer in (
+            call(port, "PUT", "/route", forged, {}),
+            written(port, "PUT", "/route", forged, b"another secret, as long as it"),
+        ):
+            assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
+        status, answer = written(port, "PUT", "/route", forged, SECRET)
+        assert (status, json.loads(answer)["error"]["param"]) == (400, "dp_rank"), "not even another member can"
         assert call(port, "GET", "/route", None, {})[1] == before
         room = {"bootstrap_room": 5, "dp_rank": 0}
-        signed = signed_headers(
-            SECRET,
-            method="POST",
-            target="/register_dp_rank",
-            body=json.dumps(room).encode(),
-            now_s=time.time(),
-            nonce="0123456789",
-        )
-        assert call(port, "POST", "/register_dp_rank", room, signed) == (200, b"OK")
+        assert written(port, "POST", "/register_dp_rank", room, SECRET) == (200, b"OK")
         assert call(port, "POST", "/query_dp_ranks", {"bootstrap_rooms": [5, 6]}, {})[1] == b'{"5":0}'
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 32}
         prefill_half = prefill.open_stream(PROMPT, timeout=20, **pair)
         assert decode.generate(PROMPT, timeout=20, **pair)["meta_info"]["path"] == "remote"
         prefill_half.close()
+
+
+def test_on_loopback_a_write_proves_the_secret_of_this_user(tmp_path: Path) -> None:
+    with halves(tmp_path) as (prefill, _):
+        port = bootstrap_port(prefill)
+        room = {"bootstrap_room": 5, "dp_rank": 0}
+        status, answer = call(port, "POST", "/register_dp_rank", room, {})
+        assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
+        assert written(port, "POST", "/register_dp_rank", room, user_secret(os.environ).raw) == (200, b"OK")
 
 
 def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The client of the node: learning peers, queries, late news, draining."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from ipaddress import ip_network
 from typing import Any
@@ -15,6 +14,7 @@ from tandem.core import commands, events
 from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Room
+from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
 from tandem.server.api.bootstrap_client import BootstrapClient
@@ -23,8 +23,10 @@ from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.errors import Refusal
 from tandem.server.api.hosts import Hosts
 
+ID, NEXT_ID = "3" * 32, "4" * 32
+SECRET = ClusterSecret(b"a secret of the whole cluster")
 PREFILL = wire.ReplicaInfo(
-    Incarnation("p", "3"), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
+    Incarnation("p", ID), "prefill", "abc", {"dtype": "x"}, "127.0.0.1", 5, (wire.DataEndpoint("127.0.0.1", 6),)
 )
 
 
@@ -33,7 +35,7 @@ def bootstrap_app(*replicas: wire.ReplicaInfo) -> tuple[Any, Registry]:
     registry = Registry()
     for replica in replicas:
         registry.register(registration(replica))
-    return BootstrapServer(registry, WriteGuard(None, is_loopback=True, clock=time.time)).app(), registry
+    return BootstrapServer(registry, WriteGuard(SECRET, now=monotonic_now)).app(), registry
 
 
 def client_and_node(*, is_ready: bool = True) -> tuple[NodeClient, FakeNode]:
@@ -74,7 +76,7 @@ def test_a_peer_is_learned_from_its_bootstrap_server_and_connected_before_it_is_
         differs = "dtype is x at prefill and not told at decode"
         assert node.sent == [
             wire.Connect(address, PREFILL),
-            events.PeerLearned(address, Incarnation("p", "3"), "abc", differs),
+            events.PeerLearned(address, Incarnation("p", ID), "abc", differs),
         ]
         await client.close()
 
@@ -103,9 +105,9 @@ def test_a_restarted_peer_is_seen_at_the_next_question() -> None:
         for count in (2, 4):
             client.receive(commands.LearnPeer(address))
             await until(lambda count=count: len(node.sent) == count)
-            registry.register(registration(msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", "4"))))
+            registry.register(registration(msgspec.structs.replace(PREFILL, incarnation=Incarnation("p", NEXT_ID))))
         ids = [message.peer.id for message in node.sent if isinstance(message, events.PeerLearned)]
-        assert ids == ["3", "4"]
+        assert ids == [ID, NEXT_ID]
         await client.close()
 
     asyncio.run(serving(app, story))
@@ -120,7 +122,7 @@ def test_a_server_that_is_no_ready_prefill_is_unknown(replicas: tuple[wire.Repli
         await until(lambda: node.sent)
         (message,) = node.sent
         assert isinstance(message, events.PeerUnknown)
-        assert "503" in message.detail or "unified" in message.detail
+        assert "503" in message.detail or "role" in message.detail
         await client.close()
 
     asyncio.run(serving(bootstrap_app(*replicas)[0], story))
@@ -142,7 +144,7 @@ def test_nobody_at_the_address_is_unknown_with_a_reason() -> None:
 def ranked(rank: int) -> wire.ReplicaInfo:
     """One of two DP ranks of a prefill."""
     return msgspec.structs.replace(
-        PREFILL, incarnation=Incarnation(f"p{rank}", "3"), dp_rank=rank, prefill=PrefillInfo(dp_size=2)
+        PREFILL, incarnation=Incarnation(f"p{rank}", f"{rank:032x}"), dp_rank=rank, prefill=PrefillInfo(dp_size=2)
     )
 
 

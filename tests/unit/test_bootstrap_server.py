@@ -1,6 +1,6 @@
 """The bootstrap server over HTTP: who is there, which rank holds a room, and who may write."""
 
-import secrets
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,42 +10,60 @@ from starlette.testclient import TestClient
 from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
+from tandem.membership import ClusterSecret
 from tandem.server import wire
-from tandem.server.api.bootstrap import MAX_BODY_BYTES, MAX_ROOMS_PER_QUERY, BootstrapServer, registration
-from tandem.server.api.cluster_auth import MAX_SKEW_S, WriteGuard, signed_headers
+from tandem.server.api import cluster_auth
+from tandem.server.api.body_store import MAX_BODY_BYTES
+from tandem.server.api.bootstrap import MAX_ROOMS_PER_QUERY, BootstrapServer, registration
+from tandem.server.api.cluster_auth import CHALLENGE_NS, WriteGuard, signed_headers
 
-SECRET = b"a secret of the whole cluster"
+SECRET = ClusterSecret(b"a secret of the whole cluster")
 ENDS = (wire.DataEndpoint("10.0.0.1", 6), wire.DataEndpoint("10.0.0.1", 7, "/tmp/seven"))
 FIELDS = {"page_size": "16"}
 
 
+def identity(life: int) -> str:
+    return f"{life:032x}"
+
+
 def replica(dp_rank: int = 0, *, of: int = 1, life: int = 3, **changes: Any) -> wire.ReplicaInfo:
-    who = Incarnation(f"p{dp_rank}", str(life))
+    who = Incarnation(f"p{dp_rank}", identity(life))
     made = wire.ReplicaInfo(who, "prefill", "abc", FIELDS, "10.0.0.1", 5, ENDS, 30000, dp_rank, PrefillInfo(of))
     return msgspec.structs.replace(made, **changes)
 
 
 class Bootstrap:
-    """A bootstrap server and a client of it. Time stands still unless it is moved."""
+    """A bootstrap server and a client of it, which signs what it writes. Time stands still unless it is moved."""
 
-    def __init__(self, *replicas: wire.ReplicaInfo, secret: bytes | None = None, is_loopback: bool = True) -> None:
+    def __init__(self, *replicas: wire.ReplicaInfo, secret: ClusterSecret | None = SECRET) -> None:
         self.registry = Registry()
-        self.now_s = 1_000_000.0
-        guard = WriteGuard(secret, is_loopback=is_loopback, clock=lambda: self.now_s)
-        server = BootstrapServer(self.registry, guard, now=lambda: Nanos(int(self.now_s * SECOND)))
-        self.http = TestClient(server.app())
+        self.now_ns = Nanos(1000 * SECOND)
+        self.guard = WriteGuard(secret, now=lambda: self.now_ns)
+        self.http = TestClient(BootstrapServer(self.registry, self.guard, now=lambda: self.now_ns).app())
         for one in replicas:
             self.registry.register(registration(one))
 
-    def put(self, body: Any, **headers: Any) -> Any:
-        return self.http.put("/route", content=content(body), **headers)
+    def sleep(self, seconds: float) -> None:
+        self.now_ns = Nanos(self.now_ns + int(seconds * SECOND))
 
-    def post(self, path: str, body: Any, **headers: Any) -> Any:
-        return self.http.post(path, content=content(body), **headers)
+    def put(self, body: Any) -> Any:
+        return self.write("PUT", "/route", body)
 
-    def signed(self, method: str, target: str, body: Any, *, nonce: str = "", secret: bytes = SECRET) -> dict[str, str]:
-        nonce = nonce or secrets.token_hex(8)
-        return signed_headers(secret, method=method, target=target, body=content(body), now_s=self.now_s, nonce=nonce)
+    def post(self, path: str, body: Any) -> Any:
+        return self.write("POST", path, body)
+
+    def write(self, method: str, path: str, body: Any, headers: dict[str, Any] | None = None) -> Any:
+        signed = self.signed(method, path, body) if headers is None else headers
+        return self.http.request(method, path, content=content(body), headers=signed)
+
+    def unsigned(self, method: str, path: str, body: Any) -> Any:
+        return self.write(method, path, body, headers={})
+
+    def signed(
+        self, method: str, target: str, body: Any, *, challenge: str = "", secret: ClusterSecret = SECRET
+    ) -> dict[str, Any]:
+        challenge = challenge or self.http.get("/challenge").text
+        return signed_headers(secret, method=method, target=target, challenge=challenge, body=content(body))
 
 
 def content(body: Any) -> bytes:
@@ -93,8 +111,8 @@ def test_a_registration_may_be_repeated_a_restart_replaces_and_who_was_replaced_
 
 def test_what_the_server_itself_registers_is_what_decode_is_told() -> None:
     it = Bootstrap(replica())
-    assert it.http.get("/route").json()["incarnation"] == {"name": "p0", "id": "3"}
-    it.registry.unregister(Incarnation("p0", "3"))
+    assert it.http.get("/route").json()["incarnation"] == {"name": "p0", "id": identity(3)}
+    it.registry.unregister(Incarnation("p0", identity(3)))
     assert it.http.get("/route").status_code == 503
 
 
@@ -114,9 +132,9 @@ def test_decode_learns_the_ranks_of_many_rooms_at_once_and_unknown_rooms_are_abs
 def test_rooms_are_forgotten_after_two_minutes() -> None:
     it = Bootstrap(replica())
     it.post("/register_dp_rank", {"bootstrap_room": 7, "dp_rank": 0})
-    it.now_s += 119
+    it.sleep(119)
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).json() == {"7": 0}
-    it.now_s += 1
+    it.sleep(1)
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).json() == {}
 
 
@@ -125,22 +143,40 @@ def test_rooms_are_forgotten_after_two_minutes() -> None:
 WRONG: dict[str, tuple[str, str, Any, str | None]] = {
     "no JSON": ("PUT", "/route", b"{", None),
     "no object": ("PUT", "/route", b"[]", None),
-    "a field missing": ("PUT", "/route", {"role": "prefill"}, None),
-    "an id that is no text": (
-        "PUT", "/route", msgspec.to_builtins(replica()) | {"incarnation": {"name": "p", "id": 4}},
-        "incarnation.id",
-    ),
+    "a field missing": ("PUT", "/route", {"role": "prefill"}, "incarnation"),
     "another role": ("PUT", "/route", replica(role="decode"), "role"),
     "a rank that cannot be": ("PUT", "/route", replica(2, of=2), "dp_rank"),
     "a room that is no number": ("POST", "/register_dp_rank", {"bootstrap_room": "x", "dp_rank": 0}, "bootstrap_room"),
     "room zero": ("POST", "/register_dp_rank", {"bootstrap_room": 0, "dp_rank": 0}, "bootstrap_room"),
-    "no rank": ("POST", "/register_dp_rank", {"bootstrap_room": 1}, None),
+    "no rank": ("POST", "/register_dp_rank", {"bootstrap_room": 1}, "dp_rank"),
     "an unknown rank": ("POST", "/register_dp_rank", {"bootstrap_room": 1, "dp_rank": 1}, "dp_rank"),
+    **{
+        f"rank {rank!r} for a room": ("POST", "/register_dp_rank", {"bootstrap_room": 1, "dp_rank": rank}, "dp_rank")
+        for rank in (10**30, -1, "0", 0.0, 0.5, True, None, [0])
+    },
+    **{
+        f"room {room!r} for a rank": (
+            "POST", "/register_dp_rank", {"bootstrap_room": room, "dp_rank": 0}, "bootstrap_room"
+        )
+        for room in (10**30, -1, 0, "-1", "0", str(10**30), 1.0, True, None, [1])
+    },
+    **{
+        f"room {room!r} in a query": (
+            "POST", "/query_dp_ranks", {"bootstrap_rooms": [room]}, "bootstrap_room"
+        )
+        for room in (10**30, -1, "-1")
+    },
+    **{
+        f"{room!r} in a query": ("POST", "/query_dp_ranks", {"bootstrap_rooms": [room]}, "bootstrap_rooms[0]")
+        for room in (1.0, True, None, "1" * 20)
+    },
     "rooms that are no list": ("POST", "/query_dp_ranks", {"bootstrap_rooms": 7}, "bootstrap_rooms"),
+    "nested rooms": ("POST", "/query_dp_ranks", b'{"x":' + b"[" * 100_000, None),
     "too many rooms": (
         "POST", "/query_dp_ranks", {"bootstrap_rooms": list(range(1, MAX_ROOMS_PER_QUERY + 2))}, "bootstrap_rooms",
     ),
     "a rank that is no number": ("GET", "/route?prefill_dp_rank=x", b"", "prefill_dp_rank"),
+    "a rank with many digits": ("GET", "/route?prefill_dp_rank=" + "9" * 5000, b"", "prefill_dp_rank"),
     "no rank in the query": ("GET", "/route?prefill_dp_rank=", b"", "prefill_dp_rank"),
     "a negative rank": ("GET", "/route?prefill_dp_rank=-2", b"", "prefill_dp_rank"),
 }  # fmt: skip
@@ -150,7 +186,7 @@ WRONG: dict[str, tuple[str, str, Any, str | None]] = {
 def test_a_malformed_request_is_a_400_that_names_the_field_and_changes_nothing(case: str) -> None:
     method, path, body, param = WRONG[case]
     it = Bootstrap(replica())
-    response = it.http.request(method, path, content=content(body))
+    response = it.write(method, path, body)
     status, code, named = error(response)
     assert (status, named) == (400, param)
     assert code in ("invalid_json", "invalid_value")
@@ -184,75 +220,112 @@ def test_an_unknown_path_is_a_404_and_a_huge_body_a_413() -> None:
 ROOM = {"bootstrap_room": 7, "dp_rank": 0}
 
 
-def test_on_loopback_writes_need_no_signature() -> None:
+def test_a_write_without_a_proof_is_refused_with_a_challenge_that_the_next_attempt_proves() -> None:
     it = Bootstrap(replica())
-    assert it.post("/register_dp_rank", ROOM).status_code == 200
+    refused = it.unsigned("PUT", "/route", replica(life=9))
+    assert error(refused) == (401, "unsigned", None)
+    challenge = refused.headers["x-tandem-challenge"]
+    headers = it.signed("PUT", "/route", replica(life=9), challenge=challenge)
+    assert it.write("PUT", "/route", replica(life=9), headers).status_code == 200
+    assert it.http.get("/route").json()["incarnation"]["id"] == identity(9)
 
 
-def test_without_a_secret_a_server_that_others_can_reach_takes_no_writes() -> None:
-    it = Bootstrap(replica(), is_loopback=False)
-    for headers in ({}, it.signed("POST", "/register_dp_rank", ROOM)):
-        assert error(it.post("/register_dp_rank", ROOM, headers=headers)) == (401, "unsigned", None)
-    assert error(it.put(replica(life=9))) == (401, "unsigned", None)
-    assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).json() == {}
+def test_reads_need_no_proof() -> None:
+    it = Bootstrap(replica())
+    assert it.unsigned("POST", "/query_dp_ranks", {"bootstrap_rooms": [7]}).status_code == 200
     assert it.http.get("/route").status_code == it.http.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("is_loopback", [True, False])
-def test_with_a_secret_writes_have_to_be_signed_and_reads_do_not(is_loopback: bool) -> None:
-    it = Bootstrap(replica(), secret=SECRET, is_loopback=is_loopback)
+def test_without_a_secret_nobody_writes() -> None:
+    it = Bootstrap(replica(), secret=None)
+    assert error(it.unsigned("POST", "/register_dp_rank", ROOM)) == (401, "unsigned", None)
     assert error(it.post("/register_dp_rank", ROOM)) == (401, "unsigned", None)
-    signed = it.signed("POST", "/register_dp_rank", ROOM)
-    assert it.post("/register_dp_rank", ROOM, headers=signed).status_code == 200
-    assert it.put(replica(life=4), headers=it.signed("PUT", "/route", replica(life=4))).status_code == 200
-    assert it.http.get("/route").json()["incarnation"]["id"] == "4"
-    assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).status_code == 200
+    assert error(it.put(replica(life=9))) == (401, "unsigned", None)
 
 
-def forged(it: Bootstrap) -> dict[str, dict[str, str]]:
+def forged(it: Bootstrap) -> dict[str, dict[str, Any]]:
     good = it.signed("POST", "/register_dp_rank", ROOM)
-    old = signed_headers(
-        SECRET, method="POST", target="/register_dp_rank", body=content(ROOM), nonce="12345678",
-        now_s=it.now_s - MAX_SKEW_S - 1,
-    )  # fmt: skip
-    early = signed_headers(
-        SECRET, method="POST", target="/register_dp_rank", body=content(ROOM), nonce="12345678",
-        now_s=it.now_s + MAX_SKEW_S + 1,
-    )  # fmt: skip
+    elsewhere = Bootstrap()
+    late = it.signed("POST", "/register_dp_rank", ROOM)
     return {
-        "another secret": it.signed("POST", "/register_dp_rank", ROOM, secret=b"another secret, as long"),
+        "another secret": it.signed("POST", "/register_dp_rank", ROOM, secret=ClusterSecret(b"another, as long as it")),
         "another body": it.signed("POST", "/register_dp_rank", {"bootstrap_room": 8, "dp_rank": 0}),
         "another path": it.signed("POST", "/query_dp_ranks", ROOM),
         "another query": it.signed("POST", "/register_dp_rank?x=1", ROOM),
         "another method": it.signed("PUT", "/register_dp_rank", ROOM),
-        "another time": good | {"x-tandem-time": str(int(it.now_s) + 1)},
-        "another nonce": good | {"x-tandem-nonce": "87654321"},
-        "no signature": {name: value for name, value in good.items() if name != "x-tandem-signature"},
-        "no nonce": {name: value for name, value in good.items() if name != "x-tandem-nonce"},
-        "not ASCII": good | {"x-tandem-signature": "ä" * 64},
-        "a time that is none": it.signed("POST", "/register_dp_rank", ROOM) | {"x-tandem-time": "now"},
-        "a short nonce": it.signed("POST", "/register_dp_rank", ROOM, nonce="x"),
-        "signed long ago": old,
-        "signed in the future": early,
+        "a challenge of another server": elsewhere.signed("POST", "/register_dp_rank", ROOM),
+        "a challenge that nobody made": it.signed("POST", "/register_dp_rank", ROOM, challenge="ab" * 56),
+        "a challenge that is none": it.signed("POST", "/register_dp_rank", ROOM, challenge="now"),
+        "the hash of another body": good | {"x-tandem-body-sha256": "0" * 64},
+        "another challenge": good | {"x-tandem-challenge": late["x-tandem-challenge"]},
+        **{f"no {name}": {other: good[other] for other in good if other != name} for name in good},
+        **{f"{name} not ASCII": good | {name: ("\u00e4" * len(good[name])).encode()} for name in good},
+        **{f"{name} too long": good | {name: good[name] * 100} for name in good},
     }
 
 
 @pytest.mark.parametrize("case", list(forged(Bootstrap())))
 def test_what_is_not_signed_for_this_very_request_is_refused(case: str) -> None:
-    it = Bootstrap(replica(), secret=SECRET)
-    headers = {name: value.encode() for name, value in forged(it)[case].items()}
-    assert error(it.post("/register_dp_rank", ROOM, headers=headers)) == (401, "unsigned", None)
+    it = Bootstrap(replica())
+    assert error(it.write("POST", "/register_dp_rank", ROOM, forged(it)[case])) == (401, "unsigned", None)
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).json() == {}
 
 
-def test_a_signed_request_cannot_be_sent_twice_not_even_just_before_it_expires() -> None:
-    it = Bootstrap(replica(), secret=SECRET)
-    headers = it.signed("POST", "/register_dp_rank", ROOM)
-    it.now_s -= MAX_SKEW_S  # a server whose clock is behind
-    assert it.post("/register_dp_rank", ROOM, headers=headers).status_code == 200
-    for _ in range(2 * MAX_SKEW_S):
-        it.now_s += 1
-        assert error(it.post("/register_dp_rank", ROOM, headers=headers)) == (401, "unsigned", None)
+def test_a_challenge_is_accepted_once_and_for_half_a_minute() -> None:
+    it = Bootstrap(replica())
+    headers, late = (it.signed("POST", "/register_dp_rank", ROOM) for _ in range(2))
+    assert it.write("POST", "/register_dp_rank", ROOM, headers).status_code == 200
+    for _ in range(CHALLENGE_NS // SECOND + 1):
+        assert error(it.write("POST", "/register_dp_rank", ROOM, headers)) == (401, "unsigned", None)
+        it.sleep(1)
+    assert error(it.write("POST", "/register_dp_rank", ROOM, late)) == (401, "unsigned", None)
 
 
-# --- the secret ------------------------------------------------------------------------------------------------------
+def test_a_target_is_what_was_asked_for_and_not_what_the_host_header_makes_of_it() -> None:
+    it = Bootstrap(replica())
+    headers = it.signed("POST", "/register_dp_rank", ROOM) | {"host": "x/register_dp_rank?y="}
+    assert it.write("POST", "/register_dp_rank", ROOM, headers).status_code == 200
+
+
+def test_only_challenges_of_proved_writes_are_remembered_and_in_bounded_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster_auth, "MAX_SPENT", 3)
+    it = Bootstrap(replica())
+    for _ in range(100):
+        it.unsigned("POST", "/register_dp_rank", ROOM)
+        it.write("POST", "/register_dp_rank", ROOM, forged(it)["another secret"])
+    assert len(it.guard._spent) == 0
+    answers = [it.post("/register_dp_rank", ROOM).status_code for _ in range(4)]
+    assert answers == [200, 200, 200, 401]
+    it.sleep(CHALLENGE_NS / SECOND)
+    assert it.post("/register_dp_rank", ROOM).status_code == 200
+    assert len(it.guard._spent) == 1
+
+
+def test_of_a_writer_who_proves_nothing_no_body_is_read() -> None:
+    it = Bootstrap(replica())
+
+    async def receive() -> Any:
+        raise AssertionError("the body was asked for")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "PUT", "path": "/route", "query_string": b"", "headers": [], "client": None}
+    asyncio.run(it.http.app(scope, receive, send))  # type: ignore[arg-type]  # the ASGI application
+    assert sent[0]["status"] == 401
+
+
+def test_refused_writes_are_one_log_line_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    it = Bootstrap(replica())
+    for _ in range(50):
+        it.write("POST", "/register_dp_rank", ROOM, forged(it)["another secret"])
+        it.unsigned("POST", "/register_dp_rank", ROOM)
+    it.sleep(10)
+    it.write("POST", "/register_dp_rank", ROOM, forged(it)["another secret"])
+    lines = [record.getMessage() for record in caplog.records if record.name == "tandem.bootstrap"]
+    assert [line.partition(" ")[0] for line in lines] == ["1", "50"]
+    assert all(line.isprintable() for line in lines)

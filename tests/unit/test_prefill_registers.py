@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
 
 import tandem
@@ -20,17 +21,21 @@ from tandem.core.commands import FailRequest
 from tandem.core.request import Request
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId
+from tandem.membership import ClusterSecret
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.bootstrap import registration
+from tandem.server.api.cluster_auth import signed_write
 from tandem.server.api.facts import ModelFacts
-from tandem.server.api.process import ApiProcess, write_guard
+from tandem.server.api.process import ApiProcess
 from tandem.server.channel import frame
 from tandem.server.processes import Children, Listeners, ServerFailure, bind_listeners
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 FACTS = ModelFacts(str(MINI), ["LlamaForCausalLM"], "llama", 8192, 16, 512, frozenset({2}), "float32")
+SECRET = ClusterSecret(b"a secret of the whole cluster")
 REPLICA = wire.ReplicaInfo(Incarnation("p", "1"), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=PrefillInfo())
+SHARDS = (wire.DataEndpoint("127.0.0.1", 6),)
 READY = wire.NodeReady(REPLICA, num_pages=9, page_bytes=1)
 REQUEST = Request(RequestId(1), "r", 3, (), 1, Nanos(60 * SECOND))
 PAYLOAD = Payload(1, array("i", [5, 6, 7]).tobytes(), SamplingParams(), b"")
@@ -83,7 +88,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
             child = Child()
             children = Children(child, child, api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
             process = ApiProcess(config(), children, listeners)
-            running = asyncio.create_task(process.run(FACTS))
+            running = asyncio.create_task(process.run(FACTS, SECRET))
             async with httpx.AsyncClient(trust_env=False) as http:
                 await story(Server(process, listeners, node, child, http), running)
 
@@ -146,7 +151,7 @@ def test_a_prefill_that_is_lost_is_registered_no_more() -> None:
 def test_a_prefill_that_cannot_register_is_never_ready_and_ends_with_the_cause() -> None:
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         other = wire.ReplicaInfo(READY.replica.incarnation, "prefill", "abc", {}, "127.0.0.1", 6, ())
-        server.process._registry.register(registration(other))
+        server.process._registry.register(registration(other), is_own=True)
         server.say(READY)
         with pytest.raises(
             ServerFailure, match=r"cannot register .*: this incarnation has registered already, and differently"
@@ -156,10 +161,16 @@ def test_a_prefill_that_cannot_register_is_never_ready_and_ends_with_the_cause()
     serve(story)
 
 
-@pytest.mark.parametrize(("host", "is_taken"), [("127.0.0.1", True), ("0.0.0.0", False)])
-def test_without_a_secret_only_a_server_on_loopback_takes_writes(host: str, is_taken: bool) -> None:
-    with listening(host=host) as listeners:
-        assert listeners.bootstrap is not None
-        guard = write_guard(config(host=host), listeners.bootstrap)
-    refusal = guard.refusal({}, method="PUT", target="/route", body=b"")
-    assert (refusal is None) == is_taken
+def test_nobody_takes_the_place_of_a_prefill_in_its_own_bootstrap_server() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        server.say(READY)
+        await until(lambda: server.is_registered)
+        other = msgspec.structs.replace(REPLICA, incarnation=Incarnation("q", "f" * 32), shards=SHARDS)
+        body, port = msgspec.json.encode(other), server.listeners.bootstrap_port
+        answer = await signed_write(SECRET, "127.0.0.1", port, method="PUT", target="/route", body=body)
+        assert (answer.status, b"runs in this server itself" in answer.body) == (400, True)
+        assert (await server.http.get(f"http://127.0.0.1:{port}/route")).json()["incarnation"]["name"] == "p"
+        server.process._signalled()
+        await running
+
+    serve(story)

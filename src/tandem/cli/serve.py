@@ -78,7 +78,7 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
     try:
         # Why not at the top: a second of imports during which the children already load the model.
         api_process = importlib.import_module("tandem.server.api.process")
-        api_process.run_api(config, children, listeners, model)
+        api_process.run_api(config, children, listeners, model, secret)
     finally:
         children.kill()
 

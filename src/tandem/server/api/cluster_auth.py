@@ -1,69 +1,127 @@
-"""Who may write to a bootstrap server: those who hold the cluster's secret.
+"""Who may write to a bootstrap server: those who prove the cluster's secret for this very request.
 
-A writer signs each request with HMAC-SHA256 over method, target, time, nonce and body, and sends three headers:
+    1  the writer gets a challenge: `GET /challenge`, or the 401 that answers a write without a proof
+    2  it sends the write with three headers
 
-    X-Tandem-Time        Unix time in whole seconds; off by more than `MAX_SKEW_S` is refused
-    X-Tandem-Nonce       8 to 64 characters, of which none is accepted twice
-    X-Tandem-Signature   hex
+        X-Tandem-Challenge     as it was given
+        X-Tandem-Body-SHA256   of the body, 64 hex digits
+        X-Tandem-Signature     hex of `ClusterSecret.proof` over method, target, challenge and the body's hash
 
-A server that listens on loopback only and was given no secret accepts every write: whoever reaches it is on this
-machine. One that listens on more and was given no secret accepts none.
+A challenge is a random number and the time until which it holds, with a MAC of a key that only this process has: it is
+recognised without having been remembered, so a flood of questions for challenges costs no memory. It is accepted once,
+here and nowhere else. What is remembered are the challenges of proved writes, until they expire. No clock of another
+machine is compared.
+
+The body is named by its hash and not by itself so that a writer is known before its body is read: of others, none is.
 """
 
 import hashlib
-import hmac
+import re
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hmac import compare_digest, digest
 
-MAX_SKEW_S = 30
-MAX_NONCES = 65_536  # of the last 2 x MAX_SKEW_S; only signed requests get in
-TIME_HEADER, NONCE_HEADER, SIGNATURE_HEADER = "x-tandem-time", "x-tandem-nonce", "x-tandem-signature"
+from tandem.core.values import SECOND, Nanos
+from tandem.membership import ClusterSecret
+from tandem.server.api.http_exchange import Answer, exchange
+
+WRITE = "bootstrap-write"  # what the proof is for
+CHALLENGE_NS = 30 * SECOND
+MAX_SPENT = 65_536  # proved writes of the last CHALLENGE_NS
+CHALLENGE_PATH = "/challenge"
+CHALLENGE_HEADER = "x-tandem-challenge"
+HASH_HEADER = "x-tandem-body-sha256"
+SIGNATURE_HEADER = "x-tandem-signature"
+
+NONCE_BYTES, TIME_BYTES, MAC_BYTES = 16, 8, 32
+CHALLENGE = re.compile(rf"[0-9a-f]{{{2 * (NONCE_BYTES + TIME_BYTES + MAC_BYTES)}}}")
+HASH = re.compile(r"[0-9a-f]{64}")
 
 
-def signature(secret: bytes, *, method: str, target: str, time_s: str, nonce: str, body: bytes) -> str:
-    digest = hashlib.sha256(body).hexdigest()
-    return hmac.new(secret, "\n".join((method, target, time_s, nonce, digest)).encode(), hashlib.sha256).hexdigest()
+def signature(secret: ClusterSecret, *, method: str, target: str, challenge: str, body_hash: str) -> str:
+    parts = (method, target, challenge, body_hash)
+    return secret.proof(WRITE, *(part.encode() for part in parts)).hex()
 
 
-def signed_headers(secret: bytes, *, method: str, target: str, body: bytes, now_s: float, nonce: str) -> dict[str, str]:
+def signed_headers(secret: ClusterSecret, *, method: str, target: str, challenge: str, body: bytes) -> dict[str, str]:
     """What a writer sends. `target` is path and query as they stand in the request line."""
-    time_s = str(int(now_s))
-    made = signature(secret, method=method, target=target, time_s=time_s, nonce=nonce, body=body)
-    return {TIME_HEADER: time_s, NONCE_HEADER: nonce, SIGNATURE_HEADER: made}
+    body_hash = hashlib.sha256(body).hexdigest()
+    made = signature(secret, method=method, target=target, challenge=challenge, body_hash=body_hash)
+    return {CHALLENGE_HEADER: challenge, HASH_HEADER: body_hash, SIGNATURE_HEADER: made}
+
+
+async def signed_write(
+    secret: ClusterSecret, host: str, port: int, *, method: str, target: str, body: bytes, timeout_s: float = 10.0
+) -> Answer:
+    """Write to a bootstrap server: what a rank of another process, and a dispatcher, does. `host` is a number.
+
+    Raises OSError and `ExchangeError`; a refusal is an answer.
+    """
+    given = await exchange(host, port, "GET", CHALLENGE_PATH, timeout_s=timeout_s)
+    challenge = given.body.decode("ascii", "replace").strip()
+    if CHALLENGE.fullmatch(challenge) is None:
+        return given
+    headers = signed_headers(secret, method=method, target=target, challenge=challenge, body=body)
+    return await exchange(host, port, method, target, body=body, headers=headers, timeout_s=timeout_s)
 
 
 @dataclass(slots=True)
 class WriteGuard:
-    secret: bytes | None
-    is_loopback: bool  # the server listens on loopback only
-    clock: Callable[[], float]  # Unix time in seconds
-    _nonces: dict[str, float] = field(default_factory=dict)  # until when each is remembered; the oldest first
+    """Of one bootstrap server. Without a secret nobody writes."""
 
-    def refusal(self, headers: Mapping[str, str], *, method: str, target: str, body: bytes) -> str | None:
-        """Why this write is refused, or None. Header names are in lower case."""
+    secret: ClusterSecret | None
+    now: Callable[[], Nanos]
+    _key: bytes = field(default_factory=lambda: secrets.token_bytes(MAC_BYTES), repr=False)
+    _spent: dict[str, Nanos] = field(default_factory=dict)  # until when each holds; in the order of their use
+
+    def challenge(self) -> str:
+        until = self.now() + CHALLENGE_NS
+        made = secrets.token_bytes(NONCE_BYTES) + until.to_bytes(TIME_BYTES)
+        return (made + digest(self._key, made, "sha256")).hex()
+
+    def refusal(self, headers: Mapping[str, str], *, method: str, target: str) -> str | None:
+        """Why this write is refused, or None: then its challenge is spent, and its body has to have the hash that it
+        names. Header names are in lower case.
+        """
         if self.secret is None:
-            return None if self.is_loopback else "this server takes no writes: it was started without a cluster secret"
-        given = {name: headers.get(name, "") for name in (TIME_HEADER, NONCE_HEADER, SIGNATURE_HEADER)}
-        if not all(given.values()):
-            return f"not signed: send {', '.join(given)}"
-        time_s, nonce, found = given.values()
-        wanted = signature(self.secret, method=method, target=target, time_s=time_s, nonce=nonce, body=body)
-        # First of all, and in constant time: what follows tells something about requests of others.
-        if not hmac.compare_digest(wanted.encode(), found.encode()):
+            return "this server takes no writes: it has no cluster secret"
+        names = (CHALLENGE_HEADER, HASH_HEADER, SIGNATURE_HEADER)
+        challenge, body_hash, found = (headers.get(name, "") for name in names)
+        if not (challenge and body_hash and found):
+            return f"not signed: prove the cluster secret for this challenge ({', '.join(names)})"
+        until = self._until(challenge)
+        if until is None or HASH.fullmatch(body_hash) is None:
+            return "the challenge is not one of this server, or the hash is none"
+        wanted = signature(self.secret, method=method, target=target, challenge=challenge, body_hash=body_hash)
+        if not compare_digest(wanted.encode(), found.encode()):
             return "the signature is wrong"
-        now = self.clock()
-        if not (time_s.isascii() and time_s.isdigit() and abs(int(time_s) - now) <= MAX_SKEW_S):
-            return f"signed more than {MAX_SKEW_S} s ago or ahead: compare the clocks of the two hosts"
-        if not 8 <= len(nonce) <= 64:
-            return "the nonce must have 8 to 64 characters"
-        return self._spend(nonce, now)
+        return self._spend(challenge, until)
 
-    def _spend(self, nonce: str, now: float) -> str | None:
-        while self._nonces and next(iter(self._nonces.values())) <= now:
-            del self._nonces[next(iter(self._nonces))]
-        if nonce in self._nonces:
-            return "this nonce was used before"
-        if len(self._nonces) >= MAX_NONCES:
+    def _until(self, challenge: str) -> Nanos | None:
+        """None: it was not made here. Checked first, so that nothing but a hash is computed for guesses."""
+        if CHALLENGE.fullmatch(challenge) is None:
+            return None
+        raw = bytes.fromhex(challenge)
+        made, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
+        if not compare_digest(mac, digest(self._key, made, "sha256")):
+            return None
+        return Nanos(int.from_bytes(made[NONCE_BYTES:]))
+
+    def _spend(self, challenge: str, until: Nanos) -> str | None:
+        now = self.now()
+        if until <= now:
+            return f"the challenge is older than {CHALLENGE_NS // SECOND} s; ask for another"
+        if challenge in self._spent:
+            return "this challenge was used before; ask for another"
+        if len(self._spent) >= MAX_SPENT:
+            self._spent = {spent: until for spent, until in self._spent.items() if until > now}
+        if len(self._spent) >= MAX_SPENT:
             return "too many writes; try again in a minute"
-        self._nonces[nonce] = now + 2 * MAX_SKEW_S + 1  # so that one signed ahead of our clock expires first
+        self._spent[challenge] = until
         return None
+
+
+def has_hash(body: bytes, headers: Mapping[str, str]) -> bool:
+    """Of a write that was admitted."""
+    return compare_digest(hashlib.sha256(body).hexdigest(), headers.get(HASH_HEADER, ""))

@@ -72,12 +72,14 @@ def head_refused() -> bytes:
 HEAD_REFUSED = head_refused()
 
 
-def uvicorn_config(app: ASGIApp, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off") -> uvicorn.Config:
+def uvicorn_config(
+    app: ASGIApp, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off", http: type[Http1] = Http1
+) -> uvicorn.Config:
     """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends."""
     return uvicorn.Config(
         app,
         interface="asgi3",
-        http=Http1,
+        http=http,
         ws="none",
         lifespan=lifespan,
         log_config=None,

@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import socket
-import time
 from collections.abc import Coroutine, Iterator
 from functools import partial
 from pathlib import Path
@@ -28,19 +27,21 @@ from tandem.config import ServerConfig
 from tandem.core.commands import AnnounceDpRank
 from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
+from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
+from tandem.server.api.connections import Bounds
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
-from tandem.server.api.hosts import Hosts, is_loopback
-from tandem.server.api.http1 import uvicorn_config
+from tandem.server.api.hosts import Hosts
+from tandem.server.api.http1 import Http1, uvicorn_config
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
-from tandem.server.processes import ChildName, Children, Listeners, ServerFailure, cluster_secret
+from tandem.server.processes import ChildName, Children, Listeners, ServerFailure
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_GRACE_S = 5.0  # for children that were told to end
@@ -95,8 +96,8 @@ class ApiProcess:
         self._link = NodeLink()
         self._client = NodeClient(self._link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
 
-    async def run(self, model: ModelFacts) -> None:
-        """Until a signal ends it. Raises ServerFailure."""
+    async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:
+        """Until a signal ends it. Raises ServerFailure. `secret`: of whom may write to our bootstrap server."""
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._signalled)
@@ -107,8 +108,9 @@ class ApiProcess:
         try:
             tokenizer = load_tokenizer(model)
             if self._listeners.bootstrap is not None:
-                guard = write_guard(self._config, self._listeners.bootstrap)
-                self._open(BootstrapServer(self._registry, guard).app(), self._listeners.bootstrap)
+                guard = WriteGuard(secret, monotonic_now)
+                server = BootstrapServer(self._registry, guard)
+                self._open(server.app(), self._listeners.bootstrap, http=Bounds().protocol())
             self._open(build_app(self._config, self._client, model, tokenizer), self._listeners.http)
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
@@ -157,8 +159,8 @@ class ApiProcess:
         if self._link.channel is not None:
             self._link.channel.close()
 
-    def _open(self, app: ASGIApp, listener: socket.socket) -> None:
-        config = uvicorn_config(app, drain_seconds=FLUSH_S)
+    def _open(self, app: ASGIApp, listener: socket.socket, *, http: type[Http1] = Http1) -> None:
+        config = uvicorn_config(app, drain_seconds=FLUSH_S, http=http)
         server = QuietServer(config)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         task.add_done_callback(partial(self._task_ended, "HTTP server"))
@@ -188,7 +190,7 @@ class ApiProcess:
         """With our own bootstrap server: the same registry that answers decode."""
         if self._listeners.bootstrap is None:
             return
-        outcome = self._registry.register(registration(replica))
+        outcome = self._registry.register(registration(replica), is_own=True)
         if isinstance(outcome, Rejected):
             self._lose(f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}")
 
@@ -227,16 +229,6 @@ class ApiProcess:
         self._stop.set()
 
 
-def write_guard(config: ServerConfig, bootstrap: socket.socket) -> WriteGuard:
-    """Raises ServerFailure."""
-    secret = None if config.cluster_secret_file is None else cluster_secret(config)
-    return WriteGuard(
-        None if secret is None else secret.raw,
-        is_loopback=is_loopback(str(bootstrap.getsockname()[0])),
-        clock=time.time,
-    )
-
-
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:
     bootstrap = f", bootstrap port {listeners.bootstrap_port}" if listeners.bootstrap is not None else ""
     return f"tandem: ready: {config.model_name} ({config.role}) at http://{listeners.address}{bootstrap}"
@@ -249,11 +241,13 @@ def load_tokenizer(model: ModelFacts) -> Tokenizer:
         raise ServerFailure(f"cannot load the tokenizer of {model.model_path}: {error}") from error
 
 
-def run_api(config: ServerConfig, children: Children, listeners: Listeners, model: ModelFacts) -> None:
+def run_api(
+    config: ServerConfig, children: Children, listeners: Listeners, model: ModelFacts, secret: ClusterSecret | None
+) -> None:
     """Serve until a signal comes. Raises ServerFailure. Nothing is left running afterwards."""
 
     async def run() -> None:
-        await ApiProcess(config, children, listeners).run(model)
+        await ApiProcess(config, children, listeners).run(model, secret)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `run` hears them: half an event loop cannot end well
     try:
