@@ -247,7 +247,7 @@ def test_a_bootstrap_server_that_talks_nonsense_about_rooms_is_unknown_and_the_r
         client.receive(commands.AskDpRank(address, Room(5)))
         await until(lambda: len(node.sent) == 2)
         assert node.sent == [
-            events.PeerUnknown(address, f"bootstrap server 127.0.0.1:{port}: told of a negative DP rank"),
+            events.PeerUnknown(address, f"bootstrap server 127.0.0.1:{port}: [...]: Expected `int` >= 0"),
             events.DpRankAnswered(address, Room(5), None),
         ]
         await client.close()

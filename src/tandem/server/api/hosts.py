@@ -12,19 +12,22 @@ anything is reserved.
 """
 
 import asyncio
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from tandem.config import ServerConfig
 from tandem.server.api.errors import invalid
+from tandem.server.api.resolver import Resolver
 
 EVERY_HOST = ("0.0.0.0", "::", "")
 LOCALHOST = ("127.0.0.1", "::1")
 LOOKUP_SECONDS = 2.0
 MAX_HOSTS = 64  # that one request may name
 MAX_NAME_CHARS = 253
+NO_HOST = re.compile(r"[\s/@?#\\]")
 REFUSED = "is neither loopback nor the address this server listens on, nor in a network of --disaggregation-allow"
 
 LookUp = Callable[[str], Awaitable[Sequence[str]]]  # a name's addresses; raises OSError, UnicodeError
@@ -34,16 +37,11 @@ class HostRefused(Exception):
     """One line: the host and why."""
 
 
-async def look_up(name: str) -> Sequence[str]:
-    found = await asyncio.get_running_loop().getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
-
-
 @dataclass(frozen=True, slots=True)
 class Hosts:
     own: str = ""  # as --host names it; empty: this server listens everywhere
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
-    look_up: LookUp = look_up
+    look_up: LookUp = field(default_factory=Resolver)
 
     @classmethod
     def of(cls, config: ServerConfig) -> "Hosts":
@@ -66,15 +64,17 @@ class Hosts:
     async def addresses(self, host: str) -> Sequence[str]:
         """The numbers to connect to, at least one. Raises HostRefused."""
         bare = without_brackets(host)
+        if not is_host(bare):
+            raise HostRefused(f"{host[:MAX_NAME_CHARS]!r} is no host: 1 to {MAX_NAME_CHARS} printable characters")
         number = number_of(bare)
         if number is not None:
-            if bare != self.own and not self._admits(number) and not (self.own == "" and is_of_this_machine(number)):
+            if not self._allows(bare, number):
                 raise HostRefused(f"{host!r} {REFUSED}")
             return [bare]
         if bare == "localhost":
             return LOCALHOST
         if bare != self.own and not self.networks:
-            raise HostRefused(f"{host[:MAX_NAME_CHARS]!r} {REFUSED}")
+            raise HostRefused(f"{host!r} {REFUSED}")
         found = await self._look_up(bare)
         admitted = [text for text in found if bare == self.own or self._admits(number_of(text))]
         if not admitted:
@@ -82,15 +82,29 @@ class Hosts:
         return admitted
 
     async def _look_up(self, name: str) -> Sequence[str]:
-        if not 0 < len(name) <= MAX_NAME_CHARS:
-            raise HostRefused(f"a name has 1 to {MAX_NAME_CHARS} characters")
         try:
             return await asyncio.wait_for(self.look_up(name), LOOKUP_SECONDS)
         except (OSError, UnicodeError):  # a timeout is an OSError too
             raise HostRefused(f"{name!r} cannot be looked up") from None
 
+    def check_peer(self, host: str, *, found_at: str, field: str) -> None:
+        """An address that a bootstrap server names for its prefill: the one where it was found, or one that a body
+        might name too. Raises HostRefused.
+        """
+        number = number_of(host)
+        if number is None or not (number == number_of(found_at) or self._allows(host, number)):
+            raise HostRefused(f"{field}: {host!r} is not {found_at}, where it was found, and {REFUSED}")
+
+    def _allows(self, text: str, number: IPv4Address | IPv6Address) -> bool:
+        return text == self.own or self._admits(number) or (self.own == "" and is_of_this_machine(number))
+
     def _admits(self, number: IPv4Address | IPv6Address | None) -> bool:
         return number is not None and (number.is_loopback or any(number in network for network in self.networks))
+
+
+def is_host(text: str) -> bool:
+    """Fit to be looked up, connected to and repeated in a log line. An IPv6 address may name an interface."""
+    return 0 < len(text) <= MAX_NAME_CHARS and text.isprintable() and NO_HOST.search(text) is None
 
 
 def without_brackets(host: str) -> str:
