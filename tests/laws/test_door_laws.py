@@ -41,11 +41,11 @@ def messages(draw: st.DrawFn) -> Message:
                 room, draw(numbers), source, target, draw(texts), draw(numbers), draw(numbers), draw(numbers), digest
             )
         case 1:
-            digests = tuple(draw(st.lists(blobs, max_size=2)))
+            digests, secrets = (tuple(draw(st.lists(blobs, max_size=2))) for _ in range(2))
             result = draw(st.one_of(st.none(), rows()))
             return Offer(
-                room, draw(numbers), source, draw(numbers), draw(tuples), draw(tuples), digests, Nanos(draw(numbers)),
-                draw(numbers), result,
+                room, draw(numbers), source, draw(numbers), draw(tuples), draw(tuples), digests, secrets,
+                Nanos(draw(numbers)), draw(numbers), result,
             )  # fmt: skip
         case 2:
             outcome = draw(st.sampled_from(("done", "aborted", "not_needed")))
@@ -81,6 +81,7 @@ def fitted(life: Life, message: Message, which: int) -> Message:
                 pages=tuple(range(count)),
                 generations=(0,) * count,
                 digests=(bytes(8 * count),),
+                secrets=(b"secret",),
                 lease_ns=Nanos(10**9),
             )
     return message

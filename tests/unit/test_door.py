@@ -16,7 +16,7 @@ ROOM = Room(5)
 SCORE = msgspec.msgpack.encode(TokenScore(-0.5, (1, 511), (-0.5, -2.0)))
 ROW = ResultRow(ROOM, (511).to_bytes(4, "little"), 1, SCORE, 16, Nanos(1), Nanos(2), Nanos(3))
 READY = Ready(ROOM, 1, DECODE, PREFILL, "f" * 32, 100, 2, 3, b"d" * 16)
-OFFER = Offer(ROOM, 1, PREFILL, 2, (7, 8), (1, 1), (b"d" * 16, b"e" * 16), Nanos(30 * SECOND), 4, ROW)
+OFFER = Offer(ROOM, 1, PREFILL, 2, (7, 8), (1, 1), (b"d" * 16, b"e" * 16), (b"s", b"t"), Nanos(30 * SECOND), 4, ROW)
 RELEASE = Release(ROOM, DECODE, "done", None, 1)
 ABORT = Abort(ROOM, PREFILL, Cause.DRAINING, "the server is shutting down")
 HUGE, TOO_MANY = 1 << 63, 1 << 31
@@ -82,6 +82,8 @@ def test_a_ready_out_of_bounds_gives_its_room_up(fields: dict[str, Any]) -> None
         {"digests": ()},
         {"digests": (b"d" * 16, b"e" * 15)},
         {"digests": (b"d" * 16, b"e" * 24)},
+        {"secrets": (b"s",)},
+        {"secrets": (b"s", bytes(65))},
         {"lease_ns": 0},
         {"lease_ns": HUGE},
     ],

@@ -92,7 +92,7 @@ def ready(*, source: Incarnation = DECODE, room: int = 5) -> Ready:
 
 
 def offer(*, pages: tuple[int, ...] = (1,), generations: tuple[int, ...] = (1,)) -> Offer:
-    return Offer(Room(5), 1, PREFILL, 0, pages, generations, (b"8 bytes.",), Nanos(SECOND), 1)
+    return Offer(Room(5), 1, PREFILL, 0, pages, generations, (b"8 bytes.",), (b"secret",), Nanos(SECOND), 1)
 
 
 def eventually(condition: Callable[[], object], *sides: Side) -> None:

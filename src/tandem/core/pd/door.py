@@ -18,7 +18,7 @@ from typing import assert_never
 from msgspec import Struct, structs
 
 from tandem.core.batch import TokenFlag
-from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release, ResultRow
+from tandem.core.pd.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Offer, Ready, Release, ResultRow
 from tandem.core.values import SECOND, Cause, Incarnation
 
 MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
@@ -98,6 +98,8 @@ def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
         return f"digests of {len(offer.digests)} shards, want {bounds.num_shards}"
     if any(len(digests) != DIGEST_BYTES * num_pages for digests in offer.digests):
         return "the wrong number of digests"
+    if len(offer.secrets) != bounds.num_shards or any(len(s) > MAX_GRANT_SECRET_BYTES for s in offer.secrets):
+        return "the wrong number of secrets, or one that is too long"
     if not 0 < offer.lease_ns <= MAX_LEASE_NS:
         return "lease_ns is out of bounds"
     return None if offer.result is None else result_fault(offer.result, offer, bounds)
