@@ -226,20 +226,6 @@ def test_a_record_that_cannot_be_written_does_not_keep_requests_alive() -> None:
     asyncio.run(story())
 
 
-def test_a_canary_ends_with_its_probe() -> None:
-    async def story() -> None:
-        w = world(silent)
-        transport = httpx.ASGITransport(w.app, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            probe = asyncio.create_task(http.get("/health_generate"))
-            await until(lambda: w.client.num_live == 1)
-            probe.cancel()
-            await asyncio.wait([probe])
-        await asyncio.wait_for(w.client.wait_idle(), 5)
-
-    asyncio.run(story())
-
-
 # rids
 
 

@@ -671,17 +671,15 @@ def test_a_data_plane_that_listens_everywhere_is_where_its_node_was_dialled() ->
         ((DATA, DATA), "tells of 2 data endpoints; its layout has 1 shards"),
         ((DataEndpoint("prefill.example", 1),), "tells of a data endpoint that is no address"),
         ((DataEndpoint("127.0.0.1", 0),), "tells of a data endpoint that is none"),
-        ((DataEndpoint("127.0.0.1", 1 << 70),), None),
-        ((DataEndpoint("127.0.0.1", 1, "@" + "x" * 107),), "tells of a data endpoint that is none"),
+        ((DataEndpoint("127.0.0.1", 1 << 16),), "Expected `int` <= 65535"),
+        ((DataEndpoint("127.0.0.1", 1, "@" + "x" * 107),), "Expected `str` of length <= 107"),
     ],
 )
-def test_data_endpoints_that_cannot_be_are_refused_by_name(shards: tuple[DataEndpoint, ...], why: str | None) -> None:
-    if why is None:
-        shards, why = (DataEndpoint("127.0.0.1", 1 << 16),), "tells of a data endpoint that is none"
+def test_data_endpoints_that_cannot_be_are_refused_by_name(shards: tuple[DataEndpoint, ...], why: str) -> None:
     prefill, decode = Side(PREFILL, shards=shards), Side(DECODE)
     decode.peers.connect(prefill.replica, FOUND_AT)
     eventually(lambda: decode.events, prefill, decode)
-    assert decode.why == why
+    assert why in decode.why
     assert decode.reached == []
     for side in (prefill, decode):
         side.peers.close()
