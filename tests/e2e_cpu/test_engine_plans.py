@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from engine_world import ROOT, EngineWorld, make_llama, prompt_of
+from engine_world import ROOT, EngineWorld, prompt_of
+from tiny_models import make_llama
 
 from tandem.core.batch import BatchKind, BatchPlan, Join, Row, TokenFlag
 from tandem.core.values import BatchId, PageId, RequestId

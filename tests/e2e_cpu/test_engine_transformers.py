@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_world import (
+from engine_world import EngineWorld, prompt_of
+from tiny_models import (
     LLAMA3_ROPE,
     YARN_ROPE,
-    EngineWorld,
     make_llama,
     make_qwen3,
-    prompt_of,
     reference_logits,
     reference_tokens,
 )

@@ -10,6 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.engine.inputs import TILE_ROWS, tile_places
 from tandem.engine.model_config import RopeConfig
+from tandem.engine.models.llama import silu
 from tandem.engine.rope import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
 from tandem.engine.sequence import Sequence
 from tandem.pagehash import prompt_hashes
@@ -66,6 +67,23 @@ def test_frequencies_are_those_of_transformers(scaling: str) -> None:
 
     torch.testing.assert_close(ours, theirs)
     assert scale == pytest.approx(their_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [10, 2752, 11008, 40001])
+def test_a_gate_of_one_tile_does_not_show_the_number_of_threads(features: int, dtype: torch.dtype) -> None:
+    x = torch.linspace(-9, 9, TILE_ROWS * features).view(TILE_ROWS, features).to(dtype)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 5, 7):
+            torch.set_num_threads(threads)
+            results.append(silu(x.clone()))
+    finally:
+        torch.set_num_threads(before)
+
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    torch.testing.assert_close(results[0], torch.nn.functional.silu(x))
 
 
 def test_a_rotary_table_that_grows_keeps_its_answers() -> None:

@@ -63,6 +63,7 @@ def test_a_whole_directory_loads(tmp_path: Path) -> None:
         "kv_heads": "2",
         "head_dim": "2",
         "weights": "?",
+        "deterministic": "off",
     }
 
 

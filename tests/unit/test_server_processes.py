@@ -35,9 +35,19 @@ def test_engines_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_of_the_engine_give_their_core_away_while_they_wait() -> None:
-    environment = worker_environment(3)
+    environment = worker_environment(3, deterministic=False)
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
     assert environment["KMP_BLOCKTIME"] == "0"
+
+
+def test_only_a_deterministic_engine_is_told_to_sum_in_one_order_and_a_users_own_order_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    assert worker_environment(3, deterministic=True)["MKL_CBWR"] == "AVX2,STRICT"
+    assert "MKL_CBWR" not in worker_environment(3, deterministic=False)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert worker_environment(3, deterministic=True)["MKL_CBWR"] == "COMPATIBLE"
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ forward pass over `rows` and, with `decodes`, over the decode set. A plan that s
 engine does not have is a bug of the caller and raises; the requests of that batch are then in an unknown state, all
 others are untouched.
 
-deterministic=True: the logits of a row depend on its own tokens only (see `inputs.py`). That holds between engines
-that run with the same number of threads.
+deterministic=True: the logits of a row depend on its own tokens only (see `inputs.py`), provided that the libraries
+below do their part, which needs an environment (`determinism.py`) and is measured at start (`self_check.py`).
 """
 
 import time

@@ -58,6 +58,7 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> Loaded
         "kv_heads": str(config.num_kv_heads),
         "head_dim": str(config.head_dim),
         "weights": _digest(raw, checkpoint),
+        "deterministic": "off",  # until a self-check says otherwise
     }
     return LoadedModel(config=config, module=module, dtype=chosen, device=device, layout_fields=fields)
 

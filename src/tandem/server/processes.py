@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.values import Incarnation
+from tandem.engine import determinism
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
 
 PR_SET_PDEATHSIG = 1
@@ -95,7 +96,8 @@ def start_children(launch: Launch) -> Children:
     api_end, node_api_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     node_worker_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with node_api_end, node_worker_end, worker_end:
-        worker = _start("worker_process", [worker_end], launch, worker_environment(launch.cpu_threads))
+        environment = worker_environment(launch.cpu_threads, deterministic=launch.config.deterministic)
+        worker = _start("worker_process", [worker_end], launch, environment)
         try:
             node = _start("node.process", [node_api_end, node_worker_end], launch, dict(os.environ))
         except OSError:
@@ -134,10 +136,11 @@ def _end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def worker_environment(cpu_threads: int) -> dict[str, str]:
+def worker_environment(cpu_threads: int, *, deterministic: bool) -> dict[str, str]:
     """Must be there before torch is imported. Threads that wait give their core away: others compute there."""
     return {
         **os.environ,
+        **(determinism.environment() if deterministic else {}),
         "OMP_NUM_THREADS": str(cpu_threads),
         "MKL_NUM_THREADS": str(cpu_threads),
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -26,7 +26,7 @@ from tandem.config import ServerConfig
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import Cause, ShardId, ceil_div
-from tandem.engine import weights
+from tandem.engine import self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
@@ -180,6 +180,10 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
     torch.set_num_threads(launch.cpu_threads)
     model = weights.load(Path(launch.model_dir), dtype=config.dtype, device=config.device)
     num_pages = pool_pages(config, model)
+    if config.deterministic:
+        model = self_check.proven(
+            model, threads=launch.cpu_threads, may_lower=config.cpu_threads == 0, page_size=config.page_size
+        )
     try:
         engine = Engine(model, page_size=config.page_size, num_pages=num_pages, deterministic=config.deterministic)
     except OSError as error:

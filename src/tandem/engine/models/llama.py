@@ -15,9 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.attention import PagedAttention
-from tandem.engine.inputs import Inputs
+from tandem.engine.inputs import TILE_ROWS, Inputs
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.rope import RotaryTable, rotate
+
+UNDIVIDED_ELEMENTS = 1 << 15  # torch computes so many elements of a tensor in one thread
 
 
 class Weights(Protocol):
@@ -51,6 +53,19 @@ class Norm:
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 
+def silu(x: Tensor) -> Tensor:
+    """In place. x: [n, features], contiguous.
+
+    torch divides a larger tensor among its threads and computes the last few elements of each share one by one, with
+    an exponential that rounds otherwise than the one for whole vectors; where a share ends depends on the number of
+    threads. So up to a tile of rows, as the deterministic arrangement has them, goes through in pieces not divided.
+    """
+    pieces = x.view(-1).split(UNDIVIDED_ELEMENTS) if x.shape[0] <= TILE_ROWS else (x,)
+    for piece in pieces:
+        functional.silu(piece, inplace=True)
+    return x
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     input_norm: Norm
@@ -80,7 +95,7 @@ class Layer:
         """x: [n, hidden], attended: [n, num_heads * head_dim]; returns the layer's output [n, hidden]."""
         x = x + self.o_proj(attended)
         h = self.post_norm(x)
-        return x + self.down_proj(functional.silu(self.gate_proj(h)).mul_(self.up_proj(h)))
+        return x + self.down_proj(silu(self.gate_proj(h)).mul_(self.up_proj(h)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""Tiny random checkpoints, and what transformers says of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from engine_world import VOCAB
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+LLAMA = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def make_llama(where: Path, *, seed: int = 0, max_shard_size: str = "50GB", **changes: object) -> PreTrainedModel:
+    """A random Llama, saved to `where`; GQA, untied embeddings unless `changes` say otherwise."""
+    torch.manual_seed(seed)
+    return _save(LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes})), where, max_shard_size)
+
+
+def make_qwen3(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**LLAMA, "head_dim": 16, "tie_word_embeddings": True, **changes}))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)  # all ones would hide a missing norm weight
+    return _save(model, where, "50GB")
+
+
+def _save(model: PreTrainedModel, where: Path, max_shard_size: str) -> PreTrainedModel:
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.eval().save_pretrained(where, max_shard_size=max_shard_size)
+    return model
+
+
+def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """[len(tokens), vocab]: what transformers says after each token."""
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy continuation by transformers."""
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        )
+    return out[0, len(prompt) :].tolist()
