@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tandem.engine.inputs import TILE_ROWS, tile_places
-from tandem.engine.model_config import RopeConfig
 from tandem.engine.models.llama import silu
 from tandem.engine.rope import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
+from tandem.engine.rope_config import RopeConfig
 from tandem.engine.sequence import Sequence
 from tandem.pagehash import prompt_hashes
 from tandem.sampling import Payload, SamplingParams

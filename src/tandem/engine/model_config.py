@@ -1,28 +1,69 @@
 """What a checkpoint says about itself: `config.json` of a Hugging Face directory, checked and reduced to what is used.
 
-Both spellings of rotary settings are read: `rope_parameters` (transformers 5) and `rope_theta` + `rope_scaling`.
-Whatever would change the mathematics and is not implemented is refused here, never ignored.
+Whatever would change the mathematics and is not implemented is refused here, never ignored. The fields of transformers'
+LlamaConfig and Qwen3Config fall into four kinds:
+
+    computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`
+    refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, sliding_window
+    ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
+    silent      training and bookkeeping: initializer_range, attention_dropout, use_cache, pretraining_tp,
+                max_window_layers (says which layers have a window, and none has), pad_token_id, bos_token_id
 """
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+from tandem.engine.documents import Fields, ModelError, read_json, shown
+from tandem.engine.eos import eos_ids, tokenizer_eos
+from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope
 
+__all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
 
-class ModelError(Exception):
-    """This directory cannot be served: one line with the cause and what to do."""
+MOST_VOCAB = 1 << 24
+MOST_FEATURES = 1 << 20
+MOST_LAYERS = 1 << 12
+MOST_HEADS = 1 << 14
+MOST_HEAD_DIM = 1 << 13
+WHERE = "config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """How positions turn into angles; `parameters` holds what the kind needs beyond theta."""
+class Family:
+    """An architecture as `config.json` names it, its `model_type`, and what absent fields mean in it."""
 
-    kind: str
-    theta: float
-    parameters: dict[str, Any]
+    model_type: str
+    defaults: dict[str, int] = field(default_factory=dict)
+    has_window_unless_told: bool = True  # a `sliding_window` holds without `use_sliding_window`
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family("llama"),
+    "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128}, has_window_unless_told=False),
+}
+
+_NO = (None, False)
+_ONE = (None, 1)
+# Fields that change what is computed, here or in a relative of these architectures, and the values that change nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("quantization_config", "compression_config", "quantization", "quantize_config"), (None,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys(("attention_multiplier", "attention_scale", "clip_qkv", "logit_softcapping"), (None,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), _ONE),
+    **dict.fromkeys(("scale_emb", "rotary_pct", "rotary_percent", "rope_ratio"), _ONE),
+    **dict.fromkeys(("scale_depth", "dim_model_base", "rotary_dim", "rope_local_base_freq"), (None,)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm", "rope_interleave", "rope_interleaved"), _NO),
+    **dict.fromkeys(("alibi", "use_alibi", "use_logn_attn", "use_dynamic_ntk", "attn_temperature_tuning"), _NO),
+    **dict.fromkeys(("parallel_attn", "use_parallel_residual", "parallel_residual"), _NO),
+    **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), _NO),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern"), (None,)),
+    **dict.fromkeys(("attention_chunk_size", "per_layer_config", "text_config", "vision_config"), (None,)),
+    "is_causal": (None, True),
+    "position_embedding_type": (None, "rope", "rotary"),
+    "hidden_activation": (None, "silu", "swish"),
+    "pruned_heads": (None, {}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,111 +87,121 @@ class ModelConfig:
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Parse `config.json` (and `generation_config.json` if it is there)."""
+    """Parse `config.json`, and what `generation_config.json` and the tokenizer say of the end. Raises ModelError."""
     if not model_dir.is_dir():
         raise ModelError(f"model directory {model_dir} does not exist; give a Hugging Face checkpoint directory")
     raw = read_json(model_dir / "config.json")
-    return parse_config(raw, generation=read_json(model_dir / "generation_config.json", optional=True))
+    generation = read_json(model_dir / "generation_config.json", optional=True)
+    return parse_config(raw, generation=generation, tokenizer_eos=tokenizer_eos(model_dir))
 
 
-def parse_config(raw: dict[str, Any], *, generation: dict[str, Any]) -> ModelConfig:
-    architectures = raw.get("architectures") or []
-    if len(architectures) != 1:
-        raise ModelError(f"config.json names the architectures {architectures}; exactly one is needed")
-    _refuse_unsupported(raw)
-    hidden, heads = _positive(raw, "hidden_size"), _positive(raw, "num_attention_heads")
-    kv_heads = raw.get("num_key_value_heads") or heads
-    if heads % kv_heads != 0:
-        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} KV heads; the file is broken")
-    rope = _rope(raw)
+def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_eos: int | None = None) -> ModelConfig:
+    """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
+    architecture, family = _family(raw)
+    config = Fields(WHERE, {**family.defaults, **{name: value for name, value in raw.items() if value is not None}})
+    rope = read_rope(config)
+    max_context = _max_context(config, rope)
+    _refuse_unsupported(config, family, max_context)
+    heads = config.integer("num_attention_heads", most=MOST_HEADS)
+    hidden = config.integer("hidden_size", most=MOST_FEATURES)
+    vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
     return ModelConfig(
-        architecture=architectures[0],
-        vocab_size=_positive(raw, "vocab_size"),
+        architecture=architecture,
+        vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        num_layers=_positive(raw, "num_hidden_layers"),
+        intermediate_size=config.integer("intermediate_size", most=MOST_FEATURES),
+        num_layers=config.integer("num_hidden_layers", most=MOST_LAYERS),
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        attention_bias=bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        num_kv_heads=_kv_heads(config, heads),
+        head_dim=_head_dim(config, hidden, heads),
+        norm_eps=config.number("rms_norm_eps", least=1e-30, most=1, default=1e-6),
+        tied_embeddings=config.flag("tie_word_embeddings", default=False),
+        attention_bias=config.flag("attention_bias", default=False),
+        mlp_bias=config.flag("mlp_bias", default=False),
         rope=rope,
-        max_context=_max_context(raw, rope),
-        stored_dtype=raw.get("dtype") or raw.get("torch_dtype"),
-        eos_ids=_eos_ids(raw, generation),
+        max_context=max_context,
+        stored_dtype=_stored_dtype(config),
+        eos_ids=eos_ids(config, Fields("generation_config.json", generation), tokenizer_eos, vocab_size=vocab_size),
     )
 
 
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """A JSON object; `{}` when it is optional and absent."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if optional:
-            return {}
-        raise ModelError(f"{path} is missing; give a complete Hugging Face checkpoint directory") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download the checkpoint again") from None
-    if not isinstance(document, dict):
-        raise ModelError(f"{path} holds no JSON object; download the checkpoint again")
-    return document
+def _family(raw: dict[str, Any]) -> tuple[str, Family]:
+    given = raw.get("architectures")
+    if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
+        raise ModelError(f"config.json names the architectures {shown(given)}; exactly one is needed")
+    name = given[0]
+    if name not in FAMILIES:
+        raise ModelError(
+            f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)}"
+        )
+    model_type = Fields(WHERE, raw).text("model_type", default=FAMILIES[name].model_type)
+    if model_type != FAMILIES[name].model_type:
+        raise ModelError(f"config.json: {name} has the model_type {shown(model_type)}; the file is broken")
+    return name, FAMILIES[name]
 
 
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    """Everything that changes the mathematics and is not implemented."""
-    activation = raw.get("hidden_act", "silu")
-    layer_types = set(raw.get("layer_types") or ["full_attention"])
-    problems = [
-        (activation not in ("silu", "swish"), f"the activation {activation!r}"),
-        (raw.get("quantization_config") is not None, "quantized weights"),
-        (bool(raw.get("use_sliding_window")) or layer_types != {"full_attention"}, "sliding-window attention"),
-    ]
-    for unsupported, what in problems:
-        if unsupported:
-            raise ModelError(f"the model uses {what}, which is not supported; choose another checkpoint")
+def _kv_heads(config: Fields, heads: int) -> int:
+    kv_heads = config.integer("num_key_value_heads", most=MOST_HEADS, default=heads)
+    if heads % kv_heads != 0:
+        raise ModelError(f"config.json: {heads} attention heads cannot share {kv_heads} KV heads; the file is broken")
+    return kv_heads
 
 
-def _positive(raw: dict[str, Any], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or value < 1:
-        raise ModelError(f"config.json: {name} is {value!r}, a positive integer is needed; the file is broken")
-    return value
+def _head_dim(config: Fields, hidden: int, heads: int) -> int:
+    if not config.has("head_dim") and hidden % heads != 0:
+        raise ModelError(f"config.json: hidden_size {hidden} is not divisible by {heads} heads; the file is broken")
+    head_dim = config.integer("head_dim", most=MOST_HEAD_DIM, default=hidden // heads)
+    if head_dim % 2 != 0:
+        raise ModelError(f"config.json: the head dimension {head_dim} is odd, so it has no pairs to rotate")
+    return head_dim
 
 
-def _rope(raw: dict[str, Any]) -> RopeConfig:
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"the rotary scaling {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
-    partial = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise ModelError(f"partial_rotary_factor {partial} is not supported; choose another checkpoint")
-    parameters = {key: value for key, value in given.items() if key not in ("rope_type", "type", "rope_theta")}
-    if kind != "default" and "factor" not in parameters:
-        raise ModelError(f"config.json: the rotary scaling {kind!r} has no factor; the file is broken")
-    if kind in ("llama3", "yarn"):
-        outside = raw.get("original_max_position_embeddings")  # where Phi-like checkpoints keep it; it wins there
-        inside = parameters.get("original_max_position_embeddings") or _positive(raw, "max_position_embeddings")
-        parameters["original_max_position_embeddings"] = outside or inside
-    theta = given.get("rope_theta") or raw.get("rope_theta") or 10_000.0
-    return RopeConfig(kind=kind, theta=float(theta), parameters=parameters)
+def _stored_dtype(config: Fields) -> str | None:
+    name = config.text("dtype", default=config.text("torch_dtype", default=""))
+    if len(name) > 32 or not name.isascii():
+        raise config.wrong("dtype", "the name of a type is needed")
+    return name or None
 
 
-def _max_context(raw: dict[str, Any], rope: RopeConfig) -> int:
+def _max_context(config: Fields, rope: RopeConfig) -> int:
     """`dynamic` is exact up to the trained length, where it equals `default`; beyond it a key's angle would depend on
     how long its sequence has become, which no page cache can hold. So that is where the context ends.
     """
-    trained = _positive(raw, "max_position_embeddings")
-    if rope.kind == "yarn" and rope.parameters.get("factor"):
-        return max(trained, int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"]))
+    trained = config.integer("max_position_embeddings", most=MOST_POSITIONS)
+    if rope.kind == "yarn":
+        stretched = int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"])
+        return min(max(trained, stretched), MOST_POSITIONS)
     return trained
 
 
-def _eos_ids(raw: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """Union of both files: chat checkpoints often name the end of a turn only in generation_config.json."""
-    ids: list[int] = []
-    for value in (generation.get("eos_token_id"), raw.get("eos_token_id")):
-        ids += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(ids))
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(config: Fields, family: Family, max_context: int) -> None:
+    if config.text("hidden_act", default="silu") not in ("silu", "swish"):
+        raise _unsupported("hidden_act", config.values["hidden_act"])
+    for name, harmless in UNSUPPORTED.items():
+        value = config.values.get(name)
+        if not any(_is_same(value, other) for other in harmless):
+            raise _unsupported(name, value)
+    layer_types = config.values.get("layer_types", [])
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        raise _unsupported("layer_types", layer_types)
+    _refuse_window(config, family, max_context)
+
+
+def _refuse_window(config: Fields, family: Family, max_context: int) -> None:
+    """A window that no context outgrows is none."""
+    is_used = config.flag("use_sliding_window", default=family.has_window_unless_told and config.has("sliding_window"))
+    if is_used and config.integer("sliding_window", most=MOST_POSITIONS, default=1) < max_context:
+        name = "sliding_window" if config.has("sliding_window") else "use_sliding_window"
+        raise _unsupported(name, config.values.get(name))
+
+
+def _is_same(value: object, other: object) -> bool:
+    """JSON's true is not its 1."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _unsupported(name: str, value: object) -> ModelError:
+    return ModelError(f"config.json: {name} is {shown(value)}, which is not supported; choose another checkpoint")

@@ -10,7 +10,7 @@ from typing import Any  # values of JSON documents
 import torch
 from torch import Tensor
 
-from tandem.engine.model_config import RopeConfig
+from tandem.engine.rope_config import RopeConfig
 
 BLOCK_POSITIONS = 1024
 

@@ -1,25 +1,31 @@
 """From a checkpoint directory to a model that runs.
 
-Weights are memory-mapped: where the stored type is the wanted one, nothing is copied, loading takes no time, and
-several engines on one machine share the pages. Everything a user can get wrong ends in a `ModelError` of one line.
+Weights are memory-mapped: where the stored type is the wanted one, nothing is copied, and several engines on one
+machine share the pages. Everything a user can get wrong ends in a `ModelError` of one line.
 """
 
 import hashlib
-import json
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any  # values of JSON documents
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tandem.engine.model_config import ModelConfig, ModelError, parse_config, read_json
+from tandem.engine import digest_cache
+from tandem.engine.checkpoint import Checkpoint
+from tandem.engine.digest_cache import DigestCache
+from tandem.engine.documents import ModelError, shown
+from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.llama import Transformer
-from tandem.engine.models.table import builder
+from tandem.engine.models.table import BUILDERS
+from tandem.engine.weights_digest import tensor_digests, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DIGEST_BYTES = 4096  # of each end of each file
+STORED = ("F32", "BF16", "F16")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
+DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,98 +46,89 @@ class LoadedModel:
         return self.config.max_context
 
 
-def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
-    """dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere)."""
-    if not model_dir.is_dir():
-        raise ModelError(f"model directory {model_dir} does not exist; give a Hugging Face checkpoint directory")
-    raw = read_json(model_dir / "config.json")
-    config = parse_config(raw, generation=read_json(model_dir / "generation_config.json", optional=True))
-    build = builder(config.architecture)
+def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: DigestCache | None = None) -> LoadedModel:
+    """dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
+
+    cache: of digests read before; the user's own when it is None.
+    """
+    config = read_config(model_dir)
     _check_device(device)
     checkpoint = Checkpoint(model_dir)
-    chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of("model.embed_tokens.weight"), device=device)
-    module = build(config, WeightSource(checkpoint, dtype=chosen, device=device))
+    chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(EMBEDDING), device=device)
+    source = WeightSource(checkpoint, dtype=chosen, device=device)
+    module = BUILDERS[config.architecture](config, source)
+    copies = _untaken(checkpoint, source, config)
+    known = cache if cache is not None else DigestCache(digest_cache.default_path())
+    digests = tensor_digests(checkpoint, source.taken + copies, known)
+    _refuse_another_head(digests, copies)
     fields = {
         "model": config.architecture,
         "dtype": str(chosen).removeprefix("torch."),
         "layers": str(config.num_layers),
         "kv_heads": str(config.num_kv_heads),
         "head_dim": str(config.head_dim),
-        "weights": _digest(raw, checkpoint),
+        "config": _config_digest(config),
+        "eos_token_ids": ",".join(str(id) for id in config.eos_ids),
+        "weights": weights_digest({name: digests[name] for name in source.taken}),
         "deterministic": "off",  # until a self-check says otherwise
     }
     return LoadedModel(config=config, module=module, dtype=chosen, device=device, layout_fields=fields)
 
 
-class Checkpoint:
-    """The safetensors files of a directory, opened, and which tensor is in which."""
-
-    def __init__(self, model_dir: Path) -> None:
-        self.model_dir = model_dir
-        self.files = _weight_files(model_dir)
-        self._opened = {path: _open(path) for path in self.files}
-        self._file_of = {name: path for path, opened in self._opened.items() for name in opened.keys()}  # noqa: SIM118
-
-    def names(self) -> list[str]:
-        return sorted(self._file_of)
-
-    def shape_of(self, name: str) -> list[int]:
-        return self._opened[self._find(name)].get_slice(name).get_shape()
-
-    def dtype_of(self, name: str) -> str:
-        """As safetensors spells it: F32, F16, BF16, ..."""
-        return self._opened[self._find(name)].get_slice(name).get_dtype()
-
-    def tensor(self, name: str) -> Tensor:
-        """Mapped, not read."""
-        return self._opened[self._find(name)].get_tensor(name)
-
-    def _find(self, name: str) -> Path:
-        if name not in self._file_of:
-            raise ModelError(
-                f"the tensor {name} is missing from {self.model_dir} ({len(self.files)} weight files, "
-                f"{len(self._file_of)} tensors); download the checkpoint again"
-            )
-        return self._file_of[name]
-
-
 class WeightSource:
-    """Hands tensors to a model: checked, in the wanted type, on the wanted device."""
+    """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out."""
 
     def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str) -> None:
         self.dtype = dtype
         self.device = device
+        self.taken: list[str] = []
         self._checkpoint = checkpoint
 
     def take(self, name: str, *shape: int) -> Tensor:
-        tensor = self._checkpoint.tensor(name)
-        if tuple(tensor.shape) != shape:
+        stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
+        if found != shape:
             raise ModelError(
-                f"the tensor {name} has the shape {tuple(tensor.shape)}, config.json asks for {shape}; "
+                f"the tensor {name} has the shape {shown(found)}, config.json asks for {shape}; "
                 "weights and config.json belong to different models"
             )
-        return tensor.to(dtype=self.dtype).to(device=self.device)
+        if stored not in STORED:
+            raise ModelError(
+                f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
+            )
+        self.taken.append(name)
+        return self._checkpoint.tensor(name).to(dtype=self.dtype).to(device=self.device)
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
-    """One file, or the shards that the index names; sorted."""
-    index = model_dir / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise ModelError(f"{index} has no weight_map; download the checkpoint again")
-        return sorted({model_dir / name for name in weight_map.values()})
-    single = model_dir / "model.safetensors"
-    if single.exists():
-        return [single]
-    raise ModelError(f"no model.safetensors (or its index) in {model_dir}; only safetensors checkpoints can be served")
+def _untaken(checkpoint: Checkpoint, source: WeightSource, config: ModelConfig) -> list[str]:
+    """Tensors that no module took and that may be there: a head beside tied embeddings, if it is their copy.
+
+    Raises ModelError for others: who wrote them meant them to be computed with.
+    """
+    left = sorted(set(checkpoint.names()) - set(source.taken))
+    copies = [name for name in left if name == HEAD and config.tied_embeddings]
+    unknown = [name for name in left if name not in copies and not DERIVED.fullmatch(name)]
+    if unknown:
+        raise ModelError(
+            f"{config.architecture} as config.json describes it has no place for {shown(unknown[0])} and "
+            f"{len(unknown) - 1} other tensors of the checkpoint; config.json belongs to another model"
+        )
+    return copies
 
 
-def _open(path: Path) -> Any:  # safetensors ships no types for its handle
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); download the checkpoint again") from None
+def _refuse_another_head(digests: dict[str, str], copies: list[str]) -> None:
+    for name in copies:
+        if digests[name] != digests[EMBEDDING]:
+            raise ModelError(
+                f"config.json ties the embeddings, but {name} differs from {EMBEDDING}; "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
+
+
+def _config_digest(config: ModelConfig) -> str:
+    """Of all that is computed with: not of a context's end, the name of a stored type, or when an answer ends."""
+    silent = ("max_context", "stored_dtype", "eos_ids")
+    computed = {name: value for name, value in sorted(asdict(config).items()) if name not in silent}
+    return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 
 
 def _check_device(device: str) -> None:
@@ -159,18 +156,3 @@ def _choose_dtype(asked: str, *, stored: str, device: str) -> torch.dtype:
             return torch.float32 if device == "cpu" else torch.bfloat16
         case _:
             raise ModelError(f"weights are stored as {stored}, which is not supported; choose another checkpoint")
-
-
-def _digest(raw_config: dict[str, Any], checkpoint: Checkpoint) -> str:
-    """Cheap: tells different checkpoints apart without reading them. Independent of where the directory lies."""
-    told = {key: value for key, value in raw_config.items() if key not in ("_name_or_path", "transformers_version")}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
-    for name in checkpoint.names():
-        digest.update(f"{name} {checkpoint.shape_of(name)} {checkpoint.dtype_of(name)}\n".encode())
-    for path in checkpoint.files:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            head = file.read(DIGEST_BYTES)
-            file.seek(max(0, size - DIGEST_BYTES))
-            digest.update(f"{size}\n".encode() + head + file.read(DIGEST_BYTES))
-    return digest.hexdigest()[:32]

@@ -1,0 +1,454 @@
+"""config.json, generation_config.json and the tokenizer's files: what is computed, what is refused, in which words."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_files import CONFIG, refusal, write_model
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+
+from tandem.engine.model_config import (
+    FAMILIES,
+    UNSUPPORTED,
+    ModelConfig,
+    ModelError,
+    parse_config,
+    read_config,
+)
+
+QWEN = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def parsed(base: dict = CONFIG, *, generation: dict | None = None, eos: int | None = None, **changes) -> ModelConfig:
+    return parse_config({**base, **changes}, generation=generation or {}, tokenizer_eos=eos)
+
+
+def refused(base: dict = CONFIG, *, generation: dict | None = None, eos: int | None = None, **changes) -> str:
+    with pytest.raises(ModelError) as caught:
+        parsed(base, generation=generation, eos=eos, **changes)
+    text = str(caught.value)
+    assert text.isprintable()
+    return text
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+NO_SIZES = (0, -1, True, "8", 8.0, math.nan, math.inf, 10**30, [8], {"of": 8})
+
+
+@pytest.mark.parametrize("value", NO_SIZES, ids=repr)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_is_a_whole_number_within_bounds(name: str, value: Any) -> None:
+    text = refused(**{name: value})
+
+    assert f"config.json: {name} is " in text
+    assert "correct it, or download it again" in text
+
+
+@pytest.mark.parametrize("name", [name for name in SIZES if name not in ("num_key_value_heads", "head_dim")])
+def test_a_size_that_is_missing_is_named(name: str) -> None:
+    assert f"config.json: {name} is None" in refused(**{name: None})
+
+
+def test_sizes_that_follow_from_others_may_be_missing() -> None:
+    assert (parsed(num_key_value_heads=None).num_kv_heads, parsed().head_dim) == (4, 2)
+    assert (parsed(QWEN, num_key_value_heads=None, num_attention_heads=32).num_kv_heads) == 32
+    assert parsed(QWEN, head_dim=None).head_dim == 128
+
+
+@pytest.mark.parametrize("value", [0, -1e-5, 2, True, "1e-5", math.nan, math.inf, [1e-5], 10**30], ids=repr)
+def test_the_norm_needs_a_small_number(value: Any) -> None:
+    assert "rms_norm_eps" in refused(rms_norm_eps=value)
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", [], {}], ids=repr)
+@pytest.mark.parametrize("name", ["tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"])
+def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
+    assert f"{name} is {value!r}, true or false is needed" in refused(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ({"head_dim": 3}, "head dimension 3 is odd"),
+        ({"hidden_size": 9}, "hidden_size 9 is not divisible by 4 heads"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
+        ({"model_type": 4}, "model_type"),
+        ({"dtype": 4}, "dtype"),
+        ({"dtype": "x" * 1000}, "dtype"),
+        ({"architectures": []}, "names the architectures []"),
+        ({"architectures": "LlamaForCausalLM"}, "exactly one is needed"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
+        ({"architectures": ["MambaForCausalLM"]}, "known are LlamaForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["x\ny" * 1000]}, "is not supported"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_sizes_and_names_have_to_fit_together(changes: dict, named: str) -> None:
+    assert named in refused(**changes)
+
+
+# --- what would compute something else -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("hidden_act", 7),
+        ("quantization_config", {"quant_method": "gptq"}),
+        ("quantization_config", {}),
+        ("attn_logit_softcapping", 50.0),
+        ("final_logit_softcapping", 30.0),
+        ("logit_scale", 0.0625),
+        ("residual_multiplier", 0.22),
+        ("residual_multiplier", True),
+        ("partial_rotary_factor", 0.5),
+        ("rotary_pct", 0.25),
+        ("qk_layernorm", True),
+        ("is_causal", False),
+        ("num_local_experts", 8),
+        ("attention_chunk_size", 8192),
+        ("per_layer_config", {"0": {}}),
+        ("text_config", {"hidden_size": 8}),
+        ("layer_types", ["full_attention", "sliding_attention"]),
+        ("layer_types", [["full_attention"]]),
+        ("layer_types", "full_attention"),
+        ("sliding_window", 32),
+        ("sliding_window", "32"),
+        ("use_sliding_window", True),
+    ],
+)
+def test_what_would_compute_something_else_is_refused_by_name(name: str, value: Any) -> None:
+    assert name in refused(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"hidden_act": "swish"},
+        {"residual_multiplier": 1.0},
+        {"logit_scale": 1},
+        {"partial_rotary_factor": 1.0},
+        {"is_causal": True},
+        {"sliding_window": 64},
+        {"sliding_window": 32, "use_sliding_window": False},
+        {"layer_types": ["full_attention", "full_attention"]},
+        {"num_experts": 0},
+        {"pruned_heads": {}},
+        {"initializer_range": "any", "attention_dropout": 0.5, "pretraining_tp": 8, "pad_token_id": -1},
+        {"an_invention": {"of": ["somebody"]}},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_taken(changes: dict) -> None:
+    assert parsed(**changes) == parsed()
+
+
+def test_qwen3_names_a_window_that_it_does_not_use() -> None:
+    assert parsed(QWEN, sliding_window=32) == parsed(QWEN)
+    assert "sliding_window" in refused(QWEN, sliding_window=32, use_sliding_window=True)
+
+
+COMPUTED = {
+    *SIZES,
+    "architectures",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "rope_parameters",
+}
+DECIDED = {"hidden_act", "layer_types", "sliding_window", "use_sliding_window", "eos_token_id", *UNSUPPORTED}
+# Training and bookkeeping. `max_window_layers` says which layers have a window.
+SILENT = {"attention_dropout", "initializer_range", "use_cache", "pretraining_tp", "max_window_layers"}
+SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
+
+
+@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> None:
+    """A release that adds one makes this fail: compute it, refuse it, or say that it means nothing."""
+    fields = set(family().to_dict()) - set(PretrainedConfig().to_dict())
+
+    assert "vocab_size" in fields
+    assert fields - COMPUTED - DECIDED - SILENT == set()
+
+
+def test_what_transformers_writes_by_itself_is_taken() -> None:
+    for config, name in ((LlamaConfig(), "LlamaForCausalLM"), (Qwen3Config(), "Qwen3ForCausalLM")):
+        written = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [name]}
+        ours = parse_config(written, generation={})
+        assert ours.head_dim == config.head_dim
+        assert ours.num_kv_heads == config.num_key_value_heads
+        assert ours.rope.theta == config.rope_parameters["rope_theta"]
+        assert ours.norm_eps == config.rms_norm_eps
+        assert FAMILIES[name].model_type == config.model_type
+
+
+# --- rotary positions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_scaling": {**LLAMA3}, "rope_theta": 5e5},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "type": "llama3"}, "rope_theta": None},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA3}, "rope_theta": 5e5},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": None},
+        {"rope_parameters": {}, "rope_scaling": {**LLAMA3, "finetuned": True}, "rope_theta": 5e5},
+        {
+            "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "original_max_position_embeddings"},
+            "original_max_position_embeddings": 32,
+            "rope_theta": 5e5,
+        },
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_both_spellings_may_be_there_if_they_say_the_same(given: dict) -> None:
+    rope = parsed(**{"rope_theta": None, **given}).rope
+
+    assert (rope.kind, rope.theta) == ("llama3", 5e5)
+    assert rope.parameters == {name: value for name, value in LLAMA3.items() if name != "rope_type"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {**LLAMA3}},
+        {"rope_parameters": {**LLAMA3}, "rope_scaling": {**LLAMA3, "factor": 4.0}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": {**LLAMA3}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},  # CONFIG has another rope_theta beside it
+        {"rope_scaling": {**LLAMA3, "type": "yarn"}},
+        {"rope_scaling": {**LLAMA3}, "original_max_position_embeddings": 16},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_spellings_that_contradict_each_other_are_refused(given: dict) -> None:
+    text = refused(**given)
+
+    assert "rope" in text
+    assert "remove the wrong one" in text
+
+
+NO_FACTORS = (0, 0.5, -2.0, True, "2", math.nan, math.inf, 10**30, None, [2.0], {"of": 2.0})
+
+
+@pytest.mark.parametrize("value", NO_FACTORS, ids=repr)
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
+def test_a_factor_is_a_number_that_stretches(kind: str, value: Any) -> None:
+    given = {**(LLAMA3 if kind == "llama3" else YARN if kind == "yarn" else {}), "rope_type": kind, "factor": value}
+
+    assert "rope_scaling" in refused(rope_scaling=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not supported; known are"),
+        ({"rope_type": ["yarn"]}, "rope_type"),
+        ({**LLAMA3, "low_freq_factor": 0}, "low_freq_factor"),
+        ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
+        ({**LLAMA3, "high_freq_factor": 1.0}, "more than low_freq_factor is needed"),
+        ({**LLAMA3, "original_max_position_embeddings": 0}, "original_max_position_embeddings"),
+        ({**YARN, "original_max_position_embeddings": 64.0}, "original_max_position_embeddings"),
+        ({**YARN, "beta_fast": -1}, "beta_fast"),
+        ({**YARN, "beta_fast": 1, "beta_slow": 2}, "at least beta_slow is needed"),
+        ({**YARN, "attention_factor": 0}, "attention_factor"),
+        ({**YARN, "mscale": "1"}, "mscale"),
+        ({**YARN, "truncate": 1}, "truncate"),
+        ({**YARN, "rope_theta": 1}, "rope_theta"),
+        ({**YARN, "rope_theta": -5e5}, "rope_theta"),
+        ({"rope_type": "default", "factor": 8.0}, "'factor' means nothing to the kind default"),
+        ({"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section"),
+        ({"rope_type": "linear", "factor": 2.0, "alpha": 1000.0}, "alpha"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}, "differ by layer"),
+        ({"full_attention": {"rope_type": "default"}}, "differ by layer"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_angles_that_would_be_others_are_refused(name: str, given: dict, named: str) -> None:
+    assert named in refused(**{name: given})
+
+
+@pytest.mark.parametrize("value", [3, "yarn", [YARN], True])
+def test_rotary_settings_are_an_object(value: Any) -> None:
+    assert "an object is needed" in refused(rope_scaling=value)
+
+
+def test_yarn_reaches_as_far_as_it_stretches() -> None:
+    assert parsed(rope_scaling=YARN).max_context == 256
+    endless = {**YARN, "factor": 1e6, "original_max_position_embeddings": 1 << 31}
+    assert parsed(rope_scaling=endless).max_context == 1 << 31
+
+
+def test_dynamic_scaling_ends_where_it_would_begin() -> None:
+    assert parsed(rope_scaling={"rope_type": "dynamic", "factor": 4.0}).max_context == 64
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "tokenizer", "ends"),
+    [
+        (2, {}, None, (2,)),
+        ([2, 5], {}, None, (2, 5)),
+        (2, {"eos_token_id": [7, 3]}, None, (7, 3)),
+        (2, {"eos_token_id": None}, None, (2,)),
+        (None, {}, None, ()),
+        (2, {}, 5, (2, 5)),
+        (2, {"eos_token_id": [7, 5]}, 5, (7, 5)),
+        (None, {}, 5, (5,)),
+    ],
+)
+def test_an_answer_ends_where_transformers_ends_it_and_where_the_tokenizer_does(
+    config: Any, generation: dict, tokenizer: int | None, ends: tuple[int, ...]
+) -> None:
+    assert parsed(eos_token_id=config, generation=generation, eos=tokenizer).eos_ids == ends
+
+
+@pytest.mark.parametrize("value", [-1, 20, True, "2", 2.0, 10**30, [2, -1], [[2]], {"a": 2}, list(range(20)) * 50])
+def test_ends_are_token_ids(value: Any) -> None:
+    assert "config.json: eos_token_id is" in refused(eos_token_id=value)
+    assert "generation_config.json: eos_token_id is" in refused(generation={"eos_token_id": value})
+
+
+def test_an_end_that_only_the_tokenizer_has_room_for_is_refused() -> None:
+    assert "the tokenizer ends texts with token 20" in refused(eos=20)
+
+
+END = "<|im_end|>"
+PLACES = {
+    "beside its text": ({"added_tokens_decoder": {"7": {"content": END}, "x": 1}}, None),
+    "an added token": ({}, {"added_tokens": [{"id": 7, "content": END}]}),
+    "in the vocabulary": ({}, {"added_tokens": [{"id": True, "content": END}], "model": {"vocab": {END: 7}}}),
+}
+
+
+@pytest.mark.parametrize("written", [END, {"content": END, "lstrip": False}], ids=["text", "object"])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_tokenizers_end_is_found(tmp_path: Path, place: str, written: Any) -> None:
+    config, definition = PLACES[place]
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": written, **config}))
+    if definition is not None:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+
+    assert read_config(tmp_path).eos_ids == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "definition"),
+    [
+        ({}, {}),
+        ({"eos_token": 7}, {}),
+        ({"eos_token": END}, {"added_tokens": {"a": 1}, "model": []}),
+        ({"eos_token": END, "added_tokens_decoder": [END]}, {"added_tokens": [7, END], "model": {"vocab": [END]}}),
+        ({"eos_token": END, "added_tokens_decoder": {"٧": END, "-7": END}}, {"model": {"vocab": {END: "7"}}}),
+    ],
+)
+def test_a_tokenizer_that_says_nothing_usable_of_its_end_adds_none(
+    tmp_path: Path, config: dict, definition: dict
+) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+
+    assert read_config(tmp_path).eos_ids == (2,)
+
+
+# --- hostile documents -----------------------------------------------------------------------------------------------
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+DOCUMENTS = {
+    "empty": b"",
+    "cut": b'{"vocab_size": 3',
+    "no object": b"[]",
+    "null": b"null",
+    "not a number": b'{"vocab_size": NaN}',
+    "infinite": b'{"vocab_size": -Infinity}',
+    "beyond fp64": b'{"rms_norm_eps": 1e999}',
+    "endless digits": b'{"vocab_size": ' + b"9" * 100_000 + b"}",
+    "deep": b'{"vocab_size": ' + DEEP + b"}",
+    "deep objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a key twice": b'{"vocab_size": 3, "vocab_size": 4}',
+    "no utf-8": b'{"\xff": 1}',
+    "utf-16": '{"vocab_size": 3}'.encode("utf-16"),
+    "a lone surrogate": b'{"architectures": ["\\ud800"]}',
+    "large": b" " * (5 << 20),
+}
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_broken_document_ends_in_one_line_that_names_it(tmp_path: Path, name: str, document: str) -> None:
+    write_model(tmp_path)
+    (tmp_path / name).write_bytes(DOCUMENTS[document])
+    if name != "config.json" and document == "a lone surrogate":
+        assert read_config(tmp_path).eos_ids == (2,)
+        return
+
+    assert name in refusal(tmp_path)
+
+
+def test_a_document_that_is_a_pipe_or_a_folder_is_refused_and_nobody_waits(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    assert "it is not a regular file" in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").symlink_to("/dev/zero")
+    assert "it is not a regular file" in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    assert "config.json cannot be read" in refusal(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted({*CONFIG, *COMPUTED, *DECIDED, "rope_scaling", "rope_theta", "model_type", "torch_dtype"})
+
+
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    generation=st.dictionaries(st.just("eos_token_id"), JSON),
+)
+def test_any_values_at_all_are_taken_or_refused_in_one_line(changes: dict, generation: dict) -> None:
+    try:
+        parsed(generation=generation, **changes)
+        line = ""
+    except ModelError as error:
+        line = str(error)
+
+    assert line.isprintable()
