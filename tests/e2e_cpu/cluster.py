@@ -192,6 +192,7 @@ def halves(
     decode_flags: Sequence[str] = (),
     *,
     prefill_host: str = "127.0.0.1",
+    decode_model: str = MODEL,
 ) -> Iterator[tuple[Server, Server]]:
     """A prefill and a decode with flags of their own and nobody in front of them, ready."""
     left, bootstrap, right = free_ports(3)
@@ -200,7 +201,7 @@ def halves(
         words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
         prefill = fleet.start("prefill", serve_words(MODEL, left, *words, *prefill_flags), port=left)
         decode_words = ("--disaggregation-mode", "decode", *decode_flags)
-        decode = fleet.start("decode", serve_words(MODEL, right, *decode_words), port=right)
+        decode = fleet.start("decode", serve_words(decode_model, right, *decode_words), port=right)
         found = Server(prefill, prefill_host), Server(decode)
         try:
             for server in found:

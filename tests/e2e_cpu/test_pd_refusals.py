@@ -4,18 +4,22 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import MODEL, SECRET, START_S, HttpError, bootstrap_port, eventually, halves, secret_flags
+from safetensors.numpy import load_file, save_file
 
+import tandem
 from tandem.cli.failure import CommandFailed
 from tandem.cli.fleet import Fleet, free_ports, serve_words
 from tandem.membership import ClusterSecret, user_secret
 from tandem.server.api.cluster_auth import signed_write
 
+MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 
 
@@ -43,6 +47,26 @@ def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp
             with server.open("GET", "/ready") as reply:
                 assert reply.status == 200
         assert len(decode.generate(PROMPT, max_new_tokens=3)["output_ids"]) == 3
+
+
+def test_weights_that_differ_in_one_element_and_a_promise_of_one_side_only_are_refused_by_name(tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(MINI, changed)
+    tensors = load_file(changed / "model.safetensors")
+    weight = tensors["model.layers.2.mlp.down_proj.weight"]
+    weight[96, 256] += 2.0**-20
+    save_file(tensors, changed / "model.safetensors")
+    with halves(tmp_path, ("--deterministic",), (), decode_model=str(changed)) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 33}
+        prefill_half = prefill.open_stream(PROMPT, timeout=20, **pair)
+        with pytest.raises(HttpError) as refused:
+            decode.generate(PROMPT, timeout=20, **pair)
+        prefill_half.close()
+    error = refused.value.error
+    assert (refused.value.status, error["code"]) == (502, "layout_mismatch")
+    named = [part.split(" is ")[0].split(": ")[-1] for part in error["message"].split("; ")]
+    assert named == ["deterministic", "weights"]
+    assert "deterministic is on, " in error["message"]
 
 
 def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_computes_the_prompt(tmp_path: Path) -> None:

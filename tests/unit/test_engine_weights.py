@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tandem.core.pd.layout_check import differences
 from tandem.engine.model_config import FAMILIES
 from tandem.engine.models.table import BUILDERS
-from tandem.engine.weights import load
+from tandem.engine.weights import in_short, load
 
 
 def test_a_whole_directory_loads(tmp_path: Path) -> None:
@@ -110,6 +110,12 @@ def test_the_layout_names_what_else_differs(tmp_path: Path, change: dict, field:
 
     assert layout_difference(here, there).startswith(f"{field} is ")
     assert ";" not in layout_difference(here, there)
+
+
+def test_tokens_that_end_an_answer_are_listed_where_they_fit() -> None:
+    assert in_short((2, 151645)) == "2,151645"
+    assert len(in_short(tuple(range(200)))) == 32
+    assert in_short(tuple(range(200))) != in_short(tuple(range(201)))
 
 
 def test_a_longer_context_or_another_name_of_the_type_computes_the_same(tmp_path: Path) -> None:

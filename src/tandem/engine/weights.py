@@ -22,6 +22,7 @@ from tandem.engine.models.table import BUILDERS
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+READABLE_CHARS = 64  # a field of a layout is short
 STORED = ("F32", "BF16", "F16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
@@ -68,7 +69,7 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
         "kv_heads": str(config.num_kv_heads),
         "head_dim": str(config.head_dim),
         "config": _config_digest(config),
-        "eos_token_ids": ",".join(str(id) for id in config.eos_ids),
+        "eos_token_ids": in_short(config.eos_ids),
         "weights": weights_digest({name: digests[name] for name in source.taken}),
         "deterministic": "off",  # until a self-check says otherwise
     }
@@ -122,6 +123,12 @@ def _refuse_another_head(digests: dict[str, str], copies: list[str]) -> None:
                 f"config.json ties the embeddings, but {name} differs from {EMBEDDING}; "
                 "set tie_word_embeddings to false, or remove the tensor"
             )
+
+
+def in_short(ids: tuple[int, ...]) -> str:
+    """Readable where that fits into a field of a layout."""
+    text = ",".join(str(id) for id in ids)
+    return text if len(text) <= READABLE_CHARS else hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _config_digest(config: ModelConfig) -> str:
