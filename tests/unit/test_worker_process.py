@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any  # settings by name
 
 import msgspec
 import pytest
@@ -13,11 +14,13 @@ from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
+from tandem.engine import machine_memory, self_check, weights
+from tandem.engine.model_config import ModelError
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
 from tandem.server.processes import Launch, ServerFailure
-from tandem.server.worker_process import Worker, layout_digest, start
+from tandem.server.worker_process import Worker, layout_digest, pool_pages, start
 from tandem.transfer.port import Held
 
 PEER = Incarnation("peer", "3")
@@ -166,13 +169,60 @@ def test_a_node_that_is_gone_ends_the_worker() -> None:
     assert not it.thread.is_alive()
 
 
-def test_a_kv_pool_that_the_machine_cannot_give_is_told_with_the_flags_that_size_it() -> None:
-    model = Path(__file__).parents[2] / "src/tandem/bundled/mini"
-    config = ServerConfig(model="tandem/mini", max_total_tokens=10**14)
-    launch = Launch(config, str(model), Incarnation("s", "1"), 0, 1, 0)
+MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"
+TOKEN_BYTES = 4 * 4 * 2 * 32 * 4  # KV heads, layers, key and value, head_dim, fp32
+
+
+def mini_pool(*, left: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
+    """Pages of a pool for the bundled model where so many bytes are left beside its weights."""
+    model = weights.load(MINI)
+    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: model.weight_bytes + left)
+    return pool_pages(ServerConfig(model="tandem/mini", **settings), model)
+
+
+def test_a_kv_pool_beyond_the_machine_is_refused_at_start_with_what_fits() -> None:
+    launch = Launch(
+        ServerConfig(model="tandem/mini", max_total_tokens=10**14), str(MINI), Incarnation("s", "1"), 0, 1, 0
+    )
     node, worker = socket.socketpair()
-    with node, worker, pytest.raises(ServerFailure, match=r"no memory for a KV pool of 1000000.*--max-total"):
+    told = r"--max-total-tokens 100000000000000 needs more memory than the [0-9.]+ GiB .*; at most [0-9]+ tokens fit"
+    with node, worker, pytest.raises(ServerFailure, match=told):
         start(launch, BlockingChannel(worker, wire.NodeToWorker))
+
+
+def test_what_is_told_to_fit_fits_and_one_page_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 100 * 16 * TOKEN_BYTES + 5
+
+    with pytest.raises(ServerFailure, match="at most 1600 tokens fit"):
+        mini_pool(left=left, monkeypatch=monkeypatch, max_total_tokens=1601)
+
+    assert mini_pool(left=left, monkeypatch=monkeypatch, max_total_tokens=1600) == 100
+
+
+def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(model: weights.LoadedModel, **settings: Any) -> weights.LoadedModel:
+        asked.append(settings)
+        raise ModelError("--deterministic cannot be kept")
+
+    monkeypatch.setattr(self_check, "proven", refuse)
+    for cpu_threads in (0, 1):
+        config = ServerConfig(model="tandem/mini", max_total_tokens=64, deterministic=True, cpu_threads=cpu_threads)
+        launch = Launch(config, str(MINI), Incarnation("s", "1"), 0, 1, 0)
+        node, worker = socket.socketpair()
+        with node, worker, pytest.raises(ModelError, match="cannot be kept"):
+            start(launch, BlockingChannel(worker, wire.NodeToWorker))
+
+    assert asked == [{"threads": 1, "may_lower": may_lower, "page_size": 16} for may_lower in (True, False)]
+
+
+def test_a_share_of_the_machine_is_no_more_than_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = 100 * 16 * TOKEN_BYTES
+
+    assert mini_pool(left=left, monkeypatch=monkeypatch, mem_fraction_static=0.99) == 100
+    with pytest.raises(ServerFailure, match="the KV pool has 0 pages"):
+        mini_pool(left=0, monkeypatch=monkeypatch, mem_fraction_static=0.99)
 
 
 @pytest.mark.parametrize("other", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])

@@ -5,6 +5,7 @@ machine share the pages. Everything a user can get wrong ends in a `ModelError` 
 """
 
 import hashlib
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ class LoadedModel:
     module: Transformer
     dtype: torch.dtype
     device: str
+    weight_bytes: int  # in memory; mapped ones come there as they are used
     layout_fields: dict[str, str]  # what two engines must agree on before KV may travel between them
 
     @property
@@ -73,7 +75,14 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
         "weights": weights_digest({name: digests[name] for name in source.taken}),
         "deterministic": "off",  # until a self-check says otherwise
     }
-    return LoadedModel(config=config, module=module, dtype=chosen, device=device, layout_fields=fields)
+    return LoadedModel(
+        config=config,
+        module=module,
+        dtype=chosen,
+        device=device,
+        weight_bytes=source.num_elements * chosen.itemsize,
+        layout_fields=fields,
+    )
 
 
 class WeightSource:
@@ -83,6 +92,7 @@ class WeightSource:
         self.dtype = dtype
         self.device = device
         self.taken: list[str] = []
+        self.num_elements = 0
         self._checkpoint = checkpoint
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -97,6 +107,7 @@ class WeightSource:
                 f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
             )
         self.taken.append(name)
+        self.num_elements += math.prod(shape)
         return self._checkpoint.tensor(name).to(dtype=self.dtype).to(device=self.device)
 
 

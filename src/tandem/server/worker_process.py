@@ -26,7 +26,7 @@ from tandem.config import ServerConfig
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import Cause, ShardId, ceil_div
-from tandem.engine import self_check, weights
+from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
@@ -50,32 +50,32 @@ EngineWork = Payload | ForgetRequests | LaunchBatch
 logger = logging.getLogger("tandem.worker")
 
 
-def machine_bytes() -> int:
-    """Memory of the machine, or of the container where that is less."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return memory
-    return min(memory, int(limit)) if limit.isdigit() else memory
-
-
 def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
-    """Pages of the KV pool. Raises ServerFailure when there is no room for one request."""
+    """Pages of the KV pool. Raises ServerFailure when there is no room for one request, or less memory than asked for.
+
+    Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
+    """
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes)
+    fitting = pages_for_memory(model.config, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_size)
+        if num_pages > fitting:
+            raise ServerFailure(
+                f"--max-total-tokens {config.max_total_tokens} needs more memory than the {left_bytes / (1 << 30):.1f} "
+                f"GiB that are there beside the weights; at most {fitting * config.page_size} tokens fit"
+            )
     else:
-        budget_bytes = int(machine_bytes() * config.mem_fraction_static)
-        context = config.context_length or model.max_context
-        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_size)
-        fitting = pages_for_memory(
+        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
+        budgeted = pages_for_memory(
             model.config, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
         )
-        num_pages = min(useful, fitting)
+        context = config.context_length or model.max_context
+        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_size)
+        num_pages = min(useful, budgeted, fitting)
     if num_pages < 2:
         raise ServerFailure(
             f"the KV pool has {num_pages} pages of {config.page_size} tokens; "
-            "raise --max-total-tokens or --mem-fraction-static"
+            "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
         )
     return num_pages
 
