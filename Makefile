@@ -1,6 +1,7 @@
 # From a clean clone `make demo` or `make test` is enough: the first of them makes .venv, the next ones find it done.
 #   make demo     one prompt through prefill and decode workers, compared with one engine
 #   make test     the whole test suite
+#   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     simulate new seeds for HUNT_SECONDS or to Ctrl+C; what breaks an invariant is shrunk to a scenario
 #   make nemesis  real processes under faults for NEMESIS_SECONDS; NEMESIS_SEED=K draws the same faults again
@@ -21,10 +22,19 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet --retries 5
 FAST_TESTS := tests/unit tests/laws tests/scenarios tests/test_architecture.py
 
+# The lowest versions: a second environment that takes torch and the tests' own tools from the first.
+LOWEST := .venv-lowest
+LOWEST_INSTALLED := $(LOWEST)/.installed
+LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wildcard tests/unit/test_router_*.py) \
+	$(wildcard tests/unit/test_tokenizer_*.py) $(addprefix tests/unit/test_,$(addsuffix .py,access bootstrap_server \
+	channel_frames client_commands debug_faults flight_record keys log_lines metrics_fold node_driver peers \
+	prefill_registers server_processes shared_probe)) \
+	tests/e2e_cpu/test_router_access.py tests/e2e_cpu/test_router_http.py tests/e2e_cpu/test_serve_unified.py
+
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test check hunt nemesis setup
+.PHONY: demo test lowest check hunt nemesis setup
 
 setup: $(INSTALLED)
 
@@ -42,6 +52,23 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	@$(BIN)/python -m pytest
+
+# Old packages have no wheels for new Pythons, and compiling them is not what this is about.
+$(LOWEST_INSTALLED): pyproject.toml .ci/lowest_versions.py $(INSTALLED)
+	@echo "setting up $(LOWEST)"
+	@$(PYTHON) -m venv --clear $(LOWEST)
+	@$(BIN)/python .ci/lowest_versions.py > $(LOWEST)/versions.txt
+	@$(call again,$(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet --quiet install --only-binary :all: -r $(LOWEST)/versions.txt)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(LOWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth
+	@touch $@
+
+ifeq ($(shell $(PYTHON) -c 'import sys; print(sys.version_info < (3, 13))'),True)
+lowest: $(LOWEST_INSTALLED)
+	@PYTHONPATH=$(CURDIR)/src $(LOWEST)/bin/python -m pytest -p no:cacheprovider -k "not transformers" $(LOWEST_TESTS)
+else
+lowest:
+	@echo "the lowest versions run on Python 3.11 and 3.12 only: make lowest PYTHON=python3.11"
+endif
 
 check: $(INSTALLED)
 	@$(BIN)/ruff format --check .

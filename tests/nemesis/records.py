@@ -8,7 +8,7 @@ from tandem.core.sched.node import EngineNode
 from tandem.server.node.flight import Segment, replay
 from tandem.server.node.record import Record, records_at, replay_through
 
-SEGMENTS_BYTES = 400_000  # of one life: little, so that the page is turned many times
+FOLDER_BYTES = 4_000_000  # of all lives of a server: several of them, and the page is turned in the longer ones
 WINDOW_DEPTH = 2
 
 
@@ -20,12 +20,12 @@ class Told:
     record: Record
     steps: int
     is_cut: bool  # it was killed
-    is_rotated: bool
+    is_rotated: bool  # it had more than one segment
     differences: tuple[str, ...]
 
 
 def flags(folder: Path, name: str) -> tuple[str, ...]:
-    return ("--flight-record", str(folder / name), "--flight-record-max-bytes", str(SEGMENTS_BYTES))
+    return ("--flight-record", str(folder / name), "--flight-record-max-bytes", str(FOLDER_BYTES))
 
 
 def replayed(folder: Path) -> Iterator[Told]:
@@ -41,7 +41,8 @@ def told(server: str, record: Record) -> Told:
     whole = replay_through(record, EngineNode)
     parts = [whole, *(replay(path, EngineNode) for path in record.segments[: None if not whole.is_cut else -1])]
     differences = tuple(str(part.difference) for part in parts if part.difference is not None)
-    return Told(server, record, whole.steps, whole.is_cut, first.first_step > 0, differences)
+    is_rotated = len(record.segments) > 1 or first.first_step > 0
+    return Told(server, record, whole.steps, whole.is_cut, is_rotated, differences)
 
 
 def page(lives: list[Told]) -> str:
