@@ -61,7 +61,7 @@ from tandem.core.sched.progress import Flight, Progress, State
 from tandem.core.sched.state import NodeState
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
-from tandem.pagehash import page_hash, prompt_digest, prompt_hashes
+from tandem.pagehash import hash_of, page_link, prompt_digest, prompt_hashes, prompt_links
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
@@ -209,12 +209,12 @@ class Worker:
     def new_hashes(self, seat: Seat, length: int) -> list[bytes]:
         size = self.page_size
         full = length // size
-        hashes = prompt_hashes(ROOT, seat.tokens[: full * size], page_size=size)
-        assert not hashes or hashes[-1] == page_hash(
-            hashes[-2] if full > 1 else ROOT, seat.tokens[(full - 1) * size : full * size]
+        links = prompt_links(ROOT, seat.tokens[: full * size], page_size=size)
+        assert not links or links[-1] == page_link(
+            links[-2] if full > 1 else ROOT, seat.tokens[(full - 1) * size : full * size]
         )
-        new, seat.num_hashes = hashes[seat.num_hashes :], max(seat.num_hashes, full)
-        return new
+        new, seat.num_hashes = links[seat.num_hashes :], max(seat.num_hashes, full)
+        return [hash_of(link) for link in new]
 
     def digest(self, page: PageId) -> bytes:
         return hashlib.sha256(repr(self.kv[page]).encode()).digest()[:8]
@@ -359,7 +359,7 @@ class World:
             Room(room) if room is not None else None,
             peer,
             dp_rank_hint,
-            prompt_digest=prompt_digest(tokens),
+            prompt_digest=prompt_digest(tokens, secret=ROOT),
         )
         self.send(replica, RequestArrived(asked))
         return request

@@ -52,4 +52,4 @@ class Payload(Struct, frozen=True, tag=True):
     request: int  # RequestId
     tokens: bytes  # prompt, int32 little endian
     sampling: SamplingParams
-    last_hash: bytes  # hash of the last full prompt page, or the tenant's root: parent of the next page to fill
+    last_hash: bytes  # link of the last full prompt page, or the tenant's root: parent of the next page to fill

@@ -12,7 +12,7 @@ from tiny_models import make_llama
 from tandem.core.batch import BatchKind, BatchPlan, Join, Row, TokenFlag
 from tandem.core.values import BatchId, PageId, RequestId
 from tandem.engine.kv_memory import page_bytes, pages_for_memory
-from tandem.pagehash import page_hash, prompt_hashes
+from tandem.pagehash import hash_of, page_link, prompt_hashes
 from tandem.sampling import Payload, SamplingParams, TokenScore
 
 
@@ -218,7 +218,7 @@ def test_a_page_hash_is_told_when_its_last_slot_is_written(model_dir: Path) -> N
 
     world.run(decodes=True)  # writes position 15
 
-    assert world.hashes[request] == [page_hash(ROOT, world.tokens[request][:16])]
+    assert world.hashes[request] == [hash_of(page_link(ROOT, world.tokens[request][:16]))]
 
 
 def test_each_page_is_told_once_also_when_it_is_recomputed(model_dir: Path) -> None:

@@ -70,6 +70,24 @@ def error_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("tandem: error: ")]
 
 
+def cached_tokens(server: Server, key: str, **fields: object) -> int:
+    """What a user with this key is told of how much of a prompt was there already."""
+    connection = http.client.HTTPConnection(server.host, server.member.port, timeout=REPLY_S)
+    body = {"text": f"{PROMPT} {PROMPT}", "sampling_params": {"max_new_tokens": 1}} | fields
+    connection.request("POST", "/generate", json.dumps(body), {"Authorization": f"Bearer {key}"})
+    with connection.getresponse() as reply:
+        assert reply.status == 200
+        found: int = json.loads(reply.read())["meta_info"]["cached_tokens"]
+        return found
+
+
+def test_a_user_is_not_told_whether_another_has_sent_a_prompt(server: Server) -> None:
+    assert cached_tokens(server, "mine", cache_salt="s") == 0
+    assert cached_tokens(server, "mine", cache_salt="s") > 0
+    for key, salt in (("yours", "s"), ("mine", None), ("yours", "mines"), ("min", "es"), ("mines", "")):
+        assert cached_tokens(server, key, cache_salt=salt) == 0
+
+
 def test_the_same_prompt_gives_the_same_tokens_alone_and_in_company(server: Server) -> None:
     alone = server.generate(PROMPT)["output_ids"]
     answers: list[list[int]] = []

@@ -98,7 +98,8 @@ print(len(life.asked), digest.hexdigest())
 
 def test_commands_do_not_depend_on_the_hash_seed() -> None:
     def fingerprint(hash_seed: str) -> str:
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(HERE.parent)}
+        paths = os.pathsep.join((str(HERE.parent), str(HERE.parents[1] / "src")))
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": paths}
         command = [sys.executable, "-c", FINGERPRINT]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
 

@@ -173,6 +173,7 @@ def world(
     is_ready: bool = True,
     context_length: int = 4096,
     answers: dict[str, object] | None = None,
+    digest_secret: bytes | None = None,
     **settings: object,
 ) -> World:
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
@@ -195,7 +196,14 @@ def world(
         dtype="float32",
     )
     log = StringIO()
-    app = build_app(config, client, model, tokenizer or default_tokenizer(), log=RequestLog("json", log))
+    app = build_app(
+        config,
+        client,
+        model,
+        tokenizer or default_tokenizer(),
+        log=RequestLog("json", log),
+        digest_secret=digest_secret,
+    )
     return World(node, client, app, log)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, prompt_tokens
+from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, prompt_tokens
 from tandem.core.commands import AskDpRank, FailRequest, FinishRequest
 from tandem.core.events import DpRankAnswered, PeerLearned, PeerSaid
 from tandem.core.pd.messages import Ready
@@ -55,7 +55,7 @@ class Pair:
             self.world.abort(replica, request)
 
     def ready(self) -> Ready:
-        digest = prompt_digest(prompt_tokens(PROMPT_LEN, 1))
+        digest = prompt_digest(prompt_tokens(PROMPT_LEN, 1), secret=ROOT)
         here, there = self.decode.name, self.prefill.name
         return Ready(Room(ROOM), 1, here, there, "", PROMPT_LEN, prompt_digest=digest)
 

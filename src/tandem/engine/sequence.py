@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from tandem.engine.sampler import History
-from tandem.pagehash import page_hash
+from tandem.pagehash import hash_of, page_link
 from tandem.sampling import Payload, SamplingParams
 
 
@@ -16,8 +16,8 @@ class Sequence:
     page_size: int
     tokens: array  # int32: prompt, then output
     history: History | None  # token counts, only where a penalty needs them
-    prompt_hash: bytes  # of the last full prompt page, or the root: parent of `chain[0]`
-    chain: list[bytes] = field(default_factory=list)  # hashes of the full pages after the full prompt pages
+    prompt_hash: bytes  # link of the last full prompt page, or the root: parent of `chain[0]`
+    chain: list[bytes] = field(default_factory=list)  # links of the full pages after the full prompt pages
     num_reported: int = 0  # how many of `chain` the node has been told
     pages: list[int] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Sequence:
         while len(self.chain) < stop // self.page_size - first:
             start = (first + len(self.chain)) * self.page_size
             parent = self.chain[-1] if self.chain else self.prompt_hash
-            self.chain.append(page_hash(parent, self.tokens[start : start + self.page_size]))
+            self.chain.append(page_link(parent, self.tokens[start : start + self.page_size]))
         new = self.chain[self.num_reported : max(0, stop // self.page_size - first)]
         self.num_reported += len(new)
-        return new
+        return [hash_of(link) for link in new]

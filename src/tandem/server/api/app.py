@@ -47,6 +47,7 @@ from tandem.server.api.hosts import Hosts
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
+from tandem.server.api.tenant import bearer_token, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenizer import Tokenizer
 
@@ -56,10 +57,16 @@ Reader = Callable[[Body, Routing, Tokenizer, Facts], Awaitable[tuple[list[Prompt
 
 
 def build_app(
-    config: ServerConfig, client: NodeClient, model: ModelFacts, tokenizer: Tokenizer, *, log: RequestLog | None = None
+    config: ServerConfig,
+    client: NodeClient,
+    model: ModelFacts,
+    tokenizer: Tokenizer,
+    *,
+    log: RequestLog | None = None,
+    digest_secret: bytes | None = None,
 ) -> Starlette:
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
-    facts = facts_of(config, model)
+    facts = facts_of(config, model, digest_secret=digest_secret)
     fold = Fold()
     exporter = Exporter(fold, model_name=config.model_name, engine_type=config.role)
     generation = Endpoints(
@@ -170,7 +177,10 @@ class Endpoints:
                     await self._hosts.check(routing.bootstrap_host)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the prompt was tokenized") from None
-        asks = ask_all(routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, timeout_ns=timeout_ns)
+        tenant = tenant_of(bearer_token(request.headers), routing.cache_salt)
+        asks = ask_all(
+            routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, tenant=tenant, timeout_ns=timeout_ns
+        )
         return TokenResponse(
             client=self._client,
             prepared=[self._prepared(ask, request.state.arrival_ns) for ask in asks],

@@ -10,6 +10,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar  # a value that may be one or one per prompt
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import Struct
 
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
-from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
+from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
@@ -33,7 +34,14 @@ from tandem.server.api.hosts import without_brackets
 from tandem.server.api.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
-HASH_SECRET = b"tandem"  # page hashes never leave a server's own processes
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class HashKeys:
+    """Secrets of what is hashed. Their bytes appear in no log line, error or `repr`."""
+
+    pages: bytes  # drawn when the API process starts: to anybody else page hashes say nothing
+    digests: bytes  # the same on both halves of a pair: without it nobody can try out prompts
 
 
 class Facts(Struct, frozen=True):
@@ -47,6 +55,7 @@ class Facts(Struct, frozen=True):
     max_samples: int  # core requests that one HTTP request may become
     bootstrap_port: int
     is_strict_remote: bool  # decode: no prompt is computed here
+    keys: HashKeys
 
 
 class Prompt(Struct, frozen=True):
@@ -199,6 +208,7 @@ def ask_all(
     facts: Facts,
     *,
     own_rid: str,
+    tenant: str,
     timeout_ns: int,
 ) -> list[Ask]:
     """All samples of all prompts, in order. `wishes` has one per prompt; `own_rid` is used if the client named none."""
@@ -226,7 +236,7 @@ def ask_all(
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *group))),
                     pair=pair,
-                    tenant=routing.cache_salt or "",
+                    tenant=tenant,
                     timeout_ns=timeout_ns,
                 )
             )
@@ -256,26 +266,26 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> w
     remaining_ns = ask.timeout_ns - (time.monotonic_ns() - arrival_ns)
     if remaining_ns <= 0:
         raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
-    root = root_hash(secret=HASH_SECRET, tenant=ask.tenant)
-    hashes = prompt_hashes(root, ask.prompt.tokens, page_size=facts.page_size)
+    root = root_hash(secret=facts.keys.pages, tenant=ask.tenant)
+    links = prompt_links(root, ask.prompt.tokens, page_size=facts.page_size)
     return wire.Submit(
         Request(
             id=request,
             rid=ask.rid,
             prompt_len=len(ask.prompt.tokens),
-            page_hashes=tuple(hashes),
+            page_hashes=tuple(map(hash_of, links)),
             max_new_tokens=ask.max_new_tokens,
             timeout_ns=Nanos(remaining_ns),
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
-            prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling)),
+            prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=facts.keys.digests),
         ),
         Payload(
             request=request,
             tokens=array("i", ask.prompt.tokens).tobytes(),
             sampling=ask.sampling,
-            last_hash=hashes[-1] if hashes else root,
+            last_hash=links[-1] if links else root,
         ),
     )
 

@@ -1,9 +1,14 @@
 """What the API process knows of the model it serves."""
 
+import os
+
 from msgspec import Struct
 
 from tandem.config import ServerConfig
-from tandem.server.api.ask import Facts
+from tandem.server.api.ask import Facts, HashKeys
+
+SECRET_BYTES = 32
+UNKEYED = b""  # of a prefill or decode that has no secret in common with the other half
 
 
 class ModelFacts(Struct):
@@ -20,8 +25,13 @@ class ModelFacts(Struct):
     num_pages: int = 0  # until the node is ready
 
 
-def facts_of(config: ServerConfig, model: ModelFacts) -> Facts:
-    """What requests are checked against."""
+def facts_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> Facts:
+    """What requests are checked against.
+
+    `digest_secret` is one that both halves of a pair have, and nobody else; a unified server has its own.
+    """
+    pages = os.urandom(SECRET_BYTES)
+    alone = pages if config.role == "unified" else UNKEYED
     return Facts(
         role=config.role,
         context_length=model.context_length,
@@ -31,4 +41,5 @@ def facts_of(config: ServerConfig, model: ModelFacts) -> Facts:
         max_samples=config.max_queued_requests,
         bootstrap_port=config.disaggregation_bootstrap_port,
         is_strict_remote=config.strict_remote,
+        keys=HashKeys(pages=pages, digests=alone if digest_secret is None else digest_secret),
     )

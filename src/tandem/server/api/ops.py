@@ -24,6 +24,7 @@ from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
+from tandem.server.api.tenant import tenant_of
 from tandem.server.api.tokenizer import Tokenizer
 
 HEALTH_NS = 20_000_000_000
@@ -302,4 +303,4 @@ def probe(tokenizer: Tokenizer) -> Ask:
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{uuid.uuid4().hex}"
     wish = Wish(sampling, None, 1, 1, (), False, True)
-    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), "", HEALTH_NS)
+    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), tenant_of("", None), HEALTH_NS)

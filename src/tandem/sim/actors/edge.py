@@ -79,7 +79,7 @@ class Edge:
             peer=peer,
             dp_rank_hint=ask.prefill_rank if room is not None else None,
             priority=ask.priority,
-            prompt_digest=prompt_digest(ask.script.prompt, b"eos one in %d" % ask.script.eos_one_in),
+            prompt_digest=prompt_digest(ask.script.prompt, b"eos one in %d" % ask.script.eos_one_in, secret=SECRET),
         )
         self.world.push(life, RequestArrived(asked))
         self.world.watch_deadline(life, half)

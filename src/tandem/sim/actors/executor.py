@@ -14,7 +14,7 @@ from random import Random
 
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
 from tandem.core.values import MILLISECOND, PageHash, PageId, RequestId
-from tandem.pagehash import page_hash
+from tandem.pagehash import hash_of, page_link
 from tandem.sim.model import EOS_TOKEN, MASK, content_of_shards, kv_content, sample, shard_weight
 from tandem.sim.oracle import Script, Violation
 
@@ -67,8 +67,8 @@ class Seat:
     request: RequestId
     script: Script
     tokens: list[int]
-    hashes: list[PageHash]  # of the full pages of `tokens`, as far as they were needed
-    root: PageHash
+    hashes: list[bytes]  # links of the full pages of `tokens`, as far as they were needed
+    root: bytes
     num_reported: int  # leading pages whose hash the node has or was told
     table: list[PageId] = field(default_factory=list)
     is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
@@ -110,7 +110,7 @@ class Executor:
     def __post_init__(self) -> None:
         self.memories = [PageMemory(self.num_pages, self.page_size) for _ in range(self.num_shards)]
 
-    def seat(self, request: RequestId, script: Script, root: PageHash) -> None:
+    def seat(self, request: RequestId, script: Script, root: bytes) -> None:
         """What a real worker gets as `Payload`, before the node hears of the request."""
         num_pages = len(script.prompt) // self.page_size
         self.seats[request] = Seat(request, script, list(script.prompt), [], root, num_reported=num_pages)
@@ -223,8 +223,8 @@ class Executor:
         while len(seat.hashes) < full:
             start = len(seat.hashes) * self.page_size
             parent = seat.hashes[-1] if seat.hashes else seat.root
-            seat.hashes.append(page_hash(parent, seat.tokens[start : start + self.page_size]))
-        new = seat.hashes[seat.num_reported : full]
+            seat.hashes.append(page_link(parent, seat.tokens[start : start + self.page_size]))
+        new = [hash_of(link) for link in seat.hashes[seat.num_reported : full]]
         seat.num_reported = max(seat.num_reported, full)
         return new
 

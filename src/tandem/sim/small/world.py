@@ -23,6 +23,7 @@ from tandem.sim.small.value import Cast, Numbered, Pull, SmallReplica
 PREFILL, DECODE = 0, 1
 PAGE_SIZE = 4
 ADDRESS = Address("prefill", 8998)
+SECRET = b"small world"
 FIRST_ROOM = 11
 
 
@@ -111,7 +112,7 @@ class SmallWorld:
     own_moves: tuple[dict[int, Choices], dict[int, Choices]] = field(default_factory=lambda: ({}, {}))
 
     def __post_init__(self) -> None:
-        root = root_hash(secret=b"small world", tenant="")
+        root = root_hash(secret=SECRET, tenant="")
         scripts = {RequestId(i): self._script(i) for i in range(1, len(self.small.prompts) + 1)}
 
         def stage(role: Role) -> Stage:
@@ -135,7 +136,7 @@ class SmallWorld:
             timeout_ns=self.small.timeout_ns,
             room=Room(FIRST_ROOM * number),
             peer=ADDRESS if role is Role.DECODE else None,
-            prompt_digest=prompt_digest(script.prompt),
+            prompt_digest=prompt_digest(script.prompt, secret=SECRET),
         )
 
     def beginning(self) -> Situation:

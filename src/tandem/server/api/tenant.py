@@ -1,0 +1,25 @@
+"""Whose prompts share cached pages: those that came with one API key and one `cache_salt`.
+
+How much of a prompt was cached is told to its sender (`cached_tokens`) and shows in the time to the first token. So a
+prompt of another key is never found, whatever the sender puts into the salt.
+"""
+
+import hashlib
+
+from starlette.datastructures import Headers
+
+
+def bearer_token(headers: Headers) -> str:
+    """The key that a request presented; empty when it presented none."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def tenant_of(key: str, salt: str | None) -> str:
+    """The name under which pages are cached (`pagehash.root_hash`).
+
+    The key comes first, hashed to one length, and a slash ends it: no key with some salt has the name of another key
+    with another salt, nor that of a request without key.
+    """
+    owner = hashlib.sha256(b"tandem/tenant\0" + key.encode()).hexdigest() if key else ""
+    return f"{owner}/{salt or ''}"
