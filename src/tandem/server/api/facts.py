@@ -8,7 +8,6 @@ from tandem.config import ServerConfig
 from tandem.server.api.ask import Facts, HashKeys
 
 SECRET_BYTES = 32
-UNKEYED = b""  # of a prefill or decode that has no secret in common with the other half
 
 
 class ModelFacts(Struct):
@@ -28,10 +27,9 @@ class ModelFacts(Struct):
 def facts_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> Facts:
     """What requests are checked against.
 
-    `digest_secret` is one that both halves of a pair have, and nobody else; a unified server has its own.
+    `digest_secret` is one that both halves of a pair have, and nobody else; None: there is no other half.
     """
     pages = os.urandom(SECRET_BYTES)
-    alone = pages if config.role == "unified" else UNKEYED
     return Facts(
         role=config.role,
         context_length=model.context_length,
@@ -41,5 +39,5 @@ def facts_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | 
         max_samples=config.max_queued_requests,
         bootstrap_port=config.disaggregation_bootstrap_port,
         is_strict_remote=config.strict_remote,
-        keys=HashKeys(pages=pages, digests=alone if digest_secret is None else digest_secret),
+        keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

@@ -97,7 +97,7 @@ class ApiProcess:
         self._client = NodeClient(self._link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
 
     async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:
-        """Until a signal ends it. Raises ServerFailure. `secret`: of whom may write to our bootstrap server."""
+        """Until a signal ends it. Raises ServerFailure. `secret`: the cluster's, None for a server without peers."""
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._signalled)
@@ -111,7 +111,9 @@ class ApiProcess:
                 guard = WriteGuard(secret, monotonic_now)
                 server = BootstrapServer(self._registry, guard)
                 self._open(server.app(), self._listeners.bootstrap, http=Bounds().protocol())
-            self._open(build_app(self._config, self._client, model, tokenizer), self._listeners.http)
+            digest_secret = None if secret is None else secret.key("prompt digest")
+            app = build_app(self._config, self._client, model, tokenizer, digest_secret=digest_secret)
+            self._open(app, self._listeners.http)
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
                 gc.collect()
