@@ -5,7 +5,7 @@ fields are bounded (`wire.ReplicaInfo`, `wire.DataEndpoint`), and what a type ca
 shard, an address is a number, an id is one, names are text that may stand in a log line.
 
 Whatever goes wrong while foreign bytes are read is one exception, `BadDocument`: they cost their sender its answer and
-nothing else. Its text has one line, `MAX_QUOTED_CHARS` at most, and names the field.
+nothing else. Its text is one line, about `MAX_QUOTED_CHARS` long at most, and names the field.
 """
 
 import re
@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import Incarnation, Room
+from tandem.logtext import visible
 from tandem.server.wire import DataEndpoint, ReplicaInfo
 
 MAX_QUOTED_CHARS = 200
@@ -43,10 +44,9 @@ class BadDocument(Exception):
         self.is_json = is_json
 
 
-def one_line(text: str, max_chars: int = MAX_QUOTED_CHARS) -> str:
-    """For logs and errors: what others wrote cannot begin a line, move a cursor or fill a disk."""
-    kept = text if len(text) <= max_chars else text[: max_chars - 3] + "..."
-    return "".join(char if char.isprintable() else "?" for char in kept)
+def one_line(text: str) -> str:
+    """What others wrote, for logs and errors."""
+    return visible(text, most=MAX_QUOTED_CHARS)
 
 
 def read_document(raw: bytes, kind: type[Document]) -> Document:

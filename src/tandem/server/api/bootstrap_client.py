@@ -22,6 +22,7 @@ import msgspec
 from tandem.core import events
 from tandem.core.pd import layout_check
 from tandem.core.values import Address, Room
+from tandem.logtext import visible
 from tandem.server import wire
 from tandem.server.api.bootstrap import MAX_ROOMS_PER_QUERY
 from tandem.server.api.hosts import EVERY_HOST, HostRefused, Hosts
@@ -214,4 +215,4 @@ def trouble_at(address: Address, error: BaseException) -> str:
             text = str(error)
         case _:
             text = f"its answer cannot be read ({type(error).__name__})"
-    return one_line(f"bootstrap server {address.host}:{address.port}: {text}", MAX_TROUBLE_CHARS)
+    return visible(f"bootstrap server {address.host}:{address.port}: {text}", most=MAX_TROUBLE_CHARS)
