@@ -35,6 +35,8 @@ LEDGER = LAWS + "the_ledger_of_a_request_that_fell_back_has_the_time_that_it_wai
 NUMBERS = "test_serve_unified.py::test_batches_are_logged_under_the_numbers_of_their_launch"
 RETRIED = "test_forced_retry.py::test_what_a_retry_finds_of_itself_is_no_cache_hit"
 
+ATTACKED = "test_pd_data_attackers.py::test_pages_of_a_user_are_read_by_nobody_who_was_not_granted_them"
+
 OTHER_TOKENS = r"At index \d diff: "
 
 
@@ -51,6 +53,7 @@ KILLS = (
     Kill("destination_pages_freed_without_waiting_for_the_transfer", FROZEN, r"not within.*'decode'.*'quarantined': 0"),
     Kill("end_revokes_nothing", FROZEN, r"not within.*'prefill'.*'quarantined': 0"),
     Kill("unlock_forgets_one_pin", TOGETHER, r"'pages_pinned_by_tree': [1-9]|\"stage\":\"pages\""),
+    Kill("owner_ignores_the_secret_of_a_grant", ATTACKED, r"Status\.(OK|WRONG_GENERATION)"),
     # rows, rooms, ends
     Kill("result_row_leaks_at_the_end", TOGETHER, r"not within.*'total': 64, 'free': (?!64)"),
     Kill("drained_request_is_never_forgotten", CACHES, r"not within.*'draining': \[\d"),

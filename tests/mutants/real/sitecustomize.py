@@ -2,8 +2,9 @@
 
 Python imports a module of this name when it starts. `TANDEM_TEST_MUTANT` names the mutant, and each process that it was
 put into adds its command to the file `TANDEM_TEST_MUTANT_LOG`: Python goes on when this file fails, and whoever counts
-kills has to know that there was a bug at all. Only the two processes that run a core are touched, the node and the
-router; the tests themselves, which start the servers, see the core as it is.
+kills has to know that there was a bug at all. Only the processes that run a core are touched, the node and the router,
+and the worker, whose data plane decides who may read; the tests themselves, which start the servers, see everything as
+it is.
 """
 
 import contextlib
@@ -14,11 +15,12 @@ import sys
 from pathlib import Path
 
 NODE = "tandem.server.node.process"
+WORKER = "tandem.server.worker_process"
 broken = contextlib.ExitStack()  # entered here, left never
 
 
-def has_core(words: list[str]) -> bool:
-    return NODE in words or ("tandem.cli.main" in words and "router" in words)
+def decides(words: list[str]) -> bool:
+    return NODE in words or WORKER in words or ("tandem.cli.main" in words and "router" in words)
 
 
 def put_in(name: str) -> None:
@@ -39,5 +41,5 @@ def run_the_one_that_this_hides() -> None:
 
 
 run_the_one_that_this_hides()
-if os.environ.get("TANDEM_TEST_MUTANT") and has_core(sys.orig_argv):
+if os.environ.get("TANDEM_TEST_MUTANT") and decides(sys.orig_argv):
     put_in(os.environ["TANDEM_TEST_MUTANT"])
