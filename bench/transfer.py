@@ -4,7 +4,8 @@ One round publishes `--pages` pages in random order in the serving process (dige
 pulls the pages into other random places of the reading process and checks them. The clock runs, in the reading
 process, from asking for the publication until the last page has landed. Between the rounds the same page-sized pieces
 are copied by one core from random to random places, in the same minute on the same machine: the ratio is the result.
-`pull` is the same round without publishing, which in real life overlaps with the forward passes.
+`pull` is the same round without publishing, which in real life overlaps with the forward passes. `handshake` is what a
+new connection costs before its first page: dialling, and the proofs of both ends.
 
     python bench/transfer.py [--rounds 15] [--pages 1024] [--json]
 
@@ -29,9 +30,15 @@ from multiprocessing.connection import Connection
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.membership import ClusterSecret
+from tandem.transfer import link, protocol
+from tandem.transfer.handshake import ReaderHandshake
 from tandem.transfer.sock import SockTransfer
 
 PEER = Incarnation("bench-prefill", "1")
+READER = Incarnation("bench-decode", "2")
+SECRET = ClusterSecret(b"the secret of the two processes")
+HANDSHAKES = 200
 SCHEDULERS = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
 POOL_FACTOR = 2  # the pool has twice as many pages as are moved, so that they lie scattered
 
@@ -57,7 +64,14 @@ def serve(control: Connection, num_pages: int, page_bytes: int) -> None:
         pool[page * page_bytes : (page + 1) * page_bytes] = rng.randbytes(page_bytes)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     transfer = SockTransfer(
-        pool, page_bytes, incarnation=PEER, shard=ShardId(0), host="127.0.0.1", report=events.put, unix_dir=None
+        pool,
+        page_bytes,
+        incarnation=PEER,
+        secret=SECRET,
+        shard=ShardId(0),
+        host="127.0.0.1",
+        report=events.put,
+        unix_dir=None,
     )
     control.send((transfer.host, transfer.port, transfer.unix))
     try:
@@ -90,14 +104,16 @@ class Reading:
         self.transfer = SockTransfer(
             self.pool,
             page_bytes,
-            incarnation=Incarnation("bench-decode", "1"),
+            incarnation=READER,
+            secret=SECRET,
             shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,
             unix_dir=None,
         )
         host, port, unix = control.recv()
-        self.transfer.connect(PEER, host, port, unix if fabric == "unix" else "")
+        self.address = (host, port, unix if fabric == "unix" else "")
+        self.transfer.connect(PEER, *self.address)
         self.rng = random.Random(2)
         self.request = 0
 
@@ -117,6 +133,19 @@ class Reading:
         for destination, source in pairs:
             destination[:] = source
         return time.perf_counter() - begin
+
+    def handshake(self) -> float:
+        """Seconds from dialling until the owner's welcome is checked."""
+        reader = protocol.incarnation_digest(READER)
+        begin = time.perf_counter()
+        with link.dial(*self.address, timeout_s=5) as one:
+            ours = ReaderHandshake(SECRET, peer=PEER, reader=reader, page_bytes=self.page_bytes)
+            challenge = link.receive(one, protocol.CHALLENGE_MESSAGE_BYTES, timeout_s=5)
+            link.send(one, [ours.hello(challenge)], timeout_s=5)
+            status = ours.hear(link.receive(one, protocol.WELCOME_BYTES, timeout_s=5))
+            seconds = time.perf_counter() - begin
+        assert status in (protocol.Status.OK, protocol.Status.BUSY)
+        return seconds
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds that owner and reader have used so far."""
@@ -143,6 +172,7 @@ class Reading:
             generations=generations,
             destinations=tuple(map(PageId, destinations)),
             digests=(digested.digests,),
+            secrets=(digested.secret,),
         )
         self.transfer.pull(pull)
         while wait_for(self.events, PagesLanded).landed < self.num_pages:  # type: ignore[attr-defined]
@@ -170,6 +200,7 @@ def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: i
         both_s, pull_s = reading.transfer_round()
         cpu_s = [total + after - b for total, after, b in zip(cpu_s, reading.cpu(), before, strict=True)]
         samples.append((copy_s, both_s, pull_s))
+    handshakes_s = [reading.handshake() for _ in range(HANDSHAKES)]
     reading.transfer.close()
     ours.close()
     server.join(10)
@@ -186,6 +217,7 @@ def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: i
             round(q, 3) for q in statistics.quantiles([c / b for c, b, _ in samples[warm_up:]], n=4)[::2]
         ],
         "pull_ratio": round(statistics.median(copies) / statistics.median(pulls), 3),
+        "handshake_us": round(1e6 * statistics.median(handshakes_s)),
         "cpu_s_per_gb": {
             side: round(total / (len(samples) * gigabytes), 2)
             for side, total in zip(("owner", "reader"), cpu_s, strict=True)
@@ -214,7 +246,7 @@ def as_row(r: dict) -> str:
     low, high = r["ratio_quartiles"]
     speeds = f"{r['memcpy_gb_s']:5.2f} GB/s  {r['publish_and_pull_gb_s']:5.2f} GB/s    {r['pull_gb_s']:5.2f} GB/s"
     ratios = f"{r['ratio']:5.3f} ({low:5.3f}-{high:5.3f})   {r['pull_ratio']:5.3f}"
-    return f"{r['fabric']:6} {r['page_kib']:3} KiB  {speeds}   {ratios}"
+    return f"{r['fabric']:6} {r['page_kib']:3} KiB  {speeds}   {ratios}       {r['handshake_us']:5} us"
 
 
 def main() -> None:
@@ -233,7 +265,7 @@ def main() -> None:
     ]
     if not args.json:
         print(f"{args.pages} pages, random to random, median of {args.rounds} rounds; ratio = of one core's memcpy")
-        print("fabric  page     memcpy    publish+pull  pull alone   ratio (quartiles)     of pull alone")
+        print("fabric  page     memcpy    publish+pull  pull alone   ratio (quartiles)     of pull alone   handshake")
         for r in results:
             print(as_row(r))
     print(json.dumps({"bench": "transfer", **conditions(args.pages, args.rounds, args.warm_up), "results": results}))
