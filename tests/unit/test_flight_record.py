@@ -35,6 +35,8 @@ from tandem.server.node.record_folder import RecordFolder
 
 SETTINGS = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
 SECRET_TOKEN = 1_234_567
+NESTED = b"\x82\xa4type\xa4Head\xa1x" + b"\x91" * 100_000 + b"\xc0"  # in a field that nobody knows
+DEEP = len(NESTED).to_bytes(4) + NESTED
 HEAD = frame(Head(FORMAT, 0, SETTINGS, EngineNode(SETTINGS).snapshot()))
 BOUND = 48_000
 STEP = 2_000  # more than any step here takes
@@ -174,7 +176,7 @@ def test_a_disk_that_is_full_ends_the_record_and_not_the_node(tmp_path: Path) ->
     assert replay(segments_of(tmp_path)[0], EngineNode).difference is None
 
 
-@pytest.mark.parametrize("data", [b"", b"hello, this is no record", frame(Input(Nanos(0), ()))])
+@pytest.mark.parametrize("data", [b"", b"hello, this is no record", frame(Input(Nanos(0), ())), DEEP])
 def test_what_is_no_record_is_said_to_be_none(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "flight-x.tandem"
     path.write_bytes(data)
@@ -417,6 +419,20 @@ def test_two_that_write_at_once_leave_each_other_what_they_write(tmp_path: Path)
     assert [replay_through(record, EngineNode).difference for record in records] == [None, None]
 
 
+def test_what_another_node_is_writing_stays_however_old_it_is(tmp_path: Path) -> None:
+    quiet = World(tmp_path, max_bytes=BOUND, epoch=1)
+    quiet.serve_one(0, tokens=2)
+    (segment,) = segments_of(tmp_path)
+    os.utime(segment, ns=(1, 1))
+    busy = World(tmp_path, max_bytes=BOUND, epoch=2)
+    busy.serve(requests=60, tokens=8)
+    assert segment.exists()
+    quiet.recorder.close()
+    busy.serve(requests=20, tokens=8)
+    assert not segment.exists(), "nobody writes it any more"
+    busy.recorder.close()
+
+
 def test_what_is_somebody_elses_is_never_touched(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(bytes(BOUND))
@@ -496,7 +512,7 @@ def told(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         b"\xff\xff\xff\xff" + b"x" * 100,
         (1 << 31).to_bytes(4) + b"x" * 100,
         frame(Input(Nanos(0), ())),
-        (100_000).to_bytes(4) + b"\x91" * 100_000,
+        DEEP,
         (5).to_bytes(4) + b"\xdd\xff\xff\xff\xff",
         (5).to_bytes(4) + b"\xc6\xff\xff\xff\xff",
         b"\0\0\0\0" * 1000,

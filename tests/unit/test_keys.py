@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.cli import main as cli
@@ -12,6 +13,7 @@ from tandem.core.fleet.registry import Worker
 from tandem.core.settings import Role
 from tandem.server.exposure import open_to_others
 from tandem.server.keys import ENVIRONMENT, MAX_FILE_BYTES, KeyProblem, KeyRing, forget_environment, with_keys
+from tandem.server.processes import Launch, ServerFailure
 from tandem.server.router.config import RouterConfig, make_worker
 
 SECRET = "s3cret-that-nobody-sees"
@@ -109,6 +111,20 @@ def test_a_configuration_shows_no_keys() -> None:
     ):
         assert SECRET not in repr(config)
         assert SECRET not in str(public_settings(config))
+
+
+def test_the_children_of_a_server_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bytes] = []
+
+    def start(launch: Launch) -> None:
+        told.append(msgspec.json.encode(launch))
+        raise ServerFailure("nothing is started here")
+
+    monkeypatch.setattr("tandem.cli.serve.start_children", start)
+    words = ["serve", "tandem/mini", "--port", "0", "--api-key", SECRET, "--admin-api-key", SECRET]
+    assert cli.main(words) == 1
+    (launch,) = told
+    assert SECRET.encode() not in launch
 
 
 def test_the_environment_is_forgotten_before_anything_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
