@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 from array import array
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from tandem.core.batch import BatchKind, BatchPlan, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
+from tandem.engine import determinism
 from tandem.engine.engine import Engine
 from tandem.engine.weights import LoadedModel, load
 from tandem.sampling import Payload, SamplingParams
@@ -35,6 +37,8 @@ WORKLOAD_SEED = 7
 
 def main() -> None:
     options = parse()
+    if options.deterministic and not determinism.environment().items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **determinism.environment()})
     torch.set_num_threads(options.threads)
     model = load(options.model, dtype=options.dtype, device="cpu")
     decode = [decode_step(model, rows, options) for rows in DECODE_ROWS]

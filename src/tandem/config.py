@@ -92,7 +92,8 @@ class ServerConfig:
         metavar="F",
     )
     deterministic: bool = flag(
-        False, "a row's logits depend on its own tokens only, not on batch, chunking or cache hits"
+        False,
+        "a row's logits depend on its own tokens only, not on batch, chunking, cache hits or threads; checked at start",
     )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))

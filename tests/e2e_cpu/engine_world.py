@@ -23,6 +23,8 @@ from tandem.sampling import Payload, SamplingParams
 
 VOCAB = 300
 ROOT = bytes(range(16))
+NEAR_TIE = 1e-4  # between two fp32 scores; two machines differ by a tenth of it
+UNSEEN = {"logprobs", "top_logprobs", "ignore_eos"}  # parameters that do not change which token is greedy
 
 
 def prompt_of(length: int, *, seed: int = 0) -> list[int]:
@@ -64,6 +66,8 @@ class EngineWorld:
         self.tables: dict[int, list[int]] = {}
         self.num_sent: dict[int, int] = {}  # pages of each table that the engine has been told
         self.tokens: dict[int, list[int]] = {}
+        self.is_exact = loaded.dtype == torch.float32
+        self.greedy: set[int] = set()
         self.decoding: list[int] = []
         self.logits: dict[int, Tensor] = {}  # of the latest sampling row of each request
         self.flags: dict[int, int] = {}
@@ -76,6 +80,8 @@ class EngineWorld:
         self.tables[request] = []
         self.num_sent[request] = 0
         sampling = SamplingParams(**{"temperature": 0.0, **params})
+        if set(params) <= UNSEEN and self.is_exact:
+            self.greedy.add(request)
         self.engine.add(Payload(request, array("i", prompt).tobytes(), sampling, ROOT))
         return request
 
@@ -170,5 +176,12 @@ class EngineWorld:
             self.tokens[request].append(tokens[row])
             self.flags[request] = outcome.flags[row]
             self.logits[request] = self.recording.batches[-1][row]
+            self._refuse_near_ties(request)
         for request, page_hash in outcome.hashes:
             self.hashes.setdefault(request, []).append(page_hash)
+
+    def _refuse_near_ties(self, request: int) -> None:
+        """A greedy token that is nearly another one would be it on another machine: the test wants another prompt."""
+        best, second = self.logits[request].topk(2).values.tolist()
+        if request in self.greedy and best - second < NEAR_TIE:
+            raise AssertionError(f"request {request} is at a near-tie ({best} and {second}); give it another prompt")

@@ -47,6 +47,10 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+def mean_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().mean() / theirs.abs().mean())
+
+
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 def test_logits_are_those_of_transformers(tmp_path: Path, checkpoint: str) -> None:
     theirs = CHECKPOINTS[checkpoint](tmp_path)
@@ -89,16 +93,20 @@ def test_the_older_spelling_of_rotary_settings_means_the_same(tmp_path: Path) ->
 
 @pytest.mark.parametrize("maker", [make_llama, make_qwen3])
 def test_bfloat16_differs_from_transformers_by_rounding_only(tmp_path: Path, maker: Maker) -> None:
+    """As far from the exact scores as theirs is, on the average of many: single ones are a matter of luck."""
     theirs = maker(tmp_path)
-    exact = reference_logits(theirs, prompt_of(60))[-1]
-    rounded = reference_logits(theirs.to(torch.bfloat16), prompt_of(60))[-1].float()
+    prompts = [prompt_of(60, seed=seed) for seed in range(8)]
+    exact = torch.stack([reference_logits(theirs, prompt)[-1] for prompt in prompts])
+    rounding = theirs.to(torch.bfloat16)
+    rounded = torch.stack([reference_logits(rounding, prompt)[-1].float() for prompt in prompts])
     world = EngineWorld(tmp_path, dtype="bfloat16")
-    request = world.add(prompt_of(60))
+    requests = [world.add(prompt) for prompt in prompts]
+    for request in requests:
+        world.prefill(request, chunk=23)
+    ours = torch.stack([world.logits[request] for request in requests])
 
-    world.prefill(request, chunk=23)
-
-    assert world.logits[request].dtype == torch.float32
-    assert relative_error(world.logits[request], exact) < 2 * relative_error(rounded, exact) < 0.2
+    assert ours.dtype == torch.float32
+    assert mean_error(ours, exact) < 1.5 * mean_error(rounded, exact) < 0.1
 
 
 def test_the_kv_of_ten_prompts_is_that_of_transformers_page_by_page(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tandem.engine import machine_memory
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
 from tandem.engine.weights import load
@@ -87,9 +88,26 @@ def test_an_index_that_names_more_files_than_anybody_has_is_refused(tmp_path: Pa
     assert "names 5000 files" in refusal(tmp_path)
 
 
+def test_one_file_beside_an_index_of_others_is_refused(tmp_path: Path) -> None:
+    single = (write_model(tmp_path) / "model.safetensors").read_bytes()
+    (shard(tmp_path) / "model.safetensors").write_bytes(single)
+    assert "remove what is not meant" in refusal(tmp_path)
+
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {NAME: "model.safetensors"}}))
+    assert load(tmp_path).layout_fields
+
+
+def test_weights_that_the_machine_cannot_hold_are_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: 4000)
+    monkeypatch.setattr(Checkpoint, "tensor", lambda *_: pytest.fail("a tensor was read"))
+
+    assert "choose a smaller checkpoint" in refusal(write_model(tmp_path))
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    weight_map = {NAME: "model-00001-of-00002.safetensors"}
-    (write_model(tmp_path) / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (shard(write_model(tmp_path)) / "model-00001-of-00002.safetensors").unlink()
 
     assert "model-00001-of-00002.safetensors" in refusal(tmp_path)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tandem.engine.documents import UNREADABLE, ModelError, describe, parse_json, read_json, shown
 
-INDEX_BYTES = 64 << 20
-HEADER_BYTES = 64 << 20
+INDEX_BYTES = 16 << 20
+HEADER_BYTES = 16 << 20
 LENGTH_BYTES = 8  # of a header, little-endian, before it
 MOST_FILES = 4096
 
@@ -83,10 +83,14 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _weight_files(model_dir: Path) -> list[Path]:
     """One file, or the shards that the index names; sorted."""
-    index = model_dir / "model.safetensors.index.json"
+    index, single = model_dir / "model.safetensors.index.json", model_dir / "model.safetensors"
     if os.path.lexists(index):
-        return _indexed(index)
-    single = model_dir / "model.safetensors"
+        files = _indexed(index)
+        if single.exists() and single not in files:  # transformers takes the one, others the other
+            raise ModelError(
+                f"{model_dir} holds model.safetensors and an index of other files; remove what is not meant"
+            )
+        return files
     if single.exists():
         return [single]
     raise ModelError(f"no model.safetensors (or its index) in {model_dir}; only safetensors checkpoints can be served")

@@ -12,7 +12,7 @@ from typing import Any  # values of JSON documents
 from tandem.engine.documents import Fields, ModelError, read_json
 
 MOST_IDS = 256
-TOKENIZER_BYTES = 256 << 20
+TOKENIZER_BYTES = 64 << 20
 NAME = "eos_token_id"
 
 

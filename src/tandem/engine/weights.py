@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tandem.engine import digest_cache
+from tandem.engine import digest_cache, machine_memory
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError, shown
@@ -58,6 +58,7 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
     _check_device(device)
     checkpoint = Checkpoint(model_dir)
     chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(EMBEDDING), device=device)
+    weight_bytes = _refuse_too_large(checkpoint, chosen, device)
     source = WeightSource(checkpoint, dtype=chosen, device=device)
     module = BUILDERS[config.architecture](config, source)
     copies = _untaken(checkpoint, source, config)
@@ -80,7 +81,7 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
         module=module,
         dtype=chosen,
         device=device,
-        weight_bytes=source.num_elements * chosen.itemsize,
+        weight_bytes=weight_bytes,
         layout_fields=fields,
     )
 
@@ -92,7 +93,6 @@ class WeightSource:
         self.dtype = dtype
         self.device = device
         self.taken: list[str] = []
-        self.num_elements = 0
         self._checkpoint = checkpoint
 
     def take(self, name: str, *shape: int) -> Tensor:
@@ -107,8 +107,19 @@ class WeightSource:
                 f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
             )
         self.taken.append(name)
-        self.num_elements += math.prod(shape)
         return self._checkpoint.tensor(name).to(dtype=self.dtype).to(device=self.device)
+
+
+def _refuse_too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> int:
+    """Bytes of all weights in the wanted type, before anything is read or made."""
+    needed = sum(math.prod(checkpoint.shape_of(name)) for name in checkpoint.names()) * dtype.itemsize
+    total = machine_memory.total_bytes(device)
+    if needed > total:
+        raise ModelError(
+            f"the weights take {needed / (1 << 30):.1f} GiB as {str(dtype).removeprefix('torch.')}, and there are "
+            f"{total / (1 << 30):.1f} GiB of memory; choose a smaller checkpoint or --dtype bfloat16"
+        )
+    return needed
 
 
 def _untaken(checkpoint: Checkpoint, source: WeightSource, config: ModelConfig) -> list[str]:
