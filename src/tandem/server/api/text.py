@@ -29,6 +29,7 @@ class StopScanner:
         cut = self._first_match(text)
         if cut is not None:
             start, self.matched = cut
+            self._held = ""
             return text[: start + len(self.matched)] if self._keeps else text[:start]
         self._held = self._possible_start(text)
         return text[: len(text) - len(self._held)]
