@@ -191,7 +191,7 @@ def world(
         model_type="toy",
         context_length=context_length,
         page_size=config.page_size,
-        vocab_size=258,
+        vocab_size=(tokenizer or default_tokenizer()).vocab_size,
         eos_token_ids=frozenset({END}),
         dtype="float32",
     )

@@ -2,11 +2,12 @@
 
 import json
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -89,8 +90,8 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return _loaded[request.param]
 
 
-def streamed(tokenizer: Loaded, ids: list[int], skip_special_tokens: bool) -> str:
-    stream = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+def streamed(tokenizer: Loaded, ids: list[int], skip_special_tokens: bool, prompt: Sequence[int] = ()) -> str:
+    stream = detokenizer(tokenizer, skip_special_tokens=skip_special_tokens, prompt=prompt)
     return "".join([stream.add(id) for id in ids] + [stream.finish()])
 
 
@@ -99,6 +100,62 @@ def streamed(tokenizer: Loaded, ids: list[int], skip_special_tokens: bool) -> st
 def test_streaming_random_ids_gives_the_text_of_all_ids(tokenizer: Loaded, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
     assert streamed(tokenizer, ids, skip) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data(), skip=st.booleans())
+def test_an_answer_is_what_decoding_it_with_its_prompt_has_more(
+    tokenizer: Loaded, data: st.DataObject, skip: bool
+) -> None:
+    """Also for ids that nobody would say: both end and begin anywhere, in spaces, characters and runs of bytes."""
+    ids = st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=20)
+    prompt, answer = data.draw(ids), data.draw(ids)
+    before, both = (tokenizer.decode(all, skip_special_tokens=skip) for all in (prompt, prompt + answer))
+    assume(both.startswith(before))  # else a character of the prompt was incomplete
+    assert streamed(tokenizer, answer, skip, prompt) == both.removeprefix(before)
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(alphabet="a b日é😀.", max_size=20), cut=st.integers(0, 60), extra=st.sampled_from(["", " ", "  T"]))
+def test_a_text_that_is_cut_anywhere_goes_on_as_it_was(tokenizer: Loaded, text: str, cut: int, extra: str) -> None:
+    ids = tokenizer.encode(text + extra, add_special_tokens=False)
+    whole = tokenizer.decode(ids)
+    prompt = tokenizer.decode(ids[:cut])
+    shown = streamed(tokenizer, ids[cut:], True, ids[:cut])
+    assert whole == prompt.rstrip("�") + shown or whole == prompt + shown
+
+
+def test_a_space_between_prompt_and_answer_is_kept(tokenizer: Loaded) -> None:
+    prompt, answer = tokenizer.encode("The quick"), tokenizer.encode("The quick brown fox")
+    assert answer[: len(prompt)] == prompt
+    assert streamed(tokenizer, answer[len(prompt) :], True, prompt) == " brown fox"
+
+
+@pytest.mark.parametrize("make", [llama_like, byte_level])
+def test_a_character_that_the_prompt_begins_is_completed(make: Callable[[], Tokenizer], tmp_path: Path) -> None:
+    make().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Loaded(tmp_path)
+    ids = tokenizer.encode("x\u2260 y")  # in no vocabulary of these: three bytes
+    assert len(ids) > 5
+    for cut in range(len(ids)):
+        prompt = tokenizer.decode(ids[:cut])
+        assert prompt.rstrip("�") + streamed(tokenizer, ids[cut:], True, ids[:cut]) == "x\u2260 y"
+
+
+def test_the_texts_of_tokens_make_the_text(tokenizer: Loaded) -> None:
+    ids = tokenizer.encode("The quick brown fox jumps")
+    texts = [tokenizer.token_text(id) for id in ids]
+    assert "".join(texts).strip() == tokenizer.decode(ids) == "The quick brown fox jumps"
+    assert "".join(texts).count(" ") - "".join(texts).startswith(" ") == 4
+
+
+def test_a_byte_token_has_its_byte(tmp_path: Path) -> None:
+    llama_like().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Loaded(tmp_path)
+    vocabulary = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["vocab"]
+    for byte in range(256):
+        assert tokenizer.token_bytes(vocabulary[f"<0x{byte:02X}>"]) == bytes([byte])
+    assert [tokenizer.token_text(vocabulary[name]) for name in ("<0x41>", "<0xC3>", "▁", "▁T")] == ["A", "�", " ", " T"]
 
 
 @settings(deadline=None, max_examples=80)

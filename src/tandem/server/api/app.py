@@ -201,7 +201,7 @@ class Endpoints:
     def _text(self, ask: Ask) -> TextStream:
         eos = frozenset() if ask.sampling.ignore_eos else self._facts.eos_token_ids
         return TextStream(
-            detokenizer(self._tokenizer, skip_special_tokens=ask.wish.skip_special_tokens),
+            detokenizer(self._tokenizer, skip_special_tokens=ask.wish.skip_special_tokens, prompt=ask.prompt.tokens),
             stops=ask.wish.stop,
             stop_tokens=eos | frozenset(ask.sampling.stop_token_ids),
             keeps_stop=ask.wish.keeps_stop,

@@ -7,6 +7,7 @@ published templates rely on. transformers is not needed.
 import asyncio
 import datetime
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.server.api.errors import Problem, Refusal
 
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # as SentencePiece names them
 LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
 NORMALIZED_CHARS = 4  # that a normalizer makes one of, at most
 # What a template may make of messages and variables that it was not written for.
@@ -79,14 +81,15 @@ class Tokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, id: int) -> str:
-        """One token alone, as logprobs show it; incomplete characters appear as U+FFFD."""
+        """One token within a text, as logprobs show it, with its space; incomplete characters appear as U+FFFD."""
         return self._token_text(id)
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes of one token; exact for byte-level tokenizers, else those of `token_text`."""
+        """The bytes of one token; exact for those that are bytes, else those of `token_text`."""
         if self.is_byte_level and id < len(self.byte_table):
             return self.byte_table[id]
-        return self._token_text(id).encode()
+        byte = byte_of(self.token_name(id))
+        return self._token_text(id).encode() if byte is None else byte
 
     def token_name(self, id: int) -> str | None:
         """The token as the vocabulary spells it."""
@@ -142,12 +145,36 @@ class Tokenizer:
 
     @cached_property
     def _token_text(self) -> Callable[[int], str]:
-        return lru_cache(1 << 16)(lambda id: self.decode([id], skip_special_tokens=False))
+        return lru_cache(1 << 16)(self._text_after_another)
+
+    def _text_after_another(self, id: int) -> str:
+        """What a decoder that drops the space before its first token makes of this one behind a word."""
+        if self.plain_word is not None:
+            before = self.decode([self.plain_word], skip_special_tokens=False)
+            both = self.decode([self.plain_word, id], skip_special_tokens=False)
+            if both.startswith(before) and len(both) > len(before):
+                return both.removeprefix(before)
+        return self.decode([id], skip_special_tokens=False)
+
+    @cached_property
+    def plain_word(self) -> int | None:
+        """Any token that is plain letters; None where no decoder cares what is before a token."""
+        if self.is_byte_level:
+            return None
+        added = self._tokenizer.get_added_tokens_decoder()
+        plain = (id for id in range(self.vocab_size) if id not in added and byte_of(self.token_name(id)) is None)
+        return next((id for id in plain if (text := self.decode([id])).isascii() and text.isalpha()), None)
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
         source = self.templates.get("default")
         return None if source is None else environment().from_string(source)
+
+
+def byte_of(name: str | None) -> bytes | None:
+    """What a token of byte fallback stands for; None for any other token."""
+    found = None if name is None else BYTE_TOKEN.fullmatch(name)
+    return None if found is None else bytes.fromhex(found.group(1))
 
 
 # the files
