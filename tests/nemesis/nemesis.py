@@ -24,9 +24,11 @@ import httpx
 import records
 from clients import Clients, Order, Outcome
 from cluster import START_S, Server, child_named, children_of
+from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
 
 from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.membership import user_secret
 
 PREFILLS = DECODES = 2
 NUM_CLIENTS = 16
@@ -133,12 +135,14 @@ class Arena:
     def of(self, role: str) -> list[Target]:
         return [target for target in self.targets if target.role == role]
 
-    async def open_link(self, name: str, port: int, *, is_damageable: bool) -> Link:
+    async def open_link(
+        self, name: str, port: int, *, is_damageable: bool, regreeter: Callable[[], Regreeter] | None = None
+    ) -> Link:
         """The link of this name to this port; a link to an earlier port is closed."""
         known = self.links.get(name)
         if known is not None and known.target_port == port:
             return known
-        link = self.links[name] = Link(name, port, self.random, is_damageable)
+        link = self.links[name] = Link(name, port, self.random, is_damageable, regreeter=regreeter)
         if known is not None:
             link.harmed = known.harmed
             await known.close()
@@ -193,8 +197,12 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     member = it.fleet.start(name, words, port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
 
+    def regreeter() -> Regreeter:
+        return Regreeter(user_secret(os.environ), route.data_ports)
+
     def plane(kind: str, port: int) -> Awaitable[Link]:
-        return it.open_link(f"{kind} {name}", port, is_damageable=True)
+        greets = regreeter if kind == "control" else None
+        return it.open_link(f"{kind} {name}", port, is_damageable=True, regreeter=greets)
 
     route = RouteProxy(bootstrap, plane)
     it.routes.append(route)

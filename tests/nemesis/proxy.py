@@ -13,7 +13,8 @@ Corruption and duplication are for links whose both ends are Tandem's own protoc
 notice. A target that refuses connections makes the link refuse them too, until it listens again.
 
 A `RouteProxy` stands in for a prefill's bootstrap server. It answers `GET /route` with the addresses of links in the
-place of the real ones and with no unix socket, so that control plane and data plane go through the links.
+place of the real ones and with no unix socket, so that the control plane goes through its link. Where its pages are
+read a prefill says itself, on the control plane, whose link names the link of the data plane instead (`greetings.py`).
 """
 
 import asyncio
@@ -24,6 +25,8 @@ import struct
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
+
+from greetings import Regreeter
 
 PIECE_BYTES = 1 << 16
 HEAD_BYTES = 64  # at the beginning of a piece, where headers are
@@ -61,6 +64,7 @@ class Link:
     random: Random
     is_damageable: bool  # may be corrupted and duplicated
     port: int = 0
+    regreeter: Callable[[], Regreeter] | None = None  # of a control plane: one for each connection
     harmed: dict[str, int] = field(default_factory=dict)  # what was done, counted where it was done
     connections: set[Connection] = field(default_factory=set)
     _server: asyncio.Server | None = None
@@ -142,7 +146,11 @@ class Link:
         connection = Connection(writer, far_writer)
         self.connections.add(connection)
         try:
-            await asyncio.gather(self._pump(reader, far_writer, connection), self._pump(far_reader, writer, connection))
+            regreeter = self.regreeter() if self.regreeter is not None else None
+            await asyncio.gather(
+                self._pump(reader, far_writer, connection, seen=regreeter and regreeter.see_dialler),
+                self._pump(far_reader, writer, connection, change=regreeter and regreeter.pass_acceptor),
+            )
         except asyncio.CancelledError:
             connection.reset()
         finally:
@@ -164,13 +172,28 @@ class Link:
             await asyncio.sleep(RETRY_S)
         await self._listen()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: Connection) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        connection: Connection,
+        *,
+        change: Callable[[bytes], bytes] | None = None,
+        seen: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """`change` is given what comes, `seen` what goes out."""
         try:
             while piece := await reader.read(PIECE_BYTES):
                 await self._flow.wait()
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s * self.random.uniform(0.5, 1.5))
-                writer.write(self._harm(piece))
+                piece = change(piece) if change is not None else piece
+                if not piece:
+                    continue
+                piece = self._harm(piece)
+                if seen is not None:
+                    seen(piece)
+                writer.write(piece)
                 await writer.drain()
             await self._flow.wait()
             connection.close_half(writer)
@@ -206,6 +229,7 @@ class RouteProxy:
         self._link = link
         self._server: asyncio.Server | None = None
         self.port = 0
+        self.data_ports: dict[int, int] = {}  # of links, by the real ones
 
     async def open(self) -> None:
         self._server = await asyncio.start_server(self._accepted, LOOPBACK, 0)
@@ -244,7 +268,8 @@ class RouteProxy:
         replica = json.loads(body)
         replica["control_port"] = (await self._link("control", replica["control_port"])).port
         for shard in replica["shards"]:
-            shard["port"] = (await self._link("data", shard["port"])).port
+            real = shard["port"]
+            self.data_ports[real] = shard["port"] = (await self._link("data", real)).port
             shard["unix"] = ""
         return json.dumps(replica).encode()
 

@@ -9,7 +9,13 @@ from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
+from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
+
+from attackers import SECRET, hello_of
+from tandem.core.values import Incarnation, Nanos
+from tandem.server.node.session import Greeting, Ping, Session
+from tandem.server.wire import DataEndpoint
 
 DATA = bytes(range(256)) * 64
 LIMIT_S = 10.0
@@ -182,8 +188,39 @@ def test_a_route_names_the_links_and_no_unix_socket() -> None:
         body = (await reader.read(-1)).partition(b"\r\n\r\n")[2]
         expected = {**replica, "control_port": 11, "shards": [{"host": LOOPBACK, "port": 12, "unix": ""}]}
         assert json.loads(body) == expected
+        assert route.data_ports == {2: 12}
         writer.close()
         await route.close()
         server.close()
 
     run(story)
+
+
+def test_a_greeting_names_the_link_of_the_data_plane_and_all_else_passes_in_whatever_pieces() -> None:
+    told = (DataEndpoint(LOOPBACK, 7001, "@here"),)
+    for size in (1, 7, 1 << 16):
+        dialler = session("decode", (), is_dialler=True)
+        acceptor = session("prefill", told, is_dialler=False)
+        between = Regreeter(SECRET, {7001: 8001})
+        heard: list[object] = []
+
+        def exchange(size: int, dialler: Session, acceptor: Session, between: Regreeter, heard: list[object]) -> None:
+            sent, dialler.outgoing = bytes(dialler.outgoing), bytearray()
+            for start in range(0, len(sent), size):
+                between.see_dialler(sent[start : start + size])
+                list(acceptor.feed(sent[start : start + size]))
+            sent, acceptor.outgoing = bytes(acceptor.outgoing), bytearray()
+            for start in range(0, len(sent), size):
+                heard.extend(dialler.feed(between.pass_acceptor(sent[start : start + size])))
+
+        exchange(size, dialler, acceptor, between, heard)
+        dialler.greet()
+        exchange(size, dialler, acceptor, between, heard)
+        acceptor.say(Ping())
+        exchange(size, dialler, acceptor, between, heard)
+        assert heard == [Greeting("layout", Nanos(1), (DataEndpoint(LOOPBACK, 8001),)), Ping()]
+
+
+def session(name: str, shards: tuple[DataEndpoint, ...], *, is_dialler: bool) -> Session:
+    hello = hello_of(Incarnation(name, "1"))
+    return Session(SECRET, hello, Greeting("layout", Nanos(1), shards), is_dialler=is_dialler)
