@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tandem.cli import bench, eval, router
-from tandem.cli.api import ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
+from tandem.cli.api import Choice, Chunk, ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
 from tandem.cli.failure import CommandFailed
 from tandem.core.settings import Role
 from tandem.server.router.config import make_worker
@@ -99,11 +99,24 @@ def test_the_report_of_a_load_tells_first_token_gaps_and_rates() -> None:
 
 
 def test_a_stream_is_read_up_to_done_and_its_errors_are_told() -> None:
-    assert list(chunks_of(iter(['data: {"a": 1}', "", ": comment", "data:[DONE]", 'data: {"b": 2}']))) == [{"a": 1}]
+    lines = ['data: {"choices": [{"text": "a"}]}', "", ": comment", "data:[DONE]", 'data: {"choices": []}']
+    assert list(chunks_of(iter(lines))) == [Chunk(choices=[Choice(text="a")])]
     with pytest.raises(ServerTrouble, match="broke off"):
-        list(chunks_of(iter(['data: {"a": 1}'])))
+        list(chunks_of(iter(['data: {"choices": []}'])))
     with pytest.raises(ServerTrouble, match="deadline_exceeded: no token"):
         list(chunks_of(iter(['data: {"error": {"code": "deadline_exceeded", "message": "no token"}}'])))
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        *("5", "[]", "[" * 20_000, '{"new": ' + "[" * 20_000 + "]" * 20_000 + "}", "9" * 5_000, '{"usage": []}'),
+        *('{"choices": 5}', '{"choices": [[]]}', '{"choices": [{"text": 5}]}', '{"choices": [{"text": "\\ud800"}]}'),
+    ],
+)
+def test_a_stream_of_another_shape_is_trouble_and_no_traceback(chunk: str) -> None:
+    with pytest.raises(ServerTrouble, match="cannot be read"):
+        list(chunks_of(iter([f"data: {chunk}", "data: [DONE]"])))
 
 
 @pytest.mark.parametrize(

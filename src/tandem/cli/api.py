@@ -5,10 +5,11 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any  # JSON documents of servers
+from typing import Any, TypeVar  # options of httpx
 
 import httpx
 import msgspec
+from msgspec import Struct
 
 from tandem.cli.failure import CommandFailed
 from tandem.server.keys import KeyProblem, key_text
@@ -17,10 +18,59 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 CONNECT_SECONDS = 5.0
 PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
 PROGRESS_SECONDS_PLAIN = 10.0
+UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # no JSON, of another shape, nested without end
+
+Document = TypeVar("Document")
 
 
 class ServerTrouble(CommandFailed):
     """The server is not there, or has answered with an error: one line for the user."""
+
+
+class Delta(Struct):
+    content: str | None = None
+
+
+class Choice(Struct):
+    """Of chat, whole or streamed, and of completions."""
+
+    text: str | None = None
+    delta: Delta | None = None
+    message: Delta | None = None
+
+    @property
+    def piece(self) -> str:
+        return self.text or (self.delta.content if self.delta is not None else None) or ""
+
+
+class Usage(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Chunk(Struct):
+    """One event of a stream, as far as it is of use here. Servers may add what they like."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: Any = None  # whatever the dialect
+
+
+class Model(Struct):
+    id: str
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+def read_answer(body: bytes | str, kind: type[Document]) -> Document:
+    """What any server may have sent, as a document of this type. Raises ServerTrouble."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except UNREADABLE as error:
+        start = body[:80].decode(errors="replace") if isinstance(body, bytes) else body[:80]
+        raise ServerTrouble(f"the server's answer cannot be read ({error}): {start}") from None
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +125,8 @@ def find_model(args: argparse.Namespace) -> str:
             raise trouble(error, args.url) from None
     raise_for_status(response.status_code, response.content)
     try:
-        return str(msgspec.json.decode(response.content)["data"][0]["id"])
-    except (msgspec.DecodeError, LookupError, TypeError):
+        return read_answer(response.content, Models).data[0].id
+    except (ServerTrouble, IndexError):
         raise ServerTrouble(f"{args.url} lists no model; name one with --model") from None
 
 
@@ -94,8 +144,8 @@ def raise_for_status(status: int, body: bytes) -> None:
         raise ServerTrouble(f"{status}: {_message(body)}")
 
 
-def chunks_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
-    """JSON objects of an event stream up to `[DONE]`. Raises ServerTrouble for an error event or a torn stream.
+def chunks_of(lines: Iterator[str]) -> Iterator[Chunk]:
+    """The events of an event stream up to `[DONE]`. Raises ServerTrouble for an error event or a torn stream.
 
     Reads to the end of the body, after which the connection can be used again: closing it earlier looks like leaving.
     """
@@ -109,7 +159,7 @@ def chunks_of(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         raise ServerTrouble("the stream broke off")
 
 
-async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
+async def achunks_of(lines: AsyncIterator[str]) -> AsyncIterator[Chunk]:
     """The same for asyncio."""
     is_done = False
     async for line in lines:
@@ -144,12 +194,9 @@ def _data(line: str) -> str:
     return line.removeprefix("data:").strip() if line.startswith("data:") else ""
 
 
-def _chunk(data: str) -> dict[str, Any]:
-    try:
-        chunk = msgspec.json.decode(data)
-    except msgspec.DecodeError:
-        raise ServerTrouble(f"the stream holds something that is not JSON: {data[:80]}") from None
-    if not isinstance(chunk, dict) or chunk.get("error"):
+def _chunk(data: str) -> Chunk:
+    chunk = read_answer(data, Chunk)
+    if chunk.error:
         raise ServerTrouble(_message(data.encode()))
     return chunk
 
@@ -158,7 +205,7 @@ def _message(body: bytes) -> str:
     """The sentence inside an error body of any dialect."""
     try:
         document = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return body[:200].decode(errors="replace").strip() or "no explanation"
     error = document.get("error", document) if isinstance(document, dict) else document
     if not isinstance(error, dict):

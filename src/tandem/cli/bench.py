@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any  # JSON documents of servers
 
 import httpx
+from msgspec import Struct
 
 from tandem.cli.api import (
     Progress,
@@ -30,6 +31,7 @@ from tandem.cli.api import (
     client_options,
     find_model,
     raise_for_status,
+    read_answer,
     trouble,
 )
 from tandem.cli.failure import CommandFailed
@@ -45,6 +47,13 @@ WORDS = tuple(WORD_LIST.split())
 PERCENTILES = (50, 90, 99)
 SAMPLE_WORDS = 200
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+class Tokens(Struct):
+    """The answer of /tokenize."""
+
+    count: int | None = None
+    tokens: list[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -142,11 +151,11 @@ class Load:
                 raise_for_status(response.status_code, await response.aread())
             sample.path = response.headers.get("x-tandem-path", "")
             async for chunk in achunks_of(response.aiter_lines()):
-                if any(text_of(choice) for choice in chunk.get("choices") or []):
+                if any(choice.piece for choice in chunk.choices or []):
                     sample.pieces.append(time.monotonic())
-                usage = chunk.get("usage") or {}
-                sample.input_tokens = usage.get("prompt_tokens", sample.input_tokens)
-                sample.output_tokens = usage.get("completion_tokens", sample.output_tokens)
+                if chunk.usage is not None:
+                    sample.input_tokens = chunk.usage.prompt_tokens or sample.input_tokens
+                    sample.output_tokens = chunk.usage.completion_tokens or sample.output_tokens
         sample.output_tokens = sample.output_tokens or len(sample.pieces)
 
     def _body(self, prompt: str) -> dict[str, Any]:
@@ -195,19 +204,16 @@ async def learn_words_per_token(client: httpx.AsyncClient, model: str) -> float:
     text = " ".join(random.Random(0).choices(WORDS, k=SAMPLE_WORDS))
     try:
         response = await client.post("/tokenize", json={"model": model, "prompt": text})
-        answer = response.json() if response.is_success else {}
-        count = answer.get("count") or len(answer.get("tokens") or [])
-    except (httpx.HTTPError, ValueError, AttributeError, TypeError):
+        raise_for_status(response.status_code, response.content)
+        answer = read_answer(response.content, Tokens)
+    except (httpx.HTTPError, ServerTrouble):
         return 1.0
-    return SAMPLE_WORDS / count if count else 1.0
+    count = answer.count or len(answer.tokens or [])
+    return SAMPLE_WORDS / count if count > 0 else 1.0
 
 
 def make_prompt(rng: random.Random, tokens: int, words_per_token: float) -> str:
     return " ".join(rng.choices(WORDS, k=max(1, round(tokens * words_per_token))))
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
 def make_report(args: argparse.Namespace, model: str, samples: list[Sample], seconds: float) -> dict[str, Any]:

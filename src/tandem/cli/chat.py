@@ -80,9 +80,9 @@ class Conversation:
                     raise_for_status(response.status_code, response.read())
                 self.path = response.headers.get("x-tandem-path", "")
                 for chunk in chunks_of(response.iter_lines()):
-                    for choice in chunk.get("choices") or []:
-                        if piece := (choice.get("delta") or {}).get("content"):
-                            yield piece
+                    for choice in chunk.choices or []:
+                        if choice.piece:
+                            yield choice.piece
         except httpx.HTTPError as error:
             raise trouble(error, self._args.url) from None
 

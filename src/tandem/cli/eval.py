@@ -18,12 +18,14 @@ import httpx
 from msgspec import Struct
 
 from tandem.cli.api import (
+    Chunk,
     Progress,
     ServerTrouble,
     add_server_arguments,
     client_options,
     find_model,
     raise_for_status,
+    read_answer,
     trouble,
 )
 from tandem.cli.failure import CommandFailed
@@ -144,13 +146,14 @@ async def ask_one(client: httpx.AsyncClient, args: argparse.Namespace, model: st
     try:
         response = await client.post("/v1/chat/completions", json=body)
         raise_for_status(response.status_code, response.content)
-        return Result(problem, text=str(response.json()["choices"][0]["message"]["content"]))
+        choices = read_answer(response.content, Chunk).choices
     except httpx.HTTPError as error:
         return Result(problem, failure=str(trouble(error, args.url)))
     except ServerTrouble as error:
         return Result(problem, failure=str(error))
-    except (ValueError, LookupError, TypeError) as error:
-        return Result(problem, failure=f"not an answer of the chat API: {type(error).__name__} {error}")
+    if not choices or choices[0].message is None:
+        return Result(problem, failure="not an answer of the chat API: it has no message")
+    return Result(problem, text=choices[0].message.content or "")
 
 
 def make_report(results: list[Result], model: str, seconds: float) -> dict[str, Any]:
