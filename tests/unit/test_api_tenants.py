@@ -84,7 +84,8 @@ def test_the_key_is_what_the_bearer_header_says(header: str | None, key: str) ->
 def test_both_halves_of_a_pair_have_tenants_of_their_own_secret(role: str) -> None:
     """Page hashes never travel, so nothing needs them to agree; the digest of the prompt does."""
     first, second = (
-        requests_of(world(page_size=4, disaggregation_mode=role), ("key", "salt"), **PAIR)[0] for _ in range(2)
+        requests_of(world(page_size=4, disaggregation_mode=role, digest_secret=b"s" * 32), ("key", "salt"), **PAIR)[0]
+        for _ in range(2)
     )
     assert not set(first.page_hashes) & set(second.page_hashes)
     assert first.prompt_digest == second.prompt_digest

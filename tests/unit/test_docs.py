@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SEEDS = ROOT / "docs" / "seeds.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
+SECURITY = ROOT / "docs" / "security.md"
 HEADER = ["seed", "kind", "name there", "here", "file", "shown by"]
 NUM_CASES, NUM_SPOTS = 29, 40
 KINDS = {
@@ -163,6 +164,16 @@ def test_a_case_is_shown_or_says_why_not(cells: list[str]) -> None:
             assert what
         case _:
             assert_it_is_there(words(cells[-1]))
+
+
+def test_every_threat_has_an_answer_that_tests_show() -> None:
+    threats = [line for line in SECURITY.read_text().splitlines() if "`tests/" in line]
+    assert threats
+    for line in threats:
+        threat, answer, shown_by = (cell.strip() for cell in line.strip("|").split("|"))
+        assert threat
+        assert answer
+        assert_it_is_there(words(shown_by))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -420,11 +420,11 @@ def test_two_that_write_at_once_leave_each_other_what_they_write(tmp_path: Path)
 
 
 def test_what_another_node_is_writing_stays_however_old_it_is(tmp_path: Path) -> None:
-    quiet = World(tmp_path, max_bytes=BOUND, epoch=1)
+    quiet = World(tmp_path, max_bytes=BOUND, life=1)
     quiet.serve_one(0, tokens=2)
     (segment,) = segments_of(tmp_path)
     os.utime(segment, ns=(1, 1))
-    busy = World(tmp_path, max_bytes=BOUND, epoch=2)
+    busy = World(tmp_path, max_bytes=BOUND, life=2)
     busy.serve(requests=60, tokens=8)
     assert segment.exists()
     quiet.recorder.close()
