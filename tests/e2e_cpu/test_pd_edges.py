@@ -178,7 +178,7 @@ class Ranks:
     def __init__(self, real: dict[str, Any], silent: socket.socket) -> None:
         told = {"prefill": {"dp_size": 2, "method": "round_robin", "conflict": "resolve"}}
         where = {"control_host": "127.0.0.1", "control_port": silent.getsockname()[1]}
-        phantom = where | {"incarnation": {"name": "phantom", "id": "1"}, "dp_rank": 0}
+        phantom = where | {"incarnation": {"name": "phantom", "id": "1" * 32}, "dp_rank": 0}
         self.routes = {"1": real | told | {"dp_rank": 1}, "0": real | told | phantom}
         self.asked: list[str] = []
         self.queries: list[list[int]] = []
