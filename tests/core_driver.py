@@ -33,6 +33,7 @@ from tandem.core.commands import (
     LearnPeer,
     PublishPages,
     PullPages,
+    RenderAgain,
     RevokePages,
     StartRequest,
     Tell,
@@ -49,6 +50,7 @@ from tandem.core.events import (
     PeerLost,
     PeerSaid,
     PeerUnknown,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     TransferDrained,
@@ -73,6 +75,15 @@ def prompt_tokens(length: int, seed: int) -> list[int]:
     return [(seed * 7919 + index * 104_729 + 17) % 50_000 + 10 for index in range(length)]
 
 
+def prompt_at(length: int, seed: int, rendered_at: int) -> list[int]:
+    """A prompt whose template shows a time, which takes 1 to 4 tokens; 0: a prompt that shows none."""
+    tokens = prompt_tokens(length, seed)
+    if rendered_at:
+        place = length // 2
+        tokens[place : place + 1] = [60_000 + rendered_at % 1000] * (1 + rendered_at % 4)
+    return tokens
+
+
 def chain_after(before: int, token: int) -> int:
     """KV content of one position: it depends on every token before."""
     return (before * 1_000_003 + token * 2_654_435_761 + 12_345) & MASK
@@ -82,10 +93,10 @@ def sampled_after(chain: int) -> int:
     return (chain >> 7) % 50_000 + 10
 
 
-def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int) -> list[int]:
+def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int, rendered_at: int = 0) -> list[int]:
     """What one engine alone gives."""
     chain, tokens = 0, []
-    for token in prompt_tokens(prompt_len, seed):
+    for token in prompt_at(prompt_len, seed, rendered_at):
         chain = chain_after(chain, token)
     for _ in range(num_tokens):
         tokens.append(sampled_after(chain))
@@ -256,6 +267,7 @@ class Replica:
     arrived_at: dict[RequestId, Nanos] = field(default_factory=dict)
     ended: dict[RequestId, FinishRequest | FailRequest] = field(default_factory=dict)
     windows: list[list[Flight]] = field(default_factory=list)  # after each step
+    render: dict[RequestId, Callable[[int], Request]] = field(default_factory=dict)  # seats the prompt of that time
     wake_at: Nanos | None = None
     is_dead: bool = False
     next_id: int = 1
@@ -341,27 +353,32 @@ class World:
         peer: Address | None = None,
         rid: str | None = None,
         dp_rank_hint: int | None = None,
+        rendered_at: int = 0,
     ) -> RequestId:
         """Seat the request at the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
         replica.next_id += 1
-        tokens = prompt_tokens(prompt_len, seed)
-        size = replica.worker.page_size
-        hashes = tuple(prompt_hashes(ROOT, tokens, page_size=size))
-        replica.worker.seats[request] = Seat(prompt_len, tokens, [], eos_after, invalid_after, len(hashes))
-        asked = Request(
-            request,
-            rid or f"rid-{request}",
-            prompt_len,
-            hashes,
-            max_new_tokens,
-            Nanos(timeout_ns),
-            Room(room) if room is not None else None,
-            peer,
-            dp_rank_hint,
-            prompt_digest=prompt_digest(tokens, secret=ROOT),
-        )
-        self.send(replica, RequestArrived(asked))
+
+        def render(rendered_at: int) -> Request:
+            tokens = prompt_at(prompt_len, seed, rendered_at)
+            hashes = tuple(prompt_hashes(ROOT, tokens, page_size=replica.worker.page_size))
+            replica.worker.seats[request] = Seat(len(tokens), tokens, [], eos_after, invalid_after, len(hashes))
+            return Request(
+                request,
+                rid or f"rid-{request}",
+                len(tokens),
+                hashes,
+                max_new_tokens,
+                Nanos(timeout_ns),
+                Room(room) if room is not None else None,
+                peer,
+                dp_rank_hint,
+                prompt_digest=prompt_digest(tokens, secret=ROOT),
+                rendered_at=rendered_at,
+            )
+
+        replica.render[request] = render
+        self.send(replica, RequestArrived(render(rendered_at)))
         return request
 
     def pair(self, prefill: Replica, decode: Replica, **asked: Any) -> tuple[RequestId, RequestId]:
@@ -484,6 +501,10 @@ class World:
             case FinishRequest(request) | FailRequest(request):
                 assert request not in replica.ended, "a second terminal event"
                 replica.ended[request] = command
+            case RenderAgain(request, rendered_at):
+                assert not any(request == row.request for flight in replica.state.window for row in flight.rows)
+                render = replica.render[request]
+                replica.parcels.append(Parcel(PromptRendered, lambda: PromptRendered(render(rendered_at))))
             case LearnPeer(address):
                 known = self.directory.get(address)
                 self.send(replica, PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens"))

@@ -22,6 +22,7 @@ from tandem.core.events import (
     PeerLearned,
     PeerLost,
     PeerSaid,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     StopMatched,
@@ -36,8 +37,8 @@ TIMEOUT_NS = 40 * SECOND
 STRANGER = Incarnation("stranger", "1")
 LENGTHS = (1, 15, 16, 17, 40, 64, 100, 130)
 KINDS = (
-    BatchReturned, RequestArrived, PagesLanded, PagesDigested, ReadsDrained, TransferDrained, PageRead, PeerLearned,
-    Ready, Offer, Release, Abort,
+    BatchReturned, RequestArrived, PromptRendered, PagesLanded, PagesDigested, ReadsDrained, TransferDrained, PageRead,
+    PeerLearned, Ready, Offer, Release, Abort,
 )  # fmt: skip
 LOSABLE = (Ready, Offer, Release, Abort, PageRead)
 
@@ -51,6 +52,7 @@ class Asked:
     seed: int
     eos_after: int | None
     is_prefill_half: bool
+    rendered_at: int = 0  # of decode, if any
 
 
 @dataclass
@@ -70,7 +72,7 @@ class Life:
     def both(self) -> list[Replica]:
         return [self.prefill, self.decode]
 
-    def ask(self, replica: Replica, number: int, **where: object) -> None:
+    def ask(self, replica: Replica, number: int, *, answered_at: int = 0, **where: object) -> None:
         shape = {
             "prompt_len": LENGTHS[number % 8],
             "max_new_tokens": 1 + number // 8 % 24,
@@ -78,7 +80,8 @@ class Life:
             "eos_after": 1 + number // 8 % 5 if number % 7 == 0 else None,
         }
         request = self.world.submit(replica, timeout_ns=TIMEOUT_NS, **shape, **where)
-        self.asked.append(Asked(replica, request, is_prefill_half="room" in where and "peer" not in where, **shape))
+        is_prefill_half = "room" in where and "peer" not in where
+        self.asked.append(Asked(replica, request, is_prefill_half=is_prefill_half, rendered_at=answered_at, **shape))
 
     # --- actions -------------------------------------------------------------------------------------------------
 
@@ -87,6 +90,14 @@ class Life:
         self.rooms.append(room)
         self.ask(self.prefill, number, room=room)
         self.ask(self.decode, number, room=room, peer=self.prefill.address)
+
+    def pair_of_two_times(self, number: int) -> None:
+        """Now and then the halves agree on the time by chance."""
+        room = self.world.room()
+        self.rooms.append(room)
+        here, there = 1 + number % 5, 1 + number // 5 % 5
+        self.ask(self.prefill, number, room=room, rendered_at=here, answered_at=there)
+        self.ask(self.decode, number, room=room, peer=self.prefill.address, rendered_at=there, answered_at=there)
 
     def prefill_half(self, number: int) -> None:
         self.rooms.append(self.world.room())
@@ -124,8 +135,8 @@ class Life:
         self.both[number % 2].drops.clear()
 
     def double(self, number: int) -> None:
-        # not RequestArrived: it comes once, over a pipe from the node's own edge, which makes the ids
-        self.both[number % 2].twice.add(KINDS[2 + number // 2 % (len(KINDS) - 2)])
+        # not RequestArrived and PromptRendered: they come once, over a pipe from the node's own edge
+        self.both[number % 2].twice.add(KINDS[3 + number // 2 % (len(KINDS) - 3)])
 
     def abort(self, number: int) -> None:
         if self.asked:
@@ -192,7 +203,8 @@ class Life:
         for asked in self.asked:
             replica, request = asked.replica, asked.request
             tokens = replica.tokens.get(request, [])
-            expected = expected_tokens(asked.prompt_len, asked.max_new_tokens, seed=asked.seed)
+            shape = {"seed": asked.seed, "rendered_at": asked.rendered_at}
+            expected = expected_tokens(asked.prompt_len, asked.max_new_tokens, **shape)
             assert tokens == expected[: len(tokens)]
             end = replica.ended.get(request)
             if not isinstance(end, FinishRequest) or asked.is_prefill_half:
@@ -213,13 +225,13 @@ class Life:
 ACTIONS: dict[str, Callable[[Life, int], None]] = {
     name: getattr(Life, name)
     for name in (
-        "pair", "prefill_half", "decode_half", "local", "turn", "turn_both", "wait", "hold", "release", "lose", "find",
-        "double", "abort", "stop_string", "break_connection", "break_transfer", "break_batch", "flush",
-        "restart_prefill", "stray",
+        "pair", "pair_of_two_times", "prefill_half", "decode_half", "local", "turn", "turn_both", "wait", "hold",
+        "release", "lose", "find", "double", "abort", "stop_string", "break_connection", "break_transfer",
+        "break_batch", "flush", "restart_prefill", "stray",
     )
 }  # fmt: skip
 CALM = ("pair", "local", "turn", "turn_both", "wait")
-USUAL = ["pair", "pair", "local", "turn", "turn_both", "turn_both", "wait"]
+USUAL = ["pair", "pair", "pair_of_two_times", "local", "turn", "turn_both", "turn_both", "wait"]
 
 
 def scripts(actions: list[str], max_size: int = 60) -> st.SearchStrategy[list[tuple[str, int]]]:

@@ -31,7 +31,8 @@ def test_both_halves_get_the_same_body_with_the_prefills_address_and_one_room() 
         (sent,) = made.prefills[0].generations
         (received,) = made.decodes[0].generations
         assert sent.body == received.body
-        assert {key: value for key, value in sent.body.items() if not key.startswith("bootstrap")} == CHAT
+        own = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "rendered_at")
+        assert {key: value for key, value in sent.body.items() if key not in own} == CHAT
         assert (sent.body["bootstrap_host"], sent.body["bootstrap_port"]) == ("127.0.0.1", 9000)
         assert 0 < sent.body["bootstrap_room"] < 1 << 63
         assert (received.headers["x-request-id"], received.headers["traceparent"]) == ("abc", "00-1")
@@ -39,6 +40,31 @@ def test_both_halves_get_the_same_body_with_the_prefills_address_and_one_room() 
         assert response.json() == {"text": "from decode"}
         assert response.headers["x-tandem-path"] == "remote"
         assert response.headers["x-request-id"] == "abc"
+
+
+def test_one_time_is_stamped_into_both_bodies_and_kept_for_another_attempt() -> None:
+    """The clock of the workers does not matter, and a template that shows seconds renders the same prompt again."""
+    with fleet(decodes=2) as made:
+        began = int(time.time())
+        made.decodes[0].behaves(Reject(503, once=lambda: int(time.time()) > began + 1))
+        for _ in made.decodes:
+            assert post(made).status_code == 200
+        eventually(made.is_idle)
+        rejected = made.decodes[0].generations[0].headers["x-request-id"]
+        bodies = [seen.body for seen in made.seen() if seen.headers["x-request-id"] == rejected]
+        assert len(bodies) == 4, "two halves of two attempts"
+        assert len({body["bootstrap_room"] for body in bodies}) == 2
+        assert len({body["rendered_at"] for body in bodies}) == 1
+        assert bodies[0]["rendered_at"] >= began
+
+
+@pytest.mark.parametrize("given", [1, 1_700_000_000, "soon"])
+def test_a_time_that_came_with_the_request_is_passed_on(given: object) -> None:
+    """To be refused by both halves, if it is none."""
+    with fleet() as made:
+        post(made, CHAT | {"rendered_at": given})
+        eventually(made.is_idle)
+        assert [seen.body["rendered_at"] for seen in made.seen()] == [given, given]
 
 
 def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:

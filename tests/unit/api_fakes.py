@@ -5,7 +5,7 @@ import struct
 import tempfile
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -74,6 +74,7 @@ class Script:
     path: KvPath = KvPath.UNIFIED
     is_silent: bool = False  # never ends by itself
     is_burst: bool = False  # all tokens are there before anybody looks
+    wants_time: int = 0  # wants the prompt of that time first
 
 
 def says(text: str, **kwargs: object) -> Callable[[Request, Payload], Script]:
@@ -86,6 +87,7 @@ class FakeNode:
     script: Callable[[Request, Payload], Script]
     client: NodeClient | None = None
     submits: list[wire.Submit] = field(default_factory=list)
+    rendered: list[wire.Submit] = field(default_factory=list)
     sent: list[wire.ApiToNode] = field(default_factory=list)  # all but submits and queries
     answers: dict[str, object] = field(default_factory=dict)  # by query
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
@@ -96,7 +98,15 @@ class FakeNode:
             case wire.SubmitAll(submits):
                 for submit in submits:
                     self.submits.append(submit)
-                    self.running[submit.request.id] = asyncio.get_running_loop().create_task(self.run(submit))
+                    script = self.script(submit.request, submit.payload)
+                    if script.wants_time:
+                        asyncio.get_running_loop().call_soon(
+                            self.tell, commands.RenderAgain(submit.request.id, script.wants_time)
+                        )
+                    self._begin(submit, script)
+            case wire.Rendered(submit):
+                self.rendered.append(submit)
+                self._begin(submit, replace(self.script(submit.request, submit.payload), wants_time=0))
             case wire.Query():
                 if message.what in self.answers:
                     body = msgspec.json.encode(self.answers[message.what])
@@ -110,6 +120,9 @@ class FakeNode:
             case _:
                 self.sent.append(message)
 
+    def _begin(self, message: wire.Submit, script: Script) -> None:
+        self.running[message.request.id] = asyncio.get_running_loop().create_task(self.run(message, script))
+
     def tell(self, message: wire.NodeToApi) -> None:
         assert self.client is not None
         self.client.receive(message)
@@ -120,9 +133,10 @@ class FakeNode:
             task.cancel()
             asyncio.get_running_loop().call_soon(self.tell, terminal)
 
-    async def run(self, submit: wire.Submit) -> None:
+    async def run(self, submit: wire.Submit, script: Script) -> None:
+        if script.wants_time:
+            return
         request = submit.request
-        script = self.script(request, submit.payload)
         wants_scores = submit.payload.sampling.logprobs
         await asyncio.sleep(0)
         tokens = list(script.tokens)[: request.max_new_tokens]

@@ -83,6 +83,16 @@ class FailRequest(Struct, frozen=True, tag=True):
     waited_ns: Nanos = ZERO_NS  # in that stage
 
 
+class RenderAgain(Struct, frozen=True, tag=True):
+    """Decode has rendered the chat at another time. Render it at `rendered_at`, too; answered by `PromptRendered`.
+
+    Until then no batch knows the request and no page of it is on offer. Comes once per request at most.
+    """
+
+    request: RequestId
+    rendered_at: int  # Unix seconds
+
+
 class LearnPeer(Struct, frozen=True, tag=True):
     """Ask the bootstrap server at `address` who its DP rank is; None: any, to learn what prefill this is."""
 
@@ -166,6 +176,7 @@ Command = (
     | StartRequest
     | FinishRequest
     | FailRequest
+    | RenderAgain
     | LearnPeer
     | AskDpRank
     | AnnounceDpRank

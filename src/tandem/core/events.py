@@ -26,6 +26,12 @@ class RequestRefused(Struct, frozen=True, tag=True):
     detail: str
 
 
+class PromptRendered(Struct, frozen=True, tag=True):
+    """Answers `RenderAgain`. Only what the prompt makes of a request counts; its tokens have replaced the workers'."""
+
+    request: Request
+
+
 class AbortRequested(Struct, frozen=True, tag=True):
     """The client left, an operator asked, or the edge found it invalid."""
 
@@ -183,6 +189,7 @@ class FlushRequested(Struct, frozen=True, tag=True):
 Event = (
     RequestArrived
     | RequestRefused
+    | PromptRendered
     | AbortRequested
     | StopMatched
     | BatchReturned

@@ -45,8 +45,11 @@ class Engine:
         self._decode_set = DecodeSet()
 
     def add(self, payload: Payload) -> None:
-        """Make a request known. Must come before the first plan that names it."""
-        assert payload.request not in self._sequences, "a request is added once"
+        """Make a request known. Must come before the first plan that names it.
+
+        A second time replaces its prompt: it was rendered anew, and no plan that named it is to come or under way.
+        """
+        assert payload.request not in self._decode_set, "a request that decodes keeps its prompt"
         self._sequences[payload.request] = Sequence.of(payload, page_size=self.page_size)
 
     def forget(self, requests: Iterable[int]) -> None:

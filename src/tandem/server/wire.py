@@ -41,6 +41,12 @@ class SubmitAll(Struct, frozen=True, tag=True):
     submits: tuple[Submit, ...]
 
 
+class Rendered(Struct, frozen=True, tag=True):
+    """API -> node: the prompt that `RenderAgain` asked for. The workers get its tokens before the core hears of it."""
+
+    submit: Submit
+
+
 class Query(Struct, frozen=True, tag=True):
     """API -> node: one of `state`, `waits`, `metrics`, `flush`, `faults`, `pulse`, and `worker` for the worker."""
 
@@ -160,6 +166,7 @@ class Died(Struct, frozen=True, tag=True):
 
 ApiToNode = (
     SubmitAll
+    | Rendered
     | Query
     | Connect
     | FailTransfers
@@ -182,6 +189,7 @@ NodeToApi = (
     | commands.EmitTokens
     | commands.FinishRequest
     | commands.FailRequest
+    | commands.RenderAgain
     | commands.LearnPeer
     | commands.AskDpRank
     | commands.AnnounceDpRank

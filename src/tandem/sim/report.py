@@ -28,6 +28,7 @@ from tandem.core.commands import (
     LearnPeer,
     PublishPages,
     PullPages,
+    RenderAgain,
     RevokePages,
     StartRequest,
     Tell,
@@ -47,6 +48,7 @@ from tandem.core.events import (
     PeerReturned,
     PeerSaid,
     PeerUnknown,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     RequestRefused,
@@ -171,6 +173,8 @@ def describe_event(event: Event) -> str:
             return f"request {request.id} arrived: {request.prompt_len}+{request.max_new_tokens} tokens{room}{peer}"
         case RequestRefused(request, cause, detail):
             return f"request {request.id} was refused at the edge: {cause} ({detail})"
+        case PromptRendered(request):
+            return f"request {request.id} rendered at {request.rendered_at}: {request.prompt_len} tokens"
         case AbortRequested(request, cause):
             return f"request {request} abort: {cause}"
         case StopMatched(request):
@@ -231,6 +235,8 @@ def describe_command(command: Command) -> str:
             )
         case FailRequest(request, cause, stage, detail):
             return f"fail request {request}: {cause} in {stage} ({detail})"
+        case RenderAgain(request, rendered_at):
+            return f"render request {request} again, at {rendered_at}"
         case LearnPeer(address, rank):
             return f"ask who is {'' if rank is None else f'DP rank {rank} '}at {address.host}"
         case AskDpRank(address, room):
@@ -280,9 +286,10 @@ def describe_plan(plan: BatchPlan) -> str:
 def describe_message(message: Message) -> str:
     match message:
         case Ready():
+            time = f", rendered at {message.rendered_at}" if message.rendered_at else ""
             return (
                 f"READY room {message.room} attempt {message.attempt} for {_name(message.target)}: "
-                f"{message.prompt_len} tokens, holds {message.held_pages}, knows {message.known_pages}"
+                f"{message.prompt_len} tokens, holds {message.held_pages}, knows {message.known_pages}{time}"
             )
         case Offer():
             result = " and the result" if message.result is not None else ""

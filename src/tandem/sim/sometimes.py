@@ -14,7 +14,7 @@ from importlib.resources import files
 from msgspec import Struct
 
 from tandem.core.batch import TokenFlag
-from tandem.core.commands import CancelPull, Command, FailRequest, FinishRequest, Path, RevokePages, Tell
+from tandem.core.commands import CancelPull, Command, FailRequest, FinishRequest, Path, RenderAgain, RevokePages, Tell
 from tandem.core.events import (
     BatchFailed,
     BatchReturned,
@@ -24,6 +24,7 @@ from tandem.core.events import (
     PeerLearned,
     PeerLost,
     PeerSaid,
+    PromptRendered,
     StopMatched,
     TransferFailed,
 )
@@ -101,6 +102,9 @@ class Watch:
             case StopMatched(request):
                 if request not in state.requests:
                     yield "a stop string comes after the end"
+            case PromptRendered(request):
+                if request.id not in state.requests:
+                    yield "a prompt is rendered anew after the end"
             case DrainRequested():
                 if state.requests:
                     yield "a drain begins with requests under way"
@@ -145,6 +149,10 @@ class Watch:
                 yield f"a request ends while it waits for {stage}"
                 if cause in _WHY and (before := self.before(life, request)) is not None:
                     yield f"{role} {_WHY[cause]} {before}"
+            case RenderAgain(request):
+                yield "a prompt is rendered anew"
+                if (before := self.before(life, request)) is not None:
+                    yield f"a prompt is rendered anew while {before}"
             case FinishRequest():
                 yield f"{role} finishes {command.path}"
                 yield from of_finish(life, command)

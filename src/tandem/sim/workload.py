@@ -3,9 +3,11 @@
 from dataclasses import dataclass, field
 from random import Random
 
+from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND
 from tandem.sim.model import FIRST_TOKEN, VOCABULARY
 from tandem.sim.oracle import Script
+from tandem.sim.renderings import ShownTime, draw_shown_time
 
 TENANTS = ("", "another")  # their prompts begin alike
 
@@ -44,6 +46,11 @@ class Ask:
     loses_half: bool = False  # that gateway sends one of the two halves only
     routed_rank: int | None = None  # `routed_dp_rank`: for the server that gets it
     prefill_rank: int | None = None  # `disagg_prefill_dp_rank`: where decode is to look for it
+    shown: ShownTime | None = None  # its prompt shows the time, so `script` is what it would be without
+
+    def script_at(self, rendered_at: int, role: Role) -> Script:
+        """What it asks of a server of this role that renders it at this time."""
+        return self.script if self.shown is None else self.shown.script(self.script, rendered_at, role)
 
 
 @dataclass(slots=True)
@@ -127,3 +134,10 @@ def route_asks(
             ask.prefill_rank = random.randrange(dp_size + 1)
         if hostility and random.random() < 0.02:
             ask.routed_rank = random.choice((-1, dp_size))
+
+
+def show_times(asks: list[Ask], random: Random, *, share: float, hostility: float) -> None:
+    """Which prompts show the time. A repeated room is there for its other prompt, so it shows none."""
+    for ask in asks:
+        if random.random() < share and not ask.repeats_room:
+            ask.shown = draw_shown_time(random, hostility=hostility)

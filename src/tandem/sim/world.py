@@ -29,6 +29,7 @@ from tandem.core.commands import (
     LearnPeer,
     PublishPages,
     PullPages,
+    RenderAgain,
     RevokePages,
     StartRequest,
     Tell,
@@ -39,6 +40,7 @@ from tandem.core.events import (
     Event,
     PeerLearned,
     PeerLost,
+    PromptRendered,
     RequestArrived,
 )
 from tandem.core.fleet.standstill import TICKS
@@ -68,7 +70,8 @@ from tandem.sim.network.http import Http
 from tandem.sim.network.links import Network
 from tandem.sim.network.weather import DataWeather
 from tandem.sim.oracle import Violation
-from tandem.sim.workload import Ask, Workload, plain_ask, route_asks
+from tandem.sim.renderings import WallClocks
+from tandem.sim.workload import Ask, Workload, plain_ask, route_asks, show_times
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
 MAX_EVENTS = 1_000_000  # hundreds of times what a seed takes
@@ -76,6 +79,7 @@ QUIET_NS = 5 * SECOND  # after the last end: late copies of messages still come
 RECOUNT_EVERY = 256
 YEAR_NS = 365 * 24 * 3600 * SECOND
 MAX_DRIFT_PPM = 200
+FROM_THE_EDGE = (RequestArrived, PromptRendered)  # they come once, behind the worker's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,10 @@ class Timing:
     look_up: tuple[int, int] = (MILLISECOND, 20 * MILLISECOND)
     batch_jitter: float = 0.2
     register: tuple[int, int] = (0, 50 * MILLISECOND)
+    render: tuple[float, float] = (-1.0, 3.0)  # powers of ten, of 2 ms: mostly short, sometimes so that much happens
 
 
-STEADY = Timing((10_000, 10_001), (50_000, 50_001), (MILLISECOND, MILLISECOND + 1), 0.0, (0, 1))
+STEADY = Timing((10_000, 10_001), (50_000, 50_001), (MILLISECOND, MILLISECOND + 1), 0.0, (0, 1), (0.0, 0.0))
 
 Trace = Callable[[int, Life, tuple[Event, ...], tuple[Command, ...]], None]
 
@@ -137,7 +142,7 @@ class World:
         self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
         self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
         self.weather = DataWeather(self.random, self.options, self.network, timing.page_digest, self.count)
-        self.edge = Edge(self, self.random)
+        self.edge = Edge(self, self.random, WallClocks(seed), Random(f"rendering {seed}"), timing.render)
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
         self.harm = Harm(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
@@ -212,6 +217,7 @@ class World:
             lost=options.workload.lost_halves,
             hostility=options.hostility,
         )
+        show_times(asks, Random(f"shown times {seed}"), share=options.timed_share, hostility=options.hostility)
         for ask in asks:
             self.edge.num_to_come += 1
             self.clock.at(ask.arrives_at, self._ask, ask)
@@ -311,7 +317,7 @@ class World:
     def push(self, life: Life, event: Event) -> None:
         """An event for a node; its driver drains the inbox a little later."""
         self._deliver(life, event)
-        copies = 0.0 if self.is_healed or isinstance(event, RequestArrived) else self.options.event_copies
+        copies = 0.0 if self.is_healed or isinstance(event, FROM_THE_EDGE) else self.options.event_copies
         if copies and self.random.random() < copies:
             self.count("F3")
             self.clock.after(self.random.randrange(SECOND), self._deliver, life, event)
@@ -389,6 +395,8 @@ class World:
                     self.edge.see_token(life.halves[request], token)
             case FinishRequest(request) | FailRequest(request):
                 self.edge.see_end(life.halves[request])
+            case RenderAgain(request, rendered_at):
+                self.edge.render_again(life.halves[request], rendered_at)
             case StartRequest():
                 pass
             case LearnPeer() | AskDpRank():
@@ -505,6 +513,7 @@ class World:
         self.edge.num_to_come -= 1
         prompt_len_max = min(20, self.options.workload.prompt_len_max)
         ask = plain_ask(self.io_random, len(self.edge.exchanges), self.clock.time, prompt_len_max)
+        ask.shown = self.options.time_of_a_probe(ask.index)
         exchange = Exchange(ask, None)
         self.edge.exchanges.append(exchange)
         gateway.ask(ask, exchange)

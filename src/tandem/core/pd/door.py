@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 
 from tandem.core.batch import TokenFlag
 from tandem.core.pd.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Offer, Ready, Release, ResultRow
-from tandem.core.values import SECOND, Cause, Incarnation
+from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Incarnation
 
 MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
 MAX_COUNT = 1 << 31  # tokens and pages of one prompt
@@ -81,6 +81,8 @@ def ready_fault(ready: Ready) -> str | None:
         return "prompt_len is out of bounds"
     if not (0 <= ready.held_pages < MAX_COUNT and 0 <= ready.known_pages < MAX_COUNT):
         return "held_pages or known_pages is out of bounds"
+    if not 0 <= ready.rendered_at <= MAX_RENDERED_AT:
+        return "rendered_at is out of bounds"
     return None
 
 

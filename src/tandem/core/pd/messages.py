@@ -28,6 +28,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     held_pages: int = 0  # decode already holds this many leading pages
     known_pages: int = 0  # offers seen so far reach up to here; after a loss prefill goes on from here
     prompt_digest: bytes = b""  # another one is refused: a room that was used twice must not show a foreign prompt
+    rendered_at: int = 0  # as in the request: the time in decode's prompt
 
 
 class ResultRow(Struct, frozen=True):

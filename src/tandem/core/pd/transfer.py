@@ -11,7 +11,7 @@ from enum import Enum, IntEnum
 from tandem.core.machine import Machine
 from tandem.core.pd import consensus
 from tandem.core.pd.consensus import Landed, ShardReport, Verdict
-from tandem.core.pd.messages import ResultRow
+from tandem.core.pd.messages import Ready, ResultRow
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, ShardId
 
 DIGEST_BYTES = 8
@@ -81,6 +81,8 @@ class Sender:
     state: TransferState = TransferState.BOOTSTRAPPING
     peer: Incarnation | None = None  # the decode that said READY
     attempt: int = 0  # of that READY
+    ready: Ready | None = None  # means a prompt that is being rendered anew, and waits for it
+    is_rendered_anew: bool = False
     held_pages: int = 0  # decode has these already
     published: int = 0  # pages [held, published) were given to the shards for digests
     digests: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of pages [held, ...)
@@ -100,6 +102,11 @@ class Sender:
     @property
     def is_ready(self) -> bool:
         return self.state in (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
+
+    @property
+    def counterpart(self) -> Incarnation | None:
+        """The decode that has said READY: bound by it, or waiting for the prompt that it means."""
+        return self.ready.source if self.ready is not None else self.peer
 
     def move(self, trigger: TransferTrigger) -> None:
         self.state = SENDER.next(self.state, trigger)

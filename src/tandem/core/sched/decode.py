@@ -274,6 +274,7 @@ def say_ready(node: NodeState, progress: Progress) -> None:
         held_pages=receiver.held_pages,
         known_pages=receiver.offered,
         prompt_digest=progress.request.prompt_digest,
+        rendered_at=progress.request.rendered_at,
     )
     node.out.append(Tell(receiver.peer, message))
     schedule(node, progress)

@@ -38,7 +38,7 @@ def gauges(node: EngineNode) -> dict[str, float]:
         "page_size": page_size,
         "num_pages": pool.num_pages,
     }
-    for reason in ("not_ready", "forced", "yield"):
+    for reason in ("not_ready", "forced", "yield", "rendered"):
         numbers[f"num_prefill_retries_total{{reason={reason}}}"] = tally.prefill_retries.get(reason, 0)
     if state.settings.delayer is not None:
         numbers |= delayer_numbers(state.delayer, state.settings.delayer)

@@ -39,6 +39,7 @@ from tandem.core.events import (
     PeerReturned,
     PeerSaid,
     PeerUnknown,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     RequestRefused,
@@ -50,7 +51,7 @@ from tandem.core.events import (
 )
 from tandem.core.pd.messages import SHUTTING_DOWN, Abort, Offer, Ready, Release
 from tandem.core.request import Request
-from tandem.core.sched import decode, prefill
+from tandem.core.sched import decode, prefill, rendering
 from tandem.core.sched.admission import admit
 from tandem.core.sched.delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.sched.planner import plan
@@ -67,8 +68,8 @@ from tandem.core.sched.state import (
     forget_command,
     forget_if_drained,
     join_decode_set,
-    pages_for,
     schedule,
+    too_long,
 )
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId
@@ -111,6 +112,8 @@ def handle(node: NodeState, event: Event) -> None:
             arrive(node, request)
         case RequestRefused(request, cause, detail):
             decline_room(node, request, cause, detail)
+        case PromptRendered(request):
+            rendering.on_rendered(node, request)
         case AbortRequested(request, cause):
             give_up(node, request, cause)
         case StopMatched(request):
@@ -193,7 +196,9 @@ def await_ready(node: NodeState, progress: Progress) -> None:
     """A prefill half: into the bootstrap queue, and on at once if READY is here or the policy does not wait for it."""
     progress.state = State.BOOTSTRAPPING
     node.queues[State.BOOTSTRAPPING][progress.id] = None
-    prefill.create_sender(node, progress)
+    stashed = prefill.create_sender(node, progress)
+    if stashed is not None:
+        hear(node, stashed.peer, stashed.message)
     if progress.state is State.BOOTSTRAPPING and prefill.may_start(node, progress):
         enter(node, progress, Trigger.PEER_READY)
 
@@ -204,9 +209,9 @@ def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
     waiting = len(node.queues[State.QUEUED]) + len(node.queues[State.BOOTSTRAPPING])
     if waiting >= node.settings.max_queued:
         return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
-    if pages_for(node, request.prompt_len + 1) > node.pool.num_pages:
-        tokens = node.pool.num_pages * node.settings.page_size
-        return Cause.PROMPT_TOO_LONG, f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
+    complaint = too_long(node, request)
+    if complaint is not None:
+        return Cause.PROMPT_TOO_LONG, complaint
     if request.room is not None and request.room in node.rooms:
         return Cause.DUPLICATE_ROOM, f"room {request.room} is in use"
     return None
@@ -381,7 +386,7 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
 def hear(node: NodeState, peer: Incarnation, message: Ready | Offer | Release | Abort) -> None:
     match message:
         case Ready():
-            prefill.on_ready(node, peer, message)
+            rendering.on_ready(node, peer, message)
         case Release():
             prefill.on_release(node, peer, message)
         case Offer():
@@ -420,7 +425,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
     for progress in list(node.requests.values()):
         if is_aborted(progress):
             continue
-        if progress.sender is not None and progress.sender.peer == event.peer:
+        if progress.sender is not None and progress.sender.counterpart == event.peer:
             prefill.fail(node, progress, event.cause, f"decode {gone}")
         elif is_awaited(progress, event.peer):
             decode.fail_transfer(node, progress, event.cause, f"prefill {gone}")

@@ -17,6 +17,7 @@ from tandem.core.commands import (
     Ledger,
     Path,
     PublishPages,
+    RenderAgain,
     RevokePages,
     StartRequest,
     Tell,
@@ -50,8 +51,8 @@ from tandem.core.values import Cause, Incarnation, Nanos, Room
 # --- bootstrap -------------------------------------------------------------------------------------------------------
 
 
-def create_sender(node: NodeState, progress: Progress) -> None:
-    """The request has a room: somebody may already have said READY for it, or given it up."""
+def create_sender(node: NodeState, progress: Progress) -> Stashed | None:
+    """The request has a room: returns what decode has said of it already, READY or that it was given up."""
     room = progress.request.room
     assert room is not None
     progress.sender = Sender(
@@ -61,12 +62,7 @@ def create_sender(node: NodeState, progress: Progress) -> None:
     node.rooms[room] = progress.id
     stashed = node.stash.pop(room, None)
     announce_rank(node, progress, room)
-    if stashed is None or stashed.expires_at <= node.now:
-        return
-    if isinstance(stashed.message, Ready):
-        on_ready(node, stashed.peer, stashed.message)
-    else:
-        on_release(node, stashed.peer, stashed.message)
+    return None if stashed is None or stashed.expires_at <= node.now else stashed
 
 
 def announce_rank(node: NodeState, progress: Progress, room: Room) -> None:
@@ -218,7 +214,12 @@ def is_chosen_for_retry(node: NodeState, request: Request) -> bool:
 
 
 def may_start(node: NodeState, progress: Progress) -> bool:
-    return progress.sender is None or bootstrap_policy(node.settings).may_start(policy_view(node, progress))
+    """Without waiting in the bootstrap queue, for READY or for a prompt that is rendered anew."""
+    if progress.sender is None:
+        return True
+    if progress.sender.ready is not None:
+        return False
+    return bootstrap_policy(node.settings).may_start(policy_view(node, progress))
 
 
 def after_chunk(node: NodeState, progress: Progress) -> None:
@@ -271,18 +272,21 @@ def finish_give_back(node: NodeState, progress: Progress) -> None:
         enter(node, progress, Trigger.REQUEUE, first=True)
         return
     reset_prefill_retry_time(progress)
-    reason = progress.give_back_reason
+    is_rendered_anew = progress.sender.ready is not None
+    reason = "rendered" if is_rendered_anew else progress.give_back_reason
     progress.yields += reason == "yield"
     unready = structs.replace(policy_view(node, progress), ready=False)  # READY that came meanwhile is no budget
-    may_retry = bootstrap_policy(node.settings).may_start(unready)
-    if may_retry or reason == "yield":  # a retry that there is no budget for is none (seed 1)
+    may_retry = not is_rendered_anew and bootstrap_policy(node.settings).may_start(unready)
+    if may_retry or reason in ("yield", "rendered"):  # a retry that there is no budget for is none (seed 1)
         node.tally.prefill_retries[reason] = node.tally.prefill_retries.get(reason, 0) + 1
         progress.prefill_retry_count += 1
     if may_retry:
         enter(node, progress, Trigger.REQUEUE, first=reason != "yield")  # it made room for those who wait
-    else:
-        node.results.maybe_release_metadata_buffer(progress.id)
-        enter(node, progress, Trigger.REQUEUE if progress.sender.is_ready else Trigger.FALL_BACK)
+        return
+    node.results.maybe_release_metadata_buffer(progress.id)
+    enter(node, progress, Trigger.REQUEUE if progress.sender.is_ready else Trigger.FALL_BACK)
+    if progress.sender.ready is not None:
+        node.out.append(RenderAgain(progress.id, progress.sender.ready.rendered_at))
 
 
 def reset_prefill_retry_time(progress: Progress) -> None:
@@ -479,8 +483,8 @@ def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") ->
     assert sender is not None
     assert room is not None
     abort = Abort(room, node.settings.incarnation, cause, detail)
-    if sender.peer is not None and cause is not Cause.PEER_ABORTED:
-        node.out.append(Tell(sender.peer, abort))
+    if sender.counterpart is not None and cause is not Cause.PEER_ABORTED:
+        node.out.append(Tell(sender.counterpart, abort))
     bury(node, room, abort)
     if sender.state is TransferState.BOOTSTRAPPING:
         node.tally.bootstrap_failed += 1

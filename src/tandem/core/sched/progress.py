@@ -55,6 +55,7 @@ LIFECYCLE: Machine[State, Trigger] = Machine(
         (State.QUEUED, Trigger.PEER_FAILED): State.QUEUED,
         (State.QUEUED, Trigger.COMPUTE): State.COMPUTING,
         (State.QUEUED, Trigger.ARRIVE): State.ARRIVING,
+        (State.QUEUED, Trigger.FALL_BACK): State.BOOTSTRAPPING,  # its prompt is rendered anew
         (State.COMPUTING, Trigger.RUN): State.RUNNING,
         (State.COMPUTING, Trigger.SEND): State.SENDING,
         (State.COMPUTING, Trigger.PARK): State.PARKED,
@@ -87,6 +88,7 @@ class WaitingFor(StrEnum):
     """What a request that is not running waits for; `/debug/waits` lists it, and a missed deadline names it."""
 
     PEER = "peer"  # bootstrap
+    RENDERING = "rendering"  # the edge, which renders the prompt at decode's time
     DP_RANK = "dp_rank"  # which of the peer's ranks has it
     PAGES = "pages"
     SLOT = "slot"
@@ -163,6 +165,8 @@ class Progress:
             return self.lacks
         if self.state is State.BOOTSTRAPPING and self.receiver is not None and self.receiver.asks_rank:
             return WaitingFor.DP_RANK
+        if self.state is State.BOOTSTRAPPING and self.sender is not None and self.sender.ready is not None:
+            return WaitingFor.RENDERING
         return _WAITS.get(self.state)
 
 

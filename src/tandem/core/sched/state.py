@@ -18,6 +18,7 @@ from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.pd.messages import Abort, Ready, Release
 from tandem.core.pd.transfer import ResultTable
+from tandem.core.request import Request
 from tandem.core.sched.gates import Decision, Memory, Snapshot
 from tandem.core.sched.progress import LIFECYCLE, SLOT_STATES, Flight, Progress, State, Trigger
 from tandem.core.settings import NodeSettings, PrefillInfo
@@ -259,6 +260,14 @@ def pages_for(node: NodeState, num_tokens: int) -> int:
     return ceil_div(num_tokens, node.settings.page_size)
 
 
+def too_long(node: NodeState, request: Request) -> str | None:
+    """Why the prompt and one token more can never fit, or None."""
+    if pages_for(node, request.prompt_len + 1) <= node.pool.num_pages:
+        return None
+    tokens = node.pool.num_pages * node.settings.page_size
+    return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
+
+
 # --- the decode set --------------------------------------------------------------------------------------------------
 
 
@@ -287,8 +296,9 @@ def leave_decode_set(node: NodeState, progress: Progress) -> None:
 
 def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
     """The cause in full: in which wait, for how long, on whom."""
-    half = progress.sender if progress.sender is not None else progress.receiver
-    peer = half.peer.name if half is not None and half.peer is not None else ""
+    sender, receiver = progress.sender, progress.receiver
+    known = sender.counterpart if sender is not None else receiver.peer if receiver is not None else None
+    peer = known.name if known is not None else ""
     stage = str(progress.waiting_for or progress.state)
     return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
 

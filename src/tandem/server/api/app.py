@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar  # a chat message
 
-from msgspec import Struct
+from msgspec import Struct, structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,7 +26,7 @@ from tandem.metrics.export import Exporter
 from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
 from tandem.server.api.access import AccessRules, AuthMiddleware
-from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeout, submission
+from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeout, submission, time_of
 from tandem.server.api.body import (
     ChatBody,
     CompletionBody,
@@ -46,6 +46,7 @@ from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
+from tandem.server.api.rendering import Renderer
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.tenant import bearer_token, tenant_of
 from tandem.server.api.text import TextStream
@@ -166,6 +167,7 @@ class Endpoints:
         self._client.check_there()
         raw = await read_body(request)
         routing, body = decode_body(raw, Routing), decode_body(raw, kind)
+        routing.rendered_at = time_of(routing)
         if checks_model:
             check_model(routing.model, self._config)
         timeout_ms = request.headers.get("x-request-timeout-ms")
@@ -181,6 +183,12 @@ class Endpoints:
         asks = ask_all(
             routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, tenant=tenant, timeout_ns=timeout_ns
         )
+
+        async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
+            there = structs.replace(routing, rendered_at=rendered_at)
+            return (await read(body, there, self._tokenizer, self._facts))[0]
+
+        may_differ = self._facts.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
             client=self._client,
             prepared=[self._prepared(ask, request.state.arrival_ns) for ask in asks],
@@ -188,6 +196,7 @@ class Endpoints:
             reply=reply(body, routing, asks),
             is_streamed=bool(routing.stream),
             sends_head_first=self._facts.role == "prefill",
+            renderer=Renderer(self._client, self._facts, prompts_at) if may_differ else None,
             endpoint=request.scope["path"],
             request_id=request.state.request_id,
             fold=self._fold,
@@ -221,7 +230,10 @@ class Endpoints:
         if body.messages is not None:
             messages = [flat_message(message) for message in body.messages]
             adds_prompt = body.add_generation_prompt is not False
-            value = self._tokenizer.render_chat(messages, add_generation_prompt=adds_prompt, variables={})
+            rendered_at = int(time.time()) if body.rendered_at is None else body.rendered_at
+            value = self._tokenizer.render_chat(
+                messages, add_generation_prompt=adds_prompt, variables={}, rendered_at=rendered_at
+            ).text
             adds = False
         if value is None:
             raise invalid("prompt", "is missing")

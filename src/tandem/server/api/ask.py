@@ -61,6 +61,7 @@ class Facts(Struct, frozen=True):
 class Prompt(Struct, frozen=True):
     tokens: list[int]
     text: str | None = None  # as the user wrote it, when it was text
+    rendered_at: int = 0  # Unix seconds that its chat template has shown; 0: none
 
 
 class Wish(Struct, frozen=True):
@@ -280,6 +281,7 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> w
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
             prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=facts.keys.digests),
+            rendered_at=ask.prompt.rendered_at,
         ),
         Payload(
             request=request,
@@ -288,6 +290,14 @@ def submission(ask: Ask, request: RequestId, arrival_ns: int, facts: Facts) -> w
             last_hash=links[-1] if links else root,
         ),
     )
+
+
+def time_of(routing: Routing) -> int:
+    """Unix seconds for whatever a chat template shows: of who routed the request, else of this server at this moment.
+
+    Asked for once per request and server; `Routing.rendered_at` has the bounds.
+    """
+    return int(time.time()) if routing.rendered_at is None else routing.rendered_at
 
 
 def check_timeout(seconds: float | None, milliseconds: str | None, default: float) -> int:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar  # messages are the template's busine
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from tandem.core.values import MAX_RENDERED_AT
 from tandem.server.api.bounds import (
     MAX_MESSAGES,
     MAX_PROMPTS,
@@ -58,6 +59,7 @@ class Routing(Struct, kw_only=True):
     routed_dp_rank: Rank | list[Rank | None] | None = None
     data_parallel_rank: Rank | list[Rank | None] | None = None  # deprecated name of routed_dp_rank
     disagg_prefill_dp_rank: Rank | list[Rank | None] | None = None
+    rendered_at: Annotated[int, Meta(ge=1, le=MAX_RENDERED_AT)] | None = None  # Unix seconds, for the chat template
     lora_path: Raw = NOTHING
     session_params: Raw = NOTHING
     return_hidden_states: Raw = NOTHING
@@ -185,6 +187,7 @@ class TokenizeBody(Struct):
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    rendered_at: Annotated[int, Meta(ge=1, le=MAX_RENDERED_AT)] | None = None
 
 
 class DetokenizeBody(Struct):

@@ -61,6 +61,7 @@ class Live:
     started: commands.StartRequest | None = None
     ended: commands.FinishRequest | commands.FailRequest | None = None
     is_told: bool = False  # the node knows that nobody wants more tokens
+    render_at: int | None = None  # the node wants its prompt of this time, in Unix seconds
     is_changed: bool = False
 
 
@@ -222,13 +223,18 @@ class NodeClient:
             if request.room is not None:
                 self._port.send(events.RequestRefused(request, cause, refusal.failure.message))
 
-    def abort(self, live: Live) -> bool:
+    def rendered(self, live: Live, submit: wire.Submit) -> None:
+        """The prompt that the node has asked for."""
+        if live.ended is None:
+            self._port.send(wire.Rendered(submit))
+
+    def abort(self, live: Live, cause: Cause = Cause.ABORTED) -> bool:
         """Nobody wants this request any more. Its terminal message still comes. False if it was told to end before."""
         if live.ended is not None or live.is_told:
             return False
         live.is_told = True
         live.give_up_ns = time.monotonic_ns() + self._stall_ns
-        self._port.send(events.AbortRequested(live.request.id))
+        self._port.send(events.AbortRequested(live.request.id, cause))
         return True
 
     def stop(self, live: Live) -> None:
@@ -308,6 +314,10 @@ class NodeClient:
             case commands.FinishRequest() | commands.FailRequest():
                 if (live := self._live.get(message.request)) is not None:
                     self._end(live, message)
+            case commands.RenderAgain():
+                if (live := self._live.get(message.request)) is not None:
+                    live.render_at = message.rendered_at
+                    live.generation.note(live)
             case wire.Answer():
                 answer = self._queries.get(message.id)
                 if answer is not None and not answer.done():

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.sampling import TokenScore
-from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
+from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text, time_of
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import invalid
 from tandem.server.api.stream import Sample
-from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.tokenizer import RenderedChat, Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -44,8 +44,9 @@ async def read_chat(
         max_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    text = chat_text(body, tokenizer)
-    prompt = await read_text(text, tokenizer, facts, "messages", add_special_tokens=False)
+    chat = chat_text(body, tokenizer, time_of(routing))
+    prompt = await read_text(chat.text, tokenizer, facts, "messages", add_special_tokens=False)
+    prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
     return [check_prompt(prompt, facts, "messages")], [wish]
 
 
@@ -126,7 +127,7 @@ def refuse_tool_choice(body: ChatBody) -> None:
         raise invalid("function_call", "needs functions, which this server does not support")
 
 
-def chat_text(body: ChatBody, tokenizer: Tokenizer) -> str:
+def chat_text(body: ChatBody, tokenizer: Tokenizer, rendered_at: int) -> RenderedChat:
     """The conversation as text. An unfinished last message of the assistant may be continued instead of answered."""
     if not body.messages:
         raise invalid("messages", "is missing or empty")
@@ -139,12 +140,16 @@ def chat_text(body: ChatBody, tokenizer: Tokenizer) -> str:
             raise invalid("chat_template_kwargs", f"must not set {reserved}")
     if not body.continue_final_message:
         adds_prompt = body.add_generation_prompt is not False
-        return tokenizer.render_chat(messages, add_generation_prompt=adds_prompt, variables=variables)
+        return tokenizer.render_chat(
+            messages, add_generation_prompt=adds_prompt, variables=variables, rendered_at=rendered_at
+        )
     last = messages[-1]
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
         raise invalid("continue_final_message", "the last message must be the assistant's, with text")
-    before = tokenizer.render_chat(messages[:-1], add_generation_prompt=True, variables=variables)
-    return before + last["content"]
+    before = tokenizer.render_chat(
+        messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
+    )
+    return before._replace(text=before.text + last["content"])
 
 
 def flat_message(message: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from tandem.server import wire
 from tandem.server.api.ask import Ask
 from tandem.server.api.client import Generation, Live, NodeClient
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json, failure_of
+from tandem.server.api.rendering import Renderer
 from tandem.server.api.text import TextStream
 
 logger = logging.getLogger("tandem.server")
@@ -195,6 +196,7 @@ class TokenResponse:
         reply: Reply,
         is_streamed: bool,
         sends_head_first: bool,
+        renderer: Renderer | None,
         endpoint: str,
         request_id: str,
         fold: Fold,
@@ -209,6 +211,7 @@ class TokenResponse:
         self._reply = reply
         self._is_streamed = is_streamed
         self._sends_head_first = sends_head_first
+        self._renderer = renderer
         self._endpoint = endpoint
         self._request_id = request_id
         self._fold = fold
@@ -255,9 +258,18 @@ class TokenResponse:
         for sample in self._samples:
             self._client.abort(sample.live)
 
+    async def _news(self) -> list[Live]:
+        """Who has news. Prompts that the node wants anew are on their way to it by then."""
+        changed = await self._generation.changed()
+        for live in changed:
+            if live.render_at is not None and self._renderer is not None:
+                sample = self._by_live[id(live)]
+                sample.ask = await self._renderer.render(sample.ask, live, sample.arrival_ns)
+        return changed
+
     async def _stream(self, send: Send) -> None:
         while self._num_open:
-            changed = await self._generation.changed()
+            changed = await self._news()
             if self._generation.is_abandoned:
                 return
             events, failure = self._advance(changed)
@@ -297,7 +309,7 @@ class TokenResponse:
 
     async def _answer(self, send: Send) -> None:
         while self._num_open:
-            changed = await self._generation.changed()
+            changed = await self._news()
             if self._generation.is_abandoned:
                 return
             now_ns = time.monotonic_ns()

@@ -5,13 +5,12 @@ published templates rely on. transformers is not needed.
 """
 
 import asyncio
-import datetime
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NoReturn  # templates and JSON files hold values of any type
+from typing import Any, NamedTuple, NoReturn  # templates and JSON files hold values of any type
 
 import jinja2
 import jinja2.ext
@@ -21,6 +20,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.render_time import RenderTime
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # as SentencePiece names them
 LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
@@ -36,6 +36,11 @@ TEMPLATE_ERRORS = (
     RecursionError,
 )
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class RenderedChat(NamedTuple):
+    text: str
+    rendered_at: int  # Unix seconds that the template has asked for; 0: it shows no time
 
 
 class Tokenizer:
@@ -115,17 +120,28 @@ class Tokenizer:
         return max(map(len, self.byte_table))
 
     def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, variables: Mapping[str, Any]
-    ) -> str:
-        """The conversation as the model expects to read it. Raises `Refusal` when the template will not have it."""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        rendered_at: int,
+    ) -> "RenderedChat":
+        """The conversation as the model expects to read it. Raises `Refusal` when the template will not have it.
+
+        A function of its arguments alone, on every server that has the same model. `rendered_at`: Unix seconds, for
+        templates that show the time.
+        """
         template = self._template
         if template is None:
             raise Refusal(Problem.NO_CHAT_TEMPLATE, "this model has no chat template", param="messages")
+        time = RenderTime(rendered_at)
         try:
-            return template.render(
+            text = template.render(
                 **{
                     "tools": None,
                     "documents": None,
+                    "strftime_now": time,
                     **self.special_tokens,
                     **variables,
                     "messages": list(messages),
@@ -136,6 +152,7 @@ class Tokenizer:
             raise Refusal(
                 Problem.INVALID_VALUE, f"messages: the chat template refuses them: {error}", param="messages"
             ) from None
+        return RenderedChat(text, time.shown)
 
     def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
         ids = encoding.ids
@@ -230,13 +247,14 @@ class GenerationBlock(jinja2.ext.Extension):
 
 @lru_cache(1)
 def environment() -> jinja2.Environment:
-    """As transformers compiles chat templates."""
+    """As transformers compiles chat templates, without what gives another text each time."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationBlock]
     )
     made.filters["tojson"] = to_json
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+    made.globals.pop("lipsum", None)
+    made.filters.pop("random", None)
     return made
 
 

@@ -37,6 +37,7 @@ def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> 
             | commands.StartRequest()
             | commands.FinishRequest()
             | commands.FailRequest()
+            | commands.RenderAgain()
             | commands.LearnPeer()
             | commands.AskDpRank()
             | commands.AnnounceDpRank()

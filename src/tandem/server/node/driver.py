@@ -230,6 +230,9 @@ class Inbox:
                 for submit in submits:
                     self.worker.send(submit.payload)
                     self._happened.append(events.RequestArrived(submit.request))
+            case wire.Rendered(submit):
+                self.worker.send(submit.payload)
+                self._happened.append(events.PromptRendered(submit.request))
             case wire.Query(what="worker"):
                 self.worker.send(message)
             case wire.Query():

@@ -1,7 +1,8 @@
 """One generation request at the router: read and check what the router must know, wait for the outcome, write it.
 
 The body is not validated here beyond that: both halves do it, and their 4xx is the answer. The router puts its own
-`bootstrap_*` fields in place of any that came in, so a client cannot make a decode connect anywhere.
+`bootstrap_*` fields in place of any that came in, so a client cannot make a decode connect anywhere, and the time where
+none came in.
 """
 
 import asyncio
@@ -39,6 +40,7 @@ class Generate:
         began = time.monotonic()
         request = Request(scope, receive)
         body = await read_object(request)
+        stamp_time(body)
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
         reply = _Reply(send, request.state.request_id, began)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
@@ -134,6 +136,12 @@ async def read_object(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
     return body
+
+
+def stamp_time(body: dict[str, Any]) -> None:
+    """Both halves render a chat by this clock, whatever their own ones say; another attempt gives the same prompt."""
+    if body.get("rendered_at") is None:
+        body["rendered_at"] = int(time.time())
 
 
 def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -> float:

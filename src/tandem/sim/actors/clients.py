@@ -10,6 +10,7 @@ from typing import Protocol
 from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.settings import Role
 from tandem.core.values import RequestId, Room
+from tandem.sim.oracle import Script
 from tandem.sim.workload import Ask
 
 
@@ -40,6 +41,8 @@ class Half:
     arrived_at: int
     deadline: int
     pauses_before_ns: int  # pauses of the replica until the arrival
+    rendered_at: int  # Unix seconds that its prompt shows; 0: none
+    script: Script
     listener: Listener | None = None
     must_finish: bool = False  # asked after everything was healed
     tokens: int = 0  # emitted so far, all of them checked
@@ -61,5 +64,6 @@ class Exchange:
 
     ask: Ask
     room: Room | None
+    rendered_at: int | None = None  # as its router has stamped it; None: each server takes its own time
     halves: list[Half] = field(default_factory=list)
     has_left: bool = False

@@ -174,6 +174,7 @@ class DirectClients:
         edge.num_to_come -= 1
         prompt_len_max = min(20, self.options.workload.prompt_len_max)
         ask = plain_ask(self.random, len(edge.exchanges), self.world.clock.time, prompt_len_max)
+        ask.shown = self.options.time_of_a_probe(ask.index)
         exchange = Exchange(ask, Room(self.random.randrange(1, 1 << 40) * 12 + number + 12))
         edge.exchanges.append(exchange)
         self.send_pair(exchange, prefill, decode)

@@ -9,16 +9,19 @@ from random import Random
 from typing import Protocol
 
 from tandem.core.commands import FinishRequest
-from tandem.core.events import AbortRequested, Event, RequestArrived, StopMatched
+from tandem.core.events import AbortRequested, Event, PromptRendered, RequestArrived, StopMatched
 from tandem.core.request import Request
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, Address, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.sim.actors.clients import Exchange, Half, Listener
 from tandem.sim.actors.replica import Life, Replica
+from tandem.sim.actors.servers import server_of
 from tandem.sim.clock import Clock
+from tandem.sim.renderings import WallClocks
 
 BOOTSTRAP_PORT = 8998
+RENDERING_NS = 2 * MILLISECOND
 SECRET = b"simulation"
 
 
@@ -37,6 +40,9 @@ class Surroundings(Protocol):
 class Edge:
     world: Surroundings
     jitter: Random  # delays between edge and node
+    clocks: WallClocks
+    rendering: Random
+    rendering_range: tuple[float, float]  # how long a prompt takes that is rendered anew: powers of ten, of 2 ms
     exchanges: list[Exchange] = field(default_factory=list)
     num_open: int = 0  # halves without an end
     num_to_come: int = 0  # asks and submissions that are still on the clock
@@ -58,32 +64,70 @@ class Edge:
         timeout_ns = ask.timeout_ns if timeout_ns is None else timeout_ns
         request = RequestId(len(life.halves) + 1)
         pauses_before_ns = replica.pauses_ns - max(0, replica.paused_until - now)
+        rendered_at = self._time_for(exchange, server_of(replica.name))
         half = Half(
-            exchange, ask, replica.role, replica.name, request, room, now, now + timeout_ns, pauses_before_ns, listener
+            exchange,
+            ask,
+            replica.role,
+            replica.name,
+            request,
+            room,
+            now,
+            now + timeout_ns,
+            pauses_before_ns,
+            rendered_at,
+            ask.script_at(rendered_at, replica.role),
+            listener,
         )
         half.must_finish = ask.must_finish
         half.abort_sent_at = now if is_given_up else None
         life.halves[request] = half
         exchange.halves.append(half)
         self.num_open += 1
-        root = root_hash(secret=SECRET, tenant=ask.tenant)
-        life.executor.seat(request, ask.script, root)
-        asked = Request(
-            id=request,
-            rid=f"rid-{ask.index}",
-            prompt_len=len(ask.script.prompt),
-            page_hashes=tuple(prompt_hashes(root, ask.script.prompt, page_size=life.settings.page_size)),
-            max_new_tokens=ask.script.max_new_tokens,
-            timeout_ns=Nanos(timeout_ns),
-            room=room,
-            peer=peer,
-            dp_rank_hint=ask.prefill_rank if room is not None else None,
-            priority=ask.priority,
-            prompt_digest=prompt_digest(ask.script.prompt, b"eos one in %d" % ask.script.eos_one_in, secret=SECRET),
-        )
-        self.world.push(life, RequestArrived(asked))
+        self.world.push(life, RequestArrived(self._seat(half, life, peer, timeout_ns)))
         self.world.watch_deadline(life, half)
         return half
+
+    def _time_for(self, exchange: Exchange, server: str) -> int:
+        """One time per request and server: the stamp of its router, or the server's own clock."""
+        if exchange.ask.shown is None:
+            return 0
+        if exchange.rendered_at is not None:
+            return exchange.rendered_at
+        return self.clocks.seconds(server, self.world.clock.time)
+
+    def _seat(self, half: Half, life: Life, peer: Address | None, timeout_ns: int) -> Request:
+        """The worker gets the prompt; the request for the node."""
+        ask, script = half.ask, half.script
+        root = root_hash(secret=SECRET, tenant=ask.tenant)
+        life.executor.seat(half.request, script, root)
+        return Request(
+            id=half.request,
+            rid=f"rid-{ask.index}",
+            prompt_len=len(script.prompt),
+            page_hashes=tuple(prompt_hashes(root, script.prompt, page_size=life.settings.page_size)),
+            max_new_tokens=script.max_new_tokens,
+            timeout_ns=Nanos(timeout_ns),
+            room=half.room,
+            peer=peer,
+            dp_rank_hint=ask.prefill_rank if half.room is not None else None,
+            priority=ask.priority,
+            prompt_digest=prompt_digest(script.prompt, b"eos one in %d" % script.eos_one_in, secret=SECRET),
+            rendered_at=half.rendered_at,
+        )
+
+    def render_again(self, half: Half, rendered_at: int) -> None:
+        delay_ns = int(RENDERING_NS * 10 ** self.rendering.uniform(*self.rendering_range))
+        self.world.clock.after(delay_ns, self._render_again, half, rendered_at)
+
+    def _render_again(self, half: Half, rendered_at: int) -> None:
+        life = self.world.replicas[half.replica].life
+        if life is None or life.halves.get(half.request) is not half:
+            return
+        if not half.is_open and self.rendering.random() < 0.5:
+            return  # otherwise the news of its end are still on their way from the node
+        half.rendered_at, half.script = rendered_at, half.ask.script_at(rendered_at, half.role)
+        self.world.push(life, PromptRendered(self._seat(half, life, None, half.ask.timeout_ns)))
 
     def abort(self, half: Half) -> None:
         """Its client has gone, or has ended it by name."""

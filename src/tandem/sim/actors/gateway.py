@@ -110,6 +110,7 @@ class Gateway:
         streams = ask.must_finish or self.random.random() < 0.7
         merges = not streams and self.random.random() < 0.3
         deadline = self.world.clock.time + ask.timeout_ns
+        exchange.rendered_at = self.world.edge.clocks.seconds(self.name, self.world.clock.time)
         caller = Caller(exchange, RequestId(self.next_id), deadline, streams, merges)
         self.callers[caller.request] = caller
         self.num_waiting += 1

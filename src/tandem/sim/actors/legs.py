@@ -25,6 +25,7 @@ from tandem.core.fleet.messages import (
     Half as Side,
 )
 from tandem.core.fleet.router import Router
+from tandem.core.settings import Role
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId
 from tandem.sim.actors.clients import Exchange, Half
 from tandem.sim.actors.edge import BOOTSTRAP_PORT, Edge
@@ -305,7 +306,9 @@ class Caller:
     has_left: bool = False
 
     def hear(self, token: int) -> None:
-        script = self.exchange.ask.script
+        rendered_at = self.exchange.rendered_at
+        assert rendered_at is not None, "a router stamps its time"
+        script = self.exchange.ask.script_at(rendered_at, Role.DECODE)
         if self.outcome:
             raise Violation("S12", f"{self}: a token after the end ({self.outcome})")
         if self.num_tokens >= script.output_length() or token != script.output_token(self.num_tokens):

@@ -46,11 +46,11 @@ class HitRate:
         half = life.halves[command.request]
         is_computed_here = command.path is Path.UNIFIED or (half.role is Role.PREFILL and command.path is Path.REMOTE)
         found = command.cached_tokens + command.computed_tokens
-        if is_computed_here and found != len(half.ask.script.prompt):
+        if is_computed_here and found != len(half.script.prompt):
             raise Violation(
                 self.id,
                 f"{where(life, half.request)}: {command.cached_tokens} cached and {command.computed_tokens} computed "
-                f"are not its {len(half.ask.script.prompt)} prompt tokens",
+                f"are not its {len(half.script.prompt)} prompt tokens",
             )
 
     def recount(self, life: Life) -> None:

@@ -9,6 +9,7 @@ from enum import Enum
 from itertools import chain
 from typing import Any  # machines of any state and trigger type
 
+from tandem.core.commands import RenderAgain
 from tandem.core.machine import Machine
 from tandem.core.pd.transfer import RECEIVER, SENDER, TransferState
 from tandem.core.sched.progress import LIFECYCLE, Progress, State, WaitingFor
@@ -108,7 +109,18 @@ class OneQueue:
 
 
 class Retries:
+    """Within the budget of the policy; beyond it one, for a prompt that was rendered anew."""
+
     id = "S25"
+
+    def __init__(self) -> None:
+        self.rendered_anew: defaultdict[Incarnation, set[RequestId]] = defaultdict(set)
+
+    def asked(self, life: Life, command: RenderAgain) -> None:
+        rendered = self.rendered_anew[life.incarnation]
+        if command.request in rendered:
+            raise Violation(self.id, f"{where(life, command.request)} is to be rendered anew a second time")
+        rendered.add(command.request)
 
     def recount(self, life: Life) -> None:
         settings = life.settings

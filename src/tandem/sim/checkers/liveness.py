@@ -184,7 +184,7 @@ class PagesComeBack:
     def ended(self, life: Life, command: End) -> None:
         if not isinstance(command, FailRequest) or command.cause is not Cause.OUT_OF_PAGES:
             return
-        script = life.halves[command.request].ask.script
+        script = life.halves[command.request].script
         total = len(script.prompt) + script.max_new_tokens
         if total <= life.settings.num_pages * life.settings.page_size:
             raise Violation(self.id, f"{where(life, command.request)} fails for lack of pages and would fit alone")

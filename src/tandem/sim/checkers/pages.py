@@ -114,7 +114,7 @@ class SentPages:
         half = life.halves.get(grant.request)
         if half is None or not contents:
             return
-        script = half.ask.script
+        script = half.script
         index, page_size = grant.page_indices[page], life.settings.page_size
         expected = script.page(index, page_size=page_size, length=len(script.prompt))
         if contents[: len(expected)] != expected:

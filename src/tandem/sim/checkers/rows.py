@@ -54,7 +54,7 @@ class RowContents:
         half = life.halves.get(request) if request is not None else None
         if half is None:
             return
-        token, right = int.from_bytes(offer.result.token, "little"), half.ask.script.output_token(0)
+        token, right = int.from_bytes(offer.result.token, "little"), half.script.output_token(0)
         if token != right:
             raise Violation(self.id, f"{where(life, half.request)}: row holds {token}, not {right}")
 

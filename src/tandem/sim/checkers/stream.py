@@ -40,7 +40,7 @@ class Tokens:
         for index, request in enumerate(command.requests):
             half = life.halves[request]
             token = int.from_bytes(command.tokens[4 * index : 4 * index + 4], "little")
-            script = half.ask.script
+            script = half.script
             if half.tokens >= script.output_length():
                 raise Violation(self.id, f"{where(life, request)}: token {half.tokens} after the last one")
             if token != script.output_token(half.tokens):
@@ -56,9 +56,9 @@ class Tokens:
             if half.tokens > 1:
                 raise Violation(self.id, f"{where(life, half.request)}: a prefill gave {half.tokens} tokens")
         elif command.reason is FinishReason.LENGTH:
-            if half.tokens != half.ask.script.max_new_tokens:
+            if half.tokens != half.script.max_new_tokens:
                 raise Violation(self.id, f"{where(life, half.request)} ends after {half.tokens} tokens for length")
-        elif not half.stop_sent and half.ask.script.output_token(half.tokens - 1) != EOS_TOKEN:
+        elif not half.stop_sent and half.script.output_token(half.tokens - 1) != EOS_TOKEN:
             raise Violation(self.id, f"{where(life, half.request)} ends after {half.tokens} tokens for no reason")
 
 

@@ -21,7 +21,7 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             target = Incarnation(life.incarnation.name, str(int(life.incarnation.id) - random.choice((0, 0, 1))))
             ready = Ready(
                 room, attempt, claimed, target, life.settings.layout, random.randrange(1, 100),
-                held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4),
+                held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4), rendered_at=attempt,
             )  # fmt: skip
             return STRANGER, ready
         case 1 if (end := _receiver(life, room)) is not None:  # a forged result behind the pages of the real prefill

@@ -40,6 +40,7 @@ from tandem.core.settings import (
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
 from tandem.sim.network.links import LinkSettings
+from tandem.sim.renderings import ShownTime
 from tandem.sim.workload import WorkloadSettings
 
 CLASSES = (
@@ -104,6 +105,11 @@ class Options:
     error_heads: float = 0.0  # share of requests that a server's edge has no means for
     watchdog_ns: int = 30 * SECOND  # of every server
     io_failure: float = 0.0  # share of messages, of publishing and of pulling
+    timed_share: float = 0.0  # of the requests: their prompts show the time
+
+    def time_of_a_probe(self, index: int) -> ShownTime | None:
+        """After healing: of every other probe, where some requests show the time."""
+        return ShownTime() if self.timed_share and index % 2 else None
 
     def describe(self) -> str:
         on = " ".join(self.classes) or "none"
@@ -115,6 +121,7 @@ class Options:
             f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
+            f"{self.timed_share:.0%} show the time, "
             f"faults: {on}"
         )
 
@@ -161,6 +168,7 @@ def draw_options(seed: int) -> Options:
         error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
         watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
         io_failure=routers.uniform(0.0, 0.01) if "F20" in classes else 0.0,
+        timed_share=Random(f"times {seed}").choice((0.0, 0.0, 0.0, 0.8)),
     )
 
 

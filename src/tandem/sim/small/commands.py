@@ -17,6 +17,7 @@ from tandem.core.commands import (
     LearnPeer,
     PublishPages,
     PullPages,
+    RenderAgain,
     RevokePages,
     StartRequest,
     Tell,
@@ -25,7 +26,7 @@ from tandem.core.events import TransferDrained
 from tandem.core.pd.messages import Message, Offer
 from tandem.core.settings import Role
 from tandem.core.values import ZERO_NS, RequestId
-from tandem.sim.oracle import Violation
+from tandem.sim.oracle import Script, Violation
 from tandem.sim.small.happenings import SHARD, drop_if_drained, end_pull, grant_of
 from tandem.sim.small.value import Draft, Pull, SmallHalf
 
@@ -41,6 +42,8 @@ def dispatch(draft: Draft, command: Command) -> None:
             draft.pulls = [pull for pull in draft.pulls if pull.is_moving or pull.request not in requests]
         case EmitTokens() | StartRequest() | FinishRequest() | FailRequest():
             _see(draft, command)
+        case RenderAgain(request):
+            draft.to_render.append(request)
         case LearnPeer(address):
             if address not in draft.lookups:
                 draft.lookups.append(address)
@@ -105,7 +108,7 @@ def _see(draft: Draft, command: EmitTokens | StartRequest | FinishRequest | Fail
             )
         if isinstance(command, EmitTokens):
             token = int.from_bytes(command.tokens[4 * index : 4 * index + 4], "little")
-            if not half.has_started or token != draft.cast.scripts[request].output_token(half.tokens):
+            if not half.has_started or token != _script(draft, half).output_token(half.tokens):
                 raise Violation("S14", f"{draft.cast.name}: token {half.tokens} of request {request} is {token}")
             draft.halves[request] = msgspec.structs.replace(half, tokens=half.tokens + 1)
         elif isinstance(command, StartRequest):
@@ -119,8 +122,12 @@ def _see(draft: Draft, command: EmitTokens | StartRequest | FinishRequest | Fail
             draft.halves[request] = msgspec.structs.replace(half, end=str(command.cause))
 
 
+def _script(draft: Draft, half: SmallHalf) -> Script:
+    return draft.cast.script(half.request, is_rendered_anew=half.is_rendered_anew)
+
+
 def _check_answer(draft: Draft, half: SmallHalf, command: FinishRequest) -> None:
-    script = draft.cast.scripts[half.request]
+    script = _script(draft, half)
     wanted = script.output_length() if draft.cast.settings.role is Role.DECODE else half.tokens
     if half.tokens != wanted or (command.reason is FinishReason.LENGTH and half.tokens > script.max_new_tokens):
         raise Violation("S14", f"{draft.cast.name}: request {half.request} ends after {half.tokens} of {wanted} tokens")

@@ -23,6 +23,7 @@ from tandem.core.events import (
     PeerLost,
     PeerSaid,
     PeerUnknown,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     TransferDrained,
@@ -44,6 +45,15 @@ def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
     draft.halves[request] = SmallHalf(request)
     draft.executor.seat(request, draft.cast.scripts[request], draft.cast.root)
     return (RequestArrived(draft.cast.requests[request]),)
+
+
+def _rendered(draft: Draft, request: RequestId) -> tuple[Event, ...]:
+    """Its edge has rendered it at the peer's time, also if it has ended meanwhile."""
+    draft.to_render.remove(request)
+    rendered, script = draft.cast.rendered[request]
+    draft.halves[request] = msgspec.structs.replace(draft.halves[request], is_rendered_anew=True)
+    draft.executor.seat(request, script, draft.cast.root)
+    return (PromptRendered(rendered),)
 
 
 def _never_comes(draft: Draft, request: RequestId) -> None:
@@ -213,6 +223,7 @@ def end_pull(draft: Draft, index: int) -> None:
 
 HAPPENINGS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
     "arrives": _arrives,
+    "rendered": _rendered,
     "never comes": _never_comes,
     "is not needed": _is_not_needed,
     "aborts": _aborts,

@@ -138,6 +138,7 @@ class Stage:
             list(replica.grants),
             list(replica.pulls),
             list(replica.lookups),
+            list(replica.to_render),
             list(replica.inbox),
         )
 
@@ -145,7 +146,7 @@ class Stage:
         return SmallReplica(
             draft.life,
             fork,
-            frozen(draft.executor, draft.node),
+            frozen(draft.executor, draft.node, draft.cast),
             tuple(draft.to_come),
             age_ns,
             tuple(draft.halves.values()),
@@ -154,6 +155,7 @@ class Stage:
             tuple(draft.grants),
             tuple(draft.pulls),
             tuple(draft.lookups),
+            tuple(draft.to_render),
             tuple(draft.inbox),
         )
 

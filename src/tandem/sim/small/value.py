@@ -48,10 +48,14 @@ class Cast:
     requests: dict[RequestId, Request]
     scripts: dict[RequestId, Script]
     root: bytes
+    rendered: dict[RequestId, tuple[Request, Script]] = field(default_factory=dict)  # the same at the peer's time
 
     @property
     def name(self) -> str:
         return self.settings.incarnation.name
+
+    def script(self, request: RequestId, *, is_rendered_anew: bool) -> Script:
+        return self.rendered[request][1] if is_rendered_anew else self.scripts[request]
 
 
 class Grant(Struct, frozen=True):
@@ -84,14 +88,25 @@ class SmallHalf(Struct, frozen=True):
     request: RequestId
     tokens: int = 0
     has_started: bool = False
+    is_rendered_anew: bool = False
     end: str = ""  # "finished", or the cause of the failure
+
+
+class SeatValue(Struct, frozen=True):
+    request: RequestId
+    is_rendered_anew: bool
+    tokens: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    num_reported: int
+    table: tuple[PageId, ...]
+    is_broken: bool
 
 
 class WorkerValue(Struct, frozen=True):
     """An `Executor`, with everything that it will ever read."""
 
     slots: tuple[tuple[int, ...], ...]  # per page
-    seats: tuple[tuple[RequestId, tuple[int, ...], tuple[bytes, ...], int, tuple[PageId, ...], bool], ...] = ()
+    seats: tuple["SeatValue", ...] = ()
     decode_set: tuple[RequestId, ...] = ()
     last_iteration: int = 0
 
@@ -108,6 +123,7 @@ class SmallReplica(Struct, frozen=True):
     grants: tuple[Grant, ...] = ()
     pulls: tuple[Pull, ...] = ()
     lookups: tuple[Address, ...] = ()
+    to_render: tuple[RequestId, ...] = ()
     inbox: tuple[Event, ...] = ()  # said by the data plane, not heard yet
 
 
@@ -127,6 +143,7 @@ class Draft:
     grants: list[Grant]
     pulls: list[Pull]
     lookups: list[Address]
+    to_render: list[RequestId]
     inbox: list[Event]
     told: list[tuple[Incarnation, Message]] = field(default_factory=list)
     answer: Any = None  # to whoever made this happen
@@ -145,19 +162,29 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
     executor.memories = [memory]
     executor.decode_set = dict.fromkeys(value.decode_set)
     executor.last_iteration = value.last_iteration
-    for request, tokens, hashes, num_reported, table, is_broken in value.seats:
-        executor.seats[request] = Seat(
-            request, cast.scripts[request], list(tokens), list(hashes), cast.root, num_reported, list(table), is_broken
+    for seat in value.seats:
+        script = cast.script(seat.request, is_rendered_anew=seat.is_rendered_anew)
+        tokens, hashes, table = list(seat.tokens), list(seat.hashes), list(seat.table)
+        executor.seats[seat.request] = Seat(
+            seat.request, script, tokens, hashes, cast.root, seat.num_reported, table, seat.is_broken
         )
 
 
-def frozen(executor: Executor, node: EngineNode) -> WorkerValue:
+def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
     states, wiped = node.state.pool.states, (0,) * executor.page_size
     slots = executor.memories[0].slots
     return WorkerValue(
         tuple(wiped if states[page] == PageState.FREE else tuple(slots[page]) for page in range(executor.num_pages)),
         tuple(
-            (seat.request, tuple(seat.tokens), tuple(seat.hashes), seat.num_reported, tuple(seat.table), seat.is_broken)
+            SeatValue(
+                seat.request,
+                seat.script is not cast.scripts[seat.request],
+                tuple(seat.tokens),
+                tuple(seat.hashes),
+                seat.num_reported,
+                tuple(seat.table),
+                seat.is_broken,
+            )
             for seat in executor.seats.values()
         ),
         tuple(executor.decode_set),

@@ -60,6 +60,7 @@ class Small(Struct, frozen=True):
     depth: int
     prompts: tuple[int, ...] = (5, 4)
     same_prompt: bool = False
+    times: tuple[int, int] = (0, 0)  # that the prompts show on prefill and on decode, as an additional token
     max_new_tokens: int = 2
     eos_one_in: int = 0
     timeout_ns: Nanos = Nanos(20 * SECOND)
@@ -113,20 +114,31 @@ class SmallWorld:
 
     def __post_init__(self) -> None:
         root = root_hash(secret=SECRET, tenant="")
-        scripts = {RequestId(i): self._script(i) for i in range(1, len(self.small.prompts) + 1)}
+        numbers = [RequestId(number) for number in range(1, len(self.small.prompts) + 1)]
 
-        def stage(role: Role) -> Stage:
-            requests = {i: self._request(i, script, root, role) for i, script in scripts.items()}
-            return Stage(Cast(self.small.settings(role), requests, scripts, root), self.witness)
+        def prompts(role: Role, time: int) -> dict[RequestId, tuple[Request, Script]]:
+            scripts = {number: self._script(number, time) for number in numbers}
+            return {
+                number: (self._request(number, script, root, role, time), script) for number, script in scripts.items()
+            }
 
-        self.stages = (stage(Role.PREFILL), stage(Role.DECODE))
+        def stage(role: Role, time: int) -> Stage:
+            own = prompts(role, time)
+            requests = {number: request for number, (request, _) in own.items()}
+            scripts = {number: script for number, (_, script) in own.items()}
+            rendered = prompts(role, self.small.times[DECODE])
+            return Stage(Cast(self.small.settings(role), requests, scripts, root, rendered), self.witness)
 
-    def _script(self, number: int) -> Script:
+        self.stages = (stage(Role.PREFILL, self.small.times[PREFILL]), stage(Role.DECODE, self.small.times[DECODE]))
+
+    def _script(self, number: int, time: int) -> Script:
         first = 100 if self.small.same_prompt else 100 * number
-        prompt = tuple(range(first, first + self.small.prompts[number - 1]))
-        return Script(prompt, self.small.max_new_tokens, self.small.eos_one_in)
+        prompt = list(range(first, first + self.small.prompts[number - 1]))
+        if time:
+            prompt.insert(len(prompt) // 2, 1000 + time)
+        return Script(tuple(prompt), self.small.max_new_tokens, self.small.eos_one_in)
 
-    def _request(self, number: RequestId, script: Script, root: bytes, role: Role) -> Request:
+    def _request(self, number: RequestId, script: Script, root: bytes, role: Role, time: int) -> Request:
         return Request(
             id=number,
             rid=f"rid-{number}",
@@ -137,6 +149,7 @@ class SmallWorld:
             room=Room(FIRST_ROOM * number),
             peer=ADDRESS if role is Role.DECODE else None,
             prompt_digest=prompt_digest(script.prompt, secret=SECRET),
+            rendered_at=time,
         )
 
     def beginning(self) -> Situation:
@@ -173,6 +186,8 @@ class SmallWorld:
                 yield ("decline", request), Fault.ABORT
         if replica.inbox:
             yield ("own", side, "is told"), None
+        for request in replica.to_render:
+            yield ("own", side, "rendered", request), None
         for address in replica.lookups:
             yield ("find", side, address), None
             yield ("own", side, "finds nobody", address), Fault.FAILURE

@@ -71,6 +71,28 @@ SMALL_WORLDS = (
         learn_peer_tries=1,
         faults=((Fault.FAILURE, 2), (Fault.RESTART, 1), (Fault.ABORT, 1)),
     ),
+    # The halves have rendered their prompts at two times; when prefill hears so, one is computed and one is queued.
+    Small(
+        "times",
+        TO_THE_END,
+        prompts=(4, 3),
+        times=(1, 2),
+        max_new_tokens=1,
+        optimistic=OptimisticPolicy.PARK,
+        max_running=1,
+    ),
+    # ... while messages get lost or come twice, batches fail and replicas die.
+    Small(
+        "times and failures",
+        TO_THE_END,
+        prompts=(5,),
+        times=(1, 2),
+        max_new_tokens=1,
+        optimistic=OptimisticPolicy.RETRY,
+        window_depth=2,
+        prefix_cache=True,
+        faults=((Fault.LOSS, 1), (Fault.COPY, 1), (Fault.FAILURE, 1), (Fault.RESTART, 1), (Fault.ABORT, 1)),
+    ),
     # Both run on decode, and there are pages for one: retraction.
     Small("pressure", TO_THE_END, prompts=(4, 4), decode_pages=3, max_new_tokens=3, prefix_cache=True),
     # Both run on decode, and the next batch is launched before the last one has returned.

@@ -37,10 +37,10 @@ def _held(node: NodeState, progress: Progress) -> Iterator[str]:
     sender, receiver = progress.sender, progress.receiver
     if progress.state is State.DRAINING:
         return
-    if sender is not None and sender.is_ready and sender.peer is not None:
+    if sender is not None and (peer := sender.counterpart) is not None:
         offered = sender.offered - sender.held_pages
         what = f"{_count(offered, 'page')} offered to" if offered else "READY of"
-        yield f"{what} {sender.peer.name}.{sender.peer.id}"
+        yield f"{what} {peer.name}.{peer.id}"
     if receiver is not None and receiver.pulling and progress.state is State.ARRIVING:
         yield f"a pull from {receiver.peer.name}.{receiver.peer.id}" if receiver.peer is not None else "a pull"
 

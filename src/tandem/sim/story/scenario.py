@@ -5,6 +5,7 @@
     at 1ms decode-0 request 8+3 room 7 from prefill-0 timeout 2s
     at 1ms decode-0 request 8+3 prompt 1:4/2 priority 1 eos 8   # `prompts.py`; one token in 8 ends it
     at 1ms decode-0 request 8+3 room 7 from prefill-0 rank 1 tenant another   # DP rank of the prefill; whose cache
+    at 1ms decode-0 request 8+3 room 7 from prefill-0 rendered 12   # its prompt shows the time, in Unix seconds
     at 5ms decode-0 abort 1 | stop 1          # ids count from 1 on every replica; the edge saw a stop string
     at 5ms decode-0 abort prompt 2            # whoever has this story, if it is there
     at 5ms decode-0 pause 2s | crash [2s] | restart | drain | slow 20 [2s] | swap   # for its own snapshot
@@ -36,6 +37,7 @@ from tandem.sim.actors.clients import Exchange, Half
 from tandem.sim.actors.edge import BOOTSTRAP_PORT
 from tandem.sim.actors.replica import Life, Replica
 from tandem.sim.actors.vitals import Hang
+from tandem.sim.renderings import ShownTime
 from tandem.sim.report import trace_step
 from tandem.sim.story.look import holdings
 from tandem.sim.story.prompts import Stories
@@ -180,8 +182,10 @@ class Scenario:
         ask = Ask(len(self.asks), 0, script, timeout_ns, priority, None, None, repeats_room=False)
         ask.tenant = options.get("tenant", "")
         ask.prefill_rank = int(options["rank"]) if "rank" in options else None
+        rendered_at = int(options["rendered"]) if "rendered" in options else None
+        ask.shown = ShownTime() if rendered_at is not None else None
         self.world.edge.num_to_come += 1
-        return lambda: self._submit(Exchange(ask, room), replica, peer)
+        return lambda: self._submit(Exchange(ask, room, rendered_at), replica, peer)
 
     def _submit(self, exchange: Exchange, replica: Replica, peer: Address | None) -> None:
         """Straight to its rank; refused where nobody listens."""

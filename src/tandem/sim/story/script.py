@@ -39,6 +39,7 @@ class RequestLine:
     eos_one_in: int = 0
     tenant: str = ""
     rank: int | None = None
+    rendered_at: int | None = None  # its prompt shows the time
 
     def text(self) -> str:
         words = ["at", ns_text(self.at), self.replica, "request", f"{self.prompt_len}+{self.max_new_tokens}"]
@@ -51,6 +52,7 @@ class RequestLine:
             ("eos", self.eos_one_in or None),
             ("tenant", self.tenant or None),
             ("rank", self.rank),
+            ("rendered", self.rendered_at),
         )
         return " ".join([*words, *(f"{name} {value}" for name, value in options if value is not None)])
 

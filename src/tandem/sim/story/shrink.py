@@ -25,7 +25,7 @@ MAX_EVENTS = 1_500_000  # simulated while shrinking; about half a minute
 FIRST_DICE, MORE_DICE = 40, 4
 FAULTS_OF_CHANCE = ("F1", "F2", "F3", "F4", "F14", "F15", "F20")  # of the weather; they count as events
 COARSE_NS = (10 * MILLISECOND, MILLISECOND, MILLISECOND // 10)
-MAY_NOT_MATTER = ("priority", "timeout_ns", "eos_one_in", "tenant", "rank", "prompt")  # of a request
+MAY_NOT_MATTER = ("priority", "timeout_ns", "eos_one_in", "tenant", "rank", "rendered_at", "prompt")  # of a request
 EVENTS_PER_RECOUNT = 30  # what one takes, in a full cluster
 SLACK_NS = 5 * SECOND  # how much later than in the seed it may come
 

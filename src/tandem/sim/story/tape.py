@@ -131,7 +131,7 @@ class Tape:
         line = RequestLine(
             _rounded(half.arrived_at),
             life.replica.name,
-            request.prompt_len,
+            len(half.ask.script.prompt),
             request.max_new_tokens,
             story,
             prompt,
@@ -142,6 +142,7 @@ class Tape:
             half.ask.script.eos_one_in,
             half.ask.tenant,
             request.dp_rank_hint,
+            half.rendered_at // half.ask.shown.unit_s if half.ask.shown is not None else None,
         )
         if line not in self.happenings:
             self.happenings.append(line)
