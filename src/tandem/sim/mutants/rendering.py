@@ -9,13 +9,13 @@ from tandem.core.values import Cause
 from tandem.sim.mutants.base import mutant, replaced
 
 
-@mutant(2, "L5")
+@mutant(5, "L5")
 def another_time_is_another_prompt() -> Iterator[None]:
     with replaced(rendering, "differs_in_time", lambda node_state, request, peer, ready: False):
         yield
 
 
-@mutant(2, "L5")
+@mutant(5, "L5")
 def decode_is_told_to_give_up_while_its_prompt_is_rendered() -> Iterator[None]:
     original = rendering.render_again
 

@@ -134,7 +134,7 @@ def result_row_of_another_request_is_offered() -> Iterator[None]:
         yield
 
 
-@mutant(5, "W3")
+@mutant(74, "W3")
 def every_answer_makes_decode_ask_again() -> Iterator[None]:
     original = decode.ask_rank
 
