@@ -223,10 +223,10 @@ def test_what_has_ended_is_not_rendered_again(clock: Tokenizer) -> None:
     async def story() -> None:
         made = prefill(clock, script=Script(is_silent=True))
         transport = httpx.ASGITransport(made.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             body = CHAT | ROOM | {"rendered_at": NOON, "rid": "mine"}
             running = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-            while not made.node.submits:
+            while not (made.node.submits or running.done()):
                 await asyncio.sleep(0)
             await http.post("/abort_request", json={"rid": "mine"})
             made.client.receive(commands.RenderAgain(only_submit(made).request.id, ONE))

@@ -16,7 +16,6 @@ from tandem.core.commands import (
     EmitTokens,
     FailRequest,
     FinishReason,
-    FinishRequest,
     Ledger,
     Path,
     StartRequest,
@@ -54,6 +53,7 @@ from tandem.core.request import Request
 from tandem.core.sched import decode, prefill, rendering
 from tandem.core.sched.admission import admit
 from tandem.core.sched.delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
+from tandem.core.sched.ends import expire, fail, finish, give_up, stop
 from tandem.core.sched.planner import plan
 from tandem.core.sched.progress import Flight, Progress, State, Trigger, is_aborted
 from tandem.core.sched.state import (
@@ -63,7 +63,6 @@ from tandem.core.sched.state import (
     checkpoint,
     due,
     earliest_timer,
-    end,
     enter,
     forget_command,
     forget_if_drained,
@@ -445,60 +444,3 @@ def drained(node: NodeState, request: RequestId, shard: ShardId) -> None:
     progress.drains.pop(shard, None)
     decode.recover_if_drained(node, progress)
     forget_if_drained(node, progress)
-
-
-# --- ends ------------------------------------------------------------------------------------------------------------
-
-
-def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
-    checkpoint(node, progress)
-    verdict = FinishRequest(
-        progress.id,
-        reason,
-        progress.path,
-        progress.cached_tokens,
-        progress.computed_tokens,
-        progress.kv_pages,
-        Ledger(tuple(progress.stages.items())),
-        progress.retractions,
-    )
-    end(node, progress, verdict)
-
-
-def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
-    """One named cause; the peer is told."""
-    if progress.sender is not None:
-        prefill.fail(node, progress, cause, detail)
-    else:
-        decode.fail(node, progress, cause, detail)
-
-
-def give_up(node: NodeState, request: RequestId, cause: Cause) -> None:
-    progress = node.requests.get(request)
-    if progress is not None and not is_aborted(progress):
-        fail(node, progress, cause)
-
-
-def stop(node: NodeState, request: RequestId) -> None:
-    """The edge saw a stop string: what was emitted is the answer."""
-    progress = node.requests.get(request)
-    if progress is None or is_aborted(progress) or not progress.generated:
-        return
-    finish(node, progress, FinishReason.STOP)
-
-
-def expire(node: NodeState, progress: Progress) -> None:
-    """A deadline, or something to say again."""
-    if is_aborted(progress):
-        return
-    if progress.deadline <= node.now:
-        waited = "no token for too long" if progress.generated else "no first token in time"
-        before = "" if progress.first_cause.startswith(Cause.DEADLINE_EXCEEDED) else progress.first_cause
-        fail(node, progress, Cause.DEADLINE_EXCEEDED, f"{waited}; before: {before}" if before else waited)
-        return
-    if progress.sender is not None:
-        prefill.on_timer(node, progress)
-    elif progress.receiver is not None:
-        decode.on_timer(node, progress)
-    if not is_aborted(progress):
-        schedule(node, progress)
