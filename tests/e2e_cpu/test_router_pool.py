@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpcore
 import httpx
 import pytest
 
@@ -133,5 +134,24 @@ def test_failures_are_those_of_httpx() -> None:
         async with httpx.AsyncClient(transport=PooledTransport()) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(server.url)
+
+    asyncio.run(story())
+
+
+def test_a_connection_that_dies_while_the_library_looks_at_it_is_a_failure_of_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever makes requests handles `httpx.HTTPError`, and nothing else that comes from below."""
+
+    async def die(*_: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    async def story() -> None:
+        async with served() as (server, client):
+            with monkeypatch.context() as patched:
+                patched.setattr(httpcore.AsyncHTTPConnection, "handle_async_request", die)
+                with pytest.raises(httpx.TransportError, match="getpeername"):
+                    await client.get(server.url)
+            assert (await client.get(server.url)).content == b"body"
 
     asyncio.run(story())

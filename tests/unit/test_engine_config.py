@@ -279,6 +279,7 @@ def test_a_factor_is_a_number_that_stretches(kind: str, value: Any) -> None:
         ({**YARN, "original_max_position_embeddings": 64.0}, "original_max_position_embeddings"),
         ({**YARN, "beta_fast": -1}, "beta_fast"),
         ({**YARN, "beta_fast": 1, "beta_slow": 2}, "at least beta_slow is needed"),
+        ({**YARN, "beta_slow": 1e-320}, "0 or a number from 1e-06 on is needed"),
         ({**YARN, "attention_factor": 0}, "attention_factor"),
         ({**YARN, "mscale": "1"}, "mscale"),
         ({**YARN, "truncate": 1}, "truncate"),

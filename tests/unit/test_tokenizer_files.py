@@ -37,6 +37,15 @@ def render(tokenizer: Tokenizer, **variables: object) -> str:
     return tokenizer.render_chat(MESSAGES, add_generation_prompt=True, variables=variables, rendered_at=1).text
 
 
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }", "{{ " + "(" * 5_000])
+def test_a_template_that_cannot_be_compiled_is_said_where_one_is_needed(tmp_path: Path, template: str) -> None:
+    """Prompts that are no chat are served: the server starts."""
+    tokenizer = made(tmp_path, {"chat_template": template})
+    assert tokenizer.encode("a")
+    with pytest.raises(Refusal, match="the chat template of this model cannot be compiled"):
+        render(tokenizer)
+
+
 def test_the_bundled_tokenizer_agrees_with_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(BUNDLED))

@@ -15,7 +15,8 @@ from tandem.engine.documents import Fields, ModelError, shown
 DEFAULT_THETA = 10_000.0
 MOST_THETA = 1e18
 MOST_FACTOR = 1e6
-MOST_POSITIONS = 1 << 31
+LEAST_BETA = 1e-6  # of less the logarithms that yarn takes are beyond every number
+MOST_POSITIONS = (1 << 31) - 1
 
 # kind -> the fields that it has besides its name and theta
 KINDS: dict[str, frozenset[str]] = {
@@ -133,8 +134,11 @@ def _yarn(given: Fields) -> dict[str, Any]:
     if given.has("attention_factor"):
         found["attention_factor"] = given.number("attention_factor", least=1e-6, most=1e6)
     for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
-        if given.has(name) and given.number(name, least=0, most=1e6):
-            found[name] = given.number(name, least=0, most=1e6)
+        value = given.number(name, least=0, most=1e6, default=0)
+        if 0 < value < LEAST_BETA:
+            raise given.wrong(name, f"0 or a number from {LEAST_BETA:g} on is needed")
+        if value:
+            found[name] = value
     if found.get("beta_fast", 32) < found.get("beta_slow", 1):
         raise given.wrong("beta_fast", "at least beta_slow is needed")
     if not given.flag("truncate", default=True):

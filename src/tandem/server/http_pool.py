@@ -110,8 +110,12 @@ class _Body(httpx.AsyncByteStream):
 
 
 def _translated(error: BaseException, request: httpx.Request) -> BaseException:
-    """httpx has an exception of the same name for each of httpcore's."""
-    if not type(error).__module__.startswith("httpcore"):
+    """httpx has an exception of the same name for each of httpcore's. What else is raised below comes from a connection
+    that has died under the library's hands, and is the connection's fault.
+    """
+    if not isinstance(error, Exception):
         return error
+    if not type(error).__module__.startswith("httpcore"):
+        return httpx.TransportError(f"{type(error).__name__} {error}", request=request)
     kind = getattr(httpx, type(error).__name__, httpx.TransportError)
     return kind(str(error), request=request) if issubclass(kind, httpx.RequestError) else error

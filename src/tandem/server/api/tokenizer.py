@@ -184,8 +184,13 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
+        """Raises `Refusal` when what the model brings is none: all that needs no chat is served."""
         source = self.templates.get("default")
-        return None if source is None else environment().from_string(source)
+        try:
+            return None if source is None else environment().from_string(source)
+        except TEMPLATE_ERRORS as error:
+            detail = f"the chat template of this model cannot be compiled: {error}"
+            raise Refusal(Problem.NO_CHAT_TEMPLATE, detail, param="messages") from None
 
 
 def byte_of(name: str | None) -> bytes | None:

@@ -8,6 +8,7 @@ import httpx
 import msgspec
 
 from tandem.core.fleet.messages import Fail
+from tandem.server.api.body import NOT_JSON
 
 PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet
 
@@ -84,7 +85,7 @@ def error_at_end(tail: bytes) -> dict[str, object] | None:
     last = events[-1].removeprefix(b"data:") if events else b""
     try:
         error = msgspec.json.decode(last, type=_Ending).error
-    except msgspec.MsgspecError:
+    except NOT_JSON:
         return None
     return error if isinstance(error, dict) else {"message": error} if error else None
 
@@ -96,11 +97,12 @@ class _Ending(msgspec.Struct, frozen=True):
 def merge_input_logprobs(*, prefill: bytes, decode: bytes) -> bytes:
     """Decode's JSON with prefill's `input_token_logprobs` before its own, item by item for a batch.
 
-    Decode's bytes unchanged when there is nothing to merge: then decode has computed the prompt itself.
+    Decode's bytes unchanged when there is nothing to merge, because decode has computed the prompt itself, or when what
+    the two have said cannot be read or written again. Never raises: somebody waits for the answer.
     """
     try:
         ours, theirs = msgspec.json.decode(decode), msgspec.json.decode(prefill)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return decode
     pairs = (
         list(zip(ours, theirs, strict=False))
@@ -108,7 +110,10 @@ def merge_input_logprobs(*, prefill: bytes, decode: bytes) -> bytes:
         else [(ours, theirs)]
     )
     merged = [_merge_one(into, given) for into, given in pairs]
-    return msgspec.json.encode(ours) if any(merged) else decode
+    try:
+        return msgspec.json.encode(ours) if any(merged) else decode
+    except (RecursionError, OverflowError):  # nested deeper, or with larger numbers, than can be written
+        return decode
 
 
 def _merge_one(into: object, given: object) -> bool:

@@ -17,7 +17,6 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any  # JSON documents of workers, passed on
 
 import httpx
 import msgspec
@@ -25,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -60,13 +59,25 @@ from tandem.server.router.forward import (
     Page,
     sent_headers,
 )
-from tandem.server.router.generate import GENERATION_PATHS, Generate, read_body
+from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, read_body
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
+from tandem.server.router.worker_documents import (
+    STAGE,
+    Aborted,
+    Document,
+    Info,
+    LoadList,
+    Loads,
+    OpenApi,
+    document_of,
+    internal_states,
+    passed_on,
+    read_document,
+    sum_of_loads,
+)
 
-STAGE = "router"
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
-LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
 
 log = logging.getLogger("tandem.router")
 
@@ -91,7 +102,12 @@ class RouterApp:
             routes=self._routes(),
             lifespan=self._lifespan,
             middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE)],
-            exception_handlers={Refusal: refused, HTTPException: not_served, Exception: our_bug},
+            exception_handlers={
+                Refusal: refused,
+                HTTPException: not_served,
+                ClientDisconnect: has_left,
+                Exception: our_bug,
+            },
         )
         self.app.router.redirect_slashes = False  # as on the workers
 
@@ -169,12 +185,13 @@ class RouterApp:
     async def _openapi(self, request: Request) -> Response:
         """What a decode offers, but for its debug pages: they answer there only."""
         answer = await self._to_decode(request, OPENAPI)
-        document = msgspec.json.decode(answer.body)
-        if answer.status_code == 200:
-            document["paths"] = {
-                path: item for path, item in document["paths"].items() if not path.startswith("/debug/")
-            }
-        return JSONResponse(document, answer.status_code)
+        if answer.status_code != 200:
+            return answer
+        document, offered = read_document(bytes(answer.body), Info), read_document(bytes(answer.body), OpenApi)
+        if document is None or offered is None:
+            raise Refusal(Problem.CONNECTION_LOST, "the decode worker describes no API", stage=STAGE)
+        paths = {path: item for path, item in offered.paths.items() if not path.startswith("/debug/")}
+        return passed_on({**document, "paths": paths})
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
@@ -187,28 +204,27 @@ class RouterApp:
         answers = await asyncio.gather(*(self._ask(worker, request, page, body) for worker in workers))
         return list(zip(workers, answers, strict=True))
 
-    async def _documents(self, request: Request, page: Page) -> list[tuple[Worker, Any]]:
-        """JSON of all live workers; None for one that gave none."""
+    async def _documents(self, request: Request, page: Page, kind: type[Document]) -> list[tuple[Worker, Document]]:
+        """Of all live workers that give one of this shape."""
         answers = await self._ask_all(request, page)
-        return [(worker, document_of(answer)) for worker, answer in answers]
+        documents = [(worker, document_of(answer, kind)) for worker, answer in answers]
+        return [(worker, document) for worker, document in documents if document is not None]
 
     async def _server_info(self, request: Request) -> Response:
         """Lists of the workers' own documents, as SGLang's load balancer gives them, and who is alive."""
-        documents = await self._documents(request, SERVER_INFO)
-        infos: dict[Role, list[Any]] = {
-            role: [document for worker, document in documents if worker.role is role and document is not None]
-            for role in (Role.PREFILL, Role.DECODE)
-        }
-        decodes = [info for info in infos[Role.DECODE] if isinstance(info, dict)]
+        documents = await self._documents(request, SERVER_INFO, Info)
+        prefills, decodes = (
+            [info for worker, info in documents if worker.role is role] for role in (Role.PREFILL, Role.DECODE)
+        )
         shared = ("served_model_name", "model_path", "tokenizer_path")
-        return JSONResponse(
+        return passed_on(
             {
                 **{name: decodes[0][name] for name in shared if decodes and name in decodes[0]},
                 "version": tandem.__version__,
                 "disaggregation_mode": "null",
-                "prefill": infos[Role.PREFILL],
-                "decode": infos[Role.DECODE],
-                "internal_states": [state for info in decodes for state in info.get("internal_states") or []],
+                "prefill": prefills,
+                "decode": decodes,
+                "internal_states": [state for info in decodes for state in internal_states(info)],
                 "workers": [self._describe(worker) for worker in self.router.registry.workers()],
             }
         )
@@ -223,27 +239,25 @@ class RouterApp:
         }
 
     async def _loads(self, request: Request) -> Response:
-        documents = await self._documents(request, LOADS)
+        documents = await self._documents(request, LOADS, Loads)
         loads = [
             {"url": worker.url, "role": worker.role.value, **load}
             for worker, document in documents
-            if isinstance(document, dict)
-            for load in document.get("loads") or []
+            for load in document.loads
         ]
-        aggregate = {name: sum(load.get(name) or 0 for load in loads) for name in LOAD_SUMS}
-        return JSONResponse(
+        return passed_on(
             {
                 "timestamp": time.time(),
                 "version": tandem.__version__,
                 "dp_rank_count": len(loads),
                 "loads": loads,
-                "aggregate": aggregate,
+                "aggregate": sum_of_loads(loads),
             }
         )
 
     async def _get_load(self, request: Request) -> Response:
-        documents = await self._documents(request, GET_LOAD)
-        return JSONResponse([load for _, document in documents if isinstance(document, list) for load in document])
+        documents = await self._documents(request, GET_LOAD, LoadList)
+        return passed_on([load for _, document in documents for load in document])
 
     async def _health_generate(self, request: Request) -> Response:
         self._require_pair()
@@ -300,19 +314,9 @@ def make_client() -> httpx.AsyncClient:
     )
 
 
-def document_of(answer: httpx.Response | str) -> Any:
-    if isinstance(answer, str) or not answer.is_success:
-        return None
-    try:
-        return msgspec.json.decode(answer.content)
-    except NOT_JSON:
-        return None
-
-
 def num_aborted(answer: httpx.Response) -> int:
-    document = document_of(answer)
-    count = document.get("aborted") if isinstance(document, dict) else None
-    return count if isinstance(count, int) else 0
+    document = document_of(answer, Aborted)
+    return 0 if document is None else document.aborted
 
 
 async def refused(request: Request, error: Exception) -> Response:
@@ -327,6 +331,10 @@ async def not_served(request: Request, error: Exception) -> Response:
     response = error_response(failure, request.state.request_id)
     response.headers.update(error.headers or {})
     return response
+
+
+async def has_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
 
 async def our_bug(request: Request, error: Exception) -> Response:

@@ -1,0 +1,73 @@
+"""What workers tell of themselves, as far as the router reads it.
+
+A worker is another program, perhaps of another version: a document that does not have the shape that is read here is
+none, and costs that worker its place in the answer.
+"""
+
+import math
+from typing import Any, TypeVar  # what is passed on as it is
+
+import httpx
+import msgspec
+from msgspec import Struct
+from starlette.responses import JSONResponse
+
+from tandem.server.api.body import NOT_JSON
+from tandem.server.api.errors import Problem, Refusal
+
+STAGE = "router"
+LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
+
+Info = dict[str, Any]
+LoadList = list[Any]
+Document = TypeVar("Document")
+
+
+class Loads(Struct):
+    loads: list[dict[str, Any]] = []
+
+
+class OpenApi(Struct):
+    paths: dict[str, Any]
+
+
+class Aborted(Struct):
+    aborted: int = 0
+
+
+def document_of(answer: httpx.Response | str, kind: type[Document]) -> Document | None:
+    """None when there is no answer (a text says why), it is an error, or not of this shape."""
+    if isinstance(answer, str) or not answer.is_success:
+        return None
+    return read_document(answer.content, kind)
+
+
+def read_document(raw: bytes, kind: type[Document]) -> Document | None:
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except NOT_JSON:
+        return None
+
+
+def internal_states(info: Info) -> list[Any]:
+    states = info.get("internal_states")
+    return states if isinstance(states, list) else []
+
+
+def sum_of_loads(loads: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: sum(number_of(load.get(name)) for load in loads) for name in LOAD_SUMS}
+
+
+def number_of(value: object) -> float:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else 0
+    return value if isinstance(value, int) else 0
+
+
+def passed_on(document: object, status: int = 200) -> JSONResponse:
+    """An answer made of workers' documents. Raises Refusal where they are nested beyond what can be written."""
+    try:
+        return JSONResponse(document, status)
+    except (RecursionError, ValueError) as error:
+        detail = f"what a worker has answered cannot be passed on: {error}"
+        raise Refusal(Problem.CONNECTION_LOST, detail, stage=STAGE) from None
