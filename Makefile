@@ -5,6 +5,7 @@
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     simulate new seeds for HUNT_SECONDS or to Ctrl+C; what breaks an invariant is shrunk to a scenario
 #   make nemesis  real processes under faults for NEMESIS_SECONDS; NEMESIS_SEED=K draws the same faults again
+#   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
 SHELL := bash
@@ -15,6 +16,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 HUNT_SECONDS ?= 600
 NEMESIS_SECONDS ?= 600
+FUZZ_SECONDS ?= 600
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt nemesis setup
+.PHONY: demo test lowest check hunt nemesis fuzz setup
 
 setup: $(INSTALLED)
 
@@ -81,3 +83,6 @@ hunt: $(INSTALLED)
 
 nemesis: $(INSTALLED)
 	@NEMESIS_SECONDS=$(NEMESIS_SECONDS) $(BIN)/python -m pytest tests/nemesis -s
+
+fuzz: $(INSTALLED)
+	@$(BIN)/python tests/fuzz $(FUZZ_TARGET) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))

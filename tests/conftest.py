@@ -39,6 +39,7 @@ PARTS = (
     Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 120),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
     Part("processes and clients", ("e2e_cpu/",), 420),
+    Part("fuzz", ("fuzz/",), 30),
     Part("nemesis", ("nemesis/",), 180),
     Part("mutants in real servers", ("mutants/test_real_server",), 120),
     Part("simulation", ("sim/", "mutants/"), 200),

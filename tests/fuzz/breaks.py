@@ -1,0 +1,99 @@
+"""Guards of decoders, left out one at a time: the fixed work of a target has to notice.
+
+Each is a target of its own name, which breaks the code in its own process before it begins.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+from engine import Run, Target
+from targets import TARGETS
+
+from tandem.server import channel, documents
+from tandem.server.node import flight, session
+from tandem.transfer import protocol
+from tandem.transfer.grants import Grants
+from tandem.transfer.protocol import Read
+
+PutIn = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Break:
+    target: str
+    says: str  # in what is found
+    put_in: PutIn
+
+
+def frames_are_decoded_without_a_net() -> contextlib.AbstractContextManager[Any]:
+    """Only msgspec's own errors cost the connection: what is nested too deeply, or no UTF-8, costs the process."""
+
+    def decoded(decoder: "msgspec.msgpack.Decoder[Any]", body: bytes) -> Any:
+        try:
+            return decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise channel.MalformedFrame(str(error)) from error
+
+    return patch.object(session, "decoded", decoded)
+
+
+def records_are_decoded_without_a_net() -> contextlib.AbstractContextManager[Any]:
+    """The name that is caught is another one."""
+    return patch.object(flight, "RecursionError", ZeroDivisionError, create=True)
+
+
+def a_read_may_name_any_number_of_pages() -> contextlib.AbstractContextManager[Any]:
+    def unpack_read(header: bytes | bytearray) -> Read:
+        _, count, room, secret = protocol._fields(protocol._READ, header)
+        return Read(room=room, secret=secret, count=count)
+
+    return patch.object(protocol, "unpack_read", unpack_read)
+
+
+def a_grant_is_no_secret() -> contextlib.AbstractContextManager[Any]:
+    lease = Grants.lease
+
+    def lease_to_anybody(self: Grants, room: int, *, secret: bytes, **named: Any) -> Any:
+        grants = self._by_room.get(room, ())
+        return lease(self, room, secret=next((grant.secret for grant in grants), secret), **named)
+
+    return patch.object(Grants, "lease", lease_to_anybody)
+
+
+def a_prefill_may_have_no_shards() -> contextlib.AbstractContextManager[Any]:
+    check = documents._check
+
+    def check_all_but_shards(holds: bool, field: str, reason: str) -> None:
+        check(holds or field == "shards", field, reason)
+
+    return patch.object(documents, "_check", check_all_but_shards)
+
+
+BREAKS: dict[str, Break] = {
+    made.__name__: Break(target, says, made)
+    for target, says, made in (
+        ("control_frames", "Error", frames_are_decoded_without_a_net),
+        ("flight_record", "RecursionError", records_are_decoded_without_a_net),
+        ("data_member", "MemoryError", a_read_may_name_any_number_of_pages),
+        ("data_member", "was not granted", a_grant_is_no_secret),
+        ("replica_document", "AssertionError", a_prefill_may_have_no_shards),
+    )
+}
+
+
+def broken_target(name: str) -> Target:
+    broken = BREAKS[name]
+    target = TARGETS[broken.target]
+
+    def open_broken() -> Run:
+        broken.put_in().__enter__()  # until the process ends
+        return target.open()
+
+    return replace(target, name=name, open=open_broken, seeds=target.entries, max_findings=1)
+
+
+BROKEN_TARGETS = {name: broken_target(name) for name in BREAKS}

@@ -1,0 +1,19 @@
+"""All targets by name. One module per door, and one row per target."""
+
+from engine import Target
+
+from targets import (
+    bootstrap,
+    clients,
+    control,
+    data_plane,
+    flight,
+    frames,
+    http_router,
+    http_server,
+    messages,
+    model_files,
+)
+
+MODULES = (frames, control, messages, data_plane, bootstrap, http_server, http_router, clients, model_files, flight)
+TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}
