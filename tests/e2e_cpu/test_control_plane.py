@@ -198,7 +198,7 @@ def test_decodes_name_without_the_secret_gets_no_offer_and_takes_nothing_from_de
         eventually(lambda: end.read() or end.is_closed)
         assert path_of(prefill, decode) == "remote"
         assert end.heard == []
-    assert "does not hold this cluster's secret" in prefill.log
+    eventually(lambda: "does not hold this cluster's secret" in prefill.log)
 
 
 def test_two_servers_with_different_secrets_say_so_and_no_request_waits_for_its_deadline(tmp_path: Path) -> None:
