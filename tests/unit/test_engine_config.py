@@ -306,8 +306,8 @@ def test_rotary_settings_are_an_object(value: Any) -> None:
 
 def test_yarn_reaches_as_far_as_it_stretches() -> None:
     assert parsed(rope_scaling=YARN).max_context == 256
-    endless = {**YARN, "factor": 1e6, "original_max_position_embeddings": 1 << 31}
-    assert parsed(rope_scaling=endless).max_context == 1 << 31
+    endless = {**YARN, "factor": 1e6, "original_max_position_embeddings": (1 << 31) - 1}
+    assert parsed(rope_scaling=endless).max_context == (1 << 31) - 1
 
 
 def test_dynamic_scaling_ends_where_it_would_begin() -> None:
