@@ -60,8 +60,19 @@ def command_of(pid: int) -> str:
     return next((word.rpartition(".")[2] for word in words if word.startswith("tandem.server.")), "other")
 
 
-def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, str]:
-    return {name: f"{before[name]} -> {after[name]}" for name in before if after[name] > before[name] + SLACK_FDS}
+def memory(it: Arena) -> dict[str, int]:
+    """Bytes that each process has for itself: not the KV pool, and no file that is mapped."""
+    found: dict[str, int] = {}
+    for member in it.fleet.members:
+        if member.process.poll() is None:
+            for name, pid in processes(member.process.pid).items():
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+                found[f"{member.name} {name}"] = next(int(line.split()[1]) << 10 for line in lines if "RssAnon" in line)
+    return found
+
+
+def grown(before: dict[str, int], after: dict[str, int], *, slack: int) -> dict[str, str]:
+    return {name: f"{before[name]} -> {after[name]}" for name in before if after[name] > before[name] + slack}
 
 
 def left_running(mark: str) -> list[str]:

@@ -3,6 +3,7 @@
     client -> router -> [link] -> prefill and decode         HTTP: delay, stall, cut
     decode -> [link] -> route proxy -> prefill's bootstrap   HTTP: delay, stall, cut
     decode -> [link] -> prefill's node and worker            control and data plane: also corrupt and duplicate
+    attackers -> every port                                  `attacks.py`
 
 Two lanes of faults run at once, all drawn from one seed. Processes are killed and paused in the one; the other harms
 links, makes clients leave and orders aborts. At most one server of a role is down or paused at a time. A kill of a
@@ -19,6 +20,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any  # JSON documents
 
 import httpx
 import records
@@ -28,6 +30,7 @@ from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
 
 from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.core.values import Incarnation
 from tandem.membership import user_secret
 
 PREFILLS = DECODES = 2
@@ -131,6 +134,13 @@ class Arena:
     @property
     def servers(self) -> list[Server]:
         return [target.server for target in self.targets]
+
+    def known_documents(self) -> list[dict[str, Any]]:
+        """What the prefills' bootstrap servers have told whoever asked."""
+        return [route.document for route in self.routes if route.document is not None]
+
+    def known_incarnations(self) -> list[Incarnation]:
+        return [Incarnation(**document["incarnation"]) for document in self.known_documents()]
 
     def of(self, role: str) -> list[Target]:
         return [target for target in self.targets if target.role == role]

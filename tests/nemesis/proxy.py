@@ -22,9 +22,11 @@ import contextlib
 import json
 import socket
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any  # a JSON document
 
 from greetings import Regreeter
 
@@ -33,6 +35,8 @@ HEAD_BYTES = 64  # at the beginning of a piece, where headers are
 SHIFT_BYTES = 64  # numbers in another place are numbers still: nothing but a digest can notice
 DIAL_S = 5.0
 RETRY_S = 0.05
+RECORDED_BYTES = 4096  # of what a dialler says, kept for an attacker ...
+RECORDED = 8  # ... of so many connections
 LOOPBACK = "127.0.0.1"
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -65,6 +69,7 @@ class Link:
     is_damageable: bool  # may be corrupted and duplicated
     port: int = 0
     regreeter: Callable[[], Regreeter] | None = None  # of a control plane: one for each connection
+    recorded: deque[bytearray] = field(default_factory=lambda: deque(maxlen=RECORDED))
     harmed: dict[str, int] = field(default_factory=dict)  # what was done, counted where it was done
     connections: set[Connection] = field(default_factory=set)
     _server: asyncio.Server | None = None
@@ -147,8 +152,10 @@ class Link:
         self.connections.add(connection)
         try:
             regreeter = self.regreeter() if self.regreeter is not None else None
+            self.recorded.append(bytearray())
+            record = Recorder(self.recorded[-1], regreeter)
             await asyncio.gather(
-                self._pump(reader, far_writer, connection, seen=regreeter and regreeter.see_dialler),
+                self._pump(reader, far_writer, connection, seen=record.see),
                 self._pump(far_reader, writer, connection, change=regreeter and regreeter.pass_acceptor),
             )
         except asyncio.CancelledError:
@@ -220,12 +227,26 @@ class Link:
         return piece[at:] + piece[:at]
 
 
+@dataclass(frozen=True)
+class Recorder:
+    """Sees what a dialler says on its way to the one that accepted."""
+
+    kept: bytearray
+    regreeter: Regreeter | None
+
+    def see(self, piece: bytes) -> None:
+        self.kept.extend(piece[: max(0, RECORDED_BYTES - len(self.kept))])
+        if self.regreeter is not None:
+            self.regreeter.see_dialler(piece)
+
+
 class RouteProxy:
     """The bootstrap server of one prefill, as decodes see it."""
 
     def __init__(self, target_port: int, link: Callable[[str, int], Awaitable[Link]]) -> None:
         """`link(kind, port)`: the link to this real port; `kind` is `control` or `data`."""
-        self._target_port = target_port
+        self.target_port = target_port
+        self.document: dict[str, Any] | None = None  # the real one, as it was told last
         self._link = link
         self._server: asyncio.Server | None = None
         self.port = 0
@@ -256,7 +277,7 @@ class RouteProxy:
             writer.close()
 
     async def _fetch(self, path: bytes) -> tuple[int, bytes]:
-        reader, writer = await asyncio.open_connection(LOOPBACK, self._target_port)
+        reader, writer = await asyncio.open_connection(LOOPBACK, self.target_port)
         try:
             writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: bootstrap\r\nconnection: close\r\n\r\n")
             head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
@@ -265,7 +286,7 @@ class RouteProxy:
             writer.close()
 
     async def _rewritten(self, body: bytes) -> bytes:
-        replica = json.loads(body)
+        replica, self.document = json.loads(body), json.loads(body)
         replica["control_port"] = (await self._link("control", replica["control_port"])).port
         for shard in replica["shards"]:
             real = shard["port"]

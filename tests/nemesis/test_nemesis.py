@@ -17,7 +17,11 @@ import leaks
 import pytest
 import records
 import report
-from clients import Clients, Outcome
+from attack_bootstrap import HostileBootstrap
+from attack_http import HttpAttacks
+from attack_ports import PortAttacks
+from attacks import Attack, Attacks
+from clients import Ask, Clients, Outcome
 from cluster import START_S, Server, eventually, show_logs
 from oracle import Case, record
 
@@ -34,6 +38,10 @@ MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 15, 5, 200, 0.95
 WARM_UP = 4 * NUM_CLIENTS
 END_S = 60.0  # from the last request to servers that hold nothing
 USED_AGAIN_S = 5.0
+ATTACK_EVERY_S = 0.7
+ATTACKED_S = 10.0  # with attackers and no faults
+MIN_REMOTE = 0.98  # of what succeeds then
+MAX_GROWN_BYTES = 192 << 20  # of one process
 
 
 @pytest.fixture
@@ -100,12 +108,20 @@ async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.Captur
         async with clients:
             await warm_up(clients)
             await trim(clients)
-            before = leaks.descriptors(it)
+            before, memory_before = leaks.descriptors(it), leaks.memory(it)
             asks_before = len(clients.asks)
             it.began = time.monotonic()
+            attacks = Attacks(Random(SEED + 2))
             work = [asyncio.create_task(clients.work()) for _ in range(NUM_CLIENTS)]
             try:
-                await rage(it, clients, seconds=SECONDS)
+                async with HostileBootstrap(it, attacks) as bootstrap:
+                    kinds = {
+                        **PortAttacks(it, attacks).kinds(),
+                        **bootstrap.kinds(),
+                        **HttpAttacks(it, attacks).kinds(),
+                    }
+                    await rage_under_attack(it, clients, attacks, kinds)
+                    attacked = await attack_alone(clients, attacks, kinds)
             finally:
                 clients.is_over = True
                 await asyncio.gather(*work)
@@ -113,10 +129,40 @@ async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.Captur
                 asks = clients.asks[asks_before:]
                 with capsys.disabled():
                     print("\n" + report.page(it, asks, seed=SEED, seconds=SECONDS), flush=True)
+                    print(f"  attacks     {attacks.words()}", flush=True)
                 print(report.details(it, asks))
+            check_attacks(attacks, kinds, attacked)
             await check_healed(it, clients, before)
             check_promises(it, asks)
+            assert leaks.grown(memory_before, leaks.memory(it), slack=MAX_GROWN_BYTES) == {}
     return it.pids
+
+
+async def rage_under_attack(it: Arena, clients: Clients, attacks: Attacks, kinds: dict[str, Attack]) -> None:
+    over = asyncio.Event()
+    attacking = asyncio.create_task(attacks.until(over.is_set, kinds, every_s=ATTACK_EVERY_S))
+    try:
+        await rage(it, clients, seconds=SECONDS)
+    finally:
+        over.set()
+        await attacking
+
+
+async def attack_alone(clients: Clients, attacks: Attacks, kinds: dict[str, Attack]) -> list[Ask]:
+    """Every attack once, and more of them for a while. What genuine clients asked meanwhile."""
+    first, until = len(clients.asks), time.monotonic() + ATTACKED_S
+    await attacks.each_once(kinds)
+    await attacks.until(lambda: time.monotonic() > until, kinds, every_s=ATTACK_EVERY_S)
+    return clients.asks[first:]
+
+
+def check_attacks(attacks: Attacks, kinds: dict[str, Attack], attacked: list[Ask]) -> None:
+    """The attackers got nothing, and where nothing else was wrong they did not push anybody off the path."""
+    assert attacks.violations == []
+    assert set(attacks.tried) == set(kinds)
+    assert [ask.story() for ask in attacked if ask.outcome is not Outcome.SUCCESS] == []
+    remote = sum(ask.path == "remote" for ask in attacked)
+    assert remote >= MIN_REMOTE * len(attacked), f"{remote} of {len(attacked)} pulled their pages"
 
 
 async def warm_up(clients: Clients) -> None:
@@ -153,7 +199,7 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
     await trim(clients)
     await asyncio.to_thread(check_idle, it)
     after = leaks.descriptors(it)
-    assert leaks.grown(before, after) == {}
+    assert leaks.grown(before, after, slack=leaks.SLACK_FDS) == {}
 
 
 def check_idle(it: Arena) -> None:

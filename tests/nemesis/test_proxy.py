@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 from greetings import Regreeter
-from proxy import LOOPBACK, Link, RouteProxy
+from proxy import LOOPBACK, RECORDED_BYTES, Link, RouteProxy
 
 from attackers import SECRET, hello_of
 from tandem.core.values import Incarnation, Nanos
@@ -189,9 +189,19 @@ def test_a_route_names_the_links_and_no_unix_socket() -> None:
         expected = {**replica, "control_port": 11, "shards": [{"host": LOOPBACK, "port": 12, "unix": ""}]}
         assert json.loads(body) == expected
         assert route.data_ports == {2: 12}
+        assert route.document == replica
         writer.close()
         await route.close()
         server.close()
+
+    run(story)
+
+
+def test_a_link_keeps_how_diallers_have_begun() -> None:
+    async def story() -> None:
+        async with link_to_echo() as link:
+            assert await there_and_back(link) == DATA
+            assert list(link.recorded) == [DATA[:RECORDED_BYTES]]
 
     run(story)
 
