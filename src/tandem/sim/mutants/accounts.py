@@ -57,7 +57,7 @@ def retraction_resets_the_first_token_clock() -> Iterator[None]:
         yield
 
 
-@mutant(18, "S31")
+@mutant(6, "S31")
 def sizes_of_an_offer_are_not_checked() -> Iterator[None]:
     with replaced(decode, "misfit", lambda node_state, receiver, offer: None):
         yield
