@@ -245,3 +245,52 @@ def test_no_value_in_any_field_is_a_mistake_of_the_server(path: str, fields: dic
     response = posted(w, body, path)
     assert response.status_code in (200, 400, 404, 409, 413), response.text
     assert w.client._named == {}
+
+
+# counts and sizes of what is only tokenized
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": ["x"] * (bounds.MAX_PROMPTS + 1)}, "prompt"),
+        ("/tokenize", {"text": ["x"] * (bounds.MAX_PROMPTS + 1)}, "text"),
+        ("/tokenize", {"prompt": "xxxx" * 30}, "prompt"),
+        ("/tokenize", {"prompt": ["x" * 60, "x" * 60]}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 101}]}, "messages"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}] * (bounds.MAX_MESSAGES + 1)}, "messages"),
+        ("/detokenize", {"tokens": [5] * 101}, "tokens"),
+        ("/detokenize", {"tokens": [[5] * 60, [5] * 60]}, "tokens"),
+        ("/detokenize", {"tokens": [[5]] * (bounds.MAX_PROMPTS + 1)}, "tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}] * (bounds.MAX_MESSAGES + 1)}, "messages"),
+        ("/v1/completions", {"prompt": ["x"] * (bounds.MAX_PROMPTS + 1)}, "prompt"),
+        ("/generate", {"text": ["x"] * (bounds.MAX_PROMPTS + 1)}, "text"),
+        ("/generate", {"input_ids": [[5]] * (bounds.MAX_PROMPTS + 1)}, "input_ids"),
+    ],
+)
+def test_more_than_a_request_may_hold_is_a_400(
+    path: str, body: dict, param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.server.api.tokenization.MAX_TEXT_CHARS", 100)
+    monkeypatch.setattr("tandem.server.api.tokenization.MAX_DETOKENIZED", 100)
+    w = world()
+    assert_refused(w, posted(w, body, path), param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x" * 100}),
+        ("/tokenize", {"prompt": ["x" * 50, "x" * 50]}),
+        ("/tokenize", {"prompt": ["x"] * 100}),
+        ("/tokenize", {"prompt": []}),
+        ("/detokenize", {"tokens": [5] * 100}),
+        ("/detokenize", {"tokens": [[5] * 50, [5] * 50]}),
+        ("/detokenize", {"tokens": []}),
+        ("/detokenize", {"tokens": [[]]}),
+    ],
+)
+def test_as_much_as_a_request_may_hold_is_answered(path: str, body: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.server.api.tokenization.MAX_TEXT_CHARS", 100)
+    monkeypatch.setattr("tandem.server.api.tokenization.MAX_DETOKENIZED", 100)
+    assert posted(world(), body, path).status_code == 200

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from starlette.requests import Request
 
+from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import Refusal
-from tandem.server.router.generate import timeout_seconds
+from tandem.server.router.generate import check_prompts, timeout_seconds
 from tandem.server.router.shell import encode_rest, with_fields
 
 
@@ -40,3 +41,13 @@ def test_a_timeout_header_that_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(Refusal) as found:
         timeout_seconds(Request({"type": "http", "headers": headers}), {}, default=1.0)
     assert (found.value.failure.status, found.value.failure.param) == (400, "X-Request-Timeout-Ms")
+
+
+@pytest.mark.parametrize("field", ["prompt", "text", "input_ids"])
+def test_more_prompts_than_a_worker_takes_get_no_rooms(field: str) -> None:
+    prompt = [5] if field == "input_ids" else "x"
+    check_prompts({field: [prompt] * MAX_PROMPTS})
+    check_prompts({field: [5] * (MAX_PROMPTS + 1)})  # one prompt, of ids
+    with pytest.raises(Refusal) as found:
+        check_prompts({field: [prompt] * (MAX_PROMPTS + 1)})
+    assert found.value.failure.status == 400

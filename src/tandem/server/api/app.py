@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar  # a chat message
+from typing import TypeVar
 
 from msgspec import Struct, structs
 from starlette.applications import Starlette
@@ -30,26 +30,25 @@ from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeo
 from tandem.server.api.body import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     NativeBody,
     Routing,
-    TokenizeBody,
     decode_body,
 )
 from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
-from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal, invalid
+from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, facts_of
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
-from tandem.server.api.openai import ChatReply, CompletionReply, Shape, flat_message, read_chat, read_completion
-from tandem.server.api.ops import Ops, check_model, json_response
+from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
+from tandem.server.api.ops import Ops, check_model
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.tenant import bearer_token, tenant_of
 from tandem.server.api.text import TextStream
+from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
 
 logger = logging.getLogger("tandem.server")
@@ -79,16 +78,17 @@ def build_app(
         log=log or RequestLog(config.log_format),
     )
     ops = Ops(config=config, client=client, model=model, facts=facts, tokenizer=tokenizer, exporter=exporter)
-    generation_paths = frozenset(route.path for route in generation.routes())
+    tokenization = TokenizationPage(tokenizer, facts)
+    counted_paths = frozenset(route.path for route in (*generation.routes(), *tokenization.routes()))
 
     async def on_refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        if request.scope["path"] in generation_paths:
+        if request.scope["path"] in counted_paths:
             fold.refuse(error.failure.code.value)
         return error_response(error.failure, request.state.request_id)
 
     app = Starlette(
-        routes=[*generation.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
+        routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
         middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE)],
         exception_handlers={
             Refusal: on_refusal,
@@ -102,7 +102,7 @@ def build_app(
 
 
 class Endpoints:
-    """Generation and tokenization."""
+    """Generation."""
 
     def __init__(
         self,
@@ -127,8 +127,6 @@ class Endpoints:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/generate", self.generate, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
 
     async def chat(self, request: Request) -> TokenResponse:
@@ -222,45 +220,6 @@ class Endpoints:
         return Shape.of(
             body, id=name or prefix + asks[0].rid, model=routing.model or self._config.model_name, n=len(asks)
         )
-
-    async def tokenize(self, request: Request) -> Response:
-        body = decode_body(await read_body(request), TokenizeBody)
-        adds = body.add_special_tokens is not False
-        value = body.text if body.prompt is None else body.prompt
-        if body.messages is not None:
-            messages = [flat_message(message) for message in body.messages]
-            adds_prompt = body.add_generation_prompt is not False
-            rendered_at = int(time.time()) if body.rendered_at is None else body.rendered_at
-            value = self._tokenizer.render_chat(
-                messages, add_generation_prompt=adds_prompt, variables={}, rendered_at=rendered_at
-            ).text
-            adds = False
-        if value is None:
-            raise invalid("prompt", "is missing")
-        texts = [value] if isinstance(value, str) else value
-        rows = [await self._tokenizer.encode_anywhere(text, add_special_tokens=adds) for text in texts]
-        is_single = isinstance(value, str)
-        return json_response(
-            {
-                "tokens": rows[0] if is_single else rows,
-                "count": len(rows[0]) if is_single else [len(row) for row in rows],
-                "max_model_len": self._facts.context_length,
-            }
-        )
-
-    async def detokenize(self, request: Request) -> Response:
-        body = decode_body(await read_body(request), DetokenizeBody)
-        if body.tokens is None:
-            raise invalid("tokens", "is missing")
-        rows: list[Any] = [body.tokens] if all(isinstance(item, int) for item in body.tokens) else body.tokens
-        if not all(isinstance(row, list) for row in rows):
-            raise invalid("tokens", "mixes ids and lists")
-        if any(not 0 <= id < self._facts.vocab_size for row in rows for id in row):
-            raise invalid("tokens", f"an id is outside of the vocabulary of {self._facts.vocab_size}")
-        skips = body.skip_special_tokens is not False
-        texts = [self._tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
-        text = texts[0] if rows == [body.tokens] else texts
-        return json_response({"text": text, "prompt": text})
 
 
 # errors that are raised outside of the endpoints

@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.fleet.messages import Fail
+from tandem.core.fleet.pairing import num_prompts
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import MAX_BODY_BYTES, MAX_TIMEOUT_SECONDS
+from tandem.server.api.bounds import MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
 from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
 from tandem.server.router.answer import Document, Gone, Stream
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
@@ -41,6 +42,7 @@ class Generate:
         request = Request(scope, receive)
         body = await read_object(request)
         stamp_time(body)
+        check_prompts(body)
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
         reply = _Reply(send, request.state.request_id, began)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
@@ -142,6 +144,12 @@ def stamp_time(body: dict[str, Any]) -> None:
     """Both halves render a chat by this clock, whatever their own ones say; another attempt gives the same prompt."""
     if body.get("rendered_at") is None:
         body["rendered_at"] = int(time.time())
+
+
+def check_prompts(body: dict[str, Any]) -> None:
+    """Each gets a room; the workers would refuse so many only after that. Raises `Refusal`."""
+    if (num_prompts(body) or 1) > MAX_PROMPTS:
+        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts in one request")
 
 
 def timeout_seconds(request: Request, body: dict[str, Any], *, default: float) -> float:

@@ -1,0 +1,85 @@
+"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text, and back. Nothing reaches the node."""
+
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.server.api.ask import Facts, check_ids
+from tandem.server.api.body import DetokenizeBody, TokenizeBody, decode_body
+from tandem.server.api.bounds import MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
+from tandem.server.api.errors import invalid
+from tandem.server.api.gate import read_body
+from tandem.server.api.openai import flat_message
+from tandem.server.api.ops import json_response
+from tandem.server.api.tokenizer import Tokenizer
+
+
+class TokenizationPage:
+    """One instance per application; the methods are its endpoints."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: Facts) -> None:
+        self._tokenizer = tokenizer
+        self._facts = facts
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def tokenize(self, request: Request) -> Response:
+        body = decode_body(await read_body(request), TokenizeBody)
+        is_chat = body.messages is not None
+        param = "messages" if is_chat else "prompt" if body.prompt is not None else "text"
+        value = self._chat_text(body) if is_chat else body.text if body.prompt is None else body.prompt
+        if value is None:
+            raise invalid("prompt", "is missing")
+        texts = [value] if isinstance(value, str) else value
+        check_sizes(texts, MAX_TEXT_CHARS, param, "characters")
+        adds = body.add_special_tokens is not False and not is_chat  # a template writes them itself
+        rows = [await self._tokenizer.encode_anywhere(text, add_special_tokens=adds) for text in texts]
+        is_single = isinstance(value, str)
+        return json_response(
+            {
+                "tokens": rows[0] if is_single else rows,
+                "count": len(rows[0]) if is_single else [len(row) for row in rows],
+                "max_model_len": self._facts.context_length,
+            }
+        )
+
+    def _chat_text(self, body: TokenizeBody) -> str:
+        messages = [flat_message(message) for message in body.messages or ()]
+        adds_prompt = body.add_generation_prompt is not False
+        rendered_at = int(time.time()) if body.rendered_at is None else body.rendered_at
+        return self._tokenizer.render_chat(
+            messages, add_generation_prompt=adds_prompt, variables={}, rendered_at=rendered_at
+        ).text
+
+    async def detokenize(self, request: Request) -> Response:
+        body = decode_body(await read_body(request), DetokenizeBody)
+        if body.tokens is None:
+            raise invalid("tokens", "is missing")
+        lists = [item for item in body.tokens if isinstance(item, list)]
+        ids = [item for item in body.tokens if isinstance(item, int)]
+        if lists and ids:
+            raise invalid("tokens", "mixes ids and lists")
+        rows = lists or [ids]
+        check_sizes(rows, MAX_DETOKENIZED, "tokens", "ids")
+        for row in rows:
+            check_ids(row, self._facts, "tokens")
+        skips = body.skip_special_tokens is not False
+        texts = [self._tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
+        text = texts if lists else texts[0]
+        return json_response({"text": text, "prompt": text})
+
+
+def check_sizes(items: Sequence[str] | Sequence[list[int]], most: int, param: str, unit: str) -> None:
+    """Raises `Refusal` for more items than one request may hold, or longer ones than `most` together."""
+    if len(items) > MAX_PROMPTS:
+        raise invalid(param, f"{len(items)} items in one request; at most {MAX_PROMPTS} are accepted")
+    size = sum(map(len, items))
+    if size > most:
+        raise invalid(param, f"{size} {unit} in one request; at most {most} are accepted")
