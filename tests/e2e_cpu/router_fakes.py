@@ -18,6 +18,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from tandem.core.settings import Role
+from tandem.server.api.errors import Code, Failure, error_headers, error_json
 from tandem.server.api.http1 import uvicorn_config
 from tandem.server.router.app import RouterApp, listen
 from tandem.server.router.config import RouterConfig, make_worker
@@ -49,6 +50,14 @@ class Answer:
 class Reject:
     status: int
     code: str = "fake_error"
+    once: Callable[[], Any] = lambda: True  # not before this is true
+
+
+@dataclass(frozen=True)
+class Refuse:
+    """With the status and the body of a Tandem server."""
+
+    code: Code
     once: Callable[[], Any] = lambda: True  # not before this is true
 
 
@@ -155,7 +164,7 @@ class FakeWorker:
         return (200, json.dumps(documents[path]).encode()) if path in documents else (404, b"{}")
 
     async def _behave(self, behaviour: Any, seen: Seen, receive: Receive, send: Send) -> None:
-        if isinstance(behaviour, (Reject, Die)):
+        if isinstance(behaviour, (Reject, Refuse, Die)):
             while not behaviour.once():
                 await asyncio.sleep(0.005)
         match behaviour:
@@ -169,6 +178,9 @@ class FakeWorker:
                 await reply(send, 200, json.dumps(document).encode(), headers)
             case Reject(status=status, code=code):
                 await reply(send, status, json.dumps({"error": {"code": code, "message": "told to"}}).encode())
+            case Refuse(code=code):
+                failure = Failure(code, "told to")
+                await reply(send, failure.status, error_json(failure, "id"), error_headers(failure))
             case Hang(has_head=has_head):
                 if has_head:
                     await head(send, 200, {"content-type": "application/json"})

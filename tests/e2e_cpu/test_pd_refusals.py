@@ -36,7 +36,7 @@ def test_another_page_size_is_refused_with_both_values_and_both_servers_live(tmp
             decode.generate(PROMPT, timeout=20, **pair)
         assert time.monotonic() - began < 10
         error = refused.value.error
-        assert (refused.value.status, error["code"], error["retryable"]) == (502, "layout_mismatch", False)
+        assert (refused.value.status, error["code"], error["retryable"]) == (502, "layout_mismatch", True)
         assert DIFFERENCES in error["message"]
         told = prefill_half.getresponse().read()
         assert b"layout_mismatch" in told, "prefill ends its half and says why"

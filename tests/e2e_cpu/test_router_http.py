@@ -4,11 +4,14 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Reject, eventually, fleet
+from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Refuse, Reject, eventually, fleet
+
+from tandem.server.api.errors import RULES, Code
 
 CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
 CHAT = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.7, "unknown": {"kept": 1}}
@@ -138,6 +141,28 @@ def test_after_all_retries_the_client_gets_the_workers_own_error() -> None:
         response = post(made)
         assert (response.status_code, error_of(response)["code"]) == (503, "queue_full")
         assert len(set(made.decodes[0].rooms)) == 3
+
+
+@pytest.mark.parametrize("code", RULES, ids=lambda code: code.value)
+@pytest.mark.parametrize("bad", ["prefills", "decodes"])
+def test_an_error_is_tried_again_exactly_when_it_says_that_it_may_be(bad: str, code: Code, rejecting: Fleet) -> None:
+    worker = getattr(rejecting, bad)[0]
+    other = getattr(rejecting, "decodes" if bad == "prefills" else "prefills")[0]
+    before, others = len(worker.generations), len(other.generations)
+    worker.behaves(Refuse(code, once=lambda: len(other.generations) > others), Answer())
+    other.behaves(Hang(), Answer())  # a decode that answers first would need no prefill
+    response = post(rejecting)
+    expected = RULES[code]
+    assert len(worker.generations) - before == (2 if expected.retryable else 1)
+    assert response.status_code == (200 if expected.retryable else expected.status)
+    if not expected.retryable:
+        assert (error_of(response)["code"], error_of(response)["retryable"]) == (code.value, False)
+
+
+@pytest.fixture(scope="module")
+def rejecting() -> Iterator[Fleet]:
+    with fleet() as made:
+        yield made
 
 
 @pytest.mark.parametrize("bad", ["prefills", "decodes"])

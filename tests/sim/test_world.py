@@ -9,7 +9,7 @@ from tandem.core.fleet.router import Router
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import SECOND, Cause, ShardId
 from tandem.server.api.errors import RULES
-from tandem.sim.actors.legs import OTHER_STATUS, STATUS
+from tandem.sim.actors.legs import FINAL, OTHER_STATUS, STATUS
 from tandem.sim.oracle import Script
 from tandem.sim.story.words import SMALL, quiet_options
 from tandem.sim.workload import Ask
@@ -46,6 +46,7 @@ def outcome(world: World) -> str:
 @pytest.mark.parametrize("cause", Cause)
 def test_a_server_answers_with_the_status_of_the_product(cause: Cause) -> None:
     assert STATUS.get(cause, OTHER_STATUS) == RULES[cause].status
+    assert (RULES[cause].status >= 500 and cause not in FINAL) is RULES[cause].retryable
 
 
 def test_the_router_of_the_world_is_the_product_s() -> None:

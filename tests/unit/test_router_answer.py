@@ -4,7 +4,35 @@ import json
 
 import pytest
 
-from tandem.server.router.answer import error_at_end, merge_input_logprobs
+from tandem.server.api.errors import RULES, Code, Failure, error_json
+from tandem.server.router.answer import error_at_end, merge_input_logprobs, retryable_of
+
+
+@pytest.mark.parametrize("code", RULES, ids=lambda code: code.value)
+def test_what_an_error_of_ours_says_of_a_retry_is_what_the_table_says(code: Code) -> None:
+    assert retryable_of(error_json(Failure(code, "x"), "id")) is RULES[code].retryable
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b'{"error": null}',
+        b'{"error": "busy"}',
+        b'{"error": {"retryable": "yes"}}',
+        b'{"error": {"retryable": 1}}',
+        b'{"error": {"code": "x"}}',
+        b'{"error": {"retryable": true}',
+        b'{"error": ' + b"[" * 100_000,
+        b'{"error": {"message": "\xff", "retryable": true}',
+    ],
+    ids=len,
+)
+def test_an_error_of_another_shape_says_nothing_of_a_retry(body: bytes) -> None:
+    assert retryable_of(body) is None
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import itertools
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,6 +226,26 @@ def test_after_the_last_retry_the_client_gets_what_the_worker_said() -> None:
     world.tell(HalfRejected(R, 1, D, 500))
     world.sleep(0.05)
     assert world.tell(HalfRejected(R, 2, P, 503)) == [CancelHalf(R, 2, D), ForwardRejection(R, 2, P)]
+
+
+@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize(("status", "is_retryable"), [(500, True), (500, None), (502, True), (429, True)])
+def test_what_says_that_it_may_be_tried_again_is(half: Half, status: int, is_retryable: bool | None) -> None:
+    world = World()
+    world.ask()
+    assert world.tell(HalfRejected(R, 1, half, status, is_retryable)) == [CancelHalf(R, 1, half.other)]
+    assert only_dispatch(world.sleep(0.05)).attempt == 2
+
+
+@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize(("status", "is_retryable"), [(500, False), (502, False), (400, False), (400, None)])
+def test_what_says_that_it_may_not_be_tried_again_is_the_answer(
+    half: Half, status: int, is_retryable: bool | None
+) -> None:
+    world = World()
+    world.ask()
+    said = world.tell(HalfRejected(R, 1, half, status, is_retryable))
+    assert said == [CancelHalf(R, 1, half.other), ForwardRejection(R, 1, half)]
 
 
 def test_a_4xx_of_either_half_is_the_answer() -> None:

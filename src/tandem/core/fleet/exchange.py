@@ -9,9 +9,10 @@
 Rules:
 1.  Both halves are dispatched by one command, and a half that fails cancels the other at once. So never is one half
     alone at work for a request, except after the other has ended well.
-2.  Every attempt has new rooms. What is retried: connections that break, and 5xx, before the first byte to the
-    client, up to `retries` times and within the deadline. A 4xx is the answer. One exception: a 409 after an attempt
-    of ours is retried, since it may be our own cancelled attempt that still holds the client's `rid`.
+2.  Every attempt has new rooms. What is retried: connections that break, and errors that say `retryable: true` (of a
+    server that says nothing of that: 5xx), before the first byte to the client, up to `retries` times and within the
+    deadline. Any other error is the answer. One exception: a 409 after an attempt of ours is retried, since it may be
+    our own cancelled attempt that still holds the client's `rid`.
 3.  A prefill that ends its body with an error after its 200 head has told decode before: decode decides (it computes
     the prompt itself, or says its own error). The same when a prefill breaks after its head and there is no other pair.
     A prefill that says `worker_lost` there has told nobody: it counts as broken.
@@ -138,8 +139,8 @@ class Exchange:
                 return self._spoke()
             case HalfEnded(has_error=has_error):
                 return self._ended(half, has_error, now)
-            case HalfRejected(status=status):
-                return self._rejected(half, status, now)
+            case HalfRejected():
+                return self._rejected(half, event, now)
             case HalfFailed():
                 return self._failed(half, event, now, has_other)
 
@@ -230,12 +231,13 @@ class Exchange:
             self.wake_at = Nanos(max(self.deadline, now + self.settings.linger_ns))
         return []
 
-    def _rejected(self, half: Half, status: int, now: Nanos) -> list[RouterCommand]:
+    def _rejected(self, half: Half, event: HalfRejected, now: Nanos) -> list[RouterCommand]:
         self.halves[half] = HalfState.CLOSED
         if self._is_answered_without(half):
             return self._end_lingering()
         answer = ForwardRejection(self.request, self.attempt, half)
-        if status >= 500 or (status == 409 and self.attempt > 1):
+        may_pass = event.status >= 500 if event.is_retryable is None else event.is_retryable
+        if may_pass or (event.status == 409 and self.attempt > 1):
             return self._retry(now, answer)
         return self._end(answer)
 

@@ -89,6 +89,7 @@ class HalfRejected(Struct, frozen=True, tag=True):
     attempt: int
     half: Half
     status: int
+    is_retryable: bool | None = None  # as its body says; None: it does not, and the status tells
 
 
 class HalfFailed(Struct, frozen=True, tag=True):

@@ -2,8 +2,8 @@
 
 The codes are a closed list: the causes of the core, and the few problems that only the HTTP edge or the router can
 see. The status is a signal to gateways: 4xx means "this request, never again", 5xx means "another pair may do better".
-So a user's mistake is never a 5xx and a passing trouble is never a 4xx. `docs/errors.md` is `errors_page()`; a test
-compares.
+So a user's mistake is never a 5xx and a passing trouble is never a 4xx. `retryable` is in every error body, and our
+router goes by it. `docs/errors.md` is `errors_page()`; a test compares.
 """
 
 from enum import StrEnum
@@ -111,7 +111,7 @@ RULES: dict[Code, Rule] = {
     Cause.BOOTSTRAP_TIMEOUT: Rule(504, True, "node", "decode is overloaded or gone; add decode servers, or try again"),
     Cause.WAITING_TIMEOUT: Rule(504, True, "node", "prefill is overloaded or stuck; add prefill servers, or try again"),
     Cause.LAYOUT_MISMATCH: Rule(
-        502, False, "node", "run both halves with the same model, dtype and page size; `message` names the difference"
+        502, True, "node", "run both halves with the same model, dtype and page size; `message` names the difference"
     ),
     Cause.LEASE_EXPIRED: Rule(502, True, "node", "try again: the pages were given back before they were read"),
     Cause.CORRUPT_PAGES: Rule(

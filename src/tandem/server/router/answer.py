@@ -90,6 +90,22 @@ def error_at_end(tail: bytes) -> dict[str, object] | None:
     return error if isinstance(error, dict) else {"message": error} if error else None
 
 
+def retryable_of(body: bytes) -> bool | None:
+    """What an error says of itself (`api.errors.RULES`); None for one that is not of our shape."""
+    try:
+        return msgspec.json.decode(body, type=_Rejection).error.retryable
+    except NOT_JSON:
+        return None
+
+
+class _Error(msgspec.Struct, frozen=True):
+    retryable: bool | None = None
+
+
+class _Rejection(msgspec.Struct, frozen=True):
+    error: _Error
+
+
 class _Ending(msgspec.Struct, frozen=True):
     error: dict[str, object] | str | int | None = None
 

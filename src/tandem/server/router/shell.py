@@ -52,6 +52,7 @@ from tandem.server.router.answer import (
     error_at_end,
     merge_input_logprobs,
     passed_headers,
+    retryable_of,
 )
 from tandem.server.router.config import nanos
 from tandem.server.router.metrics import RouterMetrics
@@ -241,7 +242,8 @@ class RouterShell:
         self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
         if not response.is_success:
             await collect(response, leg.body, REJECTION_BYTES_MAX)
-            self.tell(HalfRejected(leg.call.id, leg.attempt, leg.half, leg.status))
+            said = retryable_of(bytes(leg.body))
+            self.tell(HalfRejected(leg.call.id, leg.attempt, leg.half, leg.status, said))
         elif leg.half is Half.PREFILL:
             await self._listen_to_prefill(leg, response)
         elif response.headers.get("content-type", "").startswith("text/event-stream"):

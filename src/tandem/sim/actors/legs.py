@@ -52,6 +52,7 @@ STATUS = {  # as `server/api/errors.py` has it; a test compares them
     Cause.ENGINE_FAILED: 500,
 }
 OTHER_STATUS = 502
+FINAL = frozenset({Cause.INVALID_LOGITS})  # 5xx that no other pair answers better: the same table, the same test
 
 
 class Surroundings(Protocol):
@@ -185,7 +186,8 @@ class Leg:
         failure = half.terminal if isinstance(half.terminal, FailRequest) else None
         cause = failure.cause if failure is not None else None
         if cause is not None and not self.is_head_sent:
-            self._reject(STATUS.get(cause, OTHER_STATUS))
+            status = STATUS.get(cause, OTHER_STATUS)
+            self._reject(status, is_retryable=status >= 500 and cause not in FINAL)
             return
         if not self.is_head_sent:
             self._say(self._heard_head)
@@ -205,8 +207,8 @@ class Leg:
             self._say(self._failed, Failure.BROKEN, "connection reset")
         self.is_server_done = True
 
-    def _reject(self, status: int) -> None:
-        self._say(self._heard_rejection, status)
+    def _reject(self, status: int, *, is_retryable: bool | None = None) -> None:
+        self._say(self._heard_rejection, status, is_retryable)
         self.is_server_done = True
 
     def _say(self, action, *arguments) -> None:  # type: ignore[no-untyped-def]
@@ -268,11 +270,11 @@ class Leg:
         else:
             self.gateway.tell(ended)
 
-    def _heard_rejection(self, status: int) -> None:
+    def _heard_rejection(self, status: int, is_retryable: bool | None) -> None:
         if self._is_heard():
             self.is_over = True
             self.status = status
-            self.gateway.tell(HalfRejected(self.caller.request, self.attempt, self.side, status))
+            self.gateway.tell(HalfRejected(self.caller.request, self.attempt, self.side, status, is_retryable))
 
     def _failed(self, failure: Failure, detail: str) -> None:
         if self._is_heard():
