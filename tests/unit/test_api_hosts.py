@@ -10,6 +10,7 @@ from tandem.config import ServerConfig
 from tandem.server.api.errors import Refusal
 from tandem.server.api.hosts import MAX_HOSTS, HostRefused, Hosts, is_of_this_machine
 
+FORGED = ("::1%\n[12:00:00 api] all is lost", "::1%" + "x" * 300, "127.0.0.1\n", "[::1%\x1b[2J]")
 ALLOWED = ("10.1.0.0/16", "fd00:7::/32")
 
 
@@ -101,7 +102,7 @@ def test_where_nothing_is_allowed_no_name_is_looked_up_but_this_servers_own() ->
     assert names.asked == ["me"]
 
 
-@pytest.mark.parametrize("host", ["", "x" * 254, "[]", "a\0b", "ä" * 100])
+@pytest.mark.parametrize("host", ["", "x" * 254, "[]", "a\0b", "a b", "ä" * 100, *FORGED])
 def test_what_cannot_be_a_host_is_refused(host: str) -> None:
     real = hosts()
     with pytest.raises(HostRefused):

@@ -120,6 +120,15 @@ def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
     serves(story, request_s=0.3)
 
 
+def test_a_request_that_does_not_end_ends_its_connection() -> None:
+    async def story(port: Port) -> None:
+        reader, _ = await port.open(query(1000) + b"{")
+        assert await is_cut(reader)
+        await until(lambda: port.bodies._num_bytes == 0)
+
+    serves(story, request_s=0.05)
+
+
 def test_a_request_is_served_while_others_hold_connections_in_any_number() -> None:
     async def story(port: Port) -> None:
         held = [await port.open(b"" if number % 2 else b"GET /hea") for number in range(40)]
