@@ -46,7 +46,7 @@ class RecordFolder:
         assert NAME.fullmatch(name)
         file = os.fdopen(os.open(self.path / name, NEW_FILE, 0o600), "wb", buffering=BUFFER_BYTES)
         with contextlib.suppress(OSError):  # a file system without locks: others may delete it when it is their oldest
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX)  # who looks whether it is busy has it for a moment
         return file
 
     def make_room(self, wanted: int, *, segment_bytes: int, own: str, kept: Collection[str]) -> None:
