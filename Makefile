@@ -4,7 +4,7 @@
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     simulate new seeds for HUNT_SECONDS or to Ctrl+C; what breaks an invariant is shrunk to a scenario
-#   make nemesis  real processes under faults for NEMESIS_SECONDS; NEMESIS_SEED=K draws the same faults again
+#   make chaos  real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
@@ -15,7 +15,7 @@ SHELL := bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 HUNT_SECONDS ?= 600
-NEMESIS_SECONDS ?= 600
+CHAOS_SECONDS ?= 600
 FUZZ_SECONDS ?= 600
 
 VENV := .venv
@@ -29,14 +29,14 @@ LOWEST := .venv-lowest
 LOWEST_INSTALLED := $(LOWEST)/.installed
 LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wildcard tests/unit/test_router_*.py) \
 	$(wildcard tests/unit/test_tokenizer_*.py) $(addprefix tests/unit/test_,$(addsuffix .py,access bootstrap_server \
-	channel_frames client_commands debug_faults flight_record keys log_lines metrics_fold node_driver peers \
+	channel_frames client_commands debug_faults flight_record keys log_lines request_stats node_driver peers \
 	prefill_registers server_processes shared_probe)) \
 	tests/e2e_cpu/test_router_access.py tests/e2e_cpu/test_router_http.py tests/e2e_cpu/test_serve_unified.py
 
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt nemesis fuzz setup
+.PHONY: demo test lowest check hunt chaos fuzz setup
 
 setup: $(INSTALLED)
 
@@ -81,8 +81,8 @@ check: $(INSTALLED)
 hunt: $(INSTALLED)
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
-nemesis: $(INSTALLED)
-	@NEMESIS_SECONDS=$(NEMESIS_SECONDS) $(BIN)/python -m pytest tests/nemesis -s
+chaos: $(INSTALLED)
+	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -s
 
 fuzz: $(INSTALLED)
 	@$(BIN)/python tests/fuzz $(FUZZ_TARGET) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))

@@ -1,4 +1,4 @@
-"""What the prefill delayer's queue gate is worth: output throughput with it, as a ratio to `off` (seed 3).
+"""What the prefill delayer's queue gate is worth: output throughput with it, as a ratio to `off` (sglang#23189).
 
 Clients with one request at a time each; who is answered asks again after 10 ms and a bit. Output lengths are all equal,
 or drawn between a share of it and the whole: then requests end one by one, and without the gate each end is followed
@@ -34,15 +34,15 @@ from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import EmitTokens, FailRequest, FinishRequest, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchReturned, Event, RequestArrived
 from tandem.core.request import Request
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import DelayerSettings, NodeSettings, Role
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, RequestId, ceil_div
 from tandem.engine.engine import Engine
 from tandem.engine.weights import LoadedModel, load
 from tandem.sampling import Payload, SamplingParams
-from tandem.sim.actors.executor import Executor
-from tandem.sim.clock import Clock
-from tandem.sim.oracle import Script
+from tandem.simulator.actors.executor import Executor
+from tandem.simulator.clock import Clock
+from tandem.simulator.oracle import Script
 
 MINI = Path(__file__).parents[1] / "src" / "tandem" / "bundled" / "mini"
 PAGE_SIZE = 16

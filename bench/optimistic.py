@@ -1,4 +1,4 @@
-"""What optimistic prefill saves when decode's READY is late: TTFT under off, retry and park (seed 1).
+"""What optimistic prefill saves when decode's READY is late: TTFT under off, retry and park (sglang#26780).
 
 Prompts of 4,096 tokens of which 80 % are in prefill's prefix tree. The body goes to prefill at once and to decode after
 a delay of 0, 0.5, 1 and 2 times the measured prefill time: that is how READY comes late. One request at a time, so the

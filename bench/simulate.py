@@ -14,9 +14,9 @@ from statistics import median
 
 from conditions import conditions
 
-from tandem.sim.faults.options import draw_options
-from tandem.sim.hunt import draw_first_seed, num_cores, run_until
-from tandem.sim.report import SeedResult, Summary
+from tandem.simulator.faults.options import draw_options
+from tandem.simulator.hunt import draw_first_seed, num_cores, run_until
+from tandem.simulator.report import SeedResult, Summary
 
 TARGETS = {"seeds_per_minute": 600, "simulated_hours_per_minute": 100, "events_per_second_per_core": 10_000}
 

@@ -24,7 +24,7 @@ from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import LaunchBatch
 from tandem.core.events import BatchReturned, RequestArrived
 from tandem.core.request import Request
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
 

@@ -40,9 +40,9 @@ PARTS = (
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
     Part("processes and clients", ("e2e_cpu/",), 420),
     Part("fuzz", ("fuzz/",), 30),
-    Part("nemesis", ("nemesis/",), 180),
+    Part("chaos", ("chaos/",), 180),
     Part("mutants in real servers", ("mutants/test_real_server",), 120),
-    Part("simulation", ("sim/", "mutants/"), 200),
+    Part("simulation", ("simulator/", "mutants/"), 200),
     Part("rest", ("",), 60),
 )
 

@@ -58,9 +58,9 @@ from tandem.core.events import (
 )
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.request import Request
-from tandem.core.sched.node import EngineNode
-from tandem.core.sched.progress import Flight, Progress, State
-from tandem.core.sched.state import NodeState
+from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.request_state import InflightBatch, Progress, State
+from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 from tandem.pagehash import hash_of, page_link, prompt_digest, prompt_hashes, prompt_links
@@ -105,7 +105,7 @@ def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int, rendered_at:
 
 
 @dataclass
-class Seat:
+class WorkerRequest:
     """What the worker knows of one request."""
 
     prompt_len: int
@@ -133,7 +133,7 @@ class Worker:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.seats: dict[RequestId, Seat] = {}
+        self.seats: dict[RequestId, WorkerRequest] = {}
         self.decode_set: dict[RequestId, None] = {}
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
@@ -195,7 +195,7 @@ class Worker:
         tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
         return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags for _, flags in out), tuple(hashes))
 
-    def forward(self, seat: Seat, start: int, stop: int) -> None:
+    def forward(self, seat: WorkerRequest, start: int, stop: int) -> None:
         size = self.page_size
         if seat.is_broken:
             return
@@ -207,7 +207,7 @@ class Worker:
         for position in range(start, stop):
             self.kv[seat.table[position // size]][position % size] = content[position]
 
-    def sample(self, request: RequestId, seat: Seat) -> tuple[int, int]:
+    def sample(self, request: RequestId, seat: WorkerRequest) -> tuple[int, int]:
         if seat.is_broken:
             return 0, 0
         token = sampled_after(seat.content(len(seat.tokens))[-1])
@@ -217,7 +217,7 @@ class Worker:
         flags = TokenFlag.EOS if num_outputs == seat.eos_after else 0
         return token, TokenFlag.INVALID if num_outputs == seat.invalid_after else flags
 
-    def new_hashes(self, seat: Seat, length: int) -> list[bytes]:
+    def new_hashes(self, seat: WorkerRequest, length: int) -> list[bytes]:
         size = self.page_size
         full = length // size
         links = prompt_links(ROOT, seat.tokens[: full * size], page_size=size)
@@ -266,7 +266,7 @@ class Replica:
     started_at: dict[RequestId, Nanos] = field(default_factory=dict)
     arrived_at: dict[RequestId, Nanos] = field(default_factory=dict)
     ended: dict[RequestId, FinishRequest | FailRequest] = field(default_factory=dict)
-    windows: list[list[Flight]] = field(default_factory=list)  # after each step
+    windows: list[list[InflightBatch]] = field(default_factory=list)  # after each step
     render: dict[RequestId, Callable[[int], Request]] = field(default_factory=dict)  # seats the prompt of that time
     wake_at: Nanos | None = None
     is_dead: bool = False
@@ -355,14 +355,16 @@ class World:
         dp_rank_hint: int | None = None,
         rendered_at: int = 0,
     ) -> RequestId:
-        """Seat the request at the worker and put its arrival on the way."""
+        """WorkerRequest the request at the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
         replica.next_id += 1
 
         def render(rendered_at: int) -> Request:
             tokens = prompt_at(prompt_len, seed, rendered_at)
             hashes = tuple(prompt_hashes(ROOT, tokens, page_size=replica.worker.page_size))
-            replica.worker.seats[request] = Seat(len(tokens), tokens, [], eos_after, invalid_after, len(hashes))
+            replica.worker.seats[request] = WorkerRequest(
+                len(tokens), tokens, [], eos_after, invalid_after, len(hashes)
+            )
             return Request(
                 request,
                 rid or f"rid-{request}",
@@ -454,7 +456,7 @@ class World:
         effects = replica.node.step(events, self.now)
         replica.log.append((self.now, events, effects))
         replica.wake_at = effects.wake_at
-        replica.windows.append(list(replica.state.window))
+        replica.windows.append(list(replica.state.inflight))
         for command in effects.commands:
             replica.commands.append(command)
             self.dispatch(replica, command)
@@ -502,7 +504,7 @@ class World:
                 assert request not in replica.ended, "a second terminal event"
                 replica.ended[request] = command
             case RenderAgain(request, rendered_at):
-                assert not any(request == row.request for flight in replica.state.window for row in flight.rows)
+                assert not any(request == row.request for flight in replica.state.inflight for row in flight.rows)
                 render = replica.render[request]
                 replica.parcels.append(Parcel(PromptRendered, lambda: PromptRendered(render(rendered_at))))
             case LearnPeer(address):
@@ -570,7 +572,7 @@ def check(replica: Replica) -> None:
     """Recount everything that a node keeps twice, and the bounds it has promised."""
     node, settings = replica.state, replica.state.settings
     check_pages(replica)
-    assert len(node.window) <= settings.window_depth
+    assert len(node.inflight) <= settings.window_depth
     assert node.num_slots_used <= settings.max_running
     assert len(node.stash) <= settings.stashed_messages
     assert len(node.tombstones) <= settings.tombstones
@@ -578,7 +580,7 @@ def check(replica: Replica) -> None:
         for request in queue:
             assert node.requests[request].state is state
     assert sum(map(len, node.queues.values())) == len(node.requests)
-    known = [[row.request for row in flight.rows] + list(flight.members) for flight in node.window]
+    known = [[row.request for row in flight.rows] + list(flight.members) for flight in node.inflight]
     for progress in node.requests.values():
         assert progress.in_flight == sum(requests.count(progress.id) for requests in known)
         assert progress.pending <= progress.in_flight
@@ -633,7 +635,7 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert node.requests == {}
         assert not any(node.queues.values())
         assert node.rooms == {}
-        assert node.window == []
+        assert node.inflight == []
         assert node.timers == []
         assert replica.wake_at is None
         assert (node.decode_set, node.joins, node.leaves, node.forgotten) == ({}, {}, [], [])

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from core_driver import Replica, World
+from tandem.core.disagg.messages import Offer
 from tandem.core.events import BatchReturned, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
-from tandem.core.pd.messages import Offer
-from tandem.core.sched.progress import State
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Cause, RequestId, ShardId
 
 TIMEOUT_NS = 10 * SECOND

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from core_driver import Replica, World, expected_tokens
 from tandem.core.commands import FinishRequest, LaunchBatch
+from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import (
     BatchFailed,
     BatchReturned,
@@ -29,8 +30,7 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.pd.messages import Abort, Offer, Ready, Release
-from tandem.core.sched.progress import State
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Room, ShardId
 
 TIMEOUT_NS = 40 * SECOND

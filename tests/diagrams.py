@@ -6,9 +6,9 @@ Each stands between `<!-- diagram:NAME -->` and `<!-- end -->`, where NAME is th
 import re
 from pathlib import Path
 
+from tandem.core.disagg.transfer_state import RECEIVER, SENDER
 from tandem.core.machine import Machine
-from tandem.core.pd.transfer import RECEIVER, SENDER
-from tandem.core.sched.progress import LIFECYCLE
+from tandem.core.scheduler.request_state import LIFECYCLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "ARCHITECTURE.md"
 MACHINES = (LIFECYCLE, SENDER, RECEIVER)

@@ -22,7 +22,7 @@ BASELINE = Path(__file__).with_name("architecture_baseline.json")
 SLACK = 1.10  # how far the tail may grow before somebody has to look
 
 BASE = ("core.values", "core.machine", "core.request", "core.batch", "core.events", "core.commands", "core.settings")
-CORE = {"core.base", "core.kv", "core.pd", "core.sched", "core.fleet"}
+CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core.scheduler", "core.router"}
 BELOW_SHELLS = {"ports", "config", "leaf", *CORE}
 SHELLS_USE = {"engine", "transfer", "metrics", *BELOW_SHELLS}
 
@@ -30,9 +30,11 @@ SHELLS_USE = {"engine", "transfer", "metrics", *BELOW_SHELLS}
 EDGES: dict[str, set[str]] = {
     "core.base": set(),
     "core.kv": {"core.base"},
-    "core.pd": {"core.base", "core.kv"},
-    "core.sched": {"core.base", "core.kv", "core.pd"},
-    "core.fleet": {"core.base", "core.kv", "core.pd"},
+    "core.disagg": {"core.base", "core.kv"},
+    "core.state": {"core.base", "core.kv", "core.disagg"},
+    "core.sides": {"core.base", "core.kv", "core.disagg", "core.state"},
+    "core.scheduler": {"core.base", "core.kv", "core.disagg", "core.state", "core.sides"},
+    "core.router": {"core.base", "core.kv", "core.disagg"},
     "leaf": {"core.base"},
     "ports": CORE,
     "config": {"leaf", *CORE},
@@ -40,24 +42,28 @@ EDGES: dict[str, set[str]] = {
     "transfer": BELOW_SHELLS,
     "metrics": BELOW_SHELLS,
     "server": SHELLS_USE,
-    "sim": SHELLS_USE,
+    "simulator": SHELLS_USE,
     "bench": SHELLS_USE,
-    "cli": {"server", "sim", "bench", *SHELLS_USE},
+    "cli": {"server", "simulator", "bench", *SHELLS_USE},
 }
 # The first prefix that fits names the part.
 PREFIXES: tuple[tuple[str, str], ...] = (
     *((name, "core.base") for name in BASE),
-    ("core.pd.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
-    ("core.sched.gates", "core.base"),  # what DP ranks tell each other of their prompts: the same
+    ("core.disagg.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
+    ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
-    ("core.pd", "core.pd"),
-    ("core.sched", "core.sched"),
-    ("core.fleet", "core.fleet"),
+    *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state")),
+    *((f"core.disagg.{name}", "core.sides") for name in ("prefill_side", "decode_side", "rendering")),
+    ("core.disagg", "core.disagg"),
+    ("core.dp_dispatch", "core.disagg"),
+    ("core.scheduler", "core.scheduler"),
+    *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector")),
     ("sampling", "leaf"),
     ("pagehash", "leaf"),
     ("membership", "leaf"),
     ("logtext", "leaf"),
-    *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server", "sim", "bench", "cli")),
+    *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
+    *((name, name) for name in ("simulator", "bench", "cli")),
 )
 PURE = frozenset(
     {"abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}

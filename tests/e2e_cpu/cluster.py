@@ -101,7 +101,7 @@ class Server:
         return found
 
     def is_idle(self) -> bool:
-        """No request, and nothing that only requests have: pages neither free nor cached, pins, rooms, result rows."""
+        """No request, and nothing that only requests have: pages neither free nor cached, pins, rooms, result slots."""
         state = self.state()
         pages, rows = state["pages"], state["result_rows"]
         held = pages["owned"] + pages["quarantined"] + state["pages_pinned_by_tree"] + state["rooms"]

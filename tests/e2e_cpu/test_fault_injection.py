@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from cluster import Cluster, HttpError, Server, cluster, eventually
 
+from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.core.events import HooksChanged, TransferFailed
-from tandem.core.pd.bootstrap import should_force_retry
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.server.node.flight import replayed_steps, segments_of
 
 FLAGS = ["--enable-fault-injection", "--deterministic"]

@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 from cluster import Cluster, Server, cluster, eventually
 
-from tandem.core.pd.bootstrap import should_force_retry
+from tandem.core.disagg.optimistic_prefill import should_force_retry
 
 PROMPTS = {"one chunk": [30 + index % 400 for index in range(100)], "many": [9 + index % 470 for index in range(1100)]}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2}

@@ -31,7 +31,7 @@ from tandem.core.commands import (
 )
 from tandem.core.events import BatchReturned, Event, FlushRequested, PeerLearned, PeerSaid, RequestArrived
 from tandem.core.request import Request
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room, ShardId
 from tandem.engine import weights

@@ -1,6 +1,6 @@
 """Prefill and decode say what one engine alone says, under each policy and whatever is thrown away.
 
-The hooks of the seeds are changed at run time: a share of the requests gives its computed prompt back once, a share of
+The test hooks are changed at run time: a share of the requests gives its computed prompt back once, a share of
 the transfers fails. Whoever gets an answer gets the answer of one engine; whoever does not gets a code.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from cluster import Cluster, HttpError, Server, cluster, eventually
 
 import tandem
-from tandem.core.pd.bootstrap import should_force_retry
+from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.server.api.errors import RULES
 
 HELD_OUT = Path(tandem.__file__).parent / "bundled" / "mini" / "heldout.jsonl"

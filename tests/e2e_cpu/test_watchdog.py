@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster import Cluster, HttpError, Server, child_named, children_of, cluster, eventually, is_running
 
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.server.node.flight import replay, segments_of
 
 TIMEOUT_S = 3
@@ -55,7 +55,7 @@ def healths_until_the_end(server: Server) -> list[tuple[int, str]]:
     return seen
 
 
-def obituary(server: Server) -> str:
+def exit_reason(server: Server) -> str:
     """The one line in which it says why it ended."""
     (line,) = [line for line in server.log.splitlines() if line.startswith("tandem: error: ")]
     return line
@@ -76,7 +76,7 @@ def test_health_turns_before_a_server_with_a_hanging_process_ends_with_the_cause
         assert any(f"the {who} process hangs: no answer for" in body for _, body in seen)
         assert server.member.process.returncode == 1
         assert re.search(
-            rf"the {who} process hangs: no answer for 3 s, the last iteration heard of is \d+ ", obituary(server)
+            rf"the {who} process hangs: no answer for 3 s, the last iteration heard of is \d+ ", exit_reason(server)
         )
         assert not any(is_running(child) for child in children)
         (record,) = segments_of(tmp_path)

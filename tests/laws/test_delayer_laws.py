@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from core_driver import Replica, assert_nothing_is_held
 from core_scripts import ACTIONS, USUAL, Life, lives, scripts
 from tandem.core.commands import FinishRequest
-from tandem.core.sched.gates import Reason
+from tandem.core.scheduler.delayer_policy import Reason
 from tandem.core.values import MILLISECOND, SECOND
 
 FAULTS = [name for name in ACTIONS if name not in USUAL]

@@ -12,7 +12,7 @@ from core_driver import Replica, World, assert_nothing_is_held
 from core_scripts import ACTIONS, USUAL, Life, encoded, lives, scripts
 from tandem.core.commands import FinishRequest
 from tandem.core.events import BatchReturned, FlushRequested
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 
 HERE = Path(__file__).parent
 FAULTS = [name for name in ACTIONS if name not in USUAL]

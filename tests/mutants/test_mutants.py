@@ -2,10 +2,10 @@
 
 import pytest
 
-from tandem.sim.catalog import checked
-from tandem.sim.hunt import run_seed
-from tandem.sim.mutants import MUTANTS
-from tandem.sim.report import SeedResult
+from tandem.simulator.catalog import checked
+from tandem.simulator.hunt import run_seed
+from tandem.simulator.mutants import MUTANTS
+from tandem.simulator.report import SeedResult
 
 PATIENCE = 12  # seeds after the recorded one: a change of the core may move the moment at which a bug shows
 

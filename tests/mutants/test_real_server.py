@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.sim.mutants import MUTANTS
+from tandem.simulator.mutants import MUTANTS
 
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "e2e_cpu"

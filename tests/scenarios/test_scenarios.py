@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from core_scenes import SCENES
-from tandem.sim.story.scenario import DIVIDER, BadScript, Scenario, play
+from tandem.simulator.scenario.play import DIVIDER, BadScript, Scenario, play
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
 KNOWS_A_PEER = re.compile(r"READY of|offered to| arriving:")  # in a look at a node: somebody waits for its word

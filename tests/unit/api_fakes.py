@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tandem.config import ServerConfig
 from tandem.core import commands, events
-from tandem.core.commands import FinishReason, Ledger
+from tandem.core.commands import FinishReason, StageTimings
 from tandem.core.commands import Path as KvPath
 from tandem.core.request import Request
 from tandem.core.values import Cause, Incarnation, Nanos
@@ -142,7 +142,7 @@ class FakeNode:
         tokens = list(script.tokens)[: request.max_new_tokens]
         for index, token in enumerate(tokens):
             if index == 0:
-                ledger = Ledger((("queue", 1000), ("forward", 2000)))
+                ledger = StageTimings((("queue", 1000), ("forward", 2000)))
                 self.tell(commands.StartRequest(request.id, script.path, 3, ledger))
             extras = ((request.id, score(token, submit.payload)),) if wants_scores else ()
             self.tell(commands.EmitTokens((request.id,), struct.pack("<i", token), extras))
@@ -158,7 +158,7 @@ class FakeNode:
 
     def finish(self, request: int, script: Script, *, is_cut: bool = False) -> commands.FinishRequest:
         reason = FinishReason.LENGTH if is_cut else script.reason
-        ledger = Ledger((("queue", 1000), ("forward", 2000)))
+        ledger = StageTimings((("queue", 1000), ("forward", 2000)))
         return commands.FinishRequest(request, reason, script.path, 3, 5, 2, ledger)  # type: ignore[arg-type]
 
 

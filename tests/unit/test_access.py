@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from raw_http import Reply, ask, exchange, serving
 from tandem.config import ServerConfig
-from tandem.core.fleet.registry import Worker, WorkerId
+from tandem.core.router.worker_registry import Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.server.api.access import PAGES, Access, AccessRules
 from tandem.server.api.http1 import MAX_HEAD_BYTES

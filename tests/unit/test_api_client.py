@@ -11,7 +11,7 @@ import uvicorn
 from api_fakes import REPLICA, FakeNode, says
 
 from tandem.core import commands, events
-from tandem.core.fleet.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Room
 from tandem.membership import ClusterSecret

@@ -196,7 +196,7 @@ def test_others_keep_their_head_until_the_first_token(stream: bool) -> None:
         call = Call(w, {"prompt": "x", "stream": stream})
         await until(lambda: w.client.num_live == 1)
         request = w.node.submits[0].request.id
-        w.client.receive(commands.StartRequest(request, commands.Path.REMOTE, 0, commands.Ledger()))
+        w.client.receive(commands.StartRequest(request, commands.Path.REMOTE, 0, commands.StageTimings()))
         await asyncio.sleep(0)
         assert call.messages == []
         w.client.receive(commands.EmitTokens((request,), ids("a")[0].to_bytes(4, "little")))

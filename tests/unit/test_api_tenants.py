@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from tandem.config import ServerConfig
-from tandem.core.pd.messages import Message
+from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
 from tandem.pagehash import HASH_BYTES, hash_of, page_link, prompt_digest, prompt_hashes, prompt_links, root_hash
-from tandem.server.api.facts import ModelFacts, facts_of
+from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.tenant import bearer_token, tenant_of
 
 PROMPT = "0123456789abcdef"
@@ -161,7 +161,7 @@ def test_two_halves_with_the_same_secret_agree_on_a_prompt_and_others_do_not(rol
 
 def test_no_secret_is_shown() -> None:
     model = ModelFacts("m", [], "t", 10, 4, 10, frozenset(), "float32")
-    facts = facts_of(ServerConfig(model="m", disaggregation_mode="decode"), model, digest_secret=b"cluster secret")
-    assert facts.keys.digests == b"cluster secret"
-    assert repr(facts.keys.pages) not in repr(facts)
-    assert "cluster secret" not in repr(facts)
+    limits = limits_of(ServerConfig(model="m", disaggregation_mode="decode"), model, digest_secret=b"cluster secret")
+    assert limits.keys.digests == b"cluster secret"
+    assert repr(limits.keys.pages) not in repr(limits)
+    assert "cluster secret" not in repr(limits)

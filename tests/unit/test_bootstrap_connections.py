@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from tandem.core.fleet.bootstrap_registry import Registration, Registry
+from tandem.core.bootstrap_registry import Registration, Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
 from tandem.server.api.body_store import CHUNK_BYTES, MAX_BODY_BYTES, BodyStore

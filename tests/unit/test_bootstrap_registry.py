@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.fleet.bootstrap_registry import Accepted, Registration, Registry, RegistryLimits, Rejected
+from tandem.core.bootstrap_registry import Accepted, Registration, Registry, RegistryLimits, Rejected
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 

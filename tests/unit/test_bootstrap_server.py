@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from tandem.core.fleet.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.membership import ClusterSecret

@@ -1,11 +1,11 @@
-"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of the seed, and the result rows."""
+"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of the seed, and the result slots."""
 
 import hashlib
 
 import pytest
 
-from tandem.core.pd.bootstrap import Off, Park, Retry, Verdict, View, bootstrap_policy, should_force_retry
-from tandem.core.pd.transfer import ResultTable
+from tandem.core.disagg.optimistic_prefill import Off, Park, Retry, Verdict, View, bootstrap_policy, should_force_retry
+from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.settings import NodeSettings, OptimisticPolicy, Role
 from tandem.core.values import Incarnation, RequestId
 
@@ -97,14 +97,14 @@ def test_the_share_of_forced_requests_is_the_probability(prob: float) -> None:
 
 
 def test_a_result_row_is_taken_once_however_often_it_is_asked_for() -> None:
-    table = ResultTable.empty(2)
+    table = ResultSlots.empty(2)
     assert table.ensure_metadata_buffer(RequestId(1))
     assert table.ensure_metadata_buffer(RequestId(1))
     assert len(table.free_rows) == 1
 
 
 def test_an_exhausted_table_answers_false_and_takes_nothing() -> None:
-    table = ResultTable.empty(1)
+    table = ResultSlots.empty(1)
     assert table.ensure_metadata_buffer(RequestId(1))
     assert not table.ensure_metadata_buffer(RequestId(2))
     assert list(table.owners) == [1]
@@ -112,7 +112,7 @@ def test_an_exhausted_table_answers_false_and_takes_nothing() -> None:
 
 
 def test_giving_a_row_back_twice_gives_it_back_once() -> None:
-    table = ResultTable.empty(2)
+    table = ResultSlots.empty(2)
     table.ensure_metadata_buffer(RequestId(1))
     for _ in range(3):
         table.maybe_release_metadata_buffer(RequestId(1))

@@ -7,8 +7,8 @@ import pytest
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchPlan
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded, TransferDrained
-from tandem.core.sched import inspect
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause, RequestId
 
 NEVER_NS = 1000 * SECOND

@@ -5,7 +5,7 @@ import pytest
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path
 from tandem.core.events import DpRankAnswered, PeerLearned, PeerLost, PeerUnknown
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Address, Cause, RequestId, Room
 

@@ -6,9 +6,9 @@ import pytest
 from core_driver import World, assert_nothing_is_held, expected_tokens
 from core_scenes import ASKED, IN_THE_WAY, SCENES, TIMEOUT_NS, Scene
 from tandem.core.commands import FailRequest, FinishRequest
+from tandem.core.disagg.messages import Abort, Release
 from tandem.core.events import BatchReturned
-from tandem.core.pd.messages import Abort, Release
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import LoadFailurePolicy
 from tandem.core.values import SECOND, Cause
 

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from core_driver import Replica, World, expected_tokens
 from tandem.core.commands import GatherSnapshot
 from tandem.core.events import SnapshotsGathered, SnapshotWanted
-from tandem.core.sched.gates import Memory, Snapshot, agree
-from tandem.core.sched.gather import Gathering
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad, agree
+from tandem.core.scheduler.delayer_sync import DelayerSync
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, ZERO_NS, Nanos
 
 TWO = DelayerSettings(num_ranks=2)
-IDLE = Snapshot(is_prefillable=False)
-WANTS = Snapshot(is_prefillable=True, num_waiting=1, num_free_slots=4)
-BUSY = Snapshot(is_prefillable=True, num_running=4, num_waiting=1, usual_batch=2)
+IDLE = RankLoad(is_prefillable=False)
+WANTS = RankLoad(is_prefillable=True, num_waiting=1, num_free_slots=4)
+BUSY = RankLoad(is_prefillable=True, num_running=4, num_waiting=1, usual_batch=2)
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Group:
 
     world: World
     ranks: list[Replica]
-    gathering: Gathering
+    gathering: DelayerSync
     silent: set[int] = field(default_factory=set)
     heard: list[tuple[int, SnapshotsGathered]] = field(default_factory=list)
     seen: list[int] = field(default_factory=lambda: [0, 0])
@@ -74,53 +74,53 @@ def group(**delayer: object) -> Group:
         world.add("unified", f"rank-{rank}", dp_rank=rank, delayer=settings, num_pages=200, max_running=16)
         for rank in range(2)
     ]
-    return Group(world, ranks, Gathering(ranks[0].state.settings.delayer))
+    return Group(world, ranks, DelayerSync(ranks[0].state.settings.delayer))
 
 
 # --- the gathering ---------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_wants_a_pass_makes_the_others_speak_and_all_hear_the_same() -> None:
-    gathering = Gathering(TWO)
+    gathering = DelayerSync(TWO)
     assert gathering.say(1, None, WANTS, ZERO_NS) == [(0, SnapshotWanted(1))]
-    said = SnapshotsGathered(1, (IDLE, WANTS), Memory())
+    said = SnapshotsGathered(1, (IDLE, WANTS), DelayHistory())
     assert gathering.say(0, 1, IDLE, ZERO_NS) == [(0, said), (1, said)]
     assert gathering.closes_at is None
 
 
 def test_two_ranks_that_ask_at_once_share_a_pass() -> None:
-    gathering = Gathering(TWO)
+    gathering = DelayerSync(TWO)
     gathering.say(1, None, WANTS, ZERO_NS)
     (_, said), _ = gathering.say(0, None, BUSY, ZERO_NS)
-    assert said == SnapshotsGathered(1, (BUSY, WANTS), Memory())
+    assert said == SnapshotsGathered(1, (BUSY, WANTS), DelayHistory())
 
 
 def test_a_silent_rank_is_left_out_at_the_deadline_and_told_all_the_same() -> None:
-    gathering = Gathering(TWO)
+    gathering = DelayerSync(TWO)
     gathering.say(1, None, WANTS, ZERO_NS)
     assert gathering.closes_at is not None
     assert gathering.tick(Nanos(gathering.closes_at - 1)) == []
-    said = SnapshotsGathered(1, (WANTS,), Memory())
+    said = SnapshotsGathered(1, (WANTS,), DelayHistory())
     assert gathering.tick(gathering.closes_at) == [(0, said), (1, said)]
     assert gathering.say(0, 1, IDLE, ZERO_NS) == [], "too late"
 
 
 def test_the_memory_outlives_the_ranks() -> None:
-    gathering = Gathering(TWO)
+    gathering = DelayerSync(TWO)
     memories = []
     for number in range(1, 4):
         gathering.say(1, None, BUSY, ZERO_NS)
         (_, said), _ = gathering.say(0, number, BUSY, ZERO_NS)
         memories.append(said.memory)
-    assert memories == [Memory(0, False), Memory(0, True), Memory(1, True)]
+    assert memories == [DelayHistory(0, False), DelayHistory(0, True), DelayHistory(1, True)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.sampled_from([IDLE, WANTS, BUSY])), max_size=60))
-def test_every_rank_decides_alike_whatever_comes_when(said: list[tuple[int, bool, Snapshot]]) -> None:
+def test_every_rank_decides_alike_whatever_comes_when(said: list[tuple[int, bool, RankLoad]]) -> None:
     settings = DelayerSettings(num_ranks=3)
-    gathering = Gathering(settings)
+    gathering = DelayerSync(settings)
     decisions: dict[int, list[object]] = {0: [], 1: [], 2: []}
-    memory = Memory()
+    memory = DelayHistory()
     for moment, (rank, asks, snapshot) in enumerate(said):
         mail = gathering.tick(Nanos(moment * settings.gather_timeout_ns // 4))
         mail += gathering.say(rank, None if asks else gathering.number, snapshot, Nanos(moment * 25_000_000))
@@ -175,7 +175,7 @@ def test_a_rank_that_slept_through_passes_takes_the_one_that_let_its_prompts() -
     rank = it.ranks[0]
     request = it.world.submit(rank, max_new_tokens=1)
     it.world.run_until(lambda: rank.state_of(request) is State.COMPUTING)
-    lets, holds = Memory(29, True), Memory(0, True)
+    lets, holds = DelayHistory(29, True), DelayHistory(0, True)
     for number, memory in enumerate((holds, lets, holds, holds)):
         it.world.send(rank, SnapshotsGathered(number, (WANTS, IDLE), memory))
     it.world.run()

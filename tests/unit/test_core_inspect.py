@@ -6,8 +6,8 @@ import pytest
 
 from core_driver import World, assert_nothing_is_held
 from core_scenes import SCENES, TIMEOUT_NS
-from tandem.core.sched import inspect
-from tandem.core.sched.progress import State
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Nanos
 
 QUEUES = {

@@ -4,10 +4,10 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import FinishRequest, Path
+from tandem.core.disagg.local_prefill import Auto, LocalView, Never, UpTo
+from tandem.core.disagg.messages import Ready, Release
 from tandem.core.events import RequestArrived
-from tandem.core.pd.local_prefill import Auto, LocalView, Never, UpTo
-from tandem.core.pd.messages import Ready, Release
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import LocalPrefill
 from tandem.core.values import RequestId
 

@@ -5,10 +5,10 @@ from enum import Enum
 
 import pytest
 
+from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState, TransferTrigger
 from tandem.core.machine import IllegalTransition, Machine
-from tandem.core.pd.transfer import RECEIVER, SENDER, TransferState, TransferTrigger
 from tandem.core.request import Request
-from tandem.core.sched.progress import LIFECYCLE, SLOT_STATES, Progress, State, Trigger, WaitingFor
+from tandem.core.scheduler.request_state import LIFECYCLE, SLOT_STATES, Progress, State, Trigger, WaitingFor
 from tandem.core.values import Nanos, RequestId
 
 MACHINES = [LIFECYCLE, SENDER, RECEIVER]

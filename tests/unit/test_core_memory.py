@@ -5,7 +5,7 @@ import pytest
 from core_driver import World, assert_nothing_is_held, expected_tokens
 from tandem.core.events import BatchReturned, FlushRequested, PagesLanded
 from tandem.core.kv.pool import PageState
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause
 
 # --- prefix cache ----------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ def test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed() -> Non
     left = world.submit(prefill, prompt_len=64, room=7)
     world.run()
     assert prefill.progress(left).prefill_retry_count > 0
-    assert (prefill.state.tally.input_tokens, prefill.state.tally.hit_tokens) == (64, 0)
+    assert (prefill.state.counters.input_tokens, prefill.state.counters.hit_tokens) == (64, 0)
 
 
 # --- admission -------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_burst_is_admitted_with_an_eye_on_what_all_of_it_will_need() -> None:
     node = world.unified(num_pages=22, conservativeness=1.0, chunk_tokens=256)
     ids = [world.submit(node, prompt_len=40, max_new_tokens=100, seed=seed) for seed in range(4)]
     world.run()
-    assert node.state.tally.retractions == 0
+    assert node.state.counters.retractions == 0
     assert [node.tokens[request] for request in ids] == [expected_tokens(40, 100, seed=seed) for seed in range(4)]
 
 
@@ -149,7 +149,7 @@ def test_prompts_of_one_chunk_fill_the_whole_window() -> None:
     for seed in range(3):
         world.submit(node, prompt_len=32, seed=seed)
     world.run()
-    assert len(node.state.window) == 2
+    assert len(node.state.inflight) == 2
 
 
 # --- retraction ------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_retracted_requests_give_their_pages_back_and_resume_with_equal_tokens(
     ids = [world.submit(node, prompt_len=30, max_new_tokens=60, seed=seed) for seed in range(3)]
     world.run()
     assert [node.tokens.get(request) for request in ids] == [expected_tokens(30, 60, seed=seed) for seed in range(3)]
-    assert node.state.tally.retractions > 0
+    assert node.state.counters.retractions > 0
     assert world.now < SECOND, "nobody waited for a timer"
     assert_nothing_is_held(node)
 
@@ -177,7 +177,7 @@ def test_the_one_with_the_least_output_is_pushed_back() -> None:
     old = world.submit(node, prompt_len=30, max_new_tokens=60)
     world.run_until(lambda: len(node.tokens.get(old, [])) > 10)
     young = world.submit(node, prompt_len=30, max_new_tokens=60, seed=2)
-    world.run_until(lambda: node.state.tally.retractions == 1)
+    world.run_until(lambda: node.state.counters.retractions == 1)
     assert node.progress(young).retractions == 1
     assert node.progress(old).retractions == 0
     world.run()
@@ -229,7 +229,7 @@ def test_a_retracted_request_whose_kv_came_from_a_peer_is_computed_here() -> Non
     prefill, decode = world.prefill(), world.decode(num_pages=7, conservativeness=0.0)
     pairs = [world.pair(prefill, decode, prompt_len=30, max_new_tokens=60, seed=seed) for seed in range(3)]
     world.run()
-    assert decode.state.tally.retractions > 0
+    assert decode.state.counters.retractions > 0
     for seed, (_, right) in enumerate(pairs):
         assert decode.tokens[right] == expected_tokens(30, 60, seed=seed)
         assert decode.ended[right].path == "remote"
@@ -240,12 +240,12 @@ def test_no_more_are_pushed_back_than_needed_while_pages_are_on_their_way() -> N
     world = World()
     node = world.unified(num_pages=12, conservativeness=0.0, window_depth=2)
     ids = [world.submit(node, prompt_len=30, max_new_tokens=60, seed=seed) for seed in range(4)]
-    world.run_until(lambda: node.state.tally.retractions == 1)
-    assert node.state.window, "the victim's last batch has not returned"
+    world.run_until(lambda: node.state.counters.retractions == 1)
+    assert node.state.inflight, "the victim's last batch has not returned"
     node.holds.add(BatchReturned)
     world.send(node, FlushRequested())
     world.run()
-    assert node.state.tally.retractions == 1
+    assert node.state.counters.retractions == 1
     node.release()
     world.run()
     assert set(node.tokens) == set(ids)

@@ -4,11 +4,11 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import FinishRequest, PublishPages
+from tandem.core.disagg.messages import Offer, Ready
+from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.core.events import BatchReturned, HooksChanged, RequestArrived
-from tandem.core.pd.bootstrap import should_force_retry
-from tandem.core.pd.messages import Offer, Ready
-from tandem.core.sched import inspect
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND
 
 POLICIES = ("off", "retry", "park")
@@ -54,7 +54,7 @@ def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_c
     assert held_pages(prefill) == 0
     assert len(prefill.state.tree.nodes) > 0
     assert prefill.state.results.owners == {}
-    assert prefill.state.tally.prefill_retries == {"not_ready": 2}
+    assert prefill.state.counters.prefill_retries == {"not_ready": 2}
 
 
 def test_park_computes_once_and_holds_pages_and_result_row() -> None:
@@ -126,7 +126,7 @@ def test_a_chunk_that_is_in_flight_when_pages_go_back_is_cached_too() -> None:
     prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=2)
     left = world.submit(prefill, prompt_len=100, room=7)
     world.run_until(lambda: prefill.state_of(left) is State.RETRACTING)
-    assert len(prefill.state.window) == 1
+    assert len(prefill.state.inflight) == 1
     world.turn(prefill)
     assert len(prefill.state.tree.nodes) >= 4
     assert prefill.plans()[2].rows[0].start == 64
@@ -171,7 +171,7 @@ def test_ready_that_comes_while_pages_go_back_is_no_budget_for_another_retry() -
     prefill.release(BatchReturned)
     world.run()
     assert prefill.ended[left].retries == 1
-    assert prefill.state.tally.prefill_retries == {"not_ready": 1}
+    assert prefill.state.counters.prefill_retries == {"not_ready": 1}
     assert decode.tokens[right] == expected_tokens(200, 4, seed=1)
 
 
@@ -226,7 +226,7 @@ def test_a_forced_request_is_retried_once_and_ends_with_equal_tokens(policy: str
     assert decode.tokens[right] == expected_tokens(100, 4, seed=1)
     forced = policy != "off"
     assert prefill.ended[left].retries == forced
-    assert prefill.state.tally.prefill_retries == ({"forced": 1} if forced else {})
+    assert prefill.state.counters.prefill_retries == ({"forced": 1} if forced else {})
     assert_nothing_is_held([prefill, decode])
 
 
@@ -282,7 +282,7 @@ def test_parked_requests_give_way_to_one_that_needs_their_pages() -> None:
     world.run()
     assert decode.tokens[right] == expected_tokens(100, 4, seed=2)
     assert prefill.state_of(parked) is State.BOOTSTRAPPING
-    assert prefill.state.tally.prefill_retries == {"yield": 1}
+    assert prefill.state.counters.prefill_retries == {"yield": 1}
     late = world.submit(decode, prompt_len=100, room=7, peer=prefill.address)
     world.run()
     assert decode.tokens[late] == expected_tokens(100, 4, seed=1)
@@ -354,7 +354,7 @@ def test_parked_tokens_are_bounded() -> None:
     assert prefill.state_of(second) is State.BOOTSTRAPPING
 
 
-# --- result rows -----------------------------------------------------------------------------------------------------
+# --- result slots -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", POLICIES)

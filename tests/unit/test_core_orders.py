@@ -10,8 +10,8 @@ import pytest
 
 from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, prompt_tokens
 from tandem.core.commands import AskDpRank, FailRequest, FinishRequest
+from tandem.core.disagg.messages import Ready
 from tandem.core.events import DpRankAnswered, PeerLearned, PeerSaid
-from tandem.core.pd.messages import Ready
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, RequestId, Room
 from tandem.pagehash import prompt_digest
@@ -105,7 +105,7 @@ def test_a_push_back_every_few_tokens_changes_no_token(page_size: int) -> None:
     world.run()
     for seed, (_left, right) in enumerate(pairs):
         assert decode.tokens[right] == expected_tokens(9, 30, seed=seed)
-    assert decode.state.tally.retractions >= 10
+    assert decode.state.counters.retractions >= 10
     assert_nothing_is_held([prefill, decode])
 
 

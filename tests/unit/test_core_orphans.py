@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import CancelPull, FinishRequest, RevokePages
+from tandem.core.disagg.messages import Abort
 from tandem.core.events import (
     AbortRequested,
     Event,
@@ -19,9 +20,8 @@ from tandem.core.events import (
     TransferFailed,
 )
 from tandem.core.kv.pool import PageState
-from tandem.core.pd.messages import Abort
-from tandem.core.sched import inspect
-from tandem.core.sched.progress import State
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause, ShardId
 
 SHARDS = tuple(map(ShardId, range(4)))
@@ -119,7 +119,7 @@ def test_a_failure_of_every_shard_is_one_failure() -> None:
     assert len(it.decode.said(CancelPull)) == 1
     assert it.decode.cause(it.right) is Cause.TRANSFER_FAILED
     assert it.decode.ended[it.right].detail == "shard 3: digest differs"
-    assert it.decode.state.tally.transfer_failed == 1
+    assert it.decode.state.counters.transfer_failed == 1
     for event in take(it.decode, TransferDrained):
         it.tell(it.decode, event)
     it.prefill.release()

@@ -6,7 +6,7 @@ from core_driver import World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, ForgetRequests, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, FlushRequested, StopMatched
-from tandem.core.sched.progress import State
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Cause, RequestId
 
 
@@ -175,7 +175,7 @@ def test_start_comes_before_the_first_token_and_forget_after_the_end() -> None:
     assert mine[-1].requests == (request,)
 
 
-# --- iteration numbers: the five cases of seed 4, as far as they are about plans -------------------------------------
+# --- iteration numbers: the five cases of sglang#20845, as far as they are about plans ------------------------------
 
 
 def test_three_prefills_back_to_back_carry_the_numbers_of_their_launch() -> None:
@@ -185,7 +185,7 @@ def test_three_prefills_back_to_back_carry_the_numbers_of_their_launch() -> None
     for seed in range(3):
         world.submit(node, prompt_len=32, max_new_tokens=1, seed=seed)
     world.run()
-    assert [flight.forward_iter for flight in node.state.window] == [1, 2]
+    assert [flight.forward_iter for flight in node.state.inflight] == [1, 2]
     node.release()
     world.run()
     assert [plan.iteration for plan in node.plans()] == [1, 2, 3]
@@ -220,10 +220,10 @@ def test_a_result_booked_after_the_next_launch_is_booked_under_its_own_number() 
     world = World()
     node = world.unified(window_depth=2)
     request = world.submit(node, max_new_tokens=8)
-    world.run_until(lambda: node.state_of(request) is State.RUNNING and len(node.state.window) == 2)
-    oldest, newest = node.state.window
+    world.run_until(lambda: node.state_of(request) is State.RUNNING and len(node.state.inflight) == 2)
+    oldest, newest = node.state.inflight
     assert newest.forward_iter == oldest.forward_iter + 1 == node.state.forward_ct
-    world.run_until(lambda: node.state.window[:1] != [oldest])
+    world.run_until(lambda: node.state.inflight[:1] != [oldest])
     returned = [e.outcome for _, es, _ in node.log for e in es if isinstance(e, BatchReturned)]
     assert (returned[-1].batch, returned[-1].iteration) == (oldest.batch, oldest.forward_iter)
 
@@ -255,7 +255,7 @@ def test_a_failed_batch_ends_its_requests_and_the_others_go_on() -> None:
     kept = world.submit(node, prompt_len=48, seed=2)
     node.holds.add(BatchReturned)
     world.run()
-    (flight,) = node.state.window
+    (flight,) = node.state.inflight
     assert [row.request for row in flight.rows] == [lost]
     node.worker.orders.clear()
     world.send(node, BatchFailed(flight.batch, Cause.WORKER_LOST, "out of memory"))
@@ -272,7 +272,7 @@ def test_a_failure_of_a_batch_that_is_not_the_oldest_is_ignored() -> None:
     request = world.submit(node)
     node.holds.add(BatchReturned)
     world.run()
-    world.send(node, BatchFailed(node.state.window[0].batch + 5, Cause.WORKER_LOST, ""))
+    world.send(node, BatchFailed(node.state.inflight[0].batch + 5, Cause.WORKER_LOST, ""))
     world.run()
     node.release()
     world.run()

@@ -7,6 +7,7 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import FailRequest, FinishRequest, RenderAgain
+from tandem.core.disagg.messages import Abort, Ready
 from tandem.core.events import (
     BatchReturned,
     DrainRequested,
@@ -16,9 +17,8 @@ from tandem.core.events import (
     PromptRendered,
     RequestArrived,
 )
-from tandem.core.pd.messages import Abort, Ready
-from tandem.core.sched import inspect
-from tandem.core.sched.progress import State, WaitingFor
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause, Incarnation
 
 HERE, THERE = 101, 203  # Unix seconds, of prefill and of decode; their prompts differ in length, too
@@ -53,8 +53,8 @@ def assert_answered(world: World, prefill: Replica, decode: Replica, left: int, 
     assert isinstance(prefill.ended[left], FinishRequest)
     assert prefill.tokens[left] == TOKENS[:1]
     assert prefill.said(Abort) == []
-    tally = prefill.state.tally
-    assert (tally.bootstrap_failed, tally.transfer_failed) == (0, 0)
+    counters = prefill.state.counters
+    assert (counters.bootstrap_failed, counters.transfer_failed) == (0, 0)
     assert_nothing_is_held([prefill, decode])
 
 
@@ -130,7 +130,7 @@ def test_what_was_parked_gives_its_pages_back_and_counts_as_one_retry() -> None:
     prefill.release()
     assert_answered(world, prefill, decode, left, right)
     assert prefill.ended[left].retries == 1
-    assert prefill.state.tally.prefill_retries == {"rendered": 1}
+    assert prefill.state.counters.prefill_retries == {"rendered": 1}
 
 
 def test_only_what_the_two_prompts_share_counts_as_cached() -> None:

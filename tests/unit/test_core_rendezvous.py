@@ -6,6 +6,8 @@ import pytest
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import TokenFlag
 from tandem.core.commands import CancelPull, FailRequest, FinishRequest, LearnPeer, Path, PullPages, RevokePages
+from tandem.core.disagg.messages import Abort, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.events import (
     BatchReturned,
     DrainRequested,
@@ -23,9 +25,7 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.pd.messages import Abort, Offer, Ready, Release, ResultRow
-from tandem.core.pd.transfer import TransferState
-from tandem.core.sched.progress import State
+from tandem.core.scheduler.request_state import State
 from tandem.core.settings import LoadFailurePolicy
 from tandem.core.values import SECOND, Cause, Incarnation, Room, ShardId
 
@@ -144,7 +144,7 @@ def test_an_end_of_sequence_as_first_token_ends_decode_before_it_decodes() -> No
     assert isinstance(end, FinishRequest)
     assert end.reason == "stop"
     assert decode.plans() == []
-    assert prefill.state.tally.transfer_failed == 0
+    assert prefill.state.counters.transfer_failed == 0
 
 
 def test_pages_stay_until_the_reads_are_drained() -> None:
@@ -199,7 +199,7 @@ def test_a_prefill_that_is_never_found_is_given_up_long_before_the_deadline(poli
     else:
         assert isinstance(end, FailRequest)
         assert (end.cause, end.stage) == (Cause.PEER_UNKNOWN, "peer")
-    assert decode.state.tally.bootstrap_failed == 1
+    assert decode.state.counters.bootstrap_failed == 1
 
 
 # --- messages overtake, get lost, come twice -------------------------------------------------------------------------
@@ -623,9 +623,9 @@ def offered(world: World, decode: object) -> Offer:
 
 
 LIES = {
-    "result row of another room": lambda offer: {"result": msgspec.structs.replace(offer.result, room=Room(1))},
-    "result row without a token": lambda offer: {"result": msgspec.structs.replace(offer.result, token=b"")},
-    "result row with impossible flags": lambda offer: {"result": msgspec.structs.replace(offer.result, flags=-1)},
+    "result slot of another room": lambda offer: {"result": msgspec.structs.replace(offer.result, room=Room(1))},
+    "result slot without a token": lambda offer: {"result": msgspec.structs.replace(offer.result, token=b"")},
+    "result slot with impossible flags": lambda offer: {"result": msgspec.structs.replace(offer.result, flags=-1)},
     "another number of pages": lambda offer: {"total_pages": 9},
     "more pages than the prompt has": lambda offer: {"pages": offer.pages * 2, "generations": offer.generations * 2},
     "fewer generations than pages": lambda offer: {"generations": ()},
@@ -893,5 +893,5 @@ def test_published_pages_survive_a_flush() -> None:
 
 
 def test_the_flags_of_the_first_token_travel_with_it() -> None:
-    row = ResultRow(Room(1), b"\1\0\0\0", TokenFlag.EOS, b"", 0)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=ResultRow) == row
+    row = ResultSlot(Room(1), b"\1\0\0\0", TokenFlag.EOS, b"", 0)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=ResultSlot) == row

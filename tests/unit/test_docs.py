@@ -16,7 +16,7 @@ import pytest
 from tandem.config import flags
 
 ROOT = Path(__file__).parents[2]
-SEEDS = ROOT / "docs" / "seeds.md"
+PARITY = ROOT / "docs" / "sglang-parity.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
 SECURITY = ROOT / "docs" / "security.md"
@@ -69,7 +69,7 @@ def words(cell: str) -> list[str]:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    lines = SEEDS.read_text().splitlines()
+    lines = PARITY.read_text().splitlines()
     start = lines.index("| " + " | ".join(HEADER) + " |") + 2
     found = []
     for line in lines[start:]:
@@ -128,13 +128,15 @@ def test_flags_are_there_unless_they_are_open() -> None:
     there = {name for name, _ in flags()}
     for row in rows():
         if row.kind == "flag" and row.capability is not None:
-            assert there.isdisjoint(words(row.there)), f"{row} is not open any more: name its test in docs/seeds.md"
+            assert there.isdisjoint(words(row.there)), (
+                f"{row} is not open any more: name its test in docs/sglang-parity.md"
+            )
 
 
 def test_how_much_of_the_seeds_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     open_rows = Counter(row.capability for row in rows() if row.capability is not None)
     with capsys.disabled():
-        print(f"\ndocs/seeds.md: {len(rows())} rows, {open_rows.total()} open: {dict(open_rows.most_common())}")
+        print(f"\ndocs/sglang-parity.md: {len(rows())} rows, {open_rows.total()} open: {dict(open_rows.most_common())}")
     assert open_rows.total() < len(rows())
     assert set(open_rows) <= CAPABILITIES
 

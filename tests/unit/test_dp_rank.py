@@ -4,17 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.pd.dp_dispatch import (
-    NO_ROOM,
-    Dispatched,
-    Loads,
-    Newcomer,
-    RankLoad,
-    Refused,
-    dispatch,
-    method_for,
-)
-from tandem.core.pd.dp_rank import (
+from tandem.core.disagg.dp_rank import (
     Announce,
     Ask,
     Conflict,
@@ -24,6 +14,16 @@ from tandem.core.pd.dp_rank import (
     RequestFacts,
     resolve,
     settle,
+)
+from tandem.core.dp_dispatch import (
+    NO_ROOM,
+    Dispatched,
+    Loads,
+    Newcomer,
+    RankLoad,
+    Refused,
+    dispatch,
+    method_for,
 )
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import Room

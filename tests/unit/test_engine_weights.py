@@ -7,7 +7,7 @@ import torch
 from engine_files import change_tensors, refusal, write_model
 from safetensors.torch import load_file, save_file
 
-from tandem.core.pd.layout_check import differences
+from tandem.core.disagg.layout_check import differences
 from tandem.engine.model_config import FAMILIES
 from tandem.engine.models.table import BUILDERS
 from tandem.engine.weights import in_short, load

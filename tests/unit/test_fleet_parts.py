@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.fleet.pairing import Pair, Rooms, num_prompts
-from tandem.core.fleet.registry import Health, HealthSettings, ProbeResult, Registry, Worker, WorkerId
-from tandem.core.fleet.routing import Candidate, LeastLoad, RoundRobin
+from tandem.core.router.pairing import Pair, Rooms, num_prompts
+from tandem.core.router.routing import Candidate, LeastLoad, RoundRobin
+from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, Registry, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
 

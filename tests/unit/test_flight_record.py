@@ -14,7 +14,7 @@ from tandem.core.batch import BatchOutcome, TokenFlag
 from tandem.core.commands import Effects, LaunchBatch
 from tandem.core.events import BatchReturned, Event, RequestArrived
 from tandem.core.request import Request
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame

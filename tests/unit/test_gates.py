@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.sched.gates import (
+from tandem.core.scheduler.delayer_policy import (
     Decision,
+    DelayHistory,
     Estimation,
-    Memory,
+    RankLoad,
     Reason,
-    Snapshot,
     agree,
     expected_batch,
     queue_gate_closes,
@@ -109,7 +109,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-def run(case: Case, order: Sequence[int] = (0, 1, 2, 3)) -> list[tuple[Decision, Memory]]:
+def run(case: Case, order: Sequence[int] = (0, 1, 2, 3)) -> list[tuple[Decision, DelayHistory]]:
     settings = DelayerSettings(
         max_delay_passes=case.max_delay_passes,
         low_watermark=case.watermark,
@@ -117,11 +117,11 @@ def run(case: Case, order: Sequence[int] = (0, 1, 2, 3)) -> list[tuple[Decision,
         max_delay_ns=Nanos(case.max_delay_ms * MILLISECOND),
         prompt_batch_max=case.prompt_batch_max,
     )
-    memory, found = Memory(), []
+    memory, found = DelayHistory(), []
     for step in case.passes:
         is_timed_out = memory.delayed_passes > 0 and step.after_ms >= case.max_delay_ms
         ranks = [
-            Snapshot(
+            RankLoad(
                 is_prefillable,
                 is_prefillable and case.watermark is not None and usage < case.watermark,
                 step.running,
@@ -165,9 +165,9 @@ def test_one_allowed_pass_means_none() -> None:
 def test_the_gathered_flag_decides_and_one_rank_past_the_timeout_is_enough() -> None:
     """Ranks that straddle the timeout must not part ways: each sees the flags of all."""
     settings = DelayerSettings(queue_min_ratio=0.5, max_delay_ns=Nanos(500 * MILLISECOND), prompt_batch_max=4)
-    early = Snapshot(True, False, 8, 100, 4, 1, is_timed_out=False)
-    late = Snapshot(True, False, 8, 100, 4, 1, is_timed_out=True)
-    waiting = Memory(delayed_passes=2, has_skipped_first=True)
+    early = RankLoad(True, False, 8, 100, 4, 1, is_timed_out=False)
+    late = RankLoad(True, False, 8, 100, 4, 1, is_timed_out=True)
+    waiting = DelayHistory(delayed_passes=2, has_skipped_first=True)
     assert agree([early, early], waiting, settings)[0].reason is Reason.DELAY
     for ranks in ([early, late], [late, early], [late, late]):
         assert agree(ranks, waiting, settings)[0].reason is Reason.WAIT_SUCCESS
@@ -176,11 +176,11 @@ def test_the_gathered_flag_decides_and_one_rank_past_the_timeout_is_enough() -> 
 def test_of_unequal_ranks_the_one_with_most_running_and_the_one_with_most_waiting_count() -> None:
     """With the smallest numbers a rank that happens to be empty would keep all others from beginning."""
     settings = DelayerSettings(queue_min_ratio=0.5, prompt_batch_max=64)
-    memory = Memory(has_skipped_first=True)
+    memory = DelayHistory(has_skipped_first=True)
 
     def reason(running: tuple[int, int], waiting: tuple[int, int]) -> Reason:
         ranks = [
-            Snapshot(True, num_running=rows, num_free_slots=64, num_waiting=prompts)
+            RankLoad(True, num_running=rows, num_free_slots=64, num_waiting=prompts)
             for rows, prompts in zip(running, waiting, strict=True)
         ]
         return agree(ranks, memory, settings)[0].reason
@@ -191,16 +191,16 @@ def test_of_unequal_ranks_the_one_with_most_running_and_the_one_with_most_waitin
 
 
 def test_the_watermark_of_a_rank_without_prompts_opens_nothing() -> None:
-    ranks = [Snapshot(True, False), Snapshot(False, True)]
-    assert not agree(ranks, Memory(), DelayerSettings(low_watermark=0.8))[0].allows
+    ranks = [RankLoad(True, False), RankLoad(False, True)]
+    assert not agree(ranks, DelayHistory(), DelayerSettings(low_watermark=0.8))[0].allows
 
 
 # --- what always holds -----------------------------------------------------------------------------------------------
 
 counts = st.integers(0, 64)
-snapshots = st.builds(Snapshot, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans())
-prompts = st.builds(Snapshot, st.just(True), st.just(False), counts, counts, counts, counts, st.booleans())
-memories = st.builds(Memory, st.integers(0, 40), st.booleans())
+snapshots = st.builds(RankLoad, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans())
+prompts = st.builds(RankLoad, st.just(True), st.just(False), counts, counts, counts, counts, st.booleans())
+memories = st.builds(DelayHistory, st.integers(0, 40), st.booleans())
 some_settings = st.builds(
     DelayerSettings,
     max_delay_passes=st.integers(1, 40),
@@ -211,16 +211,16 @@ some_settings = st.builds(
 
 @given(st.lists(snapshots, min_size=1, max_size=8), memories, some_settings, st.data())
 def test_ranks_move_in_lockstep_in_whatever_order_they_see_each_other(
-    ranks: list[Snapshot], memory: Memory, settings: DelayerSettings, data: st.DataObject
+    ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings, data: st.DataObject
 ) -> None:
     assert agree(data.draw(st.permutations(ranks)), memory, settings) == agree(ranks, memory, settings)
 
 
 @given(st.lists(st.lists(snapshots, min_size=3, max_size=3), max_size=60), some_settings)
 def test_ranks_that_gather_the_same_keep_the_same_memory(
-    passes: list[list[Snapshot]], settings: DelayerSettings
+    passes: list[list[RankLoad]], settings: DelayerSettings
 ) -> None:
-    memories = [Memory()] * 3
+    memories = [DelayHistory()] * 3
     for ranks in passes:
         views = [ranks[rank:] + ranks[:rank] for rank in range(3)]
         found = [agree(view, memory, settings) for view, memory in zip(views, memories, strict=True)]
@@ -229,8 +229,8 @@ def test_ranks_that_gather_the_same_keep_the_same_memory(
 
 
 @given(st.lists(st.lists(snapshots, min_size=1, max_size=4), max_size=100), some_settings)
-def test_nobody_waits_for_more_passes_than_allowed(passes: list[list[Snapshot]], settings: DelayerSettings) -> None:
-    memory, in_a_row = Memory(), 0
+def test_nobody_waits_for_more_passes_than_allowed(passes: list[list[RankLoad]], settings: DelayerSettings) -> None:
+    memory, in_a_row = DelayHistory(), 0
     for ranks in passes:
         decision, memory = agree(ranks, memory, settings)
         in_a_row = 0 if decision.allows else in_a_row + 1
@@ -239,7 +239,7 @@ def test_nobody_waits_for_more_passes_than_allowed(passes: list[list[Snapshot]],
 
 @given(st.lists(prompts, min_size=1, max_size=4), memories, some_settings)
 def test_where_nobody_runs_nobody_with_prompts_waits(
-    ranks: list[Snapshot], memory: Memory, settings: DelayerSettings
+    ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings
 ) -> None:
     idle = [msgspec.structs.replace(rank, num_running=0) for rank in ranks]
     assert agree(idle, memory, settings)[0].allows
@@ -247,7 +247,7 @@ def test_where_nobody_runs_nobody_with_prompts_waits(
 
 @given(st.lists(prompts, min_size=1, max_size=4), memories, some_settings)
 def test_a_veto_needs_a_closed_gate_and_past_the_deadline_only_the_slot_gate_closes(
-    ranks: list[Snapshot], memory: Memory, settings: DelayerSettings
+    ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings
 ) -> None:
     decision, _ = agree(ranks, memory, settings)
     if not decision.allows:
@@ -258,9 +258,9 @@ def test_a_veto_needs_a_closed_gate_and_past_the_deadline_only_the_slot_gate_clo
 
 @given(st.lists(snapshots, min_size=1, max_size=4), memories, some_settings)
 def test_a_watermark_on_a_rank_with_prompts_always_opens(
-    ranks: list[Snapshot], memory: Memory, settings: DelayerSettings
+    ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings
 ) -> None:
-    low = Snapshot(True, True, 60, 0, 64, 0, False)
+    low = RankLoad(True, True, 60, 0, 64, 0, False)
     assert agree([*ranks, low], memory, settings)[0].reason is Reason.TOKEN_WATERMARK
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.cli import main as cli
 from tandem.config import ServerConfig, public_settings
-from tandem.core.fleet.registry import Worker
+from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.server.exposure import open_to_others
 from tandem.server.keys import ENVIRONMENT, MAX_FILE_BYTES, KeyProblem, KeyRing, forget_environment, with_keys

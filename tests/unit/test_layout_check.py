@@ -3,8 +3,8 @@
 import pytest
 
 from core_driver import World, assert_nothing_is_held
+from tandem.core.disagg.layout_check import differences
 from tandem.core.events import PeerLearned
-from tandem.core.pd.layout_check import differences
 from tandem.core.values import Cause
 
 FIELDS = {"dtype": "bfloat16", "page_size": "16", "weights": "a" * 64}

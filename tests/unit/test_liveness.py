@@ -5,21 +5,21 @@ from collections.abc import Iterator
 
 from api_fakes import REPLICA, FakeNode, says
 
-from tandem.core.fleet.standstill import SICK_TICKS, TICKS, Liveness, Pulse
+from tandem.core.stall_detector import SICK_TICKS, TICKS, Liveness, ProgressReport
 from tandem.server import wire
 from tandem.server.api.client import NodeClient
 from tandem.server.api.watchdog import Watchdog
 
 
-def watched(*pulses: Pulse | None) -> Liveness:
+def watched(*pulses: ProgressReport | None) -> Liveness:
     liveness = Liveness()
     for pulse in pulses:
         liveness.tick(pulse)
     return liveness
 
 
-def idle(echoes: int) -> Pulse:
-    return Pulse(launched=7, oldest=None, echoes=echoes)
+def idle(echoes: int) -> ProgressReport:
+    return ProgressReport(launched=7, oldest=None, echoes=echoes)
 
 
 def test_a_server_that_answers_and_has_nothing_to_do_does_not_hang() -> None:
@@ -27,7 +27,7 @@ def test_a_server_that_answers_and_has_nothing_to_do_does_not_hang() -> None:
 
 
 def test_a_server_that_computes_does_not_hang() -> None:
-    assert watched(*(Pulse(number + 2, number, number) for number in range(100))).longest.ticks == 0
+    assert watched(*(ProgressReport(number + 2, number, number) for number in range(100))).longest.ticks == 0
 
 
 def test_a_node_that_does_not_answer_is_named_with_the_last_iteration_heard_of() -> None:
@@ -42,17 +42,17 @@ def test_a_worker_that_does_not_answer_is_named_although_it_has_nothing_to_do() 
 
 
 def test_a_batch_that_does_not_return_is_named_although_the_worker_answers() -> None:
-    longest = watched(*(Pulse(launched=9, oldest=8, echoes=number) for number in range(5))).longest
+    longest = watched(*(ProgressReport(launched=9, oldest=8, echoes=number) for number in range(5))).longest
     assert (longest.who, longest.what, longest.ticks) == ("worker", "iteration 8 has not returned", 4)
 
 
 def test_only_the_oldest_batch_counts() -> None:
     """A window is never empty under load."""
-    assert watched(Pulse(9, 8, 1), Pulse(9, 8, 2), Pulse(10, 9, 3)).longest.ticks == 0
+    assert watched(ProgressReport(9, 8, 1), ProgressReport(9, 8, 2), ProgressReport(10, 9, 3)).longest.ticks == 0
 
 
 def test_nothing_is_held_against_a_worker_while_the_node_is_silent() -> None:
-    stuck = Pulse(9, 8, 1)
+    stuck = ProgressReport(9, 8, 1)
     longest = watched(stuck, stuck, stuck, *[None] * 10).longest
     assert (longest.who, longest.ticks) == ("node", 10)
     assert watched(stuck, stuck, stuck, *[None] * 10, stuck).longest.ticks == 3
@@ -65,7 +65,7 @@ def test_an_answer_ends_the_silence() -> None:
 class Pulses(FakeNode):
     """Answers the n-th question for its pulse with the n-th pulse; no answer when there are no more."""
 
-    pulses: Iterator[Pulse] = iter(())
+    pulses: Iterator[ProgressReport] = iter(())
     asked = 0
 
     def send(self, message: wire.ApiToNode) -> None:
@@ -76,7 +76,7 @@ class Pulses(FakeNode):
         super().send(message)
 
 
-def fired_at(pulses: Iterator[Pulse], *, timeout_s: float = 0.3) -> tuple[list[tuple[str, str]], list[str]]:
+def fired_at(pulses: Iterator[ProgressReport], *, timeout_s: float = 0.3) -> tuple[list[tuple[str, str]], list[str]]:
     """What the watchdog says in the end, and what troubles the client told of until then."""
     told: list[tuple[str, str]] = []
     troubles: list[str] = []
@@ -111,13 +111,13 @@ def test_a_silent_node_makes_the_server_sick_and_later_ends_it() -> None:
 
 
 def test_a_batch_that_never_returns_ends_the_server_while_everybody_answers() -> None:
-    told, _ = fired_at(Pulse(9, 8, echoes) for echoes in range(10_000))
+    told, _ = fired_at(ProgressReport(9, 8, echoes) for echoes in range(10_000))
     assert [who for who, _ in told] == ["worker"]
     assert "iteration 8 has not returned" in told[0][1]
 
 
 def test_who_recovers_in_time_is_well_again() -> None:
-    stuck = [Pulse(9, 8, echoes) for echoes in range(SICK_TICKS + 5)]
-    _, troubles = fired_at(iter([*stuck, Pulse(9, None, 99)]))
+    stuck = [ProgressReport(9, 8, echoes) for echoes in range(SICK_TICKS + 5)]
+    _, troubles = fired_at(iter([*stuck, ProgressReport(9, None, 99)]))
     first_sick = next(index for index, trouble in enumerate(troubles) if trouble)
     assert "" in troubles[first_sick:]

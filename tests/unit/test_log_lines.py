@@ -15,8 +15,8 @@ from tandem.core.commands import Command, Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import SECOND, BatchId, Cause, Nanos, PageId, RequestId
 from tandem.logtext import MAX_LINE_CHARS, MAX_VALUE_CHARS
-from tandem.metrics.fold import RequestRecord
 from tandem.metrics.log import RequestLog
+from tandem.metrics.request_stats import RequestRecord
 from tandem.server.logs import (
     TRACE_MARK,
     BatchLog,

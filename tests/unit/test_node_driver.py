@@ -10,6 +10,7 @@ import pytest
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import Command, Effects, EmitTokens, FailRequest, LaunchBatch
+from tandem.core.disagg.message_checks import Bounds
 from tandem.core.events import (
     AbortRequested,
     BatchReturned,
@@ -19,7 +20,6 @@ from tandem.core.events import (
     RequestArrived,
     TransferFailed,
 )
-from tandem.core.pd.door import Bounds
 from tandem.core.request import Request
 from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId, ShardId
 from tandem.membership import ClusterSecret
@@ -27,7 +27,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
 from tandem.server.node import driver
-from tandem.server.node.driver import Inbox, NeighbourLost, Poller, drive
+from tandem.server.node.driver import Inbox, LocalPeerLost, Poller, drive
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.peers import Peers
 
@@ -94,14 +94,14 @@ class Server:
                 note=lambda line: None,
             )
         )
-        self.loss: NeighbourLost | None = None
+        self.loss: LocalPeerLost | None = None
         self.thread = threading.Thread(target=self._run, args=(clock,))
         self.thread.start()
 
     def _run(self, clock: Clock) -> None:
         try:
             drive(self.node, self.inbox, clock, observers=[], answer=lambda query, now: query.what.encode())
-        except NeighbourLost as lost:
+        except LocalPeerLost as lost:
             self.loss = lost
 
     def end(self) -> None:

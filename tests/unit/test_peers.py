@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from attackers import OTHER_SECRET, SECRET, End, dialled, end_of, framed, hello_of, nested
+from tandem.core.disagg.message_checks import Bounds
+from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.pd.door import Bounds
-from tandem.core.pd.messages import Abort, Offer, Ready, Release
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node import listener, peers

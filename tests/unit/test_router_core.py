@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.core.fleet.exchange import ExchangeSettings
-from tandem.core.fleet.messages import (
+from tandem.core.router.messages import (
     AbortAsked,
     CancelHalf,
     ClientAsked,
@@ -32,9 +31,10 @@ from tandem.core.fleet.messages import (
     RouterEvent,
     WorkerProbed,
 )
-from tandem.core.fleet.registry import HealthSettings, ProbeResult, Worker, WorkerId
-from tandem.core.fleet.router import Router, RouterSettings
-from tandem.core.fleet.routing import POLICIES
+from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.router import Router, RouterSettings
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 

@@ -124,7 +124,7 @@ def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def report(first: Answer, second: Answer) -> dict[str, Any]:
-    """The document of `--json` (contract section 2)."""
+    """The document of `--json`."""
     return {
         "path": first.meta["path"],
         "kv_bytes": first.meta["kv_bytes"],

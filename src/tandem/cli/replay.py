@@ -15,12 +15,12 @@ import msgspec
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import natural
-from tandem.core.sched import inspect
-from tandem.core.sched.node import EngineNode
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.node import EngineNode
 from tandem.logtext import visible
 from tandem.server.node.flight import BrokenRecord, Difference, NothingWritten, Replay, Step, StepRaised, replay
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
-from tandem.sim.report import trace_step
+from tandem.simulator.report import trace_step
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_SHOWN_CHARS = 1 << 16  # of one line

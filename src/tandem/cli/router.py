@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, keyed, values_of
-from tandem.core.fleet.registry import Worker
+from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.server import logs
 from tandem.server.exposure import open_to_others

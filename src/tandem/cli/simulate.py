@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, natural
 from tandem.core.values import SECOND
-from tandem.sim.faults.options import draw_options
-from tandem.sim.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
-from tandem.sim.report import SeedResult, Summary
-from tandem.sim.sometimes import table
-from tandem.sim.story.shrink import shrink_seed
+from tandem.simulator.coverage import table
+from tandem.simulator.faults.options import draw_options
+from tandem.simulator.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
+from tandem.simulator.report import SeedResult, Summary
+from tandem.simulator.scenario.shrink import shrink_seed
 
 DEFAULT_SEEDS = 100
 PROGRESS_EVERY = 50  # seeds
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink", action="store_true", help="make what breaks an invariant small: a scenario of a few lines"
     )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
-    parser.add_argument("--sometimes", action="store_true", help="print which rare states the seeds have reached")
+    parser.add_argument("--coverage", action="store_true", help="print which rare states the seeds have reached")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
 
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 show_shrunk(result, as_json=args.json)
     except KeyboardInterrupt:
         note("stopped; so far:")
-    if args.sometimes:
+    if args.coverage:
         print("\n".join(table(summary.seeds, summary.rare)), file=sys.stderr if args.json else sys.stdout)
     print(summary.json() if args.json else summary.text())
     if args.hunt_ns:
@@ -75,7 +75,7 @@ def contradictions(args: argparse.Namespace) -> list[str]:
         (hunts and args.seeds is not None, "--for goes on until its time is over, --seeds until there are so many"),
         (hunts and args.until is not None, "--for runs whole seeds, --until stops them"),
         (hunts and args.trace, "--for runs seeds side by side, --trace one after the other"),
-        (args.trace and args.sometimes, "--trace does not watch for the rare states of --sometimes"),
+        (args.trace and args.coverage, "--trace does not watch for the rare states of --coverage"),
     )
     return [f"{reason}: give one of them" for is_broken, reason in rules if is_broken]
 
@@ -85,8 +85,8 @@ def results(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[Se
         return traced(first, num_seeds, args)
     if args.hunt_ns:
         over_at = time.monotonic() + args.hunt_ns / SECOND
-        return run_until(first, lambda: time.monotonic() > over_at, watches=args.sometimes)
-    return run_seeds(first, num_seeds, args.until, watches=args.sometimes)
+        return run_until(first, lambda: time.monotonic() > over_at, watches=args.coverage)
+    return run_seeds(first, num_seeds, args.until, watches=args.coverage)
 
 
 def rates_text(summary: Summary, seconds: float) -> str:

@@ -5,8 +5,8 @@ from enum import StrEnum
 from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
-from tandem.core.pd.messages import Message
-from tandem.core.sched.gates import Snapshot
+from tandem.core.disagg.messages import Message
+from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 
 
@@ -44,7 +44,7 @@ class Path(StrEnum):
     FALLBACK = "fallback"  # a transfer was meant, it failed, decode computed the prompt
 
 
-class Ledger(Struct, frozen=True):
+class StageTimings(Struct, frozen=True):
     """Where the time to the first token went: stages partition [arrival, first token] on this node's clock."""
 
     stages: tuple[tuple[str, Nanos], ...] = ()
@@ -56,7 +56,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     request: RequestId
     path: Path
     cached_tokens: int
-    ledger: Ledger
+    ledger: StageTimings
 
 
 class FinishRequest(Struct, frozen=True, tag=True):
@@ -68,7 +68,7 @@ class FinishRequest(Struct, frozen=True, tag=True):
     cached_tokens: int
     computed_tokens: int  # prompt tokens computed on this node
     kv_pages: int  # pages that were pulled from a peer
-    ledger: Ledger
+    ledger: StageTimings
     retries: int = 0
 
 
@@ -118,7 +118,7 @@ class GatherSnapshot(Struct, frozen=True, tag=True):
     """Give this rank's snapshot to a pass of the prefill delayer. Answered by `SnapshotsGathered`."""
 
     number: int | None  # the pass that wants it; None: this rank wants a pass
-    snapshot: Snapshot
+    snapshot: RankLoad
 
 
 class Tell(Struct, frozen=True, tag=True):

@@ -7,9 +7,9 @@ comes from a peer, a user or a device.
 from msgspec import Struct
 
 from tandem.core.batch import BatchOutcome
-from tandem.core.pd.messages import Message
+from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
-from tandem.core.sched.gates import Memory, Snapshot
+from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, Room, ShardId
 
@@ -168,8 +168,8 @@ class SnapshotsGathered(Struct, frozen=True, tag=True):
     """One pass of the prefill delayer: what all ranks said, the same for all of them (`sched.gather`)."""
 
     number: int
-    snapshots: tuple[Snapshot, ...]
-    memory: Memory  # with which this pass decides
+    snapshots: tuple[RankLoad, ...]
+    memory: DelayHistory  # with which this pass decides
 
 
 class HooksChanged(Struct, frozen=True, tag=True):

@@ -17,11 +17,11 @@ class Role(StrEnum):
 
 
 class OptimisticPolicy(StrEnum):
-    """What a prefill does while decode's READY is missing (contract section 7)."""
+    """What a prefill does while decode's READY is missing."""
 
     OFF = "off"  # do not start
     RETRY = "retry"  # start; at the end give the pages back to the prefix tree and run again later
-    PARK = "park"  # start; at the end keep pages and result row until READY comes
+    PARK = "park"  # start; at the end keep pages and result slot until READY comes
 
 
 class LocalPrefill(StrEnum):

@@ -1,4 +1,4 @@
-"""`/metrics`: the sums of `Fold` and the node's own numbers, in Prometheus' text format.
+"""`/metrics`: the sums of `RequestStats` and the node's own numbers, in Prometheus' text format.
 
 Names are `sglang:*` where the meaning is SGLang's, so that existing boards, gateways and benchmarks find them, and
 `tandem:*` otherwise. The node's numbers come as a flat mapping whose keys are metric names without prefix, optionally
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from tandem.metrics.fold import Fold, Histogram
+from tandem.metrics.request_stats import Histogram, RequestStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Ranks = tuple[int, int, int]  # TP, PP, DP
@@ -50,8 +50,8 @@ HELP = {
 class Exporter:
     """Renders one server's metrics with its labels."""
 
-    def __init__(self, fold: Fold, *, model_name: str, engine_type: str) -> None:
-        self._fold = fold
+    def __init__(self, stats: RequestStats, *, model_name: str, engine_type: str) -> None:
+        self._stats = stats
         self._server = (model_name, engine_type)
         self._labels = (*self._server, "0", "0", "0")
 
@@ -62,26 +62,26 @@ class Exporter:
         return generate_latest(registry)
 
     def _edge(self) -> Iterable[Metric]:
-        fold = self._fold
-        yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", fold.ttft)
-        yield self._histogram("sglang:inter_token_latency_seconds", "Gap between two tokens.", fold.gap)
-        yield self._histogram("sglang:e2e_request_latency_seconds", "Arrival to last token.", fold.e2e)
+        stats = self._stats
+        yield self._histogram("sglang:time_to_first_token_seconds", "Arrival to first token.", stats.ttft)
+        yield self._histogram("sglang:inter_token_latency_seconds", "Gap between two tokens.", stats.gap)
+        yield self._histogram("sglang:e2e_request_latency_seconds", "Arrival to last token.", stats.e2e)
         yield self._histogram(
-            "sglang:request_time_per_output_token_seconds", "Mean gap between tokens of a request.", fold.per_token
+            "sglang:request_time_per_output_token_seconds", "Mean gap between tokens of a request.", stats.per_token
         )
         yield self._stages()
-        yield self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.", fold.prompt_tokens)
-        yield self._counter("sglang:generation_tokens", "Tokens generated for ended requests.", fold.generation_tokens)
-        yield self._counter("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", fold.cached_tokens)
-        yield self._counter("sglang:num_requests", "Requests that ended, one per sample.", fold.requests)
+        yield self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens)
+        yield self._counter("sglang:generation_tokens", "Tokens generated for ended requests.", stats.generation_tokens)
+        yield self._counter("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
+        yield self._counter("sglang:num_requests", "Requests that ended, one per sample.", stats.requests)
         yield self._counter(
-            "sglang:num_aborted_requests", "Requests that the client or an operator ended.", fold.aborted
+            "sglang:num_aborted_requests", "Requests that the client or an operator ended.", stats.aborted
         )
         yield self._counters(
-            "tandem:requests_failed", "Requests that ended without their tokens.", "cause", fold.failures
+            "tandem:requests_failed", "Requests that ended without their tokens.", "cause", stats.failures
         )
         yield self._counters(
-            "tandem:requests_path", "Requests by where their prompt's KV came from.", "path", fold.paths
+            "tandem:requests_path", "Requests by where their prompt's KV came from.", "path", stats.paths
         )
 
     def _node(self, node: Mapping[str, float]) -> Iterable[Metric]:
@@ -125,7 +125,7 @@ class Exporter:
     def _stages(self) -> Metric:
         text = "Parts of the time to the first token."
         family = HistogramMetricFamily("sglang:per_stage_req_latency_seconds", text, labels=(*LABELS, "stage"))
-        for stage, histogram in self._fold.stages.items():
+        for stage, histogram in self._stats.stages.items():
             family.add_metric((*self._labels, stage), histogram.buckets(), histogram.total)
         return family
 

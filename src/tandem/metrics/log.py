@@ -7,7 +7,7 @@ from typing import TextIO
 import msgspec
 
 from tandem.logtext import visible
-from tandem.metrics.fold import RequestRecord
+from tandem.metrics.request_stats import RequestRecord
 
 MILLISECOND_NS = 1_000_000
 

@@ -1,6 +1,6 @@
 """Typed messages over one stream socket: the only way in which the processes of a server talk.
 
-A frame is a 4-byte big-endian length and one msgpack object of a tagged union (`wire.py`, `core/pd/messages.py`).
+A frame is a 4-byte big-endian length and one msgpack object of a tagged union (`wire.py`, `core/disagg/messages.py`).
 Three ends over the same bytes, one per kind of process:
 
     PolledChannel    node process: never blocks; `send` only buffers, `flush` writes what the kernel takes

@@ -75,7 +75,7 @@ class Children:
             await asyncio.sleep(0.01)
         self.kill()
 
-    def obituary(self) -> str:
+    def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
         for name, child in (("worker", self.worker), ("node", self.node)):
             if (code := child.poll()) is not None and code != 0:
@@ -159,7 +159,7 @@ def read_launch() -> Launch:
     """In a child, first thing: learn what to do."""
     launch = msgspec.json.decode(sys.stdin.buffer.read(), type=Launch)
     if os.getppid() != launch.parent_pid:
-        sys.exit(1)  # the parent died before the kernel knew of our wish
+        sys.exit(1)  # the parent died before the kernel knew of our params
     return launch
 
 

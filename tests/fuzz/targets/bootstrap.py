@@ -16,8 +16,8 @@ from engine import Run, Target
 from mutators import BLANK, mutate_http, mutate_json
 
 from core_driver import World, assert_nothing_is_held
+from tandem.core.bootstrap_registry import Registry
 from tandem.core.events import DpRankAnswered, Event, PeerLearned, PeerLost, PeerUnknown
-from tandem.core.fleet.bootstrap_registry import Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret

@@ -22,9 +22,9 @@ from mutators import framed as frames_of
 from mutators import join_frames, mutate_bytes, mutate_msgpack, mutate_typed, split_frames
 
 from attackers import end_of, framed, hello_of, nested
+from tandem.core.disagg.message_checks import Bounds
+from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.pd.door import Bounds
-from tandem.core.pd.messages import Message, Release
 from tandem.core.values import MILLISECOND, Address, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node.driver import Poller

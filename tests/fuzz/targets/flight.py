@@ -1,4 +1,4 @@
-"""Flight records, as somebody sends them with a bug report: `tandem replay FILE`."""
+"""InflightBatch records, as somebody sends them with a bug report: `tandem replay FILE`."""
 
 import argparse
 import contextlib

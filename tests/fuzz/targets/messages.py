@@ -14,9 +14,9 @@ from mutators import framed, join_frames, mutate_typed, split_frames
 
 from core_driver import Replica, World, assert_nothing_is_held
 from tandem.core.commands import PullPages, Tell
+from tandem.core.disagg.message_checks import Bounds, admitted
+from tandem.core.disagg.messages import Message, Ready
 from tandem.core.events import BatchReturned, Event, PagesLanded, PeerSaid, TransferFailed
-from tandem.core.pd.door import Bounds, admitted
-from tandem.core.pd.messages import Message, Ready
 from tandem.core.values import SECOND, Cause, Incarnation
 from targets.http import Broken
 

@@ -24,7 +24,7 @@ def decides(words: list[str]) -> bool:
 
 
 def put_in(name: str) -> None:
-    from tandem.sim.mutants import MUTANTS
+    from tandem.simulator.mutants import MUTANTS
 
     broken.enter_context(MUTANTS[name].breaks())
     with open(os.environ["TANDEM_TEST_MUTANT_LOG"], "a") as log:

@@ -1,6 +1,6 @@
 """The HTTP application of one server.
 
-A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and wishes) - `ask_all`
+A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and parameters) - `ask_all`
 (rooms, seeds, deadlines) - `submission` - `TokenResponse`, which has the node run it (`NodeClient.running`).
 Everything before that may refuse, and has reserved nothing.
 """
@@ -23,10 +23,9 @@ from starlette.routing import Route
 from tandem.config import ServerConfig
 from tandem.core.values import SECOND, Cause
 from tandem.metrics.export import Exporter
-from tandem.metrics.fold import Fold
 from tandem.metrics.log import RequestLog
+from tandem.metrics.request_stats import RequestStats
 from tandem.server.api.access import AccessRules, AuthMiddleware
-from tandem.server.api.ask import Ask, Facts, Prompt, Wish, ask_all, check_timeout, submission, time_of
 from tandem.server.api.body import (
     ChatBody,
     CompletionBody,
@@ -37,7 +36,7 @@ from tandem.server.api.body import (
 from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
-from tandem.server.api.facts import ModelFacts, facts_of
+from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.generate import GenerateReply, read_native
@@ -50,10 +49,20 @@ from tandem.server.api.tenant import bearer_token, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import (
+    GenerationParams,
+    ModelLimits,
+    Prompt,
+    SampleRequest,
+    ask_all,
+    check_timeout,
+    submission,
+    time_of,
+)
 
 logger = logging.getLogger("tandem.server")
 Body = TypeVar("Body", bound=Struct)
-Reader = Callable[[Body, Routing, Tokenizer, Facts], Awaitable[tuple[list[Prompt], list[Wish]]]]
+Reader = Callable[[Body, Routing, Tokenizer, ModelLimits], Awaitable[tuple[list[Prompt], list[GenerationParams]]]]
 
 
 def build_app(
@@ -66,25 +75,25 @@ def build_app(
     digest_secret: bytes | None = None,
 ) -> Starlette:
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
-    facts = facts_of(config, model, digest_secret=digest_secret)
-    fold = Fold()
-    exporter = Exporter(fold, model_name=config.model_name, engine_type=config.role)
+    limits = limits_of(config, model, digest_secret=digest_secret)
+    stats = RequestStats()
+    exporter = Exporter(stats, model_name=config.model_name, engine_type=config.role)
     generation = Endpoints(
         config=config,
         client=client,
-        facts=facts,
+        limits=limits,
         tokenizer=tokenizer,
-        fold=fold,
+        stats=stats,
         log=log or RequestLog(config.log_format),
     )
-    ops = Ops(config=config, client=client, model=model, facts=facts, tokenizer=tokenizer, exporter=exporter)
-    tokenization = TokenizationPage(tokenizer, facts)
+    ops = Ops(config=config, client=client, model=model, limits=limits, tokenizer=tokenizer, exporter=exporter)
+    tokenization = TokenizationPage(tokenizer, limits)
     counted_paths = frozenset(route.path for route in (*generation.routes(), *tokenization.routes()))
 
     async def on_refusal(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
         if request.scope["path"] in counted_paths:
-            fold.refuse(error.failure.code.value)
+            stats.refuse(error.failure.code.value)
         return error_response(error.failure, request.state.request_id)
 
     app = Starlette(
@@ -109,16 +118,16 @@ class Endpoints:
         *,
         config: ServerConfig,
         client: NodeClient,
-        facts: Facts,
+        limits: ModelLimits,
         tokenizer: Tokenizer,
-        fold: Fold,
+        stats: RequestStats,
         log: RequestLog,
     ) -> None:
         self._config = config
         self._client = client
-        self._facts = facts
+        self._limits = limits
         self._tokenizer = tokenizer
-        self._fold = fold
+        self._stats = stats
         self._log = log
         self._hosts = Hosts.of(config)
 
@@ -130,19 +139,19 @@ class Endpoints:
         ]
 
     async def chat(self, request: Request) -> TokenResponse:
-        def reply(body: ChatBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+        def reply(body: ChatBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
             return ChatReply(self._shape(body, routing, asks, "chatcmpl-"), self._tokenizer)
 
         return await self._answer(request, ChatBody, read_chat, reply)
 
     async def complete(self, request: Request) -> TokenResponse:
-        def reply(body: CompletionBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+        def reply(body: CompletionBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
             return CompletionReply(self._shape(body, routing, asks, "cmpl-"), self._tokenizer, echo=bool(body.echo))
 
         return await self._answer(request, CompletionBody, read_completion, reply)
 
     async def generate(self, request: Request) -> TokenResponse:
-        def reply(body: NativeBody, routing: Routing, asks: Sequence[Ask]) -> Reply:
+        def reply(body: NativeBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
             is_single = isinstance(body.text, str) or (body.input_ids and isinstance(body.input_ids[0], int))
             return GenerateReply(
                 self._tokenizer,
@@ -158,7 +167,7 @@ class Endpoints:
         request: Request,
         kind: type[Body],
         read: Reader[Body],
-        reply: Callable[[Body, Routing, Sequence[Ask]], Reply],
+        reply: Callable[[Body, Routing, Sequence[SampleRequest]], Reply],
         *,
         checks_model: bool = True,
     ) -> TokenResponse:
@@ -172,50 +181,52 @@ class Endpoints:
         timeout_ns = check_timeout(routing.timeout, timeout_ms, self._config.request_timeout)
         try:
             async with asyncio.timeout((request.state.arrival_ns + timeout_ns - time.monotonic_ns()) / SECOND):
-                prompts, wishes = await read(body, routing, self._tokenizer, self._facts)
-                if self._facts.role != "unified":  # which ignores the fields of a pair
+                prompts, all_params = await read(body, routing, self._tokenizer, self._limits)
+                if self._limits.role != "unified":  # which ignores the fields of a pair
                     await self._hosts.check(routing.bootstrap_host)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the prompt was tokenized") from None
         tenant = tenant_of(bearer_token(request.headers), routing.cache_salt)
         asks = ask_all(
-            routing, prompts, wishes, self._facts, own_rid=uuid.uuid4().hex, tenant=tenant, timeout_ns=timeout_ns
+            routing, prompts, all_params, self._limits, own_rid=uuid.uuid4().hex, tenant=tenant, timeout_ns=timeout_ns
         )
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
-            return (await read(body, there, self._tokenizer, self._facts))[0]
+            return (await read(body, there, self._tokenizer, self._limits))[0]
 
-        may_differ = self._facts.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
+        may_differ = self._limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
             client=self._client,
             prepared=[self._prepared(ask, request.state.arrival_ns) for ask in asks],
             arrival_ns=request.state.arrival_ns,
             reply=reply(body, routing, asks),
             is_streamed=bool(routing.stream),
-            sends_head_first=self._facts.role == "prefill",
-            renderer=Renderer(self._client, self._facts, prompts_at) if may_differ else None,
+            sends_head_first=self._limits.role == "prefill",
+            renderer=Renderer(self._client, self._limits, prompts_at) if may_differ else None,
             endpoint=request.scope["path"],
             request_id=request.state.request_id,
-            fold=self._fold,
+            stats=self._stats,
             log=self._log,
         )
 
-    def _prepared(self, ask: Ask, arrival_ns: int) -> Prepared:
-        submit = submission(ask, self._client.next_request_id(), arrival_ns, self._facts)
+    def _prepared(self, ask: SampleRequest, arrival_ns: int) -> Prepared:
+        submit = submission(ask, self._client.next_request_id(), arrival_ns, self._limits)
         return Prepared(ask, submit, self._text(ask))
 
-    def _text(self, ask: Ask) -> TextStream:
-        eos = frozenset() if ask.sampling.ignore_eos else self._facts.eos_token_ids
+    def _text(self, ask: SampleRequest) -> TextStream:
+        eos = frozenset() if ask.sampling.ignore_eos else self._limits.eos_token_ids
         return TextStream(
-            detokenizer(self._tokenizer, skip_special_tokens=ask.wish.skip_special_tokens, prompt=ask.prompt.tokens),
-            stops=ask.wish.stop,
+            detokenizer(self._tokenizer, skip_special_tokens=ask.params.skip_special_tokens, prompt=ask.prompt.tokens),
+            stops=ask.params.stop,
             stop_tokens=eos | frozenset(ask.sampling.stop_token_ids),
-            keeps_stop=ask.wish.keeps_stop,
+            keeps_stop=ask.params.keeps_stop,
             min_tokens=ask.sampling.min_tokens,
         )
 
-    def _shape(self, body: ChatBody | CompletionBody, routing: Routing, asks: Sequence[Ask], prefix: str) -> Shape:
+    def _shape(
+        self, body: ChatBody | CompletionBody, routing: Routing, asks: Sequence[SampleRequest], prefix: str
+    ) -> Shape:
         name = routing.rid if isinstance(routing.rid, str) else None
         return Shape.of(
             body, id=name or prefix + asks[0].rid, model=routing.model or self._config.model_name, n=len(asks)

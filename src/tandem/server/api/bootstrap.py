@@ -27,14 +27,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tandem.core.fleet.bootstrap_registry import Registration, Registry, Rejected
+from tandem.core.bootstrap_registry import Registration, Registry, Rejected
 from tandem.core.values import SECOND, ZERO_NS, Nanos, Room
 from tandem.server import wire
-from tandem.server.api.ask import check_room
 from tandem.server.api.body_store import BodyStore
 from tandem.server.api.cluster_auth import CHALLENGE_HEADER, CHALLENGE_PATH, WriteGuard, has_hash
 from tandem.server.api.errors import Failure, Problem, Refusal, invalid
 from tandem.server.api.gate import error_response, request_id_of
+from tandem.server.api.validation import check_room
 from tandem.server.documents import BadDocument, one_line, read_document, read_replica
 
 MAX_ROOMS_PER_QUERY = 4096

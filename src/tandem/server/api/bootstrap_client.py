@@ -20,7 +20,7 @@ from itertools import islice
 import msgspec
 
 from tandem.core import events
-from tandem.core.pd import layout_check
+from tandem.core.disagg import layout_check
 from tandem.core.values import Address, Room
 from tandem.logtext import visible
 from tandem.server import wire

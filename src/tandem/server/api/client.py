@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tandem.core import commands, events
 from tandem.core.commands import Path
-from tandem.core.pd.messages import SHUTTING_DOWN
+from tandem.core.disagg.messages import SHUTTING_DOWN
 from tandem.core.request import Request
 from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
 from tandem.server import wire

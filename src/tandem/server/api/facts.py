@@ -5,7 +5,7 @@ import os
 from msgspec import Struct
 
 from tandem.config import ServerConfig
-from tandem.server.api.ask import Facts, HashKeys
+from tandem.server.api.validation import HashKeys, ModelLimits
 
 SECRET_BYTES = 32
 
@@ -24,13 +24,13 @@ class ModelFacts(Struct):
     num_pages: int = 0  # until the node is ready
 
 
-def facts_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> Facts:
+def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
     """What requests are checked against.
 
     `digest_secret` is one that both halves of a pair have, and nobody else; None: there is no other half.
     """
     pages = os.urandom(SECRET_BYTES)
-    return Facts(
+    return ModelLimits(
         role=config.role,
         context_length=model.context_length,
         page_size=model.page_size,

@@ -11,12 +11,20 @@ from typing import Any  # values that may be one or one per prompt
 
 import msgspec
 
-from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import invalid
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import (
+    GenerationParams,
+    ModelLimits,
+    Names,
+    Prompt,
+    check_params,
+    check_prompt,
+    read_text,
+)
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 
@@ -27,11 +35,11 @@ encode = msgspec.json.Encoder().encode
 
 
 async def read_native(
-    body: NativeBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
-) -> tuple[list[Prompt], list[Wish]]:
-    prompts = await read_prompts(body, tokenizer, facts)
+    body: NativeBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+) -> tuple[list[Prompt], list[GenerationParams]]:
+    prompts = await read_prompts(body, tokenizer, limits)
     param = "text" if body.text is not None else "input_ids"
-    prompts = [check_prompt(prompt, facts, param) for prompt in prompts]
+    prompts = [check_prompt(prompt, limits, param) for prompt in prompts]
     count = len(prompts)
     columns = zip(
         per_prompt(body.sampling_params, count, "sampling_params"),
@@ -41,16 +49,16 @@ async def read_native(
         prompts,
         strict=True,
     )
-    return prompts, [native_wish(*column, facts) for column in columns]
+    return prompts, [native_params(*column, limits) for column in columns]
 
 
-async def read_prompts(body: NativeBody, tokenizer: Tokenizer, facts: Facts) -> list[Prompt]:
+async def read_prompts(body: NativeBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "exactly one of text and input_ids must be given")
     if body.text is not None:
         texts = [body.text] if isinstance(body.text, str) else body.text
         check_count(len(texts), "text")
-        return [await read_text(text, tokenizer, facts, "text") for text in texts]
+        return [await read_text(text, tokenizer, limits, "text") for text in texts]
     ids: Any = body.input_ids
     rows = [ids] if all(isinstance(item, int) for item in ids) else ids
     check_count(len(rows), "input_ids")
@@ -64,20 +72,20 @@ def check_count(count: int, param: str) -> None:
         raise invalid(param, f"must hold 1 to {MAX_PROMPTS} prompts")
 
 
-def native_wish(
+def native_params(
     sampling: NativeSampling | None,
     returns_logprob: bool | None,
     top_logprobs: int | None,
     logprob_start: int | None,
     prompt: Prompt,
-    facts: Facts,
-) -> Wish:
+    limits: ModelLimits,
+) -> GenerationParams:
     sampling = sampling or NativeSampling()
     if returns_logprob and logprob_start is not None and 0 <= logprob_start < len(prompt.tokens):
         raise unsupported("logprob_start_len", " before the end of the prompt: there are no logprobs of prompt tokens")
-    return check_wish(
+    return check_params(
         sampling,
-        facts,
+        limits,
         Names("max_new_tokens", "min_new_tokens", "sampling_params."),
         max_tokens=DEFAULT_NEW_TOKENS if sampling.max_new_tokens is None else sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,

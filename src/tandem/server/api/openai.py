@@ -1,6 +1,6 @@
 """OpenAI's dialect: chat and text completions, in and out.
 
-In: a body becomes prompts and wishes, or a `Refusal`. Out: `ChatReply` and `CompletionReply` write samples as JSON.
+In: a body becomes prompts and parameters, or a `Refusal`. Out: `ChatReply` and `CompletionReply` write samples as JSON.
 Chunks of a stream are put together from bytes that are encoded once per request: this runs for every token.
 """
 
@@ -12,12 +12,21 @@ import msgspec
 from msgspec import Struct, structs
 
 from tandem.sampling import TokenScore
-from tandem.server.api.ask import Facts, Names, Prompt, Wish, check_prompt, check_wish, read_text, time_of
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import MAX_PROMPTS
 from tandem.server.api.errors import invalid
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
+from tandem.server.api.validation import (
+    GenerationParams,
+    ModelLimits,
+    Names,
+    Prompt,
+    check_params,
+    check_prompt,
+    read_text,
+    time_of,
+)
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
@@ -28,8 +37,8 @@ encode = msgspec.json.Encoder().encode
 
 
 async def read_chat(
-    body: ChatBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
-) -> tuple[list[Prompt], list[Wish]]:
+    body: ChatBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+) -> tuple[list[Prompt], list[GenerationParams]]:
     """The one prompt of a chat request."""
     refuse_formats(body, routing)
     refuse_tool_choice(body)
@@ -37,40 +46,40 @@ async def read_chat(
         raise unsupported("modalities", "; it answers in text only")
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
-    wish = openai_wish(
+    params = openai_params(
         body,
-        facts,
+        limits,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         max_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
     chat = chat_text(body, tokenizer, time_of(routing))
-    prompt = await read_text(chat.text, tokenizer, facts, "messages", add_special_tokens=False)
+    prompt = await read_text(chat.text, tokenizer, limits, "messages", add_special_tokens=False)
     prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
-    return [check_prompt(prompt, facts, "messages")], [wish]
+    return [check_prompt(prompt, limits, "messages")], [params]
 
 
 async def read_completion(
-    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, facts: Facts
-) -> tuple[list[Prompt], list[Wish]]:
+    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+) -> tuple[list[Prompt], list[GenerationParams]]:
     refuse_formats(body, routing)
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", " together with logprobs: there are no logprobs of prompt tokens")
-    wish = openai_wish(
+    params = openai_params(
         body,
-        facts,
+        limits,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         max_name="max_tokens",
         top_logprobs=body.logprobs,
     )
     adds_special = body.add_special_tokens is not False
-    prompts = await read_prompts(body.prompt, tokenizer, facts, adds_special)
-    prompts = [check_prompt(prompt, facts, "prompt") for prompt in prompts]
-    return prompts, [wish] * len(prompts)
+    prompts = await read_prompts(body.prompt, tokenizer, limits, adds_special)
+    prompts = [check_prompt(prompt, limits, "prompt") for prompt in prompts]
+    return prompts, [params] * len(prompts)
 
 
 async def read_prompts(
-    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, facts: Facts, adds_special: bool
+    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, limits: ModelLimits, adds_special: bool
 ) -> list[Prompt]:
     """A text, texts, ids, or lists of ids."""
     if value is None or value == []:
@@ -86,7 +95,7 @@ async def read_prompts(
     prompts: list[Prompt] = []
     for item in items:
         if isinstance(item, str):
-            prompts.append(await read_text(item, tokenizer, facts, "prompt", add_special_tokens=adds_special))
+            prompts.append(await read_text(item, tokenizer, limits, "prompt", add_special_tokens=adds_special))
         elif isinstance(item, list):
             prompts.append(Prompt(item))
         else:
@@ -94,12 +103,12 @@ async def read_prompts(
     return prompts
 
 
-def openai_wish(
-    body: OpenAIBody, facts: Facts, *, max_tokens: int | None, max_name: str, top_logprobs: int | None
-) -> Wish:
-    return check_wish(
+def openai_params(
+    body: OpenAIBody, limits: ModelLimits, *, max_tokens: int | None, max_name: str, top_logprobs: int | None
+) -> GenerationParams:
+    return check_params(
         body,
-        facts,
+        limits,
         Names(max_tokens=max_name),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,

@@ -79,7 +79,7 @@ READS = {
     "/version": "Version of the server.",
     "/metrics": "Prometheus text.",
     "/server_info": "Settings and state.",
-    "/model_info": "Facts about the model.",
+    "/model_info": "ModelLimits about the model.",
     "/v1/loads": "Load per data-parallel rank.",
     "/get_load": "Load, as a list.",
     "/debug/waits": "Every waiting request: reason, owner, age, deadline.",

@@ -1,4 +1,4 @@
-"""Endpoints for operators, gateways and probes: health, facts, load, metrics, flush, abort, debug."""
+"""Endpoints for operators, gateways and probes: health, model info, load, metrics, flush, abort, debug."""
 
 import asyncio
 import time
@@ -16,7 +16,6 @@ from tandem.core.commands import FailRequest
 from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
 from tandem.sampling import SamplingParams
 from tandem.server import wire
-from tandem.server.api.ask import Ask, Facts, Pair, Prompt, Wish, not_a_model, submission
 from tandem.server.api.body import AbortBody, decode_body
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Failure, Refusal, failure_of, invalid
@@ -26,6 +25,15 @@ from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
 from tandem.server.api.tenant import tenant_of
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import (
+    GenerationParams,
+    ModelLimits,
+    Pair,
+    Prompt,
+    SampleRequest,
+    not_a_model,
+    submission,
+)
 
 HEALTH_NS = 20_000_000_000
 PROBE_NS = 1_000_000_000  # between the starts of two probes of the engine
@@ -47,14 +55,14 @@ class Ops:
         config: ServerConfig,
         client: NodeClient,
         model: ModelFacts,
-        facts: Facts,
+        limits: ModelLimits,
         tokenizer: Tokenizer,
         exporter: Exporter,
     ) -> None:
         self._config = config
         self._client = client
         self._model = model
-        self._facts = facts
+        self._limits = limits
         self._tokenizer = tokenizer
         self._exporter = exporter
         self._created = int(time.time())
@@ -99,7 +107,7 @@ class Ops:
         success = self._client.last_success()
         if success is not None and success[1] < FRESH_NS:
             return json_response({"checked": "request", "path": success[0], "age_seconds": success[1] / 1e9})
-        if self._facts.role == "prefill" or self._config.strict_remote:
+        if self._limits.role == "prefill" or self._config.strict_remote:
             await self._client.query("state")
             return json_response({"checked": "node"})
         found = await self._probe.answer()
@@ -111,7 +119,7 @@ class Ops:
         """Seconds until the token was there, or why it never came."""
         started_ns = time.monotonic_ns()
         ask = probe(self._tokenizer)
-        submit = submission(ask, self._client.next_request_id(), started_ns, self._facts)
+        submit = submission(ask, self._client.next_request_id(), started_ns, self._limits)
         with self._client.running([submit], [ask.names], is_canary=True) as generation:
             live = generation.lives[0]
             while live.ended is None:
@@ -120,7 +128,7 @@ class Ops:
             return failure_of(live.ended)
         return (time.monotonic_ns() - started_ns) / 1e9
 
-    # facts
+    # model info
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": __version__})
@@ -164,7 +172,7 @@ class Ops:
                 "pp_size": 1,
                 "dp_size": 1,
                 "load_balance_method": "follow_bootstrap_room",
-                "disaggregation_bootstrap_port": self._facts.bootstrap_port,
+                "disaggregation_bootstrap_port": self._limits.bootstrap_port,
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
                 "status": "ready" if self._client.is_healthy else "not_ready",
@@ -189,7 +197,7 @@ class Ops:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._facts.role))
+        return json_response(openapi_document(self._limits.role))
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages
@@ -297,10 +305,10 @@ def check_model(name: str | None, config: ServerConfig) -> None:
         raise not_a_model(name, served)
 
 
-def probe(tokenizer: Tokenizer) -> Ask:
+def probe(tokenizer: Tokenizer) -> SampleRequest:
     """A prompt of one token that wants one token."""
     sampling = SamplingParams(temperature=0.0)
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{uuid.uuid4().hex}"
-    wish = Wish(sampling, None, 1, 1, (), False, True)
-    return Ask(0, 0, prompt, wish, sampling, 1, rid, (rid,), Pair(), tenant_of("", None), HEALTH_NS)
+    params = GenerationParams(sampling, None, 1, 1, (), False, True)
+    return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), Pair(), tenant_of("", None), HEALTH_NS)

@@ -24,8 +24,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
+from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.commands import AnnounceDpRank
-from tandem.core.fleet.bootstrap_registry import Registry, Rejected
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
@@ -144,9 +144,9 @@ class ApiProcess:
         said = self._loss.result()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + OBITUARY_S
-        while not said and not self._children.obituary() and loop.time() < deadline:
+        while not said and not self._children.exit_reason() and loop.time() < deadline:
             await asyncio.sleep(0.01)
-        return said or self._children.obituary() or "a process of this server ended without a word; see its log"
+        return said or self._children.exit_reason() or "a process of this server ended without a word; see its log"
 
     async def _end(self) -> None:
         if self._watching is not None:

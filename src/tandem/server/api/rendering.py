@@ -12,23 +12,23 @@ from collections.abc import Awaitable, Callable, Sequence
 from msgspec import structs
 
 from tandem.core.values import SECOND, Cause
-from tandem.server.api.ask import Ask, Facts, Prompt, submission
 from tandem.server.api.client import Live, NodeClient
 from tandem.server.api.errors import Refusal
+from tandem.server.api.validation import ModelLimits, Prompt, SampleRequest, submission
 
 
 class Renderer:
     """Of one HTTP request. `prompts_at` gives its prompts at a time in Unix seconds, or raises `Refusal`."""
 
     def __init__(
-        self, client: NodeClient, facts: Facts, prompts_at: Callable[[int], Awaitable[Sequence[Prompt]]]
+        self, client: NodeClient, limits: ModelLimits, prompts_at: Callable[[int], Awaitable[Sequence[Prompt]]]
     ) -> None:
         self._client = client
-        self._facts = facts
+        self._limits = limits
         self._prompts_at = prompts_at
         self._last: tuple[int, Sequence[Prompt]] | None = None  # samples of one prompt are asked for one by one
 
-    async def render(self, ask: Ask, live: Live, arrival_ns: int) -> Ask:
+    async def render(self, ask: SampleRequest, live: Live, arrival_ns: int) -> SampleRequest:
         """Tell the node the prompt at `live.render_at`. Returns what is asked of it from here on."""
         assert live.render_at is not None
         rendered_at, live.render_at = live.render_at, None
@@ -37,7 +37,7 @@ class Renderer:
             async with asyncio.timeout(left_seconds):
                 prompts = await self._prompts(rendered_at)
             anew = structs.replace(ask, prompt=prompts[ask.prompt_index])
-            self._client.rendered(live, submission(anew, live.request.id, arrival_ns, self._facts))
+            self._client.rendered(live, submission(anew, live.request.id, arrival_ns, self._limits))
         except TimeoutError:
             return ask  # the node ends it in this moment
         except Refusal as refusal:

@@ -19,15 +19,15 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.core import commands
 from tandem.core.values import Cause
-from tandem.metrics.fold import SECOND_NS, Fold, RequestRecord
 from tandem.metrics.log import RequestLog
+from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
 from tandem.sampling import TokenScore
 from tandem.server import wire
-from tandem.server.api.ask import Ask
 from tandem.server.api.client import Generation, Live, NodeClient
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json, failure_of
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.text import TextStream
+from tandem.server.api.validation import SampleRequest
 
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
@@ -38,7 +38,7 @@ PATH_ORDER = ("unified", "remote", "local", "fallback")  # of several samples th
 class Prepared:
     """One sample that the node has not heard of: whatever may be wrong with it has been found by now."""
 
-    ask: Ask
+    ask: SampleRequest
     submit: wire.Submit
     text: TextStream
 
@@ -47,7 +47,7 @@ class Prepared:
 class Sample:
     """One sample while it is being answered."""
 
-    ask: Ask
+    ask: SampleRequest
     live: Live
     text: TextStream
     page_bytes: int
@@ -61,7 +61,7 @@ class Sample:
     ended_ns: int = 0
     has_begun: bool = False  # the stream has its opening
 
-    def absorb(self, now_ns: int, fold: Fold) -> str:
+    def absorb(self, now_ns: int, stats: RequestStats) -> str:
         """Take over what has come; the text that may be shown for it."""
         live = self.live
         new = live.tokens
@@ -80,7 +80,7 @@ class Sample:
             self.first_ns = self.last_ns = now_ns
             count -= 1
         if count > 0:
-            fold.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
+            stats.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)
         self.last_ns = now_ns
         self.parts.append(text)
         return text
@@ -199,7 +199,7 @@ class TokenResponse:
         renderer: Renderer | None,
         endpoint: str,
         request_id: str,
-        fold: Fold,
+        stats: RequestStats,
         log: RequestLog,
     ) -> None:
         self._client = client
@@ -214,7 +214,7 @@ class TokenResponse:
         self._renderer = renderer
         self._endpoint = endpoint
         self._request_id = request_id
-        self._fold = fold
+        self._stats = stats
         self._log = log
         self._is_head_sent = False
         self._num_open = len(prepared)
@@ -290,7 +290,7 @@ class TokenResponse:
         for live in changed:
             sample = self._by_live[id(live)]
             start = len(sample.tokens)
-            text = sample.absorb(now_ns, self._fold)
+            text = sample.absorb(now_ns, self._stats)
             if isinstance(sample.text.matched, str):
                 self._client.stop(live)
             if (failure := sample.failure) is not None:
@@ -315,7 +315,7 @@ class TokenResponse:
             now_ns = time.monotonic_ns()
             for live in changed:
                 sample = self._by_live[id(live)]
-                sample.absorb(now_ns, self._fold)
+                sample.absorb(now_ns, self._stats)
                 if isinstance(sample.text.matched, str):
                     self._client.stop(live)
                 if (failure := sample.failure) is not None:
@@ -367,5 +367,5 @@ class TokenResponse:
         """Count every sample once."""
         for sample in self._samples:
             record = sample.record(endpoint=self._endpoint, request_id=self._request_id)
-            self._fold.add(record)
+            self._stats.add(record)
             self._log.write(record)

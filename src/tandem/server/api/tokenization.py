@@ -7,7 +7,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.server.api.ask import Facts, check_ids
 from tandem.server.api.body import DetokenizeBody, TokenizeBody, decode_body
 from tandem.server.api.bounds import MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
 from tandem.server.api.errors import invalid
@@ -15,14 +14,15 @@ from tandem.server.api.gate import read_body
 from tandem.server.api.openai import flat_message
 from tandem.server.api.ops import json_response
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import ModelLimits, check_ids
 
 
 class TokenizationPage:
     """One instance per application; the methods are its endpoints."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: Facts) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
-        self._facts = facts
+        self._limits = limits
 
     def routes(self) -> list[Route]:
         return [
@@ -46,7 +46,7 @@ class TokenizationPage:
             {
                 "tokens": rows[0] if is_single else rows,
                 "count": len(rows[0]) if is_single else [len(row) for row in rows],
-                "max_model_len": self._facts.context_length,
+                "max_model_len": self._limits.context_length,
             }
         )
 
@@ -69,7 +69,7 @@ class TokenizationPage:
         rows = lists or [ids]
         check_sizes(rows, MAX_DETOKENIZED, "tokens", "ids")
         for row in rows:
-            check_ids(row, self._facts, "tokens")
+            check_ids(row, self._limits, "tokens")
         skips = body.skip_special_tokens is not False
         texts = [self._tokenizer.decode(row, skip_special_tokens=skips) for row in rows]
         text = texts if lists else texts[0]

@@ -1,6 +1,6 @@
 """Asks the node for its pulse, tick by tick, and ends a server in which a process hangs.
 
-What the pulses mean is decided in `core/fleet/standstill.py`; here are the timer, the questions, and whom to tell.
+What the pulses mean is decided in `core/stall_detector.py`; here are the timer, the questions, and whom to tell.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.core.fleet.standstill import TICKS, Liveness, Pulse, Standstill
+from tandem.core.stall_detector import TICKS, Liveness, ProgressReport, Stall
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
 from tandem.server.processes import ChildName
@@ -40,11 +40,11 @@ class Watchdog:
             asked.cancel()
         self._fire(liveness.longest.who, self._client.trouble)
 
-    async def _ask(self) -> Pulse | None:
+    async def _ask(self) -> ProgressReport | None:
         try:
-            return msgspec.json.decode(await self._client.query("pulse", timeout=self._timeout_s), type=Pulse)
+            return msgspec.json.decode(await self._client.query("pulse", timeout=self._timeout_s), type=ProgressReport)
         except Refusal:
             return None
 
-    def _trouble(self, longest: Standstill) -> str:
+    def _trouble(self, longest: Stall) -> str:
         return longest.describe(self._tick_s) if longest.is_sick else ""

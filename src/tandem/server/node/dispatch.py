@@ -6,7 +6,7 @@ import msgspec
 
 from tandem.core import commands
 from tandem.core.commands import Command
-from tandem.core.pd.messages import Message
+from tandem.core.disagg.messages import Message
 from tandem.core.values import Incarnation
 
 

@@ -26,7 +26,7 @@ from tandem.server.node.peers import Peers
 WORKER_HIGH_BYTES = 16 << 20  # no more is read from the API while so much waits for the worker
 
 
-class NeighbourLost(Exception):
+class LocalPeerLost(Exception):
     """A process of this server is gone, or does not keep up: the server ends. An empty reason: it said nothing."""
 
     def __init__(self, who: str, reason: str) -> None:
@@ -65,7 +65,7 @@ class Poller:
             key.data(mask)
 
 
-class Neighbour:
+class LocalPeer:
     """A channel to another process of this server; its loss is the end of the server."""
 
     def __init__(
@@ -91,14 +91,14 @@ class Neighbour:
         try:
             self._channel.send(message)
         except ChannelFull as error:
-            raise NeighbourLost(self._name, str(error)) from error
+            raise LocalPeerLost(self._name, str(error)) from error
 
     def flush(self) -> None:
         try:
             self._channel.flush()
         except ChannelClosed as error:
             self._read_last_words()
-            raise NeighbourLost(self._name, "") from error
+            raise LocalPeerLost(self._name, "") from error
         self.watch()
 
     def watch(self) -> None:
@@ -122,9 +122,9 @@ class Neighbour:
         try:
             messages = self._channel.receive()
         except ChannelClosed as error:
-            raise NeighbourLost(self._name, "") from error
+            raise LocalPeerLost(self._name, "") from error
         except MalformedFrame as error:
-            raise NeighbourLost(self._name, f"said something that is no message: {error}") from error
+            raise LocalPeerLost(self._name, f"said something that is no message: {error}") from error
         for message in messages:
             self._take(message)
 
@@ -162,8 +162,8 @@ class Inbox:
         self.engine: wire.EngineReady | None = None
         self.echoes = 0  # of the worker
         self.is_over = False
-        self.api = Neighbour("API process", api, poller, self._from_api)
-        self.worker = Neighbour("worker", worker, poller, self._from_worker)
+        self.api = LocalPeer("API process", api, poller, self._from_api)
+        self.worker = LocalPeer("worker", worker, poller, self._from_worker)
 
     def meet(self, peers: Peers) -> None:
         """From here on the peers' timers are kept."""
@@ -255,7 +255,7 @@ class Inbox:
             case wire.EngineReady():
                 self.engine = message
             case wire.Died():
-                raise NeighbourLost(message.who, message.reason)
+                raise LocalPeerLost(message.who, message.reason)
             case wire.Answer():
                 self.api.send(message)
             case wire.Echo():
@@ -272,7 +272,7 @@ def drive(
     observers: Sequence[Observer],
     answer: Callable[[wire.Query, Nanos], bytes],
 ) -> None:
-    """Run until the API process says Shutdown. Raises NeighbourLost."""
+    """Run until the API process says Shutdown. Raises LocalPeerLost."""
     wake_at: Nanos | None = None
     while not inbox.is_over:
         happened = inbox.drain(until=wake_at)

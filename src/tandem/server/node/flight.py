@@ -21,8 +21,8 @@ from msgspec import Struct, structs
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import Command, Effects, EmitTokens, LaunchBatch, Tell
+from tandem.core.disagg.messages import Message, Offer
 from tandem.core.events import BatchReturned, Event, PeerSaid
-from tandem.core.pd.messages import Message, Offer
 from tandem.core.settings import NodeSettings
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.ports import Node

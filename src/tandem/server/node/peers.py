@@ -7,7 +7,7 @@ connection is unidentified: it takes nobody's place and costs little, and what i
     an accepted connection is unidentified for `HELLO_NS`       dropped; of too many, the oldest is
     a frame that is no message or was changed on its way        the connection is dropped
     a message in another's name                                 the same
-    a message that is out of bounds                             its room fails (`core/pd/door.py`), the connection stays
+    a message that is out of bounds                             its room fails, the connection stays
     a connection that broke is there again                      `PeerReturned`
     somebody else answers where a peer was to be dialled        the next endpoint is tried; after the last, `PeerLost`
     a dialled connection breaks                                 dialled again for `RETURN_NS`, then `PeerLost`; at once
@@ -30,9 +30,9 @@ from typing import assert_never
 
 from msgspec import Struct
 
+from tandem.core.disagg.message_checks import Bounds, admitted, one_line
+from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.pd.door import Bounds, admitted, one_line
-from tandem.core.pd.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.values import MILLISECOND, SECOND, Address, Incarnation, Nanos
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import READ_BYTES, ChannelClosed, MalformedFrame, receive_some, write_some

@@ -22,17 +22,17 @@ from tandem.config import (
     environment_number,
     environment_switch,
 )
-from tandem.core.fleet.standstill import Pulse
-from tandem.core.pd.door import Bounds
-from tandem.core.sched import inspect
-from tandem.core.sched.node import EngineNode
+from tandem.core.disagg.message_checks import Bounds
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
+from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.sampling import is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
-from tandem.server.node.driver import Inbox, NeighbourLost, Observer, Poller, drive
+from tandem.server.node.driver import Inbox, LocalPeerLost, Observer, Poller, drive
 from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.peers import Peers, numeric_host
@@ -76,14 +76,14 @@ class Questions:
         failures = self.inbox.failures
         return wire.Faults(self.node.state.settings.force_retry_prob, failures.prob, failures.seed)
 
-    def _pulse(self) -> Pulse:
-        window = self.node.state.window
+    def _pulse(self) -> ProgressReport:
+        window = self.node.state.inflight
         oldest = window[0].forward_iter if window else None
-        return Pulse(self.node.state.forward_ct, oldest, self.inbox.echoes)
+        return ProgressReport(self.node.state.forward_ct, oldest, self.inbox.echoes)
 
 
 def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
-    """Until the API process says Shutdown. Raises NeighbourLost, ServerFailure."""
+    """Until the API process says Shutdown. Raises LocalPeerLost, ServerFailure."""
     clock = MonotonicClock()
     poller = Poller()
     api: PolledChannel[wire.ApiToNode] = PolledChannel(socket.socket(fileno=api_fd), wire.ApiToNode)
@@ -92,7 +92,7 @@ def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
     inbox = Inbox(poller=poller, api=api, worker=worker, clock=clock, failures=failures)
     try:
         _run(launch, inbox, poller, clock)
-    except NeighbourLost as lost:
+    except LocalPeerLost as lost:
         _last_words(api, wire.Died(lost.who, lost.reason))
         raise
     except ServerFailure as failure:
@@ -191,7 +191,7 @@ def main() -> int:
     logs.set_up(launch.config.log_format, process="node")
     try:
         run(launch, api_fd=int(sys.argv[1]), worker_fd=int(sys.argv[2]))
-    except (NeighbourLost, ServerFailure):
+    except (LocalPeerLost, ServerFailure):
         return 1  # the parent has been told and says it to the user
     except Exception:
         logger.exception("the node met an error of ours")

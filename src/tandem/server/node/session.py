@@ -23,8 +23,8 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from msgspec import Struct, structs
 
-from tandem.core.pd.door import MAX_LAYOUT_CHARS, is_name
-from tandem.core.pd.messages import Abort, Offer, Ready, Release
+from tandem.core.disagg.message_checks import MAX_LAYOUT_CHARS, is_name
+from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.values import Incarnation, Nanos
 from tandem.membership import CHALLENGE_BYTES, ClusterSecret
 from tandem.server.channel import HEAD_BYTES, MalformedFrame, Splitter, decoded

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import httpx
 import msgspec
 
-from tandem.core.fleet.messages import Fail
+from tandem.core.router.messages import Fail
 from tandem.server.api.body import NOT_JSON
 
 PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet

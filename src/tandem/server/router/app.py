@@ -29,9 +29,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 import tandem
-from tandem.core.fleet.registry import Worker
-from tandem.core.fleet.router import Router
-from tandem.core.fleet.routing import POLICIES
+from tandem.core.router.router import Router
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
 from tandem.server.api.access import AccessRules, AuthMiddleware

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from tandem.config import flag
-from tandem.core.fleet.exchange import ExchangeSettings
-from tandem.core.fleet.registry import HealthSettings, Worker, WorkerId
-from tandem.core.fleet.router import RouterSettings
-from tandem.core.fleet.routing import POLICIES
+from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.router import RouterSettings
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import HealthSettings, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos
 

@@ -14,8 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from tandem.core.fleet.messages import Fail
-from tandem.core.fleet.pairing import num_prompts
+from tandem.core.router.messages import Fail
+from tandem.core.router.pairing import num_prompts
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
 from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid

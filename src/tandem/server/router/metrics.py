@@ -2,14 +2,14 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tandem.core.fleet.messages import (
+from tandem.core.router.messages import (
     DispatchPair,
     Fail,
     ForwardRejection,
     RouterCommand,
 )
-from tandem.core.fleet.registry import Worker
-from tandem.core.fleet.router import Router
+from tandem.core.router.router import Router
+from tandem.core.router.worker_registry import Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 

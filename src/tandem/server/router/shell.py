@@ -1,7 +1,7 @@
 """The loop around the router's core: it turns commands into HTTP connections and what they do into events.
 
 Everything runs on one asyncio loop. `tell` steps the core and begins its commands; nothing that is begun there calls
-`tell` again before it returns. A half of an attempt is one task, a `Leg`; cancelling the task closes its connection.
+`tell` again before it returns. A half of an attempt is one task, an `UpstreamCall`; to cancel it closes its connection.
 
     stream (SSE)   a decode's first bytes are the event, then bytes go through a bounded pipe to the client
     document       read to its end before the client gets a byte, so that a decode that dies can still be retried
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import httpx
 import msgspec
 
-from tandem.core.fleet.messages import (
+from tandem.core.router.messages import (
     AbortAsked,
     CancelHalf,
     ClientAsked,
@@ -38,9 +38,9 @@ from tandem.core.fleet.messages import (
     RouterEvent,
     WorkerProbed,
 )
-from tandem.core.fleet.pairing import num_prompts
-from tandem.core.fleet.registry import ProbeResult, Worker
-from tandem.core.fleet.router import Router
+from tandem.core.router.pairing import num_prompts
+from tandem.core.router.router import Router
+from tandem.core.router.worker_registry import ProbeResult, Worker
 from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.router.answer import (
@@ -67,7 +67,7 @@ OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout")  
 
 
 @dataclass(slots=True)
-class Leg:
+class UpstreamCall:
     """One half of one attempt."""
 
     call: "Call"
@@ -94,7 +94,7 @@ class Call:
     merges: bool
     names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
-    legs: dict[Half, Leg] = field(default_factory=dict[Half, Leg])  # of the latest attempt
+    legs: dict[Half, UpstreamCall] = field(default_factory=dict[Half, UpstreamCall])  # of the latest attempt
 
 
 class RouterShell:
@@ -187,11 +187,11 @@ class RouterShell:
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Half.PREFILL, sent.pair.prefill), (Half.DECODE, sent.pair.decode)):
-            leg = Leg(call, sent.attempt, half, worker, now)
+            leg = UpstreamCall(call, sent.attempt, half, worker, now)
             call.legs[half] = leg
             leg.task = self._spawn(self._run(leg, content, headers))
 
-    def _cancel(self, leg: Leg) -> None:
+    def _cancel(self, leg: UpstreamCall) -> None:
         assert leg.task is not None
         leg.task.cancel()
 
@@ -218,7 +218,7 @@ class RouterShell:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    async def _run(self, leg: Leg, content: bytes, headers: dict[str, str]) -> None:
+    async def _run(self, leg: UpstreamCall, content: bytes, headers: dict[str, str]) -> None:
         """Talk to one worker and tell what happened. Cancelled, it closes the connection and tells nothing."""
         try:
             url = leg.worker.url + leg.call.path
@@ -232,11 +232,11 @@ class RouterShell:
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
             self._fail(leg, Failure.BROKEN, f"{type(error).__name__} {error}".strip())
 
-    def _fail(self, leg: Leg, failure: Failure, detail: str) -> None:
+    def _fail(self, leg: UpstreamCall, failure: Failure, detail: str) -> None:
         log.warning("%s worker %s: %s", leg.half.value, leg.worker.url, detail)
         self.tell(HalfFailed(leg.call.id, leg.attempt, leg.half, failure, detail))
 
-    async def _listen(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen(self, leg: UpstreamCall, response: httpx.Response) -> None:
         leg.status = response.status_code
         leg.headers = passed_headers(response.headers)
         self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
@@ -253,7 +253,7 @@ class RouterShell:
             await collect(response, leg.body, DOCUMENT_BYTES_MAX)
             self.tell(DecodeSpoke(leg.call.id, leg.attempt), HalfEnded(leg.call.id, leg.attempt, leg.half))
 
-    async def _listen_to_prefill(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen_to_prefill(self, leg: UpstreamCall, response: httpx.Response) -> None:
         """Its body says nothing that decode does not say, but for prompt logprobs; all but its end is dropped."""
         self.tell(HalfAnswered(leg.call.id, leg.attempt, leg.half))
         if leg.call.merges:
@@ -267,7 +267,7 @@ class RouterShell:
         else:
             self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half, has_error=error is not None))
 
-    async def _listen_to_stream(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen_to_stream(self, leg: UpstreamCall, response: httpx.Response) -> None:
         pieces = response.aiter_raw()
         leg.pipe = Pipe()
         limit: float | None = None  # until the first piece the request's deadline counts

@@ -1,0 +1,144 @@
+"""The one door for what a peer says: every field of a message is checked here, before the rest of the core reads it.
+
+Who proves the cluster's secret may speak; what it says may still be wrong. Three cases:
+
+    within bounds          the message goes on as it is; texts for people become one printable line
+    out of bounds          the failure of its room goes on instead, as the same peer may say it any time: it costs the
+                           sender at most its own request, and the connection stays
+    without a room         None: it is no message, and costs the connection
+
+The simulator sends its hostile messages through the same function. What fits into these bounds and does not fit the
+request (another prompt, more pages than it has, an earlier attempt) is decided where the request is known:
+`sched.prefill.refuse`, `sched.decode.misfit`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+from msgspec import Struct, structs
+
+from tandem.core.batch import TokenFlag
+from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Offer, Ready, Release, ResultSlot
+from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Incarnation
+
+MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
+MAX_COUNT = 1 << 31  # tokens and pages of one prompt
+MAX_LEASE_NS = 24 * 3600 * SECOND
+MAX_ID_CHARS = 64
+MAX_NAME_CHARS = 255
+MAX_LAYOUT_CHARS = 128
+MAX_DETAIL_CHARS = 1000
+MAX_DIGEST_BYTES = 64
+MAX_EXTRA_BYTES = 64 << 10
+DIGEST_BYTES = 8
+TOKEN_BYTES = 4
+KNOWN_FLAGS = TokenFlag.EOS | TokenFlag.STOP | TokenFlag.INVALID
+
+
+class Bounds(Struct, frozen=True):
+    """What this node knows, and a message has to fit."""
+
+    num_shards: int
+    vocab_size: int
+    is_extra: Callable[[bytes], bool]  # whether the edge can read this `extra`, which is opaque to the core
+
+
+def admitted(message: Message, bounds: Bounds) -> Message | None:
+    """What the node is told when a peer says `message`; None: that was no message. Never raises."""
+    if not 0 < message.room < MAX_NUMBER:
+        return None
+    match message:
+        case Ready():
+            fault = ready_fault(message)
+            return message if fault is None else given_up(message, fault)
+        case Offer():
+            fault = offer_fault(message, bounds)
+            return message if fault is None else Abort(message.room, message.source, Cause.PROTOCOL, fault)
+        case Release():
+            if not 0 <= message.attempt < MAX_NUMBER:
+                return given_up(message, "attempt is out of bounds")
+            return in_one_line(message)
+        case Abort():
+            return in_one_line(message)
+        case _:
+            assert_never(message)
+
+
+def given_up(message: Ready | Release, fault: str) -> Release:
+    """As if decode had said that it will not collect. For the attempt that was named, where that can be one."""
+    attempt = message.attempt if 0 <= message.attempt < MAX_NUMBER else 0
+    return Release(message.room, message.source, "aborted", Cause.PROTOCOL, attempt, fault)
+
+
+def ready_fault(ready: Ready) -> str | None:
+    if not 0 <= ready.attempt < MAX_NUMBER:
+        return "attempt is out of bounds"
+    if not is_name(ready.target):
+        return "target is no name of a server"
+    if len(ready.layout) > MAX_LAYOUT_CHARS or len(ready.prompt_digest) > MAX_DIGEST_BYTES:
+        return "layout or prompt_digest is too long"
+    if not 0 < ready.prompt_len < MAX_COUNT:
+        return "prompt_len is out of bounds"
+    if not (0 <= ready.held_pages < MAX_COUNT and 0 <= ready.known_pages < MAX_COUNT):
+        return "held_pages or known_pages is out of bounds"
+    if not 0 <= ready.rendered_at <= MAX_RENDERED_AT:
+        return "rendered_at is out of bounds"
+    return None
+
+
+def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
+    num_pages = len(offer.pages)
+    if not 0 <= offer.attempt < MAX_NUMBER:
+        return "attempt is out of bounds"
+    if not 0 <= offer.first_page <= offer.first_page + num_pages <= offer.total_pages < MAX_COUNT:
+        return f"pages {offer.first_page} to {offer.first_page + num_pages} of {offer.total_pages} are out of bounds"
+    if len(offer.generations) != num_pages:
+        return f"{len(offer.generations)} generations for {num_pages} pages"
+    if not (are_numbers(offer.pages) and are_numbers(offer.generations)):
+        return "a page or generation is out of bounds"
+    if len(offer.digests) != bounds.num_shards:
+        return f"digests of {len(offer.digests)} shards, want {bounds.num_shards}"
+    if any(len(digests) != DIGEST_BYTES * num_pages for digests in offer.digests):
+        return "the wrong number of digests"
+    if len(offer.secrets) != bounds.num_shards or any(len(s) > MAX_GRANT_SECRET_BYTES for s in offer.secrets):
+        return "the wrong number of secrets, or one that is too long"
+    if not 0 < offer.lease_ns <= MAX_LEASE_NS:
+        return "lease_ns is out of bounds"
+    return None if offer.result is None else result_fault(offer.result, offer, bounds)
+
+
+def result_fault(row: ResultSlot, offer: Offer, bounds: Bounds) -> str | None:
+    if row.room != offer.room:
+        return "the result slot belongs to another room"
+    if len(row.token) != TOKEN_BYTES or int.from_bytes(row.token, "little") >= bounds.vocab_size:
+        return "the first token is not in the vocabulary"
+    if not 0 <= row.flags <= KNOWN_FLAGS:
+        return "the result slot has unknown flags"
+    if len(row.extra) > MAX_EXTRA_BYTES or (row.extra and not bounds.is_extra(row.extra)):
+        return "the result slot has logprobs that cannot be read"
+    if not 0 <= row.cached_tokens < MAX_COUNT:
+        return "cached_tokens is out of bounds"
+    if not are_numbers((row.queue_ns, row.compute_ns, row.overlapped_ns)):
+        return "a duration is out of bounds"
+    return None
+
+
+def are_numbers(found: Sequence[int]) -> bool:
+    return not found or (min(found) >= 0 and max(found) < MAX_NUMBER)
+
+
+def is_name(who: Incarnation) -> bool:
+    """Short, and safe to show."""
+    return 0 < len(who.id) <= MAX_ID_CHARS and len(who.name) <= MAX_NAME_CHARS and (who.id + who.name).isprintable()
+
+
+def in_one_line(message: Release | Abort) -> Release | Abort:
+    line = one_line(message.detail)
+    return message if line == message.detail else structs.replace(message, detail=line)
+
+
+def one_line(text: str) -> str:
+    """For logs and error messages: nobody else's text may begin a line of its own, or fill the disk."""
+    if len(text) > MAX_DETAIL_CHARS:
+        text = text[:MAX_DETAIL_CHARS] + "..."
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)

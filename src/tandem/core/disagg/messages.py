@@ -1,0 +1,87 @@
+"""What the two sides of a rendezvous say to each other. Decode pulls; nothing remote ever writes.
+
+Delivery is at most once and in order per connection; a connection may break at any time. Whoever waits for an answer
+says its own message again (`Ready` by decode, the last `Offer` by prefill), so every message is idempotent: it states
+a fact about the room, cumulative from page 0, and a repetition changes nothing.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+from tandem.core.values import Cause, Incarnation, Nanos, Room
+
+SHUTTING_DOWN = "the server is shutting down"
+MAX_GRANT_SECRET_BYTES = 64  # what a data plane may ask to be remembered per grant; opaque to the core
+LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
+
+
+class Ready(Struct, frozen=True, tag="ready"):
+    """decode -> prefill: pages are reserved for this room and somebody will collect. This is the bootstrap."""
+
+    room: Room
+    attempt: int
+    source: Incarnation  # the decode
+    target: Incarnation  # the prefill this READY was meant for; another incarnation refuses it
+    layout: str  # digest of protocol version, weights, dtype, page size, heads, shard map; must be equal
+    prompt_len: int  # a prompt of another length is refused: both halves must mean the same request
+    held_pages: int = 0  # decode already holds this many leading pages
+    known_pages: int = 0  # offers seen so far reach up to here; after a loss prefill goes on from here
+    prompt_digest: bytes = b""  # another one is refused: a room that was used twice must not show a foreign prompt
+    rendered_at: int = 0  # as in the request: the time in decode's prompt
+
+
+class ResultSlot(Struct, frozen=True):
+    """What prefill sampled, read by decode once at the commit: a row of the prefill's bounded result table."""
+
+    room: Room
+    token: bytes  # int32 little endian
+    flags: int  # TokenFlag bits
+    extra: bytes  # opaque to the core: logprobs and top logprobs of the first token
+    cached_tokens: int  # prompt tokens that prefill found in its prefix tree
+    # prefill's own durations, for the TTFT ledger on decode's clock: between READY and the first offer, and beyond it
+    queue_ns: Nanos = Nanos(0)
+    compute_ns: Nanos = Nanos(0)
+    overlapped_ns: Nanos = Nanos(0)  # it went on computing while pages were on offer
+
+
+class Offer(Struct, frozen=True, tag="offer"):
+    """prefill -> decode: pages [first_page, first_page + len(pages)) are final and may be read under this lease.
+
+    An offer that extends an earlier one is what the contract calls PUBLISH. The last one carries the result slot.
+    """
+
+    room: Room
+    attempt: int  # of the READY it answers
+    source: Incarnation
+    first_page: int
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, made by the data plane
+    secrets: tuple[bytes, ...]  # one per shard: what its data plane wants to see from whoever reads these pages
+    lease_ns: Nanos
+    total_pages: int
+    result: ResultSlot | None = None
+
+
+class Release(Struct, frozen=True, tag="release"):
+    """decode -> prefill: no read of these pages will follow."""
+
+    room: Room
+    source: Incarnation
+    outcome: Literal["done", "aborted", "not_needed"]
+    cause: Cause | None = None
+    attempt: int = 0  # of the READY; a late copy about a room that is used again is told apart
+    detail: str = ""
+
+
+class Abort(Struct, frozen=True, tag="abort"):
+    """prefill -> decode: the pages will not come, and why."""
+
+    room: Room
+    source: Incarnation
+    cause: Cause
+    detail: str = ""
+
+
+Message = Ready | Offer | Release | Abort

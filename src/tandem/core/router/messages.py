@@ -1,0 +1,169 @@
+"""What happens to a request on its way through a pair (events), and what the router asks for (commands)."""
+
+from enum import StrEnum
+
+from msgspec import Struct
+
+from tandem.core.router.pairing import Pair
+from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.values import Nanos, RequestId
+
+
+class Half(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+    @property
+    def other(self) -> "Half":
+        return Half.DECODE if self is Half.PREFILL else Half.PREFILL
+
+
+class Failure(StrEnum):
+    """Why a half ended without an answer."""
+
+    REFUSED = "refused"  # no connection
+    BROKEN = "broken"  # the connection broke, or the worker is gone
+    STALLED = "stalled"  # a stream said nothing for too long
+
+
+class RouteCause(StrEnum):
+    """Why the router itself ended a request; worker's own answers are passed on instead. Part of `docs/errors.md`."""
+
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    NO_LIVE_PAIR = "no_live_pair"
+    QUEUE_FULL = "queue_full"
+    WORKER_UNREACHABLE = "worker_unreachable"
+    CONNECTION_LOST = "connection_lost"
+    ABORTED = "aborted"
+
+
+# --- events -------------------------------------------------------------------------------------------------------
+
+
+class ClientAsked(Struct, frozen=True, tag=True):
+    request: RequestId
+    num_prompts: int | None  # None: one prompt, not in a list
+    timeout_ns: Nanos
+    streams: bool = False  # decode's head comes with its first token; that of a document comes at its end
+    merges: bool = False  # the answer needs prefill's body too
+
+
+class ClientLeft(Struct, frozen=True, tag=True):
+    request: RequestId
+
+
+class AbortAsked(Struct, frozen=True, tag=True):
+    """Somebody ended the request by its name. The halves are told too and say so: no other pair takes it over."""
+
+    request: RequestId
+
+
+class HalfAnswered(Struct, frozen=True, tag=True):
+    """A 2xx head came in. Of a decode that streams this is not said: its first byte counts, see `DecodeSpoke`."""
+
+    request: RequestId
+    attempt: int
+    half: Half
+
+
+class DecodeSpoke(Struct, frozen=True, tag=True):
+    """Bytes for the client are there: the first of a stream, or the whole of a document."""
+
+    request: RequestId
+    attempt: int
+
+
+class HalfEnded(Struct, frozen=True, tag=True):
+    """The body of a 2xx answer is complete."""
+
+    request: RequestId
+    attempt: int
+    half: Half
+    has_error: bool = False  # of prefill: it says that the transfer failed
+
+
+class HalfRejected(Struct, frozen=True, tag=True):
+    """Another status than 2xx, body and all."""
+
+    request: RequestId
+    attempt: int
+    half: Half
+    status: int
+    is_retryable: bool | None = None  # as its body says; None: it does not, and the status tells
+
+
+class HalfFailed(Struct, frozen=True, tag=True):
+    request: RequestId
+    attempt: int
+    half: Half
+    failure: Failure
+    detail: str = ""
+
+
+class WorkerProbed(Struct, frozen=True, tag=True):
+    worker: WorkerId
+    result: ProbeResult
+
+
+HalfEvent = HalfAnswered | DecodeSpoke | HalfEnded | HalfRejected | HalfFailed
+RouterEvent = ClientAsked | ClientLeft | AbortAsked | HalfEvent | WorkerProbed
+
+
+# --- commands -----------------------------------------------------------------------------------------------------
+
+
+class DispatchPair(Struct, frozen=True, tag=True):
+    """Send the request to both halves at once."""
+
+    request: RequestId
+    attempt: int
+    pair: Pair
+    timeout_ns: Nanos  # what is left until the deadline
+
+
+class CancelHalf(Struct, frozen=True, tag=True):
+    """Close the connection. There is no answer."""
+
+    request: RequestId
+    attempt: int
+    half: Half
+
+
+class Forward(Struct, frozen=True, tag=True):
+    """Pass decode's answer on to the client, as it comes; with `merged`, both bodies are there to be merged."""
+
+    request: RequestId
+    attempt: int
+    merged: bool = False
+
+
+class Finish(Struct, frozen=True, tag=True):
+    """The end: the client has its answer, or has left."""
+
+    request: RequestId
+
+
+class ForwardRejection(Struct, frozen=True, tag=True):
+    """The end: the answer is what this half said."""
+
+    request: RequestId
+    attempt: int
+    half: Half
+
+
+class Fail(Struct, frozen=True, tag=True):
+    """The end: an error of the router's own. When `Forward` came before, it can only end the stream."""
+
+    request: RequestId
+    cause: RouteCause
+    stage: str  # the wait it was in
+    detail: str = ""
+
+
+class Probe(Struct, frozen=True, tag=True):
+    """Ask for /health; answered by `WorkerProbed`."""
+
+    worker: Worker
+
+
+RouterCommand = DispatchPair | CancelHalf | Forward | Finish | ForwardRejection | Fail | Probe

@@ -1,0 +1,77 @@
+"""Pairs: the prefill and the decode of one attempt, and the rooms by which they find each other.
+
+A room is a non-zero 63-bit number, one per prompt and attempt; the samples of a prompt share it. Rooms come from an
+injected source of 64-bit numbers: random in the server, seeded in the simulator.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
+
+from msgspec import Struct
+
+from tandem.core.router.worker_registry import Worker
+from tandem.core.values import Room
+
+ROOM_MASK = (1 << 63) - 1
+DRAWS_MAX = 64  # a source that is wrong that often in a row is broken, not unlucky
+
+
+class Pair(Struct, frozen=True):
+    prefill: Worker
+    decode: Worker
+    rooms: tuple[Room, ...]  # one per prompt
+    is_batch: bool  # the request has a list of prompts: the fields become lists, also for a list of one
+
+    def fields(self) -> dict[str, object]:
+        """What both halves find in their JSON body, the same in both (SGLang's names)."""
+        host, port = self.prefill.host, self.prefill.bootstrap_port
+        if not self.is_batch:
+            return {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": self.rooms[0]}
+        count = len(self.rooms)
+        return {
+            "bootstrap_host": [host] * count,
+            "bootstrap_port": [port] * count,
+            "bootstrap_room": list(self.rooms),
+        }
+
+
+class Rooms:
+    """Makes rooms and remembers the live ones, so that no two live prompts share one."""
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        """`draw` gives 64-bit numbers; repetitions are tolerated."""
+        self._draw = draw
+        self._live: set[Room] = set()
+
+    def open(self, count: int) -> tuple[Room, ...]:
+        """`count` fresh rooms, live until `close`."""
+        return tuple(self._open_one() for _ in range(count))
+
+    def close(self, rooms: Iterable[Room]) -> None:
+        self._live.difference_update(rooms)
+
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def _open_one(self) -> Room:
+        for _ in range(DRAWS_MAX):
+            room = Room(self._draw() & ROOM_MASK)
+            if room and room not in self._live:
+                self._live.add(room)
+                return room
+        raise AssertionError("the source of room numbers repeats itself")
+
+
+def num_prompts(body: Mapping[str, object]) -> int | None:
+    """How many prompts a request body lists, None when it has one that is not in a list.
+
+    A list is a batch when its elements are prompts (strings or token lists); a flat list of token ids is one prompt.
+    Covers `prompt` of completions, `text` and `input_ids` of /generate; chat has none of them.
+    """
+    for key in ("prompt", "text", "input_ids"):
+        if not isinstance(value := body.get(key), list):
+            continue
+        prompts = cast(list[object], value)
+        if prompts and isinstance(prompts[0], (str, list)):
+            return len(prompts)
+    return None

@@ -1,0 +1,298 @@
+"""One request of a client on its way through a prefill and a decode: the pair machine.
+
+    BACKOFF      no attempt under way; another one starts at `retry_at`
+    TRYING       both halves dispatched, the client has not got a byte
+    FORWARDING   the client gets decode's answer: from here on nothing is retried
+    LINGERING    the client has its answer, prefill still has to end its body
+    ENDED        both halves are over or cancelled
+
+Rules:
+1.  Both halves are dispatched by one command, and a half that fails cancels the other at once. So never is one half
+    alone at work for a request, except after the other has ended well.
+2.  Every attempt has new rooms. What is retried: connections that break, and errors that say `retryable: true` (of a
+    server that says nothing of that: 5xx), before the first byte to the client, up to `retries` times and within the
+    deadline. Any other error is the answer. One exception: a 409 after an attempt of ours is retried, since it may be
+    our own cancelled attempt that still holds the client's `rid`.
+3.  A prefill that ends its body with an error after its 200 head has told decode before: decode decides (it computes
+    the prompt itself, or says its own error). The same when a prefill breaks after its head and there is no other pair.
+    A prefill that says `worker_lost` there has told nobody: it counts as broken.
+4.  The deadline bounds everything until the first token. A grace is added, so that a worker that says at the deadline
+    in which wait it was is still heard. Of a stream the first byte tells that there is a token. Of a document nothing
+    may come before its end, but that prefill has ended well tells it: from then on it is `document_ns` that bounds.
+5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
+6.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
+
+A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
+Events carry the number of their attempt; news of an earlier one, or of a half that is over, change nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from msgspec import Struct
+
+from tandem.core.router.messages import (
+    CancelHalf,
+    DecodeSpoke,
+    DispatchPair,
+    Fail,
+    Failure,
+    Finish,
+    Forward,
+    ForwardRejection,
+    Half,
+    HalfAnswered,
+    HalfEnded,
+    HalfEvent,
+    HalfFailed,
+    HalfRejected,
+    RouteCause,
+    RouterCommand,
+)
+from tandem.core.router.pairing import Pair
+from tandem.core.router.worker_registry import Worker, WorkerId
+from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
+
+
+class ExchangeSettings(Struct, frozen=True):
+    retries: int = 3  # attempts after the first
+    backoff_ns: Nanos = Nanos(50 * MILLISECOND)  # before the first retry; doubles
+    backoff_max_ns: Nanos = Nanos(1 * SECOND)
+    grace_ns: Nanos = Nanos(300 * MILLISECOND)  # after the deadline, for the worker's own word
+    linger_ns: Nanos = Nanos(5 * SECOND)  # for prefill to end its body after decode has
+    document_ns: Nanos = Nanos(600 * SECOND)  # from the first token to the end of a document
+
+
+class Phase(StrEnum):
+    BACKOFF = "backoff"
+    TRYING = "trying"
+    FORWARDING = "forwarding"
+    LINGERING = "lingering"
+    ENDED = "ended"
+
+
+class HalfState(StrEnum):
+    SENT = "sent"
+    ANSWERED = "answered"
+    ENDED = "ended"  # its body is complete
+    CLOSED = "closed"  # failed, rejected or cancelled
+
+
+OPEN = (HalfState.SENT, HalfState.ANSWERED)
+
+
+@dataclass(slots=True)
+class RoutedRequest:
+    """Owned by the `Router`, which chooses the pairs. `wake_at` is None when only the halves can move it on."""
+
+    request: RequestId
+    num_prompts: int | None
+    streams: bool
+    merges: bool
+    deadline: Nanos
+    settings: ExchangeSettings
+    phase: Phase = Phase.BACKOFF
+    attempt: int = 0
+    pair: Pair | None = None
+    halves: dict[Half, HalfState] = field(default_factory=dict[Half, HalfState])
+    wake_at: Nanos | None = None
+    is_aborted: bool = False
+
+    def is_open(self, half: Half) -> bool:
+        return self.halves.get(half) in OPEN
+
+    def worker(self, half: Half) -> Worker:
+        assert self.pair is not None
+        return self.pair.prefill if half is Half.PREFILL else self.pair.decode
+
+    def open_workers(self) -> list[WorkerId]:
+        return [self.worker(half).id for half in Half if self.is_open(half)]
+
+    def open_half_at(self, worker: WorkerId) -> Half | None:
+        return next((half for half in Half if self.is_open(half) and self.worker(half).id == worker), None)
+
+    def wants_pair(self, now: Nanos) -> bool:
+        return self.phase is Phase.BACKOFF and self.wake_at is not None and self.wake_at <= now < self.deadline
+
+    def start(self, pair: Pair, now: Nanos) -> list[RouterCommand]:
+        """Begin an attempt with a pair whose rooms are new."""
+        assert self.phase is Phase.BACKOFF
+        assert now < self.deadline
+        self.attempt += 1
+        self.pair = pair
+        self.phase = Phase.TRYING
+        self.halves = {Half.PREFILL: HalfState.SENT, Half.DECODE: HalfState.SENT}
+        self.wake_at = Nanos(self.deadline + self.settings.grace_ns)
+        return [DispatchPair(self.request, self.attempt, pair, Nanos(self.deadline - now))]
+
+    def handle(self, event: HalfEvent, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
+        """What a half has done. `has_other(worker)`: a live pair without this worker exists."""
+        half = Half.DECODE if isinstance(event, DecodeSpoke) else event.half
+        if event.attempt != self.attempt or not self.is_open(half):
+            return []
+        match event:
+            case HalfAnswered():
+                self._answered(half)
+                return []
+            case DecodeSpoke():
+                return self._spoke()
+            case HalfEnded(has_error=has_error):
+                return self._ended(half, has_error, now)
+            case HalfRejected():
+                return self._rejected(half, event, now)
+            case HalfFailed():
+                return self._failed(half, event, now, has_other)
+
+    def leave(self) -> list[RouterCommand]:
+        """The client has closed its connection: nobody wants the answer."""
+        return [] if self.phase is Phase.ENDED else self._end(Finish(self.request))
+
+    def abort(self) -> list[RouterCommand]:
+        """By name, which the halves are told too."""
+        self.is_aborted = True
+        return self.fail(RouteCause.ABORTED, "by name") if self.phase is Phase.BACKOFF else []
+
+    def fail(self, cause: RouteCause, detail: str = "") -> list[RouterCommand]:
+        return self._end(Fail(self.request, cause, self.stage(), detail))
+
+    def flee(self, worker: WorkerId, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
+        """The worker does not answer probes. Go elsewhere if that is possible, else wait: it may come back."""
+        half = self.open_half_at(worker)
+        if half is None or self.phase is not Phase.TRYING or self._is_answered_without(half) or not has_other(worker):
+            return []
+        detail = f"{half} worker {self.worker(half).url} does not answer"
+        return self._retry(now, Fail(self.request, RouteCause.CONNECTION_LOST, self.stage(), detail))
+
+    def give_up(self, worker: WorkerId, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
+        """The worker has been dead for so long that its half counts as broken."""
+        half = self.open_half_at(worker)
+        if half is None:
+            return []
+        failed = HalfFailed(self.request, self.attempt, half, Failure.BROKEN, "does not answer")
+        return [CancelHalf(self.request, self.attempt, half), *self._failed(half, failed, now, has_other)]
+
+    def wake(self, now: Nanos) -> list[RouterCommand]:
+        """Time has passed. In BACKOFF within the deadline it is `start` that is to be called."""
+        if self.wake_at is None or now < self.wake_at or self.wants_pair(now):
+            return []
+        if self.phase is Phase.LINGERING:
+            return self._end(Finish(self.request))
+        return self.fail(RouteCause.DEADLINE_EXCEEDED)
+
+    def stage(self) -> str:
+        """The wait that the request is in."""
+        if self.attempt == 0:
+            return "route"
+        if self.phase is Phase.BACKOFF:
+            return "retry_backoff"
+        if self.phase is Phase.FORWARDING:
+            return "stream"
+        if self.halves.get(Half.PREFILL) is HalfState.SENT:
+            return "prefill_head"
+        return "prefill_body" if self.halves.get(Half.DECODE) is HalfState.ENDED else "decode_head"
+
+    def _answered(self, half: Half) -> None:
+        self.halves[half] = HalfState.ANSWERED
+        if half is Half.DECODE and self.phase is Phase.TRYING:
+            self.wake_at = None  # there is a first token: decode's stall timeout takes over
+
+    def _spoke(self) -> list[RouterCommand]:
+        self._answered(Half.DECODE)
+        if self.phase is not Phase.TRYING or self.merges:
+            return []
+        self.phase = Phase.FORWARDING
+        return [Forward(self.request, self.attempt)]
+
+    def _ended(self, half: Half, has_error: bool, now: Nanos) -> list[RouterCommand]:
+        self.halves[half] = HalfState.ENDED
+        if half is Half.PREFILL and not has_error and not self.streams and self.wake_at is not None:
+            self.wake_at = max(self.wake_at, Nanos(now + self.settings.document_ns))
+        is_last = not self.is_open(half.other)
+        if self.phase is Phase.TRYING and self.merges:
+            return self._merge(half, now)
+        if self.phase is Phase.LINGERING or (half is Half.DECODE and is_last):
+            return [*self._catch_up(), *self._end(Finish(self.request))]
+        if half is Half.PREFILL:
+            return []
+        commands = self._catch_up()
+        self.phase = Phase.LINGERING
+        self.wake_at = Nanos(now + self.settings.linger_ns)
+        return commands
+
+    def _catch_up(self) -> list[RouterCommand]:
+        """An answer that ended without a byte is forwarded as it is."""
+        return [Forward(self.request, self.attempt)] if self.phase is Phase.TRYING else []
+
+    def _merge(self, half: Half, now: Nanos) -> list[RouterCommand]:
+        if all(state is HalfState.ENDED for state in self.halves.values()):
+            return [Forward(self.request, self.attempt, merged=True), *self._end(Finish(self.request))]
+        if half is Half.DECODE:
+            self.wake_at = Nanos(max(self.deadline, now + self.settings.linger_ns))
+        return []
+
+    def _rejected(self, half: Half, event: HalfRejected, now: Nanos) -> list[RouterCommand]:
+        self.halves[half] = HalfState.CLOSED
+        if self._is_answered_without(half):
+            return self._end_lingering()
+        answer = ForwardRejection(self.request, self.attempt, half)
+        may_pass = event.status >= 500 if event.is_retryable is None else event.is_retryable
+        if may_pass or (event.status == 409 and self.attempt > 1):
+            return self._retry(now, answer)
+        return self._end(answer)
+
+    def _failed(
+        self, half: Half, event: HalfFailed, now: Nanos, has_other: Callable[[WorkerId], bool]
+    ) -> list[RouterCommand]:
+        had_head = self.halves[half] is HalfState.ANSWERED
+        stage = "stream" if self.phase is Phase.FORWARDING else f"{half}_{'body' if had_head else 'head'}"
+        self.halves[half] = HalfState.CLOSED
+        if self._is_answered_without(half):
+            return self._end_lingering()
+        worker = self.worker(half)
+        failure = Fail(self.request, CAUSES[event.failure], stage, f"{half} worker {worker.url}: {event.detail}")
+        if self.phase is Phase.FORWARDING:
+            return self._end(failure)
+        if half is Half.PREFILL and had_head and not self.merges and not has_other(worker.id):
+            return []  # rule 3
+        return self._retry(now, failure)
+
+    def _is_answered_without(self, half: Half) -> bool:
+        """Decode has its first token, so whatever becomes of prefill makes no difference."""
+        has_token = self.halves[Half.DECODE] in (HalfState.ANSWERED, HalfState.ENDED)
+        return half is Half.PREFILL and has_token and not self.merges
+
+    def _end_lingering(self) -> list[RouterCommand]:
+        return self._end(Finish(self.request)) if self.phase is Phase.LINGERING else []
+
+    def _retry(self, now: Nanos, otherwise: ForwardRejection | Fail) -> list[RouterCommand]:
+        """Cancel what is open; wait for another attempt, or end with `otherwise` if there is none."""
+        if self.is_aborted:
+            return self.fail(RouteCause.ABORTED, "by name")
+        backoff = min(self.settings.backoff_ns << (self.attempt - 1), self.settings.backoff_max_ns)
+        if self.attempt > self.settings.retries or now + backoff >= self.deadline:
+            return self._end(otherwise)
+        commands = self._cancel_open()
+        self.phase = Phase.BACKOFF
+        self.wake_at = Nanos(now + backoff)
+        return commands
+
+    def _end(self, last: Finish | ForwardRejection | Fail) -> list[RouterCommand]:
+        assert self.phase is not Phase.ENDED
+        commands = self._cancel_open()
+        self.phase = Phase.ENDED
+        self.wake_at = None
+        return [*commands, last]
+
+    def _cancel_open(self) -> list[RouterCommand]:
+        cancelled = [half for half in Half if self.is_open(half)]
+        for half in cancelled:
+            self.halves[half] = HalfState.CLOSED
+        return [CancelHalf(self.request, self.attempt, half) for half in cancelled]
+
+
+CAUSES = {
+    Failure.REFUSED: RouteCause.WORKER_UNREACHABLE,
+    Failure.BROKEN: RouteCause.CONNECTION_LOST,
+    Failure.STALLED: RouteCause.DEADLINE_EXCEEDED,
+}

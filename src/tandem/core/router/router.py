@@ -1,0 +1,256 @@
+"""The router: a request comes in, a pair is chosen, and whatever goes wrong before the first byte is tried elsewhere.
+
+A deterministic participant like a node: facts in, commands out, no clock and no sockets. What happens within one
+request is `exchange.py`; here is what requests share: who is alive, whose turn it is, which rooms are taken.
+
+    a worker misses its probes     requests that wait for it go to another pair, if there is one
+    ... all of them for `lost_ns`  its connections count as broken
+    a connection is refused        the worker is dead at once
+    no live pair                   `Fail(NO_LIVE_PAIR)` at once: who calls knows better than we how long to wait
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+
+from tandem.core.router.messages import (
+    AbortAsked,
+    ClientAsked,
+    ClientLeft,
+    Failure,
+    HalfEvent,
+    HalfFailed,
+    Probe,
+    RouteCause,
+    RouterCommand,
+    RouterEvent,
+    WorkerProbed,
+)
+from tandem.core.router.pairing import Pair, Rooms
+from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
+from tandem.core.router.routing import Candidate, Policy
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
+from tandem.core.settings import Role
+from tandem.core.values import SECOND, Nanos, RequestId
+
+
+class RouterSettings(Struct, frozen=True):
+    exchange: ExchangeSettings = ExchangeSettings()
+    health: HealthSettings = HealthSettings()
+    max_active: int = 4096  # requests under way; more are refused
+    lost_ns: Nanos = Nanos(30 * SECOND)  # how long the connections of a silent worker are kept
+
+
+class RouterEffects(Struct, frozen=True):
+    """Commands in the order in which they must begin, and when to call `step` again at the latest."""
+
+    commands: tuple[RouterCommand, ...]
+    wake_at: Nanos
+
+
+class Router:
+    """Owns the registry, the rooms and the exchanges of all requests that have not ended."""
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        *,
+        prefill_policy: Policy,
+        decode_policy: Policy,
+        draw: Callable[[], int],
+        settings: RouterSettings,
+        now: Nanos,
+    ) -> None:
+        """`draw` gives 64-bit numbers for rooms."""
+        self.registry = Registry(workers, settings.health, now)
+        self._policies = {Role.PREFILL: prefill_policy, Role.DECODE: decode_policy}
+        self._rooms = Rooms(draw)
+        self._settings = settings
+        self._exchanges: dict[RequestId, RoutedRequest] = {}
+        self._tried: dict[RequestId, list[Pair]] = {}
+        self._load: dict[WorkerId, int] = {worker.id: 0 for worker in workers}
+        self._wakes: list[tuple[Nanos, RequestId]] = []  # heap; entries of the past are skipped
+        self._lost: dict[WorkerId, Nanos] = {}  # workers whose connections have been given up: since when silent
+
+    def step(self, events: Sequence[RouterEvent], now: Nanos) -> RouterEffects:
+        """Take in what has happened. Never raises for anything that a worker or a client did."""
+        commands: list[RouterCommand] = []
+        for event in events:
+            commands += self._handle(event, now)
+        commands += self._probe(now)
+        commands += self._give_up_lost(now)
+        commands += self._wake(now)
+        return RouterEffects(tuple(commands), self._wake_at(now))
+
+    def has_live_pair(self) -> bool:
+        return bool(self.registry.live(Role.PREFILL)) and bool(self.registry.live(Role.DECODE))
+
+    def is_live(self, worker: WorkerId) -> bool:
+        return self.registry.worker(worker) in self.registry.live(self.registry.worker(worker).role)
+
+    def num_active(self) -> int:
+        return len(self._exchanges)
+
+    def load(self, worker: WorkerId) -> int:
+        """Prompts under way there."""
+        return self._load[worker]
+
+    def num_live_rooms(self) -> int:
+        return self._rooms.num_live()
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, event: RouterEvent, now: Nanos) -> list[RouterCommand]:
+        match event:
+            case ClientAsked():
+                return self._ask(event, now)
+            case ClientLeft(request=request):
+                return self._update(request, lambda exchange: exchange.leave(), now)
+            case AbortAsked(request=request):
+                return self._update(request, lambda exchange: exchange.abort(), now)
+            case WorkerProbed(worker=worker, result=result):
+                return self._probed(worker, result, now)
+            case _:
+                return self._half(event, now)
+
+    def _ask(self, asked: ClientAsked, now: Nanos) -> list[RouterCommand]:
+        assert asked.request not in self._exchanges, "request ids are used once"
+        exchange = RoutedRequest(
+            request=asked.request,
+            num_prompts=asked.num_prompts,
+            streams=asked.streams,
+            merges=asked.merges,
+            deadline=Nanos(now + asked.timeout_ns),
+            settings=self._settings.exchange,
+            wake_at=now,
+        )
+        if len(self._exchanges) >= self._settings.max_active:
+            return exchange.fail(RouteCause.QUEUE_FULL, f"{self._settings.max_active} requests are under way")
+        self._exchanges[asked.request] = exchange
+        self._tried[asked.request] = []
+        return self._update(asked.request, lambda e: self._advance(e, now), now)
+
+    def _half(self, event: HalfEvent, now: Nanos) -> list[RouterCommand]:
+        if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
+            exchange = self._exchanges.get(event.request)
+            if exchange is not None and event.attempt == exchange.attempt:
+                self.registry.refused(exchange.worker(event.half).id, now)
+        return self._update(event.request, lambda exchange: exchange.handle(event, now, self._has_other), now)
+
+    def _probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> list[RouterCommand]:
+        has_died = self.registry.probed(worker, result, now)
+        if self.registry.silent_since(worker) is None:
+            self._lost.pop(worker, None)
+        if not has_died or result is ProbeResult.DECLINED:
+            return []  # a worker that drains still answers what it has
+        return self._each_at(worker, lambda exchange: exchange.flee(worker, now, self._has_other), now)
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def _probe(self, now: Nanos) -> list[RouterCommand]:
+        commands: list[RouterCommand] = []
+        for worker in self.registry.overdue(now):
+            commands += self._probed(worker, ProbeResult.MISSED, now)
+        commands += [Probe(self.registry.worker(worker)) for worker in self.registry.due(now)]
+        return commands
+
+    def _give_up_lost(self, now: Nanos) -> list[RouterCommand]:
+        """Once per silence: whoever still waits for a worker that has been silent for `lost_ns` waits no more."""
+        commands: list[RouterCommand] = []
+        for worker in self.registry.workers():
+            since = self.registry.silent_since(worker.id)
+            if since is None or now < since + self._settings.lost_ns or self._lost.get(worker.id) == since:
+                continue
+            self._lost[worker.id] = since
+            commands += self._each_at(worker.id, lambda e, w=worker.id: e.give_up(w, now, self._has_other), now)
+        return commands
+
+    def _wake(self, now: Nanos) -> list[RouterCommand]:
+        commands: list[RouterCommand] = []
+        while self._wakes and self._wakes[0][0] <= now:
+            _, request = heapq.heappop(self._wakes)
+            commands += self._update(request, lambda exchange: self._advance(exchange, now), now)
+        return commands
+
+    def _wake_at(self, now: Nanos) -> Nanos:
+        times = [self.registry.wake_at()]
+        if self._wakes:
+            times.append(self._wakes[0][0])
+        for worker in self.registry.workers():
+            since = self.registry.silent_since(worker.id)
+            if since is not None and self._lost.get(worker.id) != since:
+                times.append(Nanos(since + self._settings.lost_ns))
+        return max(min(times), now)
+
+    # --- exchanges ------------------------------------------------------------------------------------------------
+
+    def _advance(self, exchange: RoutedRequest, now: Nanos) -> list[RouterCommand]:
+        if not exchange.wants_pair(now):
+            return exchange.wake(now)
+        pair = self._choose(exchange)
+        if pair is None:
+            return exchange.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing())
+        self._tried[exchange.request].append(pair)
+        return exchange.start(pair, now)
+
+    def _update(
+        self, request: RequestId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
+    ) -> list[RouterCommand]:
+        """Let the exchange act, then bring loads, timers and rooms in line with it. Unknown requests have ended."""
+        exchange = self._exchanges.get(request)
+        if exchange is None:
+            return []
+        wake_before = exchange.wake_at
+        self._count(exchange, -1)
+        commands = act(exchange)
+        self._count(exchange, +1)
+        if exchange.phase is Phase.ENDED:
+            self._forget(exchange)
+        elif exchange.wake_at is not None and exchange.wake_at != wake_before:
+            heapq.heappush(self._wakes, (exchange.wake_at, request))
+        return commands
+
+    def _count(self, exchange: RoutedRequest, sign: int) -> None:
+        for worker in exchange.open_workers():
+            self._load[worker] += sign * (exchange.num_prompts or 1)
+
+    def _forget(self, exchange: RoutedRequest) -> None:
+        del self._exchanges[exchange.request]
+        for pair in self._tried.pop(exchange.request):
+            self._rooms.close(pair.rooms)
+
+    def _each_at(
+        self, worker: WorkerId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
+    ) -> list[RouterCommand]:
+        concerned = [e.request for e in self._exchanges.values() if e.open_half_at(worker) is not None]
+        return [command for request in concerned for command in self._update(request, act, now)]
+
+    # --- choice ---------------------------------------------------------------------------------------------------
+
+    def _choose(self, exchange: RoutedRequest) -> Pair | None:
+        """A live pair with new rooms; workers that this request has not met yet come first."""
+        if not self.has_live_pair():
+            return None
+        tried = self._tried[exchange.request]
+        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried])
+        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried])
+        rooms = self._rooms.open(exchange.num_prompts or 1)
+        return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
+
+    def _pick(self, role: Role, tried: Sequence[WorkerId]) -> Worker:
+        live = self.registry.live(role)
+        fresh = [worker for worker in live if worker.id not in tried]
+        others = [worker for worker in live if worker.id not in tried[-1:]]
+        candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or live]
+        return self.registry.worker(self._policies[role].choose(candidates))
+
+    def _has_other(self, worker: WorkerId) -> bool:
+        """Whether a live pair without this worker exists."""
+        role = self.registry.worker(worker).role
+        others = [other for other in self.registry.live(role) if other.id != worker]
+        return bool(others) and self.has_live_pair()
+
+    def _who_is_missing(self) -> str:
+        missing = [role.value for role in (Role.PREFILL, Role.DECODE) if not self.registry.live(role)]
+        return f"no live {' and no live '.join(missing)} worker"

@@ -1,0 +1,154 @@
+"""Who may start: slots, pages, result slots and the chunk budget, in queue order, and for those who may not, why."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+from tandem.core.disagg import decode_side, prefill_side
+from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor
+from tandem.core.scheduler.state import NodeState, enter, lacks_page, pages_for, take_pages
+from tandem.core.values import RequestId, ceil_div
+
+LOOK_AHEAD = 64  # queued requests looked at in one step
+
+
+def admit(node: NodeState) -> None:
+    """Move queued requests on, in order, until one does not fit.
+
+    Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
+    row of the result table is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
+    The same with one that starts early: nobody waits for it, so neither does it push parked requests out, nor keep
+    back those behind it whose decode is READY. Other early ones do not overtake it.
+    """
+    queue = node.queues[State.QUEUED]
+    if not queue:
+        return
+    if node.num_slots_used >= node.settings.max_running and not node.queues[State.PARKED]:
+        node.requests[next(iter(queue))].blocked_on = WaitingFor.SLOT  # nobody gives way: no need to count pages
+        return
+    reserve = Reserve.of(node)
+    enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.inflight))
+    backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
+    early_lacks: WaitingFor | None = None  # of the first that would have started early
+    for request in candidates(node):
+        progress = node.requests[request]
+        if early_lacks is not None and is_early(progress):
+            progress.blocked_on = early_lacks
+            continue
+        if progress.receiver is not None and decode_side.prefers_local(node, progress, backlog):
+            decode_side.compute_here(node, progress)
+        if progress.receiver is None and backlog >= enough:
+            progress.blocked_on = WaitingFor.WINDOW
+            return
+        blocked_on = try_admit(node, progress, reserve.pages(node, progress))
+        progress.blocked_on = blocked_on
+        if blocked_on is WaitingFor.METADATA_SLOT:
+            continue
+        if blocked_on is not None and is_early(progress):
+            early_lacks = blocked_on
+            continue
+        if blocked_on is not None:
+            return
+        reserve.tokens += expected_tokens(node, progress)
+        if progress.state is State.COMPUTING:
+            backlog += progress.length - progress.launched
+
+
+def candidates(node: NodeState) -> list[RequestId]:
+    """The head of the queue. When parked requests hold what it lacks, also those READY further back: one of them may
+    have to run before a parked request finds its taker."""
+    queue = node.queues[State.QUEUED]
+    chosen = list(islice(queue, LOOK_AHEAD))
+    if len(queue) > LOOK_AHEAD and (node.queues[State.PARKED] or not node.results.free_rows):
+        behind = islice(queue, LOOK_AHEAD, None)
+        chosen += islice((request for request in behind if has_taker(node.requests[request])), LOOK_AHEAD)
+    return chosen
+
+
+def has_taker(progress: Progress) -> bool:
+    return progress.sender is not None and progress.sender.is_ready
+
+
+def is_early(progress: Progress) -> bool:
+    return progress.sender is not None and not progress.sender.is_ready
+
+
+def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
+    """What is missing, or None: then the request has left the queue."""
+    if node.num_slots_used >= node.settings.max_running and not may_push(node, progress):
+        return WaitingFor.SLOT
+    keeps_row = progress.id in node.results.owners  # from an earlier attempt
+    if progress.sender is not None and not ensure_metadata_buffer(node, progress):
+        return WaitingFor.METADATA_SLOT
+    has_pages = reserve_pages(node, progress, reserve)
+    while not has_pages and may_push(node, progress):
+        has_pages = reserve_pages(node, progress, reserve)
+    if not has_pages:
+        if not keeps_row:
+            node.results.maybe_release_metadata_buffer(progress.id)
+        return WaitingFor.PAGES
+    if progress.receiver is not None:
+        decode_side.await_arrival(node, progress)
+    else:
+        enter(node, progress, Trigger.COMPUTE)
+        if progress.sender is not None:
+            prefill_side.publish(node, progress)  # a cached prefix need not wait for the first chunk
+    return None
+
+
+def may_push(node: NodeState, progress: Progress) -> bool:
+    """The newest parked request has given way, unless this one is no better off."""
+    return not is_early(progress) and prefill_side.yield_parked(node)
+
+
+def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
+    """A row of the result table. When all are taken and this one is READY, the newest parked request yields its own."""
+    if node.results.ensure_metadata_buffer(progress.id):
+        return True
+    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)
+
+
+def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
+    """Pages for all known tokens. At least one token has to be computed here, unless the rest comes from a peer."""
+    length = progress.length
+    matchable = length if progress.receiver is not None else length - 1
+    is_alone = node.num_slots_used == 0
+    if not take_pages(
+        node,
+        progress,
+        num_pages=pages_for(node, length),
+        match_pages=min(matchable // node.settings.page_size, len(progress.hashes)),
+        reserve=0 if is_alone else reserve,
+    ):
+        return False
+    if not progress.is_counted:
+        progress.is_counted = True
+        progress.cached_tokens = progress.computed
+        node.counters.input_tokens += progress.request.prompt_len
+        node.counters.hit_tokens += progress.computed
+    return True
+
+
+@dataclass(slots=True)
+class Reserve:
+    """What admission keeps free for the output of those who were admitted, so that they need not be pushed back."""
+
+    lacking: int  # pages that running requests lack at this moment
+    tokens: int  # expected output
+
+    @classmethod
+    def of(cls, node: NodeState) -> "Reserve":
+        running = node.live(State.RUNNING)
+        admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING))
+        lacking = sum(lacks_page(node, progress) for progress in running)
+        return cls(lacking, sum(expected_tokens(node, progress) for progress in admitted))
+
+    def pages(self, node: NodeState, newcomer: Progress) -> int:
+        tokens = self.tokens + expected_tokens(node, newcomer)
+        return self.lacking + ceil_div(int(tokens * node.settings.conservativeness), node.settings.page_size)
+
+
+def expected_tokens(node: NodeState, progress: Progress) -> int:
+    """Tokens that a request is assumed to emit here still. A prefill half emits none."""
+    if progress.sender is not None:
+        return 0
+    return min(progress.request.max_new_tokens - progress.generated, node.settings.reserved_decode_tokens)

@@ -1,0 +1,179 @@
+"""What the next batch is: prompt chunks first, else one token for every running request.
+
+Plans are made before the results of the batches in flight are known. A decode row refers to 'the last token of this
+request', so that costs nothing but one useless row when the token before turns out to be the last.
+"""
+
+from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
+from tandem.core.commands import LaunchBatch
+from tandem.core.scheduler.preemption import retract, victims
+from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
+from tandem.core.scheduler.request_state import InflightBatch, Progress, State
+from tandem.core.scheduler.state import (
+    NodeState,
+    charge_stage_as_waiting,
+    end,
+    failure,
+    forget_command,
+    leave_decode_set,
+    make_room,
+    pages_for,
+)
+from tandem.core.values import BatchId, Cause
+
+# States whose requests will give their pages back, or become victims, without a decode batch.
+GIVING_BACK = (State.DRAINING, State.RETRACTING, State.RECOVERING, State.PARKED, State.SENDING, State.ARRIVING)
+
+
+def plan(node: NodeState) -> bool:
+    """Launch batches until the window is full or there is nothing to run.
+
+    True if running requests were pushed back or ended for lack of pages: somebody who waits may start now.
+    """
+    num_running = len(node.queues[State.RUNNING])
+    gate = prefill_gate(node.settings)
+    while len(node.inflight) < node.settings.window_depth:
+        wants_decode = any_decodable(node)
+        may_begin = True
+        rows: tuple[Row, ...] = ()
+        if not wants_decode or node.consecutive_prefills < node.settings.prefill_streak:
+            may_begin = gate.may_begin(node, len(node.decode_set))
+            rows = prompt_rows(node, may_begin=may_begin)
+            gate.note(node, len(rows))
+        grow: tuple[Grow, ...] | None = None
+        if wants_decode and (not rows or node.settings.mixed_chunk):
+            grow = decode_rows(node)
+        if not may_begin and not rows and grow is None and not node.inflight:  # nobody decodes after all
+            rows = prompt_rows(node, may_begin=gate.may_begin(node, 0))
+            gate.note(node, len(rows))
+        if not rows and grow is None:
+            break
+        launch(node, rows, grow)
+    return len(node.queues[State.RUNNING]) < num_running
+
+
+def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None) -> None:
+    """`grow` is None for a batch without decode rows. The iteration is frozen here, in plan and flight alike."""
+    decodes = grow is not None
+    node.forward_ct += 1
+    node.consecutive_prefills = node.consecutive_prefills + 1 if rows and not decodes else 0
+    members = tuple(node.decode_set) if decodes else ()
+    for request in members:
+        progress = node.requests[request]
+        progress.pending += 1
+        progress.in_flight += 1
+    kind = BatchKind.MIXED if rows and decodes else BatchKind.DECODE if decodes else BatchKind.PREFILL
+    batch = BatchPlan(
+        id=BatchId(node.forward_ct),
+        iteration=node.forward_ct,
+        kind=kind,
+        rows=rows,
+        decodes=decodes,
+        join=tuple(node.joins.values()) if decodes else (),
+        leave=tuple(node.leaves),
+        grow=grow or (),
+    )
+    node.leaves = []
+    if decodes:
+        node.joins = {}
+    node.inflight.append(InflightBatch(batch.id, batch.iteration, rows, members))
+    forget_command(node)  # first: who has ended is still in the workers' decode set
+    node.out.append(LaunchBatch(batch))
+
+
+def prompt_rows(node: NodeState, *, may_begin: bool) -> tuple[Row, ...]:
+    """Spans of known tokens, oldest request first, until the chunk budget is used up. What has begun goes on."""
+    budget = node.settings.chunk_tokens
+    rows: list[Row] = []
+    for progress in node.live(State.COMPUTING):
+        if budget <= 0:
+            break
+        if progress.launched >= progress.length or (not may_begin and is_fresh(progress)):
+            continue
+        row = prompt_row(node, progress, budget)
+        if row is None:
+            break
+        rows.append(row)
+        budget -= row.stop - row.start
+    return tuple(rows)
+
+
+def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
+    """The next span; one that is not the last ends at a page border, so that no page is written by two batches."""
+    start, stop = progress.launched, min(progress.length, progress.launched + budget)
+    if stop < progress.length:
+        stop -= stop % node.settings.page_size
+        if stop <= start:
+            return None
+    is_last = stop == progress.length
+    if is_fresh(progress):  # what it waited for the gate, and for its turn after it, was no computing
+        progress.computing_since = node.now
+        charge_stage_as_waiting(node, progress)
+    first = progress.synced_pages
+    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last, progress.untold_token)
+    progress.untold_token = b""
+    progress.synced_pages = len(progress.pages)
+    progress.launched = stop
+    progress.in_flight += 1
+    progress.pending += is_last
+    progress.computed_tokens += max(0, min(stop, progress.request.prompt_len) - start)
+    return row
+
+
+def any_decodable(node: NodeState) -> bool:
+    """Take those out of the decode set whose last token is being sampled already; is anybody left?"""
+    done = [
+        progress
+        for progress in map(node.requests.__getitem__, node.decode_set)
+        if progress.generated + progress.pending >= progress.request.max_new_tokens
+    ]
+    for progress in done:
+        leave_decode_set(node, progress)
+    return bool(node.decode_set)
+
+
+def decode_rows(node: NodeState) -> tuple[Grow, ...] | None:
+    """Make sure that every member has a page for its next token. None: nobody is left, or pages have to come back."""
+    page_size = node.settings.page_size
+    while node.decode_set:
+        members = map(node.requests.__getitem__, node.decode_set)
+        # `lacks_page` without the call: this runs once per row and step
+        short = [row for row in members if row.length + row.pending > len(row.pages) * page_size]
+        if make_room(node, len(short)):
+            return tuple(grow(node, progress) for progress in short)
+        if not preempt_for_pages(node, len(short)):
+            return None
+    return None
+
+
+def grow(node: NodeState, progress: Progress) -> Grow:
+    first = len(progress.pages)
+    progress.pages += node.pool.allocate(1, progress.id)
+    progress.synced_pages = len(progress.pages)
+    return Grow(progress.id, first, tuple(progress.pages[first:]))
+
+
+def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
+    """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
+    coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
+    members = [node.requests[request] for request in node.decode_set]
+    chosen = victims(members, num_pages - node.pool.num_free - coming)
+    if chosen:
+        for progress in chosen:
+            retract(node, progress)
+        return True
+    if node.inflight or any(node.queues[state] for state in GIVING_BACK):
+        return False
+    (last,) = members
+    fits_alone = pages_for(node, last.length + last.pending) <= node.pool.num_pages
+    if node.num_slots_used > 1 or fits_alone:
+        # Others compute or arrive and hold the rest, or it has copies of pages that its own lock keeps cached.
+        retract(node, last)
+    else:
+        fail_for_lack_of_pages(node, last)
+    return True
+
+
+def fail_for_lack_of_pages(node: NodeState, progress: Progress) -> None:
+    detail = f"{progress.length} tokens need more than the {node.pool.num_pages} pages of the pool"
+    end(node, progress, failure(node, progress, Cause.OUT_OF_PAGES, detail))

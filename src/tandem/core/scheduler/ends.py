@@ -1,0 +1,61 @@
+"""How requests end: with all their tokens, with one named cause, at a stop string of the edge, or at their deadline."""
+
+from tandem.core.commands import FinishReason, FinishRequest, StageTimings
+from tandem.core.disagg import decode_side, prefill_side
+from tandem.core.scheduler.request_state import Progress, is_aborted
+from tandem.core.scheduler.state import NodeState, checkpoint, end, schedule
+from tandem.core.values import Cause, RequestId
+
+
+def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
+    checkpoint(node, progress)
+    verdict = FinishRequest(
+        progress.id,
+        reason,
+        progress.path,
+        progress.cached_tokens,
+        progress.computed_tokens,
+        progress.kv_pages,
+        StageTimings(tuple(progress.stages.items())),
+        progress.retractions,
+    )
+    end(node, progress, verdict)
+
+
+def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
+    """One named cause; the peer is told."""
+    if progress.sender is not None:
+        prefill_side.fail(node, progress, cause, detail)
+    else:
+        decode_side.fail(node, progress, cause, detail)
+
+
+def give_up(node: NodeState, request: RequestId, cause: Cause) -> None:
+    progress = node.requests.get(request)
+    if progress is not None and not is_aborted(progress):
+        fail(node, progress, cause)
+
+
+def stop(node: NodeState, request: RequestId) -> None:
+    """The edge saw a stop string: what was emitted is the answer."""
+    progress = node.requests.get(request)
+    if progress is None or is_aborted(progress) or not progress.generated:
+        return
+    finish(node, progress, FinishReason.STOP)
+
+
+def expire(node: NodeState, progress: Progress) -> None:
+    """A deadline, or something to say again."""
+    if is_aborted(progress):
+        return
+    if progress.deadline <= node.now:
+        waited = "no token for too long" if progress.generated else "no first token in time"
+        before = "" if progress.first_cause.startswith(Cause.DEADLINE_EXCEEDED) else progress.first_cause
+        fail(node, progress, Cause.DEADLINE_EXCEEDED, f"{waited}; before: {before}" if before else waited)
+        return
+    if progress.sender is not None:
+        prefill_side.on_timer(node, progress)
+    elif progress.receiver is not None:
+        decode_side.on_timer(node, progress)
+    if not is_aborted(progress):
+        schedule(node, progress)

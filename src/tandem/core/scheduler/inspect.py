@@ -1,0 +1,142 @@
+"""What a node shows of itself: for `/metrics`, `/debug/waits` and `/debug/state`. Reads, never changes."""
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+from tandem.core.disagg.decode_side import key
+from tandem.core.kv.pool import PageState
+from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor, is_aborted
+from tandem.core.scheduler.state import DelayerState
+from tandem.core.settings import DelayerSettings
+from tandem.core.values import SECOND, Nanos
+
+
+def gauges(node: EngineNode) -> dict[str, float]:
+    """Numbers for the metrics, computed from state now. Names without their prefix."""
+    state = node.state
+    queues, pool, counters = state.queues, state.pool, state.counters
+    senders = [p for p in state.requests.values() if p.sender is not None]
+    receivers = [p for p in state.requests.values() if p.receiver is not None]
+    used = pool.num_pages - pool.num_free - state.tree.num_evictable
+    page_size = state.settings.page_size
+    numbers: dict[str, float] = {
+        "num_running_reqs": len(queues[State.RUNNING]) + len(queues[State.COMPUTING]),
+        "num_queue_reqs": len(queues[State.QUEUED]),
+        "num_used_tokens": used * page_size,
+        "max_total_num_tokens": pool.num_pages * page_size,
+        "token_usage": used / pool.num_pages,
+        "cache_hit_rate": counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0,
+        "num_retracted_reqs": len(queues[State.RETRACTING]),
+        "num_retracted_requests_total": counters.retractions,
+        "num_prefill_bootstrap_queue_reqs": sum(p.state is State.BOOTSTRAPPING for p in senders),
+        "num_prefill_inflight_queue_reqs": len(queues[State.SENDING]) + len(queues[State.PARKED]),
+        "num_decode_prealloc_queue_reqs": sum(p.state in (State.BOOTSTRAPPING, State.QUEUED) for p in receivers),
+        "num_decode_transfer_queue_reqs": len(queues[State.ARRIVING]) + len(queues[State.RECOVERING]),
+        "num_bootstrap_failed_reqs_total": counters.bootstrap_failed,
+        "num_transfer_failed_reqs_total": counters.transfer_failed,
+        "page_size": page_size,
+        "num_pages": pool.num_pages,
+    }
+    for reason in ("not_ready", "forced", "yield", "rendered"):
+        numbers[f"num_prefill_retries_total{{reason={reason}}}"] = counters.prefill_retries.get(reason, 0)
+    if state.settings.delayer is not None:
+        numbers |= delayer_numbers(state.delayer, state.settings.delayer)
+    return numbers
+
+
+def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[str, float]:
+    """Outcomes of all passes, and how long the delays were that ended with a prompt batch (0: there was none)."""
+    numbers: dict[str, float] = {}
+    for (estimation, allows, reason, executed), count in delayer.outcomes.items():
+        labels = (
+            f"input_estimation={estimation},output_allow={str(allows).lower()},output_reason={reason},"
+            f"actual_execution={str(executed).lower()}"
+        )
+        numbers[f"prefill_delayer_outcomes_total{{{labels}}}"] = count
+    passes = delayer.waits_by_passes
+    last = settings.max_delay_passes - 1
+    bounds = sorted({0, last, *(bound for bound in settings.wait_passes_bounds if bound < last)})
+    numbers |= histogram(
+        "prefill_delayer_wait_forward_passes",
+        {bound: sum(count for waited, count in passes.items() if waited <= bound) for bound in bounds},
+        count=sum(passes.values()),
+        total=sum(waited * count for waited, count in passes.items()),
+    )
+    seconds = (0, *settings.wait_seconds_bounds)
+    counts = (delayer.waits_by_seconds.get(bucket, 0) for bucket in range(len(seconds)))
+    return numbers | histogram(
+        "prefill_delayer_wait_seconds",
+        dict(zip(seconds, accumulate(counts), strict=True)),
+        count=sum(delayer.waits_by_seconds.values()),
+        total=delayer.waited_ns_total / SECOND,
+    )
+
+
+def histogram(name: str, cumulative: Mapping[float, int], *, count: int, total: float) -> dict[str, float]:
+    """As a scraper wants it: observations up to each bound, all of them, and their sum."""
+    buckets = {f"{name}_bucket{{le={float(bound)}}}": float(up_to) for bound, up_to in cumulative.items()}
+    return {**buckets, f"{name}_bucket{{le=+Inf}}": float(count), f"{name}_count": float(count), f"{name}_sum": total}
+
+
+def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
+    """Every request that is not running: what it waits for, who owns that, since when, until when (seconds)."""
+    shown: list[dict[str, object]] = []
+    for progress in node.state.requests.values():
+        if progress.waiting_for is None or progress.state is State.RUNNING:
+            continue
+        shown.append(
+            {
+                "request": progress.id,
+                "rid": progress.request.rid,
+                "room": progress.request.room,
+                "state": str(progress.state),
+                "waiting_for": str(progress.waiting_for),
+                "owner": wait_owner(progress),
+                "age_seconds": (now - progress.entered_at) / SECOND,
+                "deadline_in_seconds": None if is_aborted(progress) else (progress.deadline - now) / SECOND,
+            }
+        )
+    return shown
+
+
+OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.DRAIN: "worker"}  # of this server; everything else its node's
+PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
+
+
+def wait_owner(progress: Progress) -> str:
+    """Who ends this wait: the peer, or the bootstrap server that is asked for it; this server's worker, or its node."""
+    assert progress.waiting_for is not None
+    if progress.waiting_for not in PEER_WAITS:
+        return OWN_WAITS.get(progress.waiting_for, "node")
+    half = progress.receiver if progress.receiver is not None else progress.sender
+    if half is not None and half.peer is not None:
+        return half.peer.name
+    return "decode" if progress.receiver is None else f"bootstrap server {key(progress.receiver.address)}"
+
+
+def state(node: EngineNode) -> dict[str, object]:
+    """Pools by owner, queues, window."""
+    own = node.state
+    return {
+        "role": str(own.settings.role),
+        "name": own.settings.incarnation.name,
+        "incarnation": own.settings.incarnation.id,
+        "steps": own.steps,
+        "forward_ct": own.forward_ct,
+        "window": [{"batch": f.batch, "iteration": f.forward_iter} for f in own.inflight],
+        "queues": {str(queue): [int(request) for request in ids] for queue, ids in own.queues.items()},
+        "pages": {page_state.name.lower(): own.pool.counts[page_state] for page_state in PageState},
+        "pages_by_request": {int(p.id): len(p.pages) for p in own.requests.values() if p.pages},  # cached ones too
+        "pages_pinned_by_tree": own.tree.num_pinned,
+        "result_rows": {
+            "total": own.results.num_rows,
+            "free": len(own.results.free_rows),
+            "by_request": {int(request): row for request, row in own.results.owners.items()},
+        },
+        "rooms": len(own.rooms),
+        "stashed": len(own.stash),
+        "tombstones": len(own.tombstones),
+        "peers": {address: known.incarnation.name for address, known in own.peers.items()},
+        "draining": own.draining,
+    }

@@ -1,0 +1,446 @@
+"""The step: drain events, settle, expire, admit, plan. One for all roles and modes.
+
+There is no loop per mode here. Normal and overlapped execution differ in `window_depth`; unified, prefill and decode
+differ in what a request carries: a room without a peer has a `Sender`, a room with a peer has a `Receiver`, a request
+with neither is computed and decoded here.
+"""
+
+from collections.abc import Sequence
+from typing import assert_never
+
+from msgspec import structs
+
+from tandem.core.batch import BatchOutcome, TokenFlag
+from tandem.core.commands import (
+    Effects,
+    EmitTokens,
+    FailRequest,
+    FinishReason,
+    Path,
+    StageTimings,
+    StartRequest,
+    Tell,
+)
+from tandem.core.disagg import decode_side, prefill_side, rendering
+from tandem.core.disagg.messages import SHUTTING_DOWN, Abort, Offer, Ready, Release
+from tandem.core.events import (
+    AbortRequested,
+    BatchFailed,
+    BatchReturned,
+    DpRankAnswered,
+    DrainRequested,
+    Event,
+    FlushRequested,
+    HooksChanged,
+    PageRead,
+    PagesDigested,
+    PagesLanded,
+    PeerLearned,
+    PeerLost,
+    PeerReturned,
+    PeerSaid,
+    PeerUnknown,
+    PromptRendered,
+    ReadsDrained,
+    RequestArrived,
+    RequestRefused,
+    SnapshotsGathered,
+    SnapshotWanted,
+    StopMatched,
+    TransferDrained,
+    TransferFailed,
+)
+from tandem.core.request import Request
+from tandem.core.scheduler.admission import admit
+from tandem.core.scheduler.batch_planner import plan
+from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
+from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
+from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, is_aborted
+from tandem.core.scheduler.state import (
+    NodeState,
+    charge_stage,
+    checkpoint,
+    due,
+    earliest_timer,
+    enter,
+    forget_command,
+    forget_if_drained,
+    join_decode_set,
+    record_closed_room,
+    schedule,
+    too_long,
+)
+from tandem.core.settings import NodeSettings
+from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId
+
+
+class EngineNode:
+    """One replica. Implements `ports.Node`."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.state = NodeState.empty(settings)
+
+    def step(self, events: Sequence[Event], now: Nanos) -> Effects:
+        node = self.state
+        assert now >= node.now, "the clock is monotonic"
+        node.now = now
+        node.steps += 1
+        node.tree.step = node.steps
+        for event in events:
+            handle(node, event)
+        for progress in due(node):
+            expire(node, progress)
+        admit(node)
+        while plan(node):
+            admit(node)
+        forget_command(node)
+        commands, node.out = tuple(node.out), []
+        wakes = (earliest_timer(node), prefill_gate(node.settings).opens_at(node))
+        return Effects(commands, min((wake for wake in wakes if wake is not None), default=None))
+
+    def snapshot(self) -> bytes:
+        return self.state.encode()
+
+    def restore(self, snapshot: bytes) -> None:
+        self.state = NodeState.decode(snapshot)
+
+
+def handle(node: NodeState, event: Event) -> None:
+    match event:
+        case RequestArrived(request):
+            arrive(node, request)
+        case RequestRefused(request, cause, detail):
+            decline_room(node, request, cause, detail)
+        case PromptRendered(request):
+            rendering.on_rendered(node, request)
+        case AbortRequested(request, cause):
+            give_up(node, request, cause)
+        case StopMatched(request):
+            stop(node, request)
+        case BatchReturned(outcome):
+            settle(node, outcome)
+        case BatchFailed():
+            settle_failure(node, event)
+        case PeerSaid(peer, message):
+            hear(node, peer, message)
+        case PeerLearned():
+            decode_side.on_peer_learned(node, event)
+        case PeerUnknown():
+            decode_side.on_peer_unknown(node, event)
+        case DpRankAnswered():
+            decode_side.on_rank_answered(node, event)
+        case PeerReturned(peer):
+            decode_side.on_peer_returned(node, peer)
+        case PeerLost():
+            lose_peer(node, event)
+        case PagesDigested():
+            prefill_side.on_digested(node, event)
+        case PageRead():
+            prefill_side.on_page_read(node, event)
+        case PagesLanded():
+            decode_side.on_landed(node, event)
+            start_if_landed(node, event.request)
+        case TransferFailed():
+            decode_side.on_transfer_failed(node, event)
+            prefill_side.on_transfer_failed(node, event)
+        case ReadsDrained() | TransferDrained():
+            drained(node, event.request, event.shard)
+        case SnapshotWanted(number):
+            on_snapshot_wanted(node, number)
+        case SnapshotsGathered():
+            on_snapshots_gathered(node, event)
+        case HooksChanged(force_retry_prob):
+            node.settings = structs.replace(node.settings, force_retry_prob=force_retry_prob)
+        case DrainRequested():
+            node.draining = True
+        case FlushRequested():
+            for page in node.tree.evict(node.pool.num_pages):
+                node.pool.evict(page)
+        case _:
+            assert_never(event)
+
+
+# --- arrival ---------------------------------------------------------------------------------------------------------
+
+
+def arrive(node: NodeState, request: Request) -> None:
+    """Accept or refuse. A refused request owns nothing; its peer hears of it when it speaks of the room."""
+    if request.id in node.requests:
+        return
+    refusal = refuse(node, request)
+    if refusal is not None:
+        cause, detail = refusal
+        node.out.append(FailRequest(request.id, cause, "intake", detail))
+        decline_room(node, request, cause, detail)
+        node.forgotten.append(request.id)
+        return
+    deadline = Nanos(node.now + request.timeout_ns)
+    progress = Progress(
+        request, State.QUEUED, node.now, node.now, deadline, request.prompt_len, hashes=list(request.page_hashes)
+    )
+    node.requests[request.id] = progress
+    if request.room is None:
+        progress.path = Path.UNIFIED if node.settings.role == "unified" else Path.LOCAL
+        node.queues[State.QUEUED][request.id] = None
+    elif request.peer is None:
+        await_ready(node, progress)
+    else:
+        progress.state = State.BOOTSTRAPPING
+        node.queues[State.BOOTSTRAPPING][request.id] = None
+        decode_side.create_receiver(node, progress)
+    schedule(node, progress)
+
+
+def await_ready(node: NodeState, progress: Progress) -> None:
+    """A prefill half: into the bootstrap queue, and on at once if READY is here or the policy does not wait for it."""
+    progress.state = State.BOOTSTRAPPING
+    node.queues[State.BOOTSTRAPPING][progress.id] = None
+    stashed = prefill_side.create_sender(node, progress)
+    if stashed is not None:
+        hear(node, stashed.peer, stashed.message)
+    if progress.state is State.BOOTSTRAPPING and prefill_side.may_start(node, progress):
+        enter(node, progress, Trigger.PEER_READY)
+
+
+def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
+    if node.draining:
+        return Cause.DRAINING, SHUTTING_DOWN
+    waiting = len(node.queues[State.QUEUED]) + len(node.queues[State.BOOTSTRAPPING])
+    if waiting >= node.settings.max_queued:
+        return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
+    complaint = too_long(node, request)
+    if complaint is not None:
+        return Cause.PROMPT_TOO_LONG, complaint
+    if request.room is not None and request.room in node.rooms:
+        return Cause.DUPLICATE_ROOM, f"room {request.room} is in use"
+    return None
+
+
+def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -> None:
+    """So that the other half does not wait for its deadline. A room that is in use is another request's."""
+    room = request.room
+    if room is None or room in node.rooms:
+        return
+    if request.peer is None:
+        abort = Abort(room, node.settings.incarnation, cause, detail)
+        from_peer = node.stash.pop(room, None)
+        if from_peer is not None:
+            node.out.append(Tell(from_peer.peer, abort))
+    else:
+        abort = Release(room, node.settings.incarnation, "aborted", cause, detail=detail)
+        decode_side.tell_prefill(node, request, abort)
+    record_closed_room(node, room, abort)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def settle(node: NodeState, outcome: BatchOutcome) -> None:
+    """A batch has returned: book what it computed, emit its tokens, end who is done. In launch order."""
+    if not node.inflight or node.inflight[0].batch != outcome.batch:
+        return  # a duplicate
+    flight = node.inflight.pop(0)
+    assert outcome.iteration == flight.forward_iter
+    extras = dict(outcome.extras)
+    learn_hashes(node, flight, outcome)
+    emitted = Emission()
+    index = 0
+    for row in flight.rows:
+        progress = node.requests[row.request]
+        progress.in_flight -= 1
+        progress.computed = row.stop
+        token, flags = b"", 0
+        if row.samples:
+            token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
+            index += 1
+            progress.pending -= 1
+        settle_prompt_row(node, progress, emitted, row.samples, token, flags, extras.get(row.request, b""))
+    for request in flight.members:
+        progress = node.requests[request]
+        progress.in_flight -= 1
+        progress.pending -= 1
+        if progress.state is State.RUNNING:
+            progress.computed += 1
+            token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
+            take_token(node, progress, emitted, token, flags, extras.get(request, b"") if extras else b"")
+        else:
+            settle_late(node, progress)
+        index += 1
+    emitted.flush(node)
+
+
+class Emission:
+    """The tokens of one step, gathered so that they leave as one command; terminal events come after them."""
+
+    __slots__ = ("ends", "extras", "requests", "tokens")
+
+    def __init__(self) -> None:
+        self.requests: list[RequestId] = []
+        self.tokens: list[bytes] = []
+        self.extras: list[tuple[RequestId, bytes]] = []
+        self.ends: list[tuple[Progress, FinishReason]] = []
+
+    def flush(self, node: NodeState) -> None:
+        if self.requests:
+            node.out.append(EmitTokens(tuple(self.requests), b"".join(self.tokens), tuple(self.extras)))
+        for progress, reason in self.ends:
+            finish(node, progress, reason)
+
+
+def settle_prompt_row(
+    node: NodeState, progress: Progress, emitted: Emission, is_last: bool, token: bytes, flags: int, extra: bytes
+) -> None:
+    if progress.state is not State.COMPUTING:
+        settle_late(node, progress)
+        return
+    checkpoint(node, progress)
+    if flags & TokenFlag.INVALID:
+        fail(node, progress, Cause.INVALID_LOGITS, "logits are not finite")
+    elif progress.sender is not None:
+        if is_last:
+            prefill_side.after_prompt(node, progress, token=token, flags=flags, extra=extra)
+        else:
+            prefill_side.after_chunk(node, progress)
+    elif is_last:
+        enter(node, progress, Trigger.RUN)
+        if take_token(node, progress, emitted, token, flags, extra):
+            join_decode_set(node, progress)
+
+
+def settle_late(node: NodeState, progress: Progress) -> None:
+    """A result for a request that has ended or is being pushed back: it only counts as returned."""
+    if is_aborted(progress):
+        forget_if_drained(node, progress)
+    elif progress.state is State.RETRACTING:
+        prefill_side.finish_give_back(node, progress)
+
+
+def take_token(node: NodeState, progress: Progress, emitted: Emission, token: bytes, flags: int, extra: bytes) -> bool:
+    """One more token is known: emit it. False if it was the last."""
+    if flags & TokenFlag.INVALID:
+        fail(node, progress, Cause.INVALID_LOGITS, "logits are not finite")
+        return False
+    if not progress.generated:
+        announce_first_token(node, progress)
+    progress.length += 1
+    progress.generated += 1
+    progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
+    if progress.generated == 1:
+        schedule(node, progress)  # the stall timeout may end before the deadline that bounded the first token
+    request = progress.request
+    emitted.requests.append(request.id)
+    emitted.tokens.append(token)
+    if extra:
+        emitted.extras.append((request.id, extra))
+    if flags:
+        emitted.ends.append((progress, FinishReason.STOP))
+        return False
+    if progress.generated >= request.max_new_tokens:
+        emitted.ends.append((progress, FinishReason.LENGTH))
+        return False
+    return True
+
+
+def announce_first_token(node: NodeState, progress: Progress) -> None:
+    charge_stage(node, progress)
+    ledger = StageTimings(tuple(progress.stages.items()))
+    node.out.append(StartRequest(progress.id, progress.path, progress.cached_tokens, ledger))
+
+
+def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
+    """Workers name the pages that filled up with output. A chain with a gap is not continued: it would lie."""
+    reported: dict[RequestId, list[bytes]] = {}
+    for request, page_hash in outcome.hashes:
+        reported.setdefault(request, []).append(page_hash)
+    if not reported:
+        return
+    reach = {row.request: row.stop for row in flight.rows}
+    for request, hashes in reported.items():
+        progress = node.requests.get(request)
+        if progress is None or is_aborted(progress):
+            continue
+        computed = reach.get(request, progress.computed + 1)
+        if len(progress.hashes) + len(hashes) == computed // node.settings.page_size:
+            progress.hashes += hashes
+
+
+def settle_failure(node: NodeState, event: BatchFailed) -> None:
+    """The forward pass raised: its requests end, the others go on."""
+    if not node.inflight or node.inflight[0].batch != event.batch:
+        return
+    flight = node.inflight.pop(0)
+    for request, samples in [(row.request, row.samples) for row in flight.rows] + [(m, True) for m in flight.members]:
+        progress = node.requests[request]
+        progress.in_flight -= 1
+        progress.pending -= samples
+        if is_aborted(progress):
+            forget_if_drained(node, progress)
+        else:
+            fail(node, progress, event.cause, event.detail)
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+def hear(node: NodeState, peer: Incarnation, message: Ready | Offer | Release | Abort) -> None:
+    match message:
+        case Ready():
+            rendering.on_ready(node, peer, message)
+        case Release():
+            prefill_side.on_release(node, peer, message)
+        case Offer():
+            decode_side.on_offer(node, peer, message)
+            start_if_landed(node, node.rooms.get(message.room))
+        case Abort():
+            decode_side.on_peer_abort(node, peer, message)
+        case _:
+            assert_never(message)
+
+
+def start_if_landed(node: NodeState, request: RequestId | None) -> None:
+    """A request can run when its KV has arrived; its first token is the one that prefill sampled."""
+    progress = node.requests.get(request) if request is not None else None
+    if progress is None or progress.state is not State.ARRIVING or not decode_side.is_landed(node, progress):
+        return
+    token, flags, extra = decode_side.commit(node, progress)
+    enter(node, progress, Trigger.RUN)
+    checkpoint(node, progress)
+    emitted = Emission()
+    goes_on = take_token(node, progress, emitted, token, flags, extra)
+    emitted.flush(node)
+    if goes_on:
+        join_decode_set(node, progress, token=token)
+
+
+def lose_peer(node: NodeState, event: PeerLost) -> None:
+    """Everything between this node and that life of the peer has failed."""
+    for address, known in list(node.peers.items()):
+        if known.incarnation == event.peer:
+            del node.peers[address]
+    for room, stashed in list(node.stash.items()):
+        if stashed.peer == event.peer and isinstance(stashed.message, Ready):
+            del node.stash[room]
+    gone = f"{event.peer.name} is gone" + (f": {event.detail}" if event.detail else "")
+    for progress in list(node.requests.values()):
+        if is_aborted(progress):
+            continue
+        if progress.sender is not None and progress.sender.counterpart == event.peer:
+            prefill_side.fail(node, progress, event.cause, f"decode {gone}")
+        elif is_awaited(progress, event.peer):
+            decode_side.fail_transfer(node, progress, event.cause, f"prefill {gone}")
+
+
+def is_awaited(progress: Progress, peer: Incarnation) -> bool:
+    """Does this request still want KV from that peer?"""
+    wants = progress.state in (State.QUEUED, State.ARRIVING)
+    return wants and progress.receiver is not None and progress.receiver.peer == peer
+
+
+def drained(node: NodeState, request: RequestId, shard: ShardId) -> None:
+    """One shard touches these pages no more."""
+    progress = node.requests.get(request)
+    if progress is None:
+        return
+    progress.drains.pop(shard, None)
+    decode_side.recover_if_drained(node, progress)
+    forget_if_drained(node, progress)

@@ -1,0 +1,175 @@
+"""The prefill delayer of one replica: what its node asks in each pass before prompts may begin.
+
+Two policies of one shape: `AlwaysOpen`, and `Delayer`, which makes this rank's snapshot, agrees with the other ranks,
+and keeps the books. A rank that is alone agrees with itself at once. Where there are several, a pass is asked for
+(`sched.gather`), and its outcome is for the next batch that is planned; meanwhile who decodes goes on. It is asked
+about prompts that are admitted already, so they have pages, slot and result slot, and nothing can come in between once
+it lets them. A prompt that has begun always goes on.
+
+A request that is held waits for `WaitingFor.GATE`. It is held only while somebody decodes or is about to: each batch
+that returns asks again, and the time at which the queue gate gives up is a wake-up of the node.
+"""
+
+from bisect import bisect_left
+from typing import Protocol
+
+from msgspec import Struct
+
+from tandem.core.commands import GatherSnapshot
+from tandem.core.events import SnapshotsGathered
+from tandem.core.scheduler.delayer_policy import RankLoad, agree, expected_batch, remember_batch
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor
+from tandem.core.scheduler.state import NodeState
+from tandem.core.settings import DelayerSettings, NodeSettings
+from tandem.core.values import SECOND, ZERO_NS, Nanos
+
+
+class PrefillGate(Protocol):
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        """May admitted prompts that are not begun be in this batch? `num_decoding`: rows that would decode instead."""
+        ...
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        """So many prompt rows are in the batch that was asked about."""
+        ...
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        """When to ask again although nothing has happened."""
+        ...
+
+
+class AlwaysOpen(Struct, frozen=True):
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        return True
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        pass
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        return None
+
+
+class Delayer(Struct, frozen=True):
+    settings: DelayerSettings
+
+    def may_begin(self, node: NodeState, num_decoding: int) -> bool:
+        state = node.delayer
+        fresh = [progress for progress in node.live(State.COMPUTING) if is_fresh(progress)]
+        snapshot = state.snapshot = self.look(node, num_decoding)
+        if self.settings.num_ranks > 1 and state.gathered is None:
+            state.decision = None
+            if not fresh:
+                state.since = None  # whom the last delay was for has gone
+            self.ask(node, snapshot, fresh)
+            return False
+        ranks = (snapshot,)
+        if state.gathered is not None:
+            ranks, state.memory, state.gathered = state.gathered.snapshots, state.gathered.memory, None
+        decision, memory = agree(ranks, state.memory, self.settings)
+        state.decision = decision
+        if decision.allows:
+            state.waited_passes = state.memory.delayed_passes
+            state.waited_ns = Nanos(node.now - state.since) if state.since is not None else ZERO_NS
+            state.since = None
+        elif state.since is None:
+            state.since = node.now
+        state.memory = memory
+        for progress in fresh:
+            progress.blocked_on = None if decision.allows else WaitingFor.GATE
+        return decision.allows
+
+    def ask(self, node: NodeState, snapshot: RankLoad, fresh: list[Progress]) -> None:
+        """Want a pass, if there is anything to begin."""
+        for progress in fresh:
+            progress.blocked_on = WaitingFor.GATE
+        if fresh and node.delayer.ask_at <= node.now:
+            node.delayer.ask_at = Nanos(node.now + self.settings.pass_ns)
+            node.out.append(GatherSnapshot(None, snapshot))
+
+    def look(self, node: NodeState, num_decoding: int) -> RankLoad:
+        """This rank's row. Pages that waiting prompts hold are not 'used': nothing is computed in them yet."""
+        state, pool = node.delayer, node.pool
+        computing = node.live(State.COMPUTING)
+        fresh = [progress for progress in computing if is_fresh(progress)]
+        held = sum(len(progress.pages) - progress.inserted for progress in fresh)
+        usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - held) / pool.num_pages
+        is_prefillable = any(progress.launched < progress.length for progress in computing)
+        num_running = num_decoding + sum(map(is_about_to_decode, computing))
+        watermark = self.settings.low_watermark
+        return RankLoad(
+            is_prefillable=is_prefillable,
+            is_under_watermark=is_prefillable and watermark is not None and usage < watermark,
+            num_running=num_running,
+            num_free_slots=node.settings.max_running - num_running,
+            usual_batch=max(state.batches, default=0),
+            num_waiting=len(node.queues[State.QUEUED]) + len(fresh),
+            is_timed_out=state.since is not None and node.now - state.since >= self.settings.max_delay_ns,
+        )
+
+    def note(self, node: NodeState, num_rows: int) -> None:
+        state = node.delayer
+        snapshot, decision = state.snapshot, state.decision
+        assert snapshot is not None
+        if decision is None:
+            return  # a pass has been asked for
+        if not num_rows and not snapshot.num_running:
+            return  # nobody runs and nobody could: not a pass
+        if num_rows or decision.lacks_slots:
+            would_be = expected_batch(
+                num_waiting=snapshot.num_waiting,
+                num_running=snapshot.num_running,
+                max_running=node.settings.max_running,
+            )
+            state.batches = remember_batch(state.batches, num_rows or would_be, window=self.settings.window)
+        outcome = (decision.estimation, decision.allows, decision.reason, num_rows > 0)
+        state.outcomes[outcome] = state.outcomes.get(outcome, 0) + 1
+        if decision.allows and num_rows:
+            passes, seconds = state.waited_passes, state.waited_ns / SECOND
+            state.waits_by_passes[passes] = state.waits_by_passes.get(passes, 0) + 1
+            bucket = bisect_left((0.0, *self.settings.wait_seconds_bounds), seconds)
+            state.waits_by_seconds[bucket] = state.waits_by_seconds.get(bucket, 0) + 1
+            state.waited_ns_total = Nanos(state.waited_ns_total + state.waited_ns)
+
+    def opens_at(self, node: NodeState) -> Nanos | None:
+        since = node.delayer.since
+        times: list[int] = []
+        if since is not None and self.settings.queue_min_ratio is not None:
+            times.append(since + self.settings.max_delay_ns)
+        if self.settings.num_ranks > 1 and any(map(is_fresh, node.live(State.COMPUTING))):
+            times.append(node.delayer.ask_at)
+        # What is over already is asked again whenever a batch returns.
+        return min((Nanos(time) for time in times if time > node.now), default=None)
+
+
+ALWAYS_OPEN = AlwaysOpen()
+
+
+def prefill_gate(settings: NodeSettings) -> PrefillGate:
+    return ALWAYS_OPEN if settings.delayer is None else Delayer(settings.delayer)
+
+
+def on_snapshot_wanted(node: NodeState, number: int) -> None:
+    """Another rank has prompts to begin."""
+    if node.settings.delayer is not None:
+        snapshot = Delayer(node.settings.delayer).look(node, len(node.decode_set))
+        node.out.append(GatherSnapshot(number, snapshot))
+
+
+def on_snapshots_gathered(node: NodeState, event: SnapshotsGathered) -> None:
+    """For the next batch, if there are prompts to begin. A pass that let them is not taken back before it is used."""
+    settings, state = node.settings.delayer, node.delayer
+    if settings is None or not any(map(is_fresh, node.live(State.COMPUTING))):
+        return
+    before = state.gathered
+    if before is None or not agree(before.snapshots, before.memory, settings)[0].allows:
+        state.gathered = event
+
+
+def is_fresh(progress: Progress) -> bool:
+    """Admitted, and no batch has begun with it: the workers do not know its pages."""
+    return progress.synced_pages == 0
+
+
+def is_about_to_decode(progress: Progress) -> bool:
+    """The last chunk of its prompt is launched, and what comes after runs here."""
+    return progress.launched >= progress.length and progress.sender is None

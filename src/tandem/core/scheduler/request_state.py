@@ -1,0 +1,185 @@
+"""Where a request is: the lifecycle table, and the record that one node keeps for it until nothing of it is left.
+
+A request's state is also its queue: the node keeps one ordered table per state, so a request cannot be in two.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+from tandem.core.batch import Row
+from tandem.core.commands import Path
+from tandem.core.disagg.transfer_state import Receiver, Sender
+from tandem.core.machine import Machine
+from tandem.core.request import Request
+from tandem.core.values import ZERO_NS, BatchId, Nanos, PageHash, PageId, RequestId, ShardId
+
+
+class State(StrEnum):
+    BOOTSTRAPPING = "bootstrapping"  # the other half is not known yet, or has not said READY
+    QUEUED = "queued"  # wants pages and a slot
+    COMPUTING = "computing"  # its prompt is being computed here, chunk by chunk
+    ARRIVING = "arriving"  # its prompt's KV is being pulled from a peer
+    RECOVERING = "recovering"  # the transfer failed; its pages are not drained yet
+    RUNNING = "running"  # one token per decode batch
+    RETRACTING = "retracting"  # gives its pages back as soon as its last batch has returned
+    PARKED = "parked"  # computed; nobody has said READY
+    SENDING = "sending"  # computed; the peer reads
+    DRAINING = "draining"  # ended for everybody; a batch or a transfer still holds its pages
+    DONE = "done"
+
+
+class Trigger(Enum):
+    PEER_READY = "peer ready"
+    PEER_FAILED = "peer failed"
+    COMPUTE = "compute"
+    ARRIVE = "arrive"
+    RUN = "run"
+    SEND = "send"
+    PARK = "park"
+    GIVE_BACK = "give back"
+    REQUEUE = "requeue"
+    FALL_BACK = "fall back"
+    END = "end"
+    DRAINED = "drained"
+
+
+_LIVE = [state for state in State if state not in (State.DRAINING, State.DONE)]
+
+LIFECYCLE: Machine[State, Trigger] = Machine(
+    name="request",
+    initial=(State.QUEUED, State.BOOTSTRAPPING),
+    terminal=frozenset({State.DONE}),
+    rules={
+        (State.BOOTSTRAPPING, Trigger.PEER_READY): State.QUEUED,
+        (State.BOOTSTRAPPING, Trigger.PEER_FAILED): State.QUEUED,  # compute here instead
+        (State.QUEUED, Trigger.PEER_FAILED): State.QUEUED,
+        (State.QUEUED, Trigger.COMPUTE): State.COMPUTING,
+        (State.QUEUED, Trigger.ARRIVE): State.ARRIVING,
+        (State.QUEUED, Trigger.FALL_BACK): State.BOOTSTRAPPING,  # its prompt is rendered anew
+        (State.COMPUTING, Trigger.RUN): State.RUNNING,
+        (State.COMPUTING, Trigger.SEND): State.SENDING,
+        (State.COMPUTING, Trigger.PARK): State.PARKED,
+        (State.COMPUTING, Trigger.GIVE_BACK): State.RETRACTING,
+        (State.ARRIVING, Trigger.RUN): State.RUNNING,
+        (State.ARRIVING, Trigger.PEER_FAILED): State.RECOVERING,
+        (State.RECOVERING, Trigger.REQUEUE): State.QUEUED,
+        (State.RUNNING, Trigger.GIVE_BACK): State.RETRACTING,
+        (State.PARKED, Trigger.SEND): State.SENDING,
+        (State.PARKED, Trigger.GIVE_BACK): State.RETRACTING,
+        (State.RETRACTING, Trigger.REQUEUE): State.QUEUED,
+        (State.RETRACTING, Trigger.FALL_BACK): State.BOOTSTRAPPING,
+        **{(state, Trigger.END): State.DRAINING for state in _LIVE},
+        (State.DRAINING, Trigger.DRAINED): State.DONE,
+    },
+)
+
+SLOT_STATES = (
+    State.COMPUTING,
+    State.ARRIVING,
+    State.RECOVERING,
+    State.RUNNING,
+    State.RETRACTING,
+    State.PARKED,
+    State.SENDING,
+)
+
+
+class WaitingFor(StrEnum):
+    """What a request that is not running waits for; `/debug/waits` lists it, and a missed deadline names it."""
+
+    PEER = "peer"  # bootstrap
+    RENDERING = "rendering"  # the edge, which renders the prompt at decode's time
+    DP_RANK = "dp_rank"  # which of the peer's ranks has it
+    PAGES = "pages"
+    SLOT = "slot"
+    METADATA_SLOT = "metadata_slot"
+    GATE = "gate"  # the prefill delayer
+    WINDOW = "window"  # its batch
+    LANDING = "landing"  # the peer's pages
+    COLLECTION = "collection"  # the peer to read and release
+    DRAIN = "drain"
+
+
+_WAITS = {
+    State.BOOTSTRAPPING: WaitingFor.PEER,
+    State.QUEUED: WaitingFor.PAGES,
+    State.COMPUTING: WaitingFor.WINDOW,
+    State.ARRIVING: WaitingFor.LANDING,
+    State.RECOVERING: WaitingFor.DRAIN,
+    State.RUNNING: WaitingFor.WINDOW,
+    State.RETRACTING: WaitingFor.WINDOW,
+    State.PARKED: WaitingFor.PEER,
+    State.SENDING: WaitingFor.COLLECTION,
+    State.DRAINING: WaitingFor.DRAIN,
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """Mutable; owned by one node. Token counts are of this request's own sequence."""
+
+    request: Request
+    state: State
+    arrived_at: Nanos
+    entered_at: Nanos  # this state
+    deadline: Nanos
+    length: int  # known tokens: prompt and emitted outputs
+    computed: int = 0  # tokens whose KV is written
+    launched: int = 0  # prompt rows: tokens whose KV is written or is being written
+    generated: int = 0  # emitted outputs
+    pending: int = 0  # tokens that launched batches will sample
+    in_flight: int = 0  # launched batches that know this request
+    pages: list[PageId] = field(default_factory=list[PageId])
+    untold_token: bytes = b""  # a first token from the peer that no plan has told the workers
+    synced_pages: int = 0  # leading pages that the workers know
+    hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
+    inserted: int = 0  # leading pages that the prefix tree knows under these hashes
+    locked: PageHash | None = None
+    cached_tokens: int = 0  # found in the prefix tree at the first admission
+    computed_tokens: int = 0  # prompt tokens computed here, repetitions included
+    kv_pages: int = 0  # pulled from a peer
+    is_counted: bool = False  # its prompt is in the hit rate
+    prefill_retry_count: int = 0  # times its pages were given back before READY
+    yields: int = 0  # those of them under pressure
+    retractions: int = 0
+    path: Path = Path.LOCAL
+    blocked_on: WaitingFor | None = None  # why the last admission did not take it, or the gate does not let it begin
+    sender: Sender | None = None
+    receiver: Receiver | None = None
+    computing_since: Nanos = ZERO_NS
+    stages: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
+    drains: dict[ShardId, None] = field(
+        default_factory=dict[ShardId, None]
+    )  # have not answered CancelPull or RevokePages
+    give_back_reason: str = ""
+    first_cause: str = ""
+    timer_at: Nanos | None = None  # its earliest entry in the timer heap
+
+    @property
+    def id(self) -> RequestId:
+        return self.request.id
+
+    @property
+    def waiting_for(self) -> WaitingFor | None:
+        if self.state in (State.QUEUED, State.COMPUTING) and self.blocked_on is not None:
+            return self.blocked_on
+        if self.state is State.BOOTSTRAPPING and self.receiver is not None and self.receiver.asks_rank:
+            return WaitingFor.DP_RANK
+        if self.state is State.BOOTSTRAPPING and self.sender is not None and self.sender.ready is not None:
+            return WaitingFor.RENDERING
+        return _WAITS.get(self.state)
+
+
+def is_aborted(progress: Progress) -> bool:
+    """The request has ended for its client; late results of its batches and transfers are dropped."""
+    return progress.state in (State.DRAINING, State.DONE)
+
+
+@dataclass(slots=True)
+class InflightBatch:
+    """A launched batch that has not returned. `forward_iter` is frozen here, at launch."""
+
+    batch: BatchId
+    forward_iter: int
+    rows: tuple[Row, ...]
+    members: tuple[RequestId, ...]

@@ -1,0 +1,419 @@
+"""All that a node knows, in one record, and the few moves that keep it whole.
+
+Every mutable thing of a node is in `NodeState`, so a snapshot is its encoding and nothing can be forgotten. The
+functions here are the only ones that move a request between states or take and give pages.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from tandem.core.batch import Join
+from tandem.core.commands import Command, FailRequest, FinishRequest, ForgetRequests
+from tandem.core.disagg.messages import Abort, Ready, Release
+from tandem.core.disagg.transfer_state import ResultSlots
+from tandem.core.events import SnapshotsGathered
+from tandem.core.kv.pool import PagePool
+from tandem.core.kv.tree import PrefixTree
+from tandem.core.request import Request
+from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
+from tandem.core.scheduler.request_state import LIFECYCLE, SLOT_STATES, InflightBatch, Progress, State, Trigger
+from tandem.core.settings import NodeSettings, PrefillInfo
+from tandem.core.values import ZERO_NS, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
+
+
+@dataclass(slots=True)
+class Stashed:
+    """What decode said of a request that has not come."""
+
+    peer: Incarnation
+    message: Ready | Release
+    expires_at: Nanos
+
+
+@dataclass(slots=True)
+class KnownPeer:
+    """What the bootstrap server at one address told of one DP rank."""
+
+    incarnation: Incarnation
+    layout: str
+    differs: str = ""  # where it is another layout than ours, in words
+
+
+@dataclass(slots=True)
+class Counters:
+    """Sums since the start, for metrics that no state shows. `hit_tokens` without reprocessed ones (sglang#26780)."""
+
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    prefill_retries: dict[str, int] = field(default_factory=dict[str, int])  # by reason
+    retractions: int = 0
+    bootstrap_failed: int = 0
+    transfer_failed: int = 0
+
+
+@dataclass(slots=True)
+class DelayerState:
+    """What the prefill delayer of this replica remembers, and has counted."""
+
+    memory: DelayHistory = field(default_factory=DelayHistory)
+    since: Nanos | None = None  # when the delay under way began
+    ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
+    gathered: SnapshotsGathered | None = None  # what they said for the next batch
+    batches: tuple[int, ...] = ()  # requests in the last prompt batches
+    snapshot: RankLoad | None = None  # of the last pass
+    decision: Decision | None = None
+    waited_passes: int = 0  # of the delay that it ended
+    waited_ns: Nanos = ZERO_NS
+    outcomes: dict[tuple[str, bool, str, bool], int] = field(default_factory=dict[tuple[str, bool, str, bool], int])
+    waits_by_passes: dict[int, int] = field(default_factory=dict[int, int])
+    waits_by_seconds: dict[int, int] = field(default_factory=dict[int, int])  # by bucket; the first is 0
+    waited_ns_total: Nanos = ZERO_NS
+
+
+@dataclass(slots=True)
+class NodeState:
+    settings: NodeSettings
+    pool: PagePool
+    tree: PrefixTree
+    results: ResultSlots
+    now: Nanos = ZERO_NS
+    steps: int = 0
+    requests: dict[RequestId, Progress] = field(default_factory=dict[RequestId, Progress])
+    queues: dict[State, dict[RequestId, None]] = field(default_factory=dict[State, dict[RequestId, None]])
+    rooms: dict[Room, RequestId] = field(default_factory=dict[Room, RequestId])
+    inflight: list[InflightBatch] = field(default_factory=list[InflightBatch])
+    forward_ct: int = 0
+    attempts: int = 0  # transfers begun; never used twice, so an old OFFER of a room that is used again is told apart
+    consecutive_prefills: int = 0  # prompt batches in a row
+    decode_set: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
+    joins: dict[RequestId, Join] = field(default_factory=dict[RequestId, Join])  # not told to the workers yet
+    leaves: list[RequestId] = field(default_factory=list[RequestId])
+    timers: list[tuple[Nanos, RequestId]] = field(default_factory=list[tuple[Nanos, RequestId]])
+    stash: dict[Room, Stashed] = field(default_factory=dict[Room, Stashed])
+    tombstones: dict[Room, Release | Abort] = field(default_factory=dict[Room, Release | Abort])
+    prefills: dict[str, PrefillInfo] = field(default_factory=dict[str, PrefillInfo])  # by bootstrap address
+    peers: dict[str, KnownPeer] = field(default_factory=dict[str, KnownPeer])  # by bootstrap address and DP rank
+    asked: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
+    draining: bool = False
+    counters: Counters = field(default_factory=Counters)
+    delayer: DelayerState = field(default_factory=DelayerState)
+    out: list[Command] = field(default_factory=list[Command])  # of the step that runs; empty between steps
+    forgotten: list[RequestId] = field(default_factory=list[RequestId])
+
+    @classmethod
+    def empty(cls, settings: NodeSettings) -> "NodeState":
+        return cls(
+            settings,
+            PagePool.empty(settings.num_pages),
+            PrefixTree(),
+            ResultSlots.empty(settings.metadata_slots),
+            queues={state: OrderedDict() for state in State if state is not State.DONE},
+        )
+
+    def encode(self) -> bytes:
+        assert not self.out, "snapshots are taken between steps"
+        # Why not as they are: msgspec reads an OrderedDict as a dict and does not see what `move_to_end` has moved.
+        queues = {queue: dict.fromkeys(ids) for queue, ids in self.queues.items()}
+        return msgspec.msgpack.encode(replace(self, queues=queues))
+
+    @classmethod
+    def decode(cls, snapshot: bytes) -> "NodeState":
+        state = msgspec.msgpack.decode(snapshot, type=cls)
+        state.queues = {queue: OrderedDict(ids) for queue, ids in state.queues.items()}
+        return state
+
+    @property
+    def num_slots_used(self) -> int:
+        return sum(len(self.queues[state]) for state in SLOT_STATES)
+
+    def live(self, state: State) -> list[Progress]:
+        """The requests in one state, in order of entry."""
+        return [self.requests[request] for request in self.queues[state]]
+
+
+def enter(node: NodeState, progress: Progress, trigger: Trigger, *, first: bool = False) -> None:
+    """Move a request along the lifecycle table; `first` puts it at the head of the new queue."""
+    after = LIFECYCLE.next(progress.state, trigger)
+    charge_stage(node, progress)
+    del node.queues[progress.state][progress.id]
+    progress.state = after
+    if after is State.DONE:
+        return
+    queue = node.queues[after]
+    queue[progress.id] = None
+    if first:
+        assert isinstance(queue, OrderedDict)
+        queue.move_to_end(progress.id, last=False)
+    schedule(node, progress)
+
+
+_STAGES = {
+    State.BOOTSTRAPPING: "bootstrap",
+    State.QUEUED: "waiting",
+    State.RETRACTING: "waiting",
+    State.COMPUTING: "forward",
+    State.PARKED: "bootstrap",
+    State.SENDING: "transfer_kv_cache",
+    State.ARRIVING: "transferred",
+    State.RECOVERING: "transferred",
+}
+
+
+def charge_stage(node: NodeState, progress: Progress) -> None:
+    """Book the time in the present state on the TTFT ledger; stages partition [arrival, first token]."""
+    charge(node, progress, _STAGES.get(progress.state))
+
+
+def charge_stage_as_waiting(node: NodeState, progress: Progress) -> None:
+    """It was ready to be computed, and something else held it."""
+    charge(node, progress, "waiting")
+
+
+def charge(node: NodeState, progress: Progress, stage: str | None) -> None:
+    since, progress.entered_at = progress.entered_at, node.now
+    if stage is None or progress.generated:
+        return
+    side = "decode" if progress.receiver is not None else "prefill"
+    add_stage(progress, f"{side}_{stage}", Nanos(node.now - since))
+
+
+def add_stage(progress: Progress, stage: str, duration_ns: Nanos) -> None:
+    if duration_ns > 0:
+        progress.stages[stage] = Nanos(progress.stages.get(stage, 0) + duration_ns)
+
+
+# --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pages: int, reserve: int) -> bool:
+    """Fill the request's page table with `num_pages`: a cached prefix of at most `match_pages`, then own pages.
+
+    False, with nothing changed, if fewer than `reserve` pages would stay available.
+    """
+    assert not progress.pages
+    hashes = progress.hashes[:match_pages]
+    matched = node.tree.match(hashes) if node.settings.prefix_cache else []
+    deepest = hashes[len(matched) - 1] if matched else None
+    if deepest is not None:
+        node.tree.lock(deepest)
+    wanted = num_pages - len(matched)
+    if wanted + reserve > node.pool.num_free + node.tree.num_evictable:
+        if deepest is not None:
+            node.tree.unlock(deepest)
+        return False
+    make_room(node, wanted)
+    progress.pages = matched + node.pool.allocate(wanted, progress.id)
+    progress.inserted = len(matched)
+    progress.locked = deepest
+    progress.synced_pages = 0
+    progress.computed = progress.launched = len(matched) * node.settings.page_size
+    return True
+
+
+def make_room(node: NodeState, num_pages: int) -> bool:
+    """Evict cached pages until `num_pages` are free, if that is possible."""
+    for page in node.tree.evict(num_pages - node.pool.num_free):
+        node.pool.evict(page)
+    return node.pool.num_free >= num_pages
+
+
+def checkpoint(node: NodeState, progress: Progress) -> None:
+    """Give the full, computed pages to the prefix tree. The request reads on; the tree owns them from here."""
+    if not node.settings.prefix_cache:
+        return
+    full = min(len(progress.hashes), progress.computed // node.settings.page_size)
+    if full <= progress.inserted:
+        return
+    for index in range(progress.inserted, full):
+        parent = progress.hashes[index - 1] if index else None
+        if node.tree.insert(progress.hashes[index], progress.pages[index], parent):
+            node.pool.share(progress.pages[index], progress.id)
+    before, progress.locked = progress.locked, progress.hashes[full - 1]
+    node.tree.lock(progress.locked)
+    if before is not None:
+        node.tree.unlock(before)
+    progress.inserted = full
+
+
+def give_back_pages(node: NodeState, progress: Progress) -> None:
+    """Empty the page table. What the tree took stays cached; the rest is free at once, so nothing may touch it."""
+    assert progress.in_flight == 0, "a launched batch may still write these pages"
+    assert not progress.drains, "a transfer may still touch these pages"
+    node.pool.free(progress.pages, progress.id)
+    if progress.locked is not None:
+        node.tree.unlock(progress.locked)
+    progress.pages = []
+    progress.locked = None
+    progress.inserted = progress.synced_pages = progress.computed = progress.launched = 0
+
+
+def lacks_page(node: NodeState, progress: Progress) -> bool:
+    """Of a running request: its next token's input has no page yet."""
+    return progress.length + progress.pending > len(progress.pages) * node.settings.page_size
+
+
+def pages_for(node: NodeState, num_tokens: int) -> int:
+    return ceil_div(num_tokens, node.settings.page_size)
+
+
+def too_long(node: NodeState, request: Request) -> str | None:
+    """Why the prompt and one token more can never fit, or None."""
+    if pages_for(node, request.prompt_len + 1) <= node.pool.num_pages:
+        return None
+    tokens = node.pool.num_pages * node.settings.page_size
+    return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
+
+
+# --- the decode set --------------------------------------------------------------------------------------------------
+
+
+def join_decode_set(node: NodeState, progress: Progress, *, token: bytes = b"") -> None:
+    """From the next decode batch on, one token each."""
+    node.decode_set[progress.id] = None
+    first = progress.synced_pages
+    node.joins[progress.id] = Join(progress.id, first, tuple(progress.pages[first:]), token)
+    progress.synced_pages = len(progress.pages)
+
+
+def leave_decode_set(node: NodeState, progress: Progress) -> None:
+    if progress.id not in node.decode_set:
+        return
+    del node.decode_set[progress.id]
+    if progress.id in node.joins:
+        join = node.joins.pop(progress.id)
+        progress.synced_pages = join.first_page
+        progress.untold_token = join.token
+    else:
+        node.leaves.append(progress.id)
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
+    """The cause in full: in which wait, for how long, on whom."""
+    sender, receiver = progress.sender, progress.receiver
+    known = sender.counterpart if sender is not None else receiver.peer if receiver is not None else None
+    peer = known.name if known is not None else ""
+    stage = str(progress.waiting_for or progress.state)
+    return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
+
+
+def end(node: NodeState, progress: Progress, verdict: FinishRequest | FailRequest) -> None:
+    """The one terminal event. What batches and transfers still touch stays quarantined until it is drained."""
+    node.out.append(verdict)
+    leave_decode_set(node, progress)
+    node.results.maybe_release_metadata_buffer(progress.id)
+    enter(node, progress, Trigger.END)
+    if progress.in_flight or progress.drains:
+        node.pool.quarantine(progress.pages, progress.id)
+    forget_if_drained(node, progress)
+
+
+def forget_if_drained(node: NodeState, progress: Progress) -> None:
+    if progress.state is not State.DRAINING or progress.in_flight or progress.drains:
+        return
+    give_back_pages(node, progress)
+    enter(node, progress, Trigger.DRAINED)
+    del node.requests[progress.id]
+    if progress.request.room is not None and node.rooms.get(progress.request.room) == progress.id:
+        del node.rooms[progress.request.room]
+    if progress.id in node.leaves:
+        node.leaves.remove(progress.id)
+    node.forgotten.append(progress.id)
+
+
+def forget_command(node: NodeState) -> None:
+    if node.forgotten:
+        node.out.append(ForgetRequests(tuple(node.forgotten)))
+        node.forgotten = []
+
+
+def record_closed_room(node: NodeState, room: Room, answer: Release | Abort) -> None:
+    """Remember what to answer when the peer speaks of this room again; the oldest is forgotten first."""
+    node.tombstones.pop(room, None)
+    node.tombstones[room] = answer
+    while len(node.tombstones) > node.settings.tombstones:
+        del node.tombstones[next(iter(node.tombstones))]
+
+
+# --- timers ----------------------------------------------------------------------------------------------------------
+
+
+def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
+    """When this request wants attention although nothing happens."""
+    if progress.state in (State.DRAINING, State.DONE):
+        return None
+    times = [progress.deadline]
+    if progress.receiver is not None:
+        if progress.state is State.BOOTSTRAPPING:
+            times.append(progress.receiver.ask_at)
+        elif progress.state is State.ARRIVING:
+            times.append(progress.receiver.resend_at)
+            if progress.receiver.arrival_until is not None:
+                times.append(progress.receiver.arrival_until)
+    if progress.sender is not None and not progress.sender.is_ready:
+        if progress.sender.bootstrap_until is not None:
+            times.append(progress.sender.bootstrap_until)
+        if progress.sender.is_announced:
+            times.append(progress.sender.resend_at)
+    elif progress.sender is not None:
+        times.append(progress.sender.lease_until)
+        if progress.state is State.SENDING:
+            times.append(progress.sender.resend_at)
+    return min(times)
+
+
+def schedule(node: NodeState, progress: Progress) -> None:
+    """Make sure that the timer heap has an entry early enough. Later entries are found stale when they come up."""
+    when = next_timer(node, progress)
+    if when is not None and (progress.timer_at is None or when < progress.timer_at):
+        progress.timer_at = when
+        heapq.heappush(node.timers, (when, progress.id))
+
+
+def due(node: NodeState) -> list[Progress]:
+    """Requests whose timer has come; each wants `schedule` again afterwards."""
+    ready: list[Progress] = []
+    while node.timers and node.timers[0][0] <= node.now:
+        progress = pop_timer(node)
+        if progress is not None:
+            ready.append(progress)
+    return ready
+
+
+def pop_timer(node: NodeState) -> Progress | None:
+    when, request = heapq.heappop(node.timers)
+    progress = node.requests.get(request)
+    if progress is None or progress.timer_at != when:
+        return None
+    progress.timer_at = None
+    return progress
+
+
+def earliest_timer(node: NodeState) -> Nanos | None:
+    while node.timers:
+        when, request = node.timers[0]
+        progress = node.requests.get(request)
+        if progress is not None and progress.timer_at == when and next_timer(node, progress) is not None:
+            return when
+        if progress is not None and progress.timer_at == when:
+            progress.timer_at = None
+        heapq.heappop(node.timers)
+    return None
+
+
+def later(node: NodeState, timeout_ns: Nanos | None) -> Nanos | None:
+    return None if timeout_ns is None else Nanos(node.now + timeout_ns)
+
+
+def is_over(node: NodeState, time: Nanos | None) -> bool:
+    return time is not None and time <= node.now
+
+
+def page_generations(node: NodeState, pages: Sequence[int]) -> tuple[int, ...]:
+    return tuple(node.pool.generations[page] for page in pages)

@@ -1,0 +1,82 @@
+"""Whether a server makes progress: what its pulses say, tick by tick, and when one in which somebody hangs is over.
+
+Every tick the node is asked for its pulse, and the node asks its worker. Ticks are counted
+
+    of the node      while it does not answer
+    of the worker    while the node answers, and the worker does not: its reader does, whatever the engine computes
+    of a batch       while the oldest launched iteration has not returned
+
+After `SICK_TICKS` the server calls itself unhealthy, after `TICKS` it ends. No clock is read: a server that is frozen
+as a whole counts nothing meanwhile, so it does not find itself dead when it goes on. What cannot be seen is not
+counted: while the node is silent nothing is held against the worker.
+"""
+
+from typing import Literal
+
+from msgspec import Struct
+
+TICKS = 30
+SICK_TICKS = TICKS // 2
+
+
+class ProgressReport(Struct, frozen=True):
+    """How far a node and its worker are. The same one twice means that nothing moves."""
+
+    launched: int  # the last iteration
+    oldest: int | None  # the first iteration that has not returned; None: all have
+    echoes: int  # how often the worker has answered
+
+
+class Stall(Struct, frozen=True):
+    who: Literal["node", "worker"]
+    what: str
+    ticks: int
+    launched: int  # the last iteration heard of
+
+    @property
+    def is_sick(self) -> bool:
+        """Long enough to be told: who asks for the server's health hears of it."""
+        return self.ticks >= SICK_TICKS
+
+    @property
+    def is_final(self) -> bool:
+        return self.ticks >= TICKS
+
+    def describe(self, tick_s: float) -> str:
+        return (
+            f"the {self.who} process hangs: {self.what} for {self.ticks * tick_s:.3g} s, "
+            f"the last iteration heard of is {self.launched}"
+        )
+
+
+class Liveness:
+    """What the pulses of one life say."""
+
+    def __init__(self) -> None:
+        self._last: ProgressReport | None = None
+        self._node_ticks = 0
+        self._worker_ticks = 0
+        self._batch_ticks = 0
+
+    def tick(self, pulse: ProgressReport | None) -> None:
+        """A tick has gone by; None: without an answer of the node."""
+        if pulse is None:
+            self._node_ticks += 1
+            return
+        last, self._last = self._last, pulse
+        self._node_ticks = 0
+        has_same_echoes = last is not None and last.echoes == pulse.echoes
+        has_same_batch = last is not None and pulse.oldest is not None and last.oldest == pulse.oldest
+        self._worker_ticks = self._worker_ticks + 1 if has_same_echoes else 0
+        self._batch_ticks = self._batch_ticks + 1 if has_same_batch else 0
+
+    @property
+    def longest(self) -> Stall:
+        ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
+        launched = 0 if self._last is None else self._last.launched
+        if ticks == self._node_ticks:
+            return Stall("node", "no answer", ticks, launched)
+        if ticks == self._worker_ticks:
+            return Stall("worker", "no answer", ticks, launched)
+        oldest = None if self._last is None else self._last.oldest
+        return Stall("worker", f"iteration {oldest} has not returned", ticks, launched)

@@ -1,0 +1,162 @@
+"""What is counted about requests at the edge: plain numbers, added up as requests end.
+
+`RequestStats.add` takes one `RequestRecord` per sample, exactly once; only gaps between tokens are counted before.
+Own histograms because this runs per streamed token: one bisection and two additions, no locks, one thread.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+SECOND_NS = 1_000_000_000
+TTFT_BOUNDS = (
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.2,
+    0.4,
+    0.6,
+    0.8,
+    1,
+    2,
+    4,
+    6,
+    8,
+    10,
+    20,
+    40,
+    60,
+    80,
+    100,
+    200,
+    400,
+)
+GAP_BOUNDS = (
+    0.001,
+    0.002,
+    0.004,
+    0.006,
+    0.008,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.4,
+    0.6,
+    0.8,
+    1,
+    2,
+    4,
+    8,
+)
+E2E_BOUNDS = (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400, 600, 1200, 1800, 2400)
+STAGE_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class RequestRecord(Struct, frozen=True):
+    """One sample from arrival to end: what the log line, the metrics and `meta_info` say about it."""
+
+    rid: str
+    request_id: str  # of the HTTP request
+    endpoint: str
+    outcome: str  # stop, length, or the cause of the failure
+    is_failed: bool
+    prompt_tokens: int
+    completion_tokens: int
+    e2e_ns: int
+    ttft_ns: int | None = None  # None: no token came
+    path: str | None = None
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    kv_pages: int = 0
+    retries: int = 0
+    room: int | None = None
+    stage: str | None = None  # of a failure
+    detail: str = ""
+    peer: str = ""  # on whom it waited when it failed, if it knew one
+    waited_seconds: float | None = None  # in that stage
+    ledger: tuple[tuple[str, int], ...] = ()  # (stage, nanoseconds), sums to ttft_ns
+
+
+class Histogram:
+    """Cumulative when exported, plain counts inside. Values are seconds."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one holds what is above all bounds
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """As Prometheus wants them: (upper bound, observations up to it), ending with +Inf."""
+        cumulative, running = [], 0
+        for bound, count in zip([*map(repr, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
+            running += count
+            cumulative.append((bound, float(running)))
+        return cumulative
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """The running sums."""
+
+    ttft: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
+    gap: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS))
+    e2e: Histogram = field(default_factory=lambda: Histogram(E2E_BOUNDS))
+    per_token: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS))
+    stages: dict[str, Histogram] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    cached_tokens: int = 0
+    requests: int = 0
+    aborted: int = 0
+    paths: dict[str, int] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)  # cause or edge code -> requests
+
+    def add(self, record: RequestRecord) -> None:
+        """Count one request that has ended."""
+        self.requests += 1
+        self.prompt_tokens += record.prompt_tokens
+        self.generation_tokens += record.completion_tokens
+        self.cached_tokens += record.cached_tokens
+        if record.path is not None:
+            self.paths[record.path] = self.paths.get(record.path, 0) + 1
+        if record.is_failed:
+            self.refuse(record.outcome)
+        if record.outcome == "aborted":
+            self.aborted += 1
+        if not record.is_failed:
+            self.e2e.observe(record.e2e_ns / SECOND_NS)
+        if record.ttft_ns is not None:
+            self._add_first_token(record, record.ttft_ns)
+
+    def refuse(self, code: str) -> None:
+        """Count a request that the edge refused: it never became one of the node's."""
+        self.failures[code] = self.failures.get(code, 0) + 1
+
+    def _add_first_token(self, record: RequestRecord, ttft_ns: int) -> None:
+        self.ttft.observe(ttft_ns / SECOND_NS)
+        if record.completion_tokens > 1 and not record.is_failed:
+            self.per_token.observe((record.e2e_ns - ttft_ns) / (record.completion_tokens - 1) / SECOND_NS)
+        for stage, duration_ns in record.ledger:
+            histogram = self.stages.get(stage)
+            if histogram is None:
+                histogram = self.stages[stage] = Histogram(STAGE_BOUNDS)
+            histogram.observe(duration_ns / SECOND_NS)

@@ -1,0 +1,459 @@
+"""From fields of a body to what the node is asked: checked numbers, prompts, rooms and seeds.
+
+Both halves of a disaggregated pair get the same body and do this each on its own, so everything here is a function of
+the body: two halves that disagree about a prompt, a seed or a room would not meet. Whatever is wrong with a request is
+found here, before anything is reserved.
+"""
+
+import hashlib
+import secrets
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar  # a value that may be one or one per prompt
+
+import msgspec
+from msgspec import Struct
+
+from tandem.core.request import Request
+from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
+from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
+from tandem.sampling import Payload, SamplingParams
+from tandem.server import wire
+from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
+from tandem.server.api.bounds import (
+    MAX_PORT,
+    MAX_RID_CHARS,
+    MAX_ROOM,
+    MAX_SUBMITTED_TOKENS,
+    MAX_TIMEOUT_SECONDS,
+)
+from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.hosts import without_brackets
+from tandem.server.api.tokenizer import Tokenizer
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class HashKeys:
+    """Secrets of what is hashed. Their bytes appear in no log line, error or `repr`."""
+
+    pages: bytes  # drawn when the API process starts: to anybody else page hashes say nothing
+    digests: bytes  # the same on both halves of a pair: without it nobody can try out prompts
+
+
+class ModelLimits(Struct, frozen=True):
+    """What the edge must know of model and server to check a request."""
+
+    role: str
+    context_length: int
+    page_size: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_samples: int  # core requests that one HTTP request may become
+    bootstrap_port: int
+    is_strict_remote: bool  # decode: no prompt is computed here
+    keys: HashKeys
+
+
+class Prompt(Struct, frozen=True):
+    tokens: list[int]
+    text: str | None = None  # as the user wrote it, when it was text
+    rendered_at: int = 0  # Unix seconds that its chat template has shown; 0: none
+
+
+class GenerationParams(Struct, frozen=True):
+    """Checked numbers of one prompt, still without room and seed per sample."""
+
+    sampling: SamplingParams
+    seed: int | None
+    max_new_tokens: int | None  # None: whatever fits the context
+    n: int
+    stop: tuple[str, ...]
+    keeps_stop: bool  # the text includes the stop string or token that ended it
+    skip_special_tokens: bool
+
+
+class Pair(Struct, frozen=True):
+    """What a body says of the other half."""
+
+    room: Room | None = None
+    peer: Address | None = None  # decode: the prefill's bootstrap server
+    dp_rank_hint: int | None = None  # of the prefill; both halves are told, and both refuse one that cannot be
+
+
+class SampleRequest(Struct, frozen=True):
+    """One sample of one prompt: becomes one request of the core."""
+
+    index: int  # among all samples of the HTTP request: prompt * n + sample
+    prompt_index: int
+    prompt: Prompt
+    params: GenerationParams
+    sampling: SamplingParams  # `params.sampling` with the seed of this sample
+    max_new_tokens: int
+    rid: str
+    names: tuple[str, ...]  # rids by which it can be aborted
+    pair: Pair
+    tenant: str
+    timeout_ns: int  # from arrival
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        return frozenset(self.sampling.stop_token_ids)
+
+
+# numbers
+
+
+class Names(Struct, frozen=True):
+    """What an endpoint calls the fields that the two dialects name differently: for messages to the user."""
+
+    max_tokens: str = "max_tokens"
+    min_tokens: str = "min_tokens"
+    prefix: str = ""  # of all the others
+
+
+def check_params(
+    fields: SamplingFields,
+    limits: ModelLimits,
+    names: Names,
+    *,
+    max_tokens: int | None,
+    min_tokens: int | None,
+    seed: int | None,
+    top_logprobs: int | None,  # None: no logprobs wanted
+    keeps_stop: bool,
+) -> GenerationParams:
+    """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
+    prefix = names.prefix
+    if max_tokens is not None and (min_tokens or 0) > max_tokens:
+        raise invalid(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
+    bias = fields.logit_bias or {}
+    check_ids(list(bias), limits, prefix + "logit_bias")
+    stop_token_ids = fields.stop_token_ids or []
+    check_ids(stop_token_ids, limits, prefix + "stop_token_ids")
+    sampling = SamplingParams(
+        temperature=given_or(fields.temperature, 1.0),
+        top_k=max(given_or(fields.top_k, 0), 0),
+        top_p=given_or(fields.top_p, 1.0),
+        min_p=given_or(fields.min_p, 0.0),
+        presence_penalty=given_or(fields.presence_penalty, 0.0),
+        frequency_penalty=given_or(fields.frequency_penalty, 0.0),
+        repetition_penalty=given_or(fields.repetition_penalty, 1.0),
+        logit_bias=bias,
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=bool(fields.ignore_eos),
+        min_tokens=min_tokens or 0,
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+    )
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
+    return GenerationParams(
+        sampling=sampling,
+        seed=seed,
+        max_new_tokens=max_tokens,
+        n=given_or(fields.n, 1),
+        stop=tuple(text for text in stops if text),
+        keeps_stop=keeps_stop,
+        skip_special_tokens=fields.skip_special_tokens is not False,
+    )
+
+
+def given_or(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+def check_ids(ids: Sequence[int], limits: ModelLimits, param: str) -> None:
+    """Raises `Refusal` for an id that is no token of this model's."""
+    for id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= id < limits.vocab_size:
+            raise invalid(param, f"{id} is not a token id; the vocabulary has {limits.vocab_size}")
+
+
+async def read_text(
+    text: str, tokenizer: Tokenizer, limits: ModelLimits, param: str, *, add_special_tokens: bool = True
+) -> Prompt:
+    """The prompt that a text is. Far too long a one is refused as it is: tokenizing takes seconds per MiB."""
+    if not tokenizer.may_fit(text, limits.context_length):
+        raise Refusal(
+            Cause.PROMPT_TOO_LONG,
+            f"{param}: {len(text)} characters are more than a context of {limits.context_length} tokens can hold",
+            param=param,
+        )
+    return Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=add_special_tokens), text)
+
+
+def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
+    if not prompt.tokens:
+        raise invalid(param, "the prompt has no tokens")
+    if prompt.text is None:  # ids that did not come from our own tokenizer
+        check_ids(prompt.tokens, limits, param)
+    if len(prompt.tokens) >= limits.context_length:
+        raise Refusal(
+            Cause.PROMPT_TOO_LONG,
+            f"{param}: {len(prompt.tokens)} tokens leave no room for output in a context of {limits.context_length}",
+            param=param,
+        )
+    return prompt
+
+
+# the whole request
+
+
+def ask_all(
+    routing: Routing,
+    prompts: Sequence[Prompt],
+    all_params: Sequence[GenerationParams],
+    limits: ModelLimits,
+    *,
+    own_rid: str,
+    tenant: str,
+    timeout_ns: int,
+) -> list[SampleRequest]:
+    """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none."""
+    check_samples(prompts, all_params, limits)
+    check_priority(routing)
+    check_dp_ranks(routing)
+    pairs = check_pairs(routing, [params.n for params in all_params], limits)
+    rids = check_rids(routing.rid, len(prompts), own_rid)
+    group = (routing.rid,) if isinstance(routing.rid, str) and routing.rid else ()
+    asks: list[SampleRequest] = []
+    for prompt_index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+        space = limits.context_length - len(prompt.tokens)
+        for sample in range(params.n):
+            base = rids[prompt_index]
+            rid = base if params.n == 1 else f"{base}_{sample}"
+            pair = pairs[len(asks)]
+            asks.append(
+                SampleRequest(
+                    index=len(asks),
+                    prompt_index=prompt_index,
+                    prompt=prompt,
+                    params=params,
+                    sampling=with_seed(params, sample, pair.room),
+                    max_new_tokens=min(params.max_new_tokens or space, space),
+                    rid=rid,
+                    names=tuple(dict.fromkeys((rid, base, *group))),
+                    pair=pair,
+                    tenant=tenant,
+                    timeout_ns=timeout_ns,
+                )
+            )
+    if len({ask.rid for ask in asks}) < len(asks):
+        raise invalid("rid", "the samples of two prompts would have the same name")
+    return asks
+
+
+def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationParams], limits: ModelLimits) -> None:
+    """However they are made up of prompts and `n`, all samples go to the node together."""
+    num_samples = sum(params.n for params in all_params)
+    if num_samples > limits.max_samples:
+        raise invalid("n", f"{num_samples} samples in one request; at most {limits.max_samples} are accepted")
+    num_tokens = sum(params.n * len(prompt.tokens) for prompt, params in zip(prompts, all_params, strict=True))
+    if num_tokens > MAX_SUBMITTED_TOKENS:
+        raise invalid("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")
+
+
+def check_priority(routing: Routing) -> None:
+    """A number that nobody reads must not look as if it were honoured."""
+    if routing.priority:
+        raise unsupported("priority", ": the scheduler does not read it yet; leave it out or send 0")
+
+
+def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: ModelLimits) -> wire.Submit:
+    """What goes to the node: the request, with what is left of its deadline, and the payload for the workers."""
+    remaining_ns = ask.timeout_ns - (time.monotonic_ns() - arrival_ns)
+    if remaining_ns <= 0:
+        raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
+    root = root_hash(secret=limits.keys.pages, tenant=ask.tenant)
+    links = prompt_links(root, ask.prompt.tokens, page_size=limits.page_size)
+    return wire.Submit(
+        Request(
+            id=request,
+            rid=ask.rid,
+            prompt_len=len(ask.prompt.tokens),
+            page_hashes=tuple(map(hash_of, links)),
+            max_new_tokens=ask.max_new_tokens,
+            timeout_ns=Nanos(remaining_ns),
+            room=ask.pair.room,
+            peer=ask.pair.peer,
+            dp_rank_hint=ask.pair.dp_rank_hint,
+            prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
+            rendered_at=ask.prompt.rendered_at,
+        ),
+        Payload(
+            request=request,
+            tokens=array("i", ask.prompt.tokens).tobytes(),
+            sampling=ask.sampling,
+            last_hash=links[-1] if links else root,
+        ),
+    )
+
+
+def time_of(routing: Routing) -> int:
+    """Unix seconds for whatever a chat template shows: of who routed the request, else of this server at this moment.
+
+    Asked for once per request and server; `Routing.rendered_at` has the bounds.
+    """
+    return int(time.time()) if routing.rendered_at is None else routing.rendered_at
+
+
+def check_timeout(seconds: float | None, milliseconds: str | None, default: float) -> int:
+    """Nanoseconds from arrival until the first token at the latest. The body wins over the header."""
+    param = "timeout"
+    if seconds is None and milliseconds is not None:
+        param = "X-Request-Timeout-Ms"
+        try:
+            seconds = float(milliseconds) / 1000
+        except ValueError:
+            raise invalid(param, f"{milliseconds!r} is not a number") from None
+    seconds = default if seconds is None else seconds
+    if not 0 < seconds <= MAX_TIMEOUT_SECONDS:
+        raise invalid(param, f"must be above 0 and at most {MAX_TIMEOUT_SECONDS:g} seconds")
+    return int(seconds * SECOND)
+
+
+def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[str]:
+    """One name per prompt: the client's or else `own_rid`, numbered when there are several prompts."""
+    if isinstance(rid, list):
+        if len(rid) != count or len(set(rid)) != count:
+            raise invalid("rid", f"a list must hold one distinct name for each of the {count} prompts")
+        rids = rid
+    else:
+        base = rid or own_rid
+        rids = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
+    if any(not 0 < len(name) <= MAX_RID_CHARS or not name.isprintable() for name in rids):
+        raise invalid("rid", f"must have 1 to {MAX_RID_CHARS} printable characters")
+    return rids
+
+
+def check_dp_ranks(routing: Routing) -> None:
+    """Of this server. The prefill's is a matter between the two nodes (`core.pd.dp_rank`)."""
+    for param in ("routed_dp_rank", "data_parallel_rank"):
+        value = getattr(routing, param)
+        for rank in value if isinstance(value, list) else [value]:
+            if rank not in (None, 0):
+                raise invalid(param, f"there is no rank {rank}: this replica has 1 data-parallel rank")
+
+
+# pairing
+
+
+def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -> list[Pair]:
+    """One for every sample of every prompt; `samples` counts them per prompt.
+
+    A list names one value per prompt or, as sglang-router writes it for a chat with n > 1, one per sample.
+    Unified servers ignore the fields; a decode without a room computes the prompt.
+    """
+    if limits.role == "unified":
+        return [Pair()] * sum(samples)
+    hosts = per_sample(routing.bootstrap_host, samples, "bootstrap_host")
+    ports = per_sample(routing.bootstrap_port, samples, "bootstrap_port")
+    rooms = rooms_of(routing.bootstrap_room, samples)
+    ranks = per_sample(routing.disagg_prefill_dp_rank, samples, "disagg_prefill_dp_rank")
+    pairs: list[Pair] = []
+    for host, port, room, rank in zip(hosts, ports, rooms, ranks, strict=True):
+        address = None if host is None else check_address(host, port, limits)
+        if room is None and limits.role == "prefill":
+            raise invalid(
+                "bootstrap_room", "a prefill server needs one; send requests through a router, or to a unified server"
+            )
+        if room is None and limits.is_strict_remote:
+            raise invalid(
+                "bootstrap_room", "this decode computes no prompt itself (--strict-remote); send requests via a router"
+            )
+        if room is not None and address is None and limits.role == "decode":
+            raise invalid("bootstrap_host", "a room without the host of the prefill that holds it")
+        is_paired = limits.role == "decode" and room is not None
+        pairs.append(Pair(room, address if is_paired else None, rank))
+    used = [pair.room for pair in pairs if pair.room is not None]
+    if len(set(used)) != len(used):
+        raise Refusal(
+            Cause.DUPLICATE_ROOM, "bootstrap_room: two prompts of one request share a room", param="bootstrap_room"
+        )
+    return pairs
+
+
+def per_sample(value: Any, samples: Sequence[int], param: str) -> list[Any]:
+    """One value per sample from a scalar, a list of one per prompt, or a list of one per sample."""
+    if isinstance(value, list) and len(value) == sum(samples):
+        return value
+    values = per_prompt(value, len(samples), param)
+    return [value for value, count in zip(values, samples, strict=True) for _ in range(count)]
+
+
+def rooms_of(value: int | str | list[int | str | None] | None, samples: Sequence[int]) -> list[Room | None]:
+    """The room of every sample. One room for several prompts gives each its own, and so does a prompt's to samples."""
+    if isinstance(value, list) and len(value) == sum(samples):
+        return [check_room(room) for room in value]
+    if isinstance(value, list):
+        rooms = [check_room(room) for room in per_prompt(value, len(samples), "bootstrap_room")]
+    else:
+        room = check_room(value)
+        indices = range(len(samples))
+        rooms = [room and derived_room(room, index, purpose=b"prompt") for index in indices]
+    return [
+        room and derived_room(room, sample)
+        for room, count in zip(rooms, samples, strict=True)
+        for sample in range(count)
+    ]
+
+
+def check_room(value: int | str | None) -> Room | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if not (value.isascii() and value.isdigit() and len(value) <= 19):
+            raise invalid("bootstrap_room", f"{value[:40]!r} is not a decimal integer")
+        value = int(value)
+    if not 0 < value <= MAX_ROOM:
+        raise invalid("bootstrap_room", f"must lie between 1 and {MAX_ROOM}")
+    return Room(value)
+
+
+def check_address(host: str, port: int | None, limits: ModelLimits) -> Address:
+    """Of a host that `Hosts` has let pass."""
+    port = limits.bootstrap_port if port is None else port
+    if not 0 < port <= MAX_PORT:
+        raise invalid("bootstrap_port", f"must lie between 1 and {MAX_PORT}")
+    return Address(without_brackets(host), port)
+
+
+# what both halves derive alike
+
+
+def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
+    """The room of the index-th sample (or prompt); the 0th has the room itself."""
+    return room if index == 0 else Room(hashed(purpose, room, index) or 1)
+
+
+def sampling_bytes(sampling: SamplingParams) -> bytes:
+    """Equal where the first token is. What is told of a token beside it may differ between the halves."""
+    bias = dict(sorted(sampling.logit_bias.items()))
+    return msgspec.msgpack.encode(msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, logit_bias=bias))
+
+
+def with_seed(params: GenerationParams, sample: int, room: Room | None) -> SamplingParams:
+    """The user's seed for sample 0, others from it; without one, from the room, so that both halves draw alike."""
+    if params.seed is not None:
+        seed = params.seed % (1 << 63)
+        seed = seed if sample == 0 else hashed(b"seed", seed, sample)
+    elif room is not None:
+        seed = hashed(b"seed", room, 0)
+    else:
+        seed = secrets.randbits(63)
+    return msgspec.structs.replace(params.sampling, seed=seed)
+
+
+def hashed(purpose: bytes, value: int, index: int) -> int:
+    """63 bits."""
+    digest = hashlib.sha256(b"tandem/%s/%d/%d" % (purpose, value, index)).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def not_a_model(name: str, served: Sequence[str]) -> Refusal:
+    return Refusal(
+        Problem.MODEL_NOT_FOUND, f"the model {name!r} is not served here; it serves {served[0]!r}", param="model"
+    )

@@ -1,0 +1,85 @@
+"""The watchdogs of all servers: for each rank the product's `Liveness`, and around it what `api/watchdog.py` does.
+
+A rank is watched by the API process of its server, in that server's time, and not while the server is frozen as a
+whole. A tick reads the answer to the question that was asked at the tick before. Where nothing is under way and nothing
+hangs the ticks say the same for ever: after `QUIET_TICKS` of that none is put on the clock until the next batch.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tandem.core.stall_detector import TICKS, ProgressReport
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.servers import Server, server_of
+from tandem.simulator.actors.vitals import Hang
+from tandem.simulator.clock import Clock
+
+QUIET_TICKS = TICKS + 2  # whoever takes quiet for a standstill has said so by then
+
+
+@dataclass(slots=True)
+class Watchdogs:
+    clock: Clock
+    servers: dict[str, Server]
+    tick_ns: int
+    see: Callable[[Life], None]  # a tick has gone by
+    fire: Callable[[Life], None]  # its time is over
+    fired: Counter[str] = field(default_factory=Counter)  # by the process that hung
+    num_recovered: int = 0  # sick ones that went on in time
+
+    def watch(self, life: Life) -> None:
+        """It has something to do, or begins to hang."""
+        life.vitals.quiet_ticks = 0
+        if not life.vitals.is_watched:
+            life.vitals.is_watched = True
+            self._sleep(life)
+
+    def _sleep(self, life: Life) -> None:
+        clock = self._server_of(life).clock
+        self.clock.at(clock.when(clock.read(self.clock.time) + self.tick_ns), self._tick, life)
+
+    def _server_of(self, life: Life) -> Server:
+        return self.servers[server_of(life.replica.name)]
+
+    def _tick(self, life: Life) -> None:
+        if not life.is_alive:
+            return
+        if self._server_of(life).frozen_until > self.clock.time:
+            self._sleep(life)
+            return
+        self._hear(life)
+        self.see(life)
+        longest = life.vitals.liveness.longest
+        if longest.is_final:
+            self.fired[longest.who] += 1
+            self.fire(life)
+            return
+        life.vitals.quiet_ticks = 0 if longest.ticks or life.vitals.hang else life.vitals.quiet_ticks + 1
+        life.vitals.is_watched = life.vitals.quiet_ticks < QUIET_TICKS
+        if life.vitals.is_watched:
+            self._sleep(life)
+
+    def _hear(self, life: Life) -> None:
+        """The answer, and the next question; a node that could not answer does so as soon as it goes on."""
+        vitals = life.vitals
+        was_sick = vitals.liveness.longest.is_sick
+        if vitals.answer is None:
+            vitals.answer = pulse_of(life)
+        vitals.liveness.tick(vitals.answer)
+        if vitals.answer is not None:
+            vitals.answer = pulse_of(life)
+        self.num_recovered += was_sick and not vitals.liveness.longest.is_sick
+
+
+def pulse_of(life: Life) -> ProgressReport | None:
+    """What the node answers, which asks its worker when it does; None while it hangs."""
+    vitals, state = life.vitals, life.node.state
+    if vitals.hang is Hang.NODE:
+        return None
+    oldest = state.inflight[0].forward_iter if state.inflight else None
+    pulse = ProgressReport(state.forward_ct, oldest, vitals.echoes)
+    vitals.pings += 1
+    if vitals.hang is not Hang.WORKER and not life.store.dead:
+        vitals.echoes = vitals.pings
+    return pulse

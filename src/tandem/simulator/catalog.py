@@ -1,0 +1,162 @@
+"""Every invariant and every fault class, and for each what looks after it, or the capability that it waits for.
+
+An invariant is `checked` by a class (or function) that raises a violation with its id, and a mutant shows that it
+does. A fault class is `drawn` by `draw_options` and lives in a place. What cannot be checked yet names a capability,
+and a capability has a probe: tests/simulator/test_catalog.py fails as soon as it is there and a row still waits.
+
+docs/invariants.md is this table: `python -m tandem.simulator.catalog > docs/invariants.md`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pkgutil import resolve_name
+
+from tandem.config import flags
+
+TITLE = """# Invariants and faults of the simulation
+
+Generated from `src/tandem/simulator/catalog.py`. S is safety, checked after every event; L is liveness, checked with
+deadlines in virtual time; W is what we added. Every checked invariant is the first to notice at least one mutant of
+`src/tandem/simulator/mutants/`. What waits for a capability has a probe: when the capability is there, a test fails.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`place` is where it is checked, or where the fault comes from; else it waits for a capability."""
+
+    id: str
+    says: str
+    place: str = ""  # `module:name`, below `tandem.simulator`
+    waits_for: str = ""  # a key of CAPABILITIES
+
+    @property
+    def full_place(self) -> str:
+        return f"tandem.simulator.{self.place}"
+
+    def find(self) -> object:
+        return resolve_name(self.full_place)
+
+    @property
+    def status(self) -> str:
+        return f"waits for {self.waits_for}" if self.waits_for else f"`{self.place.replace(':', '.')}`"
+
+
+def has_flag(*parts: str) -> bool:
+    return any(part in name for name, _ in flags() for part in parts)
+
+
+# capability -> is it there?
+CAPABILITIES: dict[str, Callable[[], bool]] = {
+    "host cache tiers": lambda: has_flag("hierarchical", "hicache") or find_spec("tandem.core.kv.tiers") is not None,
+}
+
+INVARIANTS: tuple[Row, ...] = (
+    Row("S1", "pages: free + owned + cached + quarantined = total", "checkers.pages:PageAccounting"),
+    Row("S2", "a page has one owner, who alone writes it", "checkers.pages:PageOwnership"),
+    Row("S3", "a page is read only under the generation of its grant, with its secret", "checkers.pages:StaleReads"),
+    Row("S4", "nothing lands in or is read from a page that was given back", "checkers.pages:FreedPages"),
+    Row("S5", "no read beyond, or other than, what was computed", "checkers.pages:SentPages"),
+    Row("S6", "pins of the prefix tree are those of live requests", "checkers.pages:PrefixTreePins"),
+    Row("S7", "a page from another tier carries hash and layout", waits_for="host cache tiers"),
+    Row("S8", "a result slot has one live owner", "checkers.rows:RowOwners"),
+    Row("S9", "a result slot is read only for its own room", "checkers.rows:RowContents"),
+    Row("S10", "a result slot is given back exactly once", "checkers.rows:RowsOnce"),
+    Row("S11", "who lacks a result slot blocks nobody behind it", "checkers.rows:RowsNeverBlock"),
+    Row("S12", "exactly one terminal event, and nothing after it", "checkers.stream:OneEnd"),
+    Row("S13", "state changes follow the tables; a step never raises", "checkers.changes:StateChanges"),
+    Row("S14", "tokens equal the oracle's", "checkers.stream:Tokens"),
+    Row("S15", "no token is skipped or told twice", "checkers.stream:Stream"),
+    Row("S16", "a request is in exactly one queue", "checkers.changes:OneQueue"),
+    Row("S17", "after its end nothing of a request is left", "checkers.liveness:NothingLeft"),
+    Row("S18", "a refused request holds nothing, and its other half hears of it", "checkers.intake:Refusals"),
+    Row("S19", "nothing is decoded before its KV is whole", "actors.executor:Executor"),
+    Row("S20", "every shard is told one sequence without a gap", "checkers.agreement:OneSequence"),
+    Row("S21", "at one place of the sequence all have the same batch", "checkers.agreement:SameSet"),
+    Row("S22", "what one shard reports is the node's decision, told to all", "checkers.agreement:OneVerdict"),
+    Row("S23", "the DP rank that has the KV is the one that is asked", "checkers.agreement:RightRank"),
+    Row("S24", "iterations rise", "actors.executor:Executor"),
+    Row("S25", "retries stay within their budget", "checkers.changes:Retries"),
+    Row("S26", "prompt = hit + computed the first time", "checkers.accounting:HitRate"),
+    Row("S27", "no retry resets the clock of the first token", "checkers.accounting:FirstTokenClock"),
+    Row("S28", "a veto of the delayer has a reason", "checkers.agreement:DelayerVetoes"),
+    Row("S29", "one live dispatch per attempt, a new room per retry", "checkers.outside:OneDispatch"),
+    Row("S30", "gauges equal a recount", "checkers.accounting:Gauges"),
+    Row("S31", "what is malformed becomes no pull and no peer", "checkers.outside:WellFormed"),
+    Row("S32", "pages are shared only within a tenant", "checkers.pages:TenantsApart"),
+    Row("S33", "a restored node decides the same", "checkers.outside:SameAfterRestore"),
+    Row("S34", "a node knows no clock but its own", "checkers.outside:OwnClock"),
+    Row("L1", "every request ends by its deadline + 1 s", "checkers.liveness:Deadlines"),
+    Row("L2", "after its end a request's resources come back", "checkers.liveness:Releases"),
+    Row("L3", "the delayer holds nobody beyond its bounds", "checkers.agreement:DelayIsBounded"),
+    Row("L4", "nobody is overtaken, and nobody waits for an idle node", "checkers.changes:QueueOrder"),
+    Row("L5", "after healing every pair works again", "checkers.liveness:WorksWhenHealed"),
+    Row("L6", "nobody fails for pages that come back", "checkers.liveness:PagesComeBack"),
+    Row("L7", "who was pushed back makes a token before the next time", "checkers.changes:PingPong"),
+    Row(
+        "L8",
+        "a shard that stalls ends its group in time, which is unhealthy before",
+        "checkers.stalls:Standstills",
+    ),
+    Row("L9", "who drains accepts nobody", "checkers.intake:NoNewWork"),
+    Row("L10", "overload is refused at once, and queues stay bounded", "checkers.intake:Bounds"),
+    Row("L11", "quarantined pages have somebody who waits for them", "checkers.pages:Quarantine"),
+    Row("L12", "an error of another tier fails no request", waits_for="host cache tiers"),
+    Row("W1", "every wait has a name and a deadline", "checkers.liveness:Waits"),
+    Row("W2", "no node wakes up for nothing for ever", "checkers.liveness:IdleSteps"),
+    Row("W3", "nobody asks the same in a circle", "checkers.liveness:Questions"),
+)
+
+FAULTS: tuple[Row, ...] = (
+    Row("F1", "message loss", "network.links:Network"),
+    Row("F2", "delays and clogged links", "network.links:Network"),
+    Row("F3", "duplicates of messages and events", "world:World.push"),
+    Row("F4", "duplicates from old connections", "network.links:Network"),
+    Row("F5", "partitions", "faults.fault_injector:FaultInjector.partition"),
+    Row("F6", "crash and restart of servers, bootstraps and routers", "faults.fault_injector:FaultInjector.crash"),
+    Row("F7", "one shard or DP rank dies", "faults.fault_injector:FaultInjector.lose_shard"),
+    Row("F8", "pauses of a node", "faults.fault_injector:FaultInjector.pause"),
+    Row(
+        "F9",
+        "slow executors and shards, processes and batches that hang",
+        "faults.fault_injector:FaultInjector.slow_down",
+    ),
+    Row("F10", "clocks that began elsewhere, and drift", "clock:LocalClock"),
+    Row("F11", "few rows in the result table", "faults.options:draw_options"),
+    Row("F12", "few pages", "faults.options:draw_options"),
+    Row("F13", "aborts at random moments", "actors.gateway:Gateway.leave"),
+    Row("F14", "corrupted transfers", "network.data_plane_faults:DataPlaneFaults.corrupts"),
+    Row("F15", "transfers that end late after a cancel", "network.data_plane_faults:DataPlaneFaults.linger_ns"),
+    Row("F16", "tiers that are full, slow, short or stale", waits_for="host cache tiers"),
+    Row(
+        "F17",
+        "repeated rooms, lost halves, wrong ranks, hostile and malformed messages",
+        "faults.hostile:made_up_message",
+    ),
+    Row("F18", "bursts of clients that leave", "faults.fault_injector:FaultInjector.disconnect"),
+    Row("F19", "prefill and decode with different layouts", "world:World"),
+    Row("F20", "what devices and sockets refuse; logits that are not finite", "world:World"),
+    Row("F21", "servers that come late, are drained, return or not", "faults.fault_injector:FaultInjector.drain"),
+    Row("F22", "nodes replaced by their own snapshot", "faults.fault_injector:FaultInjector.swap_for_snapshot"),
+)
+
+
+def page() -> str:
+    return "\n".join([TITLE, *table("invariant", INVARIANTS), "", *table("fault", FAULTS), ""])
+
+
+def table(kind: str, rows: tuple[Row, ...]) -> Iterator[str]:
+    """Markdown."""
+    yield f"| {kind} | says | looked after by |"
+    yield "|---|---|---|"
+    yield from (f"| {row.id} | {row.says} | {row.status} |" for row in rows)
+
+
+def checked() -> list[str]:
+    """Ids of the invariants that are checked."""
+    return [row.id for row in INVARIANTS if not row.waits_for]
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,110 @@
+"""What is counted and shown is what happened: hit rate, time to the first token, gauges."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from tandem.core.commands import FinishRequest, Path, StartRequest
+from tandem.core.scheduler import inspect
+from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
+from tandem.core.settings import Role
+from tandem.core.values import Incarnation, RequestId
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.checkers.base import End, where
+from tandem.simulator.oracle import Violation
+
+ADMITTED = frozenset(SLOT_STATES)
+
+
+@dataclass(slots=True)
+class Prompts:
+    """Of one life, every prompt once: at its first admission."""
+
+    input_tokens: int = 0
+    hit_tokens: int = 0
+    counted: set[RequestId] = field(default_factory=set)
+
+
+class HitRate:
+    """prompt = hit + computed the first time, for every request, however often it is computed again."""
+
+    id = "S26"
+
+    def __init__(self) -> None:
+        self.prompts: defaultdict[Incarnation, Prompts] = defaultdict(Prompts)
+
+    def moved(self, life: Life, progress: Progress, before: State | None) -> None:
+        prompts = self.prompts[life.incarnation]
+        if progress.state not in ADMITTED or progress.id in prompts.counted:
+            return
+        prompts.counted.add(progress.id)
+        prompts.input_tokens += progress.request.prompt_len
+        prompts.hit_tokens += progress.inserted * life.settings.page_size
+
+    def ended(self, life: Life, command: End) -> None:
+        if not isinstance(command, FinishRequest) or command.retries:
+            return
+        half = life.halves[command.request]
+        is_computed_here = command.path is Path.UNIFIED or (half.role is Role.PREFILL and command.path is Path.REMOTE)
+        found = command.cached_tokens + command.computed_tokens
+        if is_computed_here and found != len(half.script.prompt):
+            raise Violation(
+                self.id,
+                f"{where(life, half.request)}: {command.cached_tokens} cached and {command.computed_tokens} computed "
+                f"are not its {len(half.script.prompt)} prompt tokens",
+            )
+
+    def recount(self, life: Life) -> None:
+        counters, prompts = life.node.state.counters, self.prompts[life.incarnation]
+        counted, shown = (prompts.hit_tokens, prompts.input_tokens), (counters.hit_tokens, counters.input_tokens)
+        if counted != shown:
+            raise Violation(self.id, f"{where(life)} shows {shown[0]} of {shown[1]} tokens hit, they are {counted}")
+
+
+class FirstTokenClock:
+    """The time to the first token counts from the arrival, whatever was retried; its stages are the whole of it."""
+
+    id = "S27"
+
+    def __init__(self) -> None:
+        self.arrived: defaultdict[Incarnation, dict[RequestId, int]] = defaultdict(dict)
+
+    def moved(self, life: Life, progress: Progress, before: State | None) -> None:
+        arrived = self.arrived[life.incarnation].setdefault(progress.id, progress.arrived_at)
+        if progress.arrived_at != arrived:
+            raise Violation(self.id, f"{where(life, progress.id)} arrived at {arrived}, not at {progress.arrived_at}")
+
+    def began(self, life: Life, command: StartRequest) -> None:
+        arrived = self.arrived[life.incarnation].get(command.request)
+        if arrived is None or life.halves[command.request].role is Role.PREFILL:
+            return
+        total, now = sum(duration for _, duration in command.ledger.stages), life.node.state.now
+        if total != now - arrived:
+            stages = dict(command.ledger.stages)
+            raise Violation(
+                self.id, f"{where(life, command.request)}: {now - arrived} ns to the first token, stages {stages}"
+            )
+
+
+class Gauges:
+    id = "S30"
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        shown = inspect.gauges(life.node)
+        states = Counter(progress.state for progress in state.requests.values())
+        senders = Counter(progress.state for progress in state.requests.values() if progress.sender is not None)
+        counted = {
+            "num_running_reqs": states[State.RUNNING] + states[State.COMPUTING],
+            "num_queue_reqs": states[State.QUEUED],
+            "num_prefill_bootstrap_queue_reqs": senders[State.BOOTSTRAPPING],
+            "num_prefill_inflight_queue_reqs": states[State.SENDING] + states[State.PARKED],
+            "num_decode_transfer_queue_reqs": states[State.ARRIVING] + states[State.RECOVERING],
+        }
+        for name, value in counted.items():
+            if shown[name] != value:
+                raise Violation(self.id, f"{where(life)}: {name} shows {shown[name]}, is {value}")
+
+    def at_idle(self, life: Life) -> None:
+        for name, value in inspect.gauges(life.node).items():
+            if name.startswith("num_") and (name.endswith("_reqs") or name == "num_used_tokens") and value:
+                raise Violation(self.id, f"{where(life)}: {name} shows {value} at idle")

@@ -1,0 +1,213 @@
+"""Requests between two steps: where each may go, and what some of the moves mean.
+
+`StateChanges` finds the moves, once per step; checkers with `moved` hear of each.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from enum import Enum
+from itertools import chain
+from typing import Any  # machines of any state and trigger type
+
+from tandem.core.commands import RenderAgain
+from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState
+from tandem.core.machine import Machine
+from tandem.core.scheduler.request_state import LIFECYCLE, Progress, State, WaitingFor
+from tandem.core.settings import OptimisticPolicy
+from tandem.core.values import Incarnation, RequestId
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.checkers.base import where
+from tandem.simulator.oracle import Violation
+
+Seen = tuple[State, TransferState | None]
+Move = tuple[Progress, State | None]  # the request, and where it was after the step before; None: not there yet
+
+
+class StateChanges:
+    """Between two steps a state moves along the table, and never out of an end."""
+
+    id = "S13"
+
+    def __init__(self) -> None:
+        self.reach_of_request = reach(LIFECYCLE)
+        self.reach_of_sender = reach(SENDER)
+        self.reach_of_receiver = reach(RECEIVER)
+        self.seen: dict[Incarnation, dict[RequestId, Seen]] = {}
+
+    def after_step(self, life: Life) -> list[Move]:
+        before, after = self.seen.get(life.incarnation, {}), {}
+        moves: list[Move] = []
+        for request, progress in life.node.state.requests.items():
+            end = progress.sender or progress.receiver
+            now = after[request] = (progress.state, end.state if end is not None else None)
+            known = before.get(request)
+            if known == now:
+                continue
+            if known is None:
+                moves.append((progress, None))
+                continue
+            self._check(life, request, known, now, self.reach_of_sender if progress.sender else self.reach_of_receiver)
+            if known[0] is not now[0]:
+                moves.append((progress, known[0]))
+        self.seen[life.incarnation] = after
+        return moves
+
+    def _check(
+        self,
+        life: Life,
+        request: RequestId,
+        known: Seen,
+        now: Seen,
+        reach_of_end: Mapping[Any, frozenset[Any]],
+    ) -> None:
+        if now[0] is not known[0] and now[0] not in self.reach_of_request[known[0]]:
+            raise Violation(self.id, f"{where(life, request)} goes from {known[0]} to {now[0]}")
+        if None not in (known[1], now[1]) and now[1] is not known[1] and now[1] not in reach_of_end[known[1]]:
+            raise Violation(self.id, f"{where(life, request)}: its transfer goes from {known[1]!r} to {now[1]!r}")
+
+    def recount(self, life: Life) -> None:
+        """What was seen last is what is there."""
+        seen = self.seen.get(life.incarnation, {})
+        for request, progress in life.node.state.requests.items():
+            if request not in seen or seen[request][0] is not progress.state:
+                raise Violation(
+                    self.id, f"recount: {where(life, request)} is {progress.state}, seen {seen.get(request)}"
+                )
+
+
+def reach(machine: Machine[Any, Any]) -> dict[Enum, frozenset[Enum]]:
+    """States that can come after each state, directly or not."""
+    edges: dict[Enum, set[Enum]] = {}
+    for (left, _), right in machine.rules.items():
+        edges.setdefault(left, set()).add(right)
+        edges.setdefault(right, set())
+    grown = True
+    while grown:
+        grown = False
+        for after in edges.values():
+            further = set(chain.from_iterable(edges[state] for state in after))
+            if not further <= after:
+                after |= further
+                grown = True
+    return {state: frozenset(after) for state, after in edges.items()}
+
+
+class OneQueue:
+    id = "S16"
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        queued = [(request, queue) for queue, requests in state.queues.items() for request in requests]
+        if len(queued) != len(state.requests):
+            raise Violation(self.id, f"{where(life)}: {len(queued)} places for {len(state.requests)} requests")
+        for request, queue in queued:
+            if state.requests[request].state is not queue:
+                raise Violation(self.id, f"{where(life, request)} is in {queue} and is {state.requests[request].state}")
+        running = [request for request in state.decode_set if state.requests[request].state is not State.RUNNING]
+        if running:
+            raise Violation(self.id, f"{where(life, running[0])} is in the decode set and not running")
+
+
+class Retries:
+    """Within the budget of the policy; beyond it one, for a prompt that was rendered anew."""
+
+    id = "S25"
+
+    def __init__(self) -> None:
+        self.rendered_anew: defaultdict[Incarnation, set[RequestId]] = defaultdict(set)
+
+    def asked(self, life: Life, command: RenderAgain) -> None:
+        rendered = self.rendered_anew[life.incarnation]
+        if command.request in rendered:
+            raise Violation(self.id, f"{where(life, command.request)} is to be rendered anew a second time")
+        rendered.add(command.request)
+
+    def recount(self, life: Life) -> None:
+        settings = life.settings
+        if settings.optimistic is not OptimisticPolicy.RETRY:
+            return
+        for progress in life.node.state.requests.values():
+            if progress.prefill_retry_count > settings.optimistic_retries + 1:
+                raise Violation(self.id, f"{where(life, progress.id)} was retried {progress.prefill_retry_count} times")
+
+
+class PingPong:
+    """A request that was pushed back makes at least one token before it is pushed back again."""
+
+    id = "L7"
+
+    def __init__(self) -> None:
+        self.pushed: defaultdict[Incarnation, dict[RequestId, tuple[int, int]]] = defaultdict(dict)
+
+    def moved(self, life: Life, progress: Progress, before: State | None) -> None:
+        if not progress.retractions:
+            return
+        pushed = self.pushed[life.incarnation]
+        retractions, generated = pushed.get(progress.id, (0, -1))
+        if progress.retractions == retractions:
+            return
+        if progress.retractions > retractions + 1 or progress.generated <= generated:
+            raise Violation(
+                self.id, f"{where(life, progress.id)} is pushed back again, after {progress.generated} tokens as before"
+            )
+        pushed[progress.id] = (progress.retractions, progress.generated)
+
+    def recount(self, life: Life) -> None:
+        pushed = self.pushed.get(life.incarnation, {})
+        for progress in life.node.state.requests.values():
+            if pushed.get(progress.id, (0, 0))[0] != progress.retractions:
+                raise Violation(
+                    self.id, f"recount: {where(life, progress.id)} was pushed back {progress.retractions} times"
+                )
+
+
+class QueueOrder:
+    """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
+
+    Overtaken may be who lacks a row of the result table, since those behind it may not need one; and who would start
+    before its decode is READY, but not by another such.
+    """
+
+    id = "L4"
+
+    def __init__(self) -> None:
+        self.waiting: dict[Incarnation, list[RequestId]] = {}
+
+    def after_step(self, life: Life, moves: list[Move]) -> None:
+        state = life.node.state
+        queue = state.queues[State.QUEUED]
+        waiting = self.waiting.get(life.incarnation)
+        if waiting:
+            admitted = {
+                progress.id
+                for progress, before in moves
+                if before is State.QUEUED and progress.state in (State.COMPUTING, State.ARRIVING)
+            }
+            if admitted:
+                self._check_order(life, waiting, admitted)
+        if queue or waiting:
+            self.waiting[life.incarnation] = list(queue)
+        if queue and not state.inflight and not state.num_slots_used and not state.queues[State.DRAINING]:
+            raise Violation(self.id, f"{where(life)} has nothing to do, and {len(queue)} requests wait")
+
+    def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:
+        state = life.node.state
+        behind = set(admitted)
+        for request in waiting:
+            behind.discard(request)
+            if not behind:
+                return
+            if request in admitted:
+                continue
+            progress = state.requests.get(request)
+            if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
+                continue
+            is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in behind)
+            if progress.blocked_on is not WaitingFor.METADATA_SLOT and not is_passed:
+                raise Violation(
+                    self.id, f"{where(life, request)} lacks {progress.blocked_on}, and those behind it are admitted"
+                )
+
+
+def is_early(progress: Progress) -> bool:
+    return progress.sender is not None and not progress.sender.is_ready

@@ -1,0 +1,255 @@
+"""All checkers, wired to the moments at which they look. Also the data plane's `Watcher`.
+
+What a step has told and wants is handed out by type, so a checker costs nothing where it has nothing to see. The full
+recount compares the checkers' own books with the nodes', too: a checker that has lost count is a violation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any  # a checker's methods take the command or event that they are wired to
+
+from tandem.core.commands import (
+    AnnounceDpRank,
+    AskDpRank,
+    CancelPull,
+    Command,
+    Effects,
+    EmitTokens,
+    FailRequest,
+    FinishRequest,
+    ForgetRequests,
+    LaunchBatch,
+    LearnPeer,
+    PullPages,
+    RenderAgain,
+    RevokePages,
+    StartRequest,
+    Tell,
+)
+from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.values import Nanos, PageId, RequestId
+from tandem.simulator.actors.clients import Half
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.transfer import Grant, KvStore
+from tandem.simulator.checkers.accounting import FirstTokenClock, Gauges, HitRate
+from tandem.simulator.checkers.agreement import (
+    DelayerVetoes,
+    DelayIsBounded,
+    OneSequence,
+    OneVerdict,
+    RightRank,
+    SameSet,
+)
+from tandem.simulator.checkers.base import Watched
+from tandem.simulator.checkers.changes import OneQueue, PingPong, QueueOrder, Retries, StateChanges
+from tandem.simulator.checkers.intake import Bounds, NoNewWork, Refusals
+from tandem.simulator.checkers.liveness import (
+    Deadlines,
+    IdleSteps,
+    NothingLeft,
+    PagesComeBack,
+    Questions,
+    Releases,
+    Waits,
+    WorksWhenHealed,
+)
+from tandem.simulator.checkers.outside import OneDispatch, OwnClock, SameAfterRestore, WellFormed
+from tandem.simulator.checkers.pages import (
+    FreedPages,
+    PageAccounting,
+    PageOwnership,
+    PrefixTreePins,
+    Quarantine,
+    SentPages,
+    StaleReads,
+    TenantsApart,
+)
+from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
+from tandem.simulator.checkers.stalls import Standstills
+from tandem.simulator.checkers.stream import OneEnd, Stream, Tokens
+
+Look = Callable[[Life, Any], None]
+
+
+@dataclass(slots=True)
+class Checkers:
+    world: Watched
+    pages: PageAccounting = field(default_factory=PageAccounting)
+    ownership: PageOwnership = field(default_factory=PageOwnership)
+    stale_reads: StaleReads = field(default_factory=StaleReads)
+    freed_pages: FreedPages = field(default_factory=FreedPages)
+    sent_pages: SentPages = field(default_factory=SentPages)
+    pins: PrefixTreePins = field(default_factory=PrefixTreePins)
+    tenants: TenantsApart = field(default_factory=TenantsApart)
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    row_owners: RowOwners = field(default_factory=RowOwners)
+    row_contents: RowContents = field(default_factory=RowContents)
+    rows_once: RowsOnce = field(default_factory=RowsOnce)
+    rows_never_block: RowsNeverBlock = field(default_factory=RowsNeverBlock)
+    one_end: OneEnd = field(default_factory=OneEnd)
+    tokens: Tokens = field(default_factory=Tokens)
+    stream: Stream = field(default_factory=Stream)
+    changes: StateChanges = field(default_factory=StateChanges)
+    one_queue: OneQueue = field(default_factory=OneQueue)
+    retries: Retries = field(default_factory=Retries)
+    ping_pong: PingPong = field(default_factory=PingPong)
+    queue_order: QueueOrder = field(default_factory=QueueOrder)
+    refusals: Refusals = field(default_factory=Refusals)
+    no_new_work: NoNewWork = field(default_factory=NoNewWork)
+    bounds: Bounds = field(default_factory=Bounds)
+    one_sequence: OneSequence = field(default_factory=OneSequence)
+    same_set: SameSet = field(default_factory=SameSet)
+    one_verdict: OneVerdict = field(default_factory=OneVerdict)
+    right_rank: RightRank = field(init=False)
+    vetoes: DelayerVetoes = field(default_factory=DelayerVetoes)
+    delay_bound: DelayIsBounded = field(default_factory=DelayIsBounded)
+    hit_rate: HitRate = field(default_factory=HitRate)
+    first_token: FirstTokenClock = field(default_factory=FirstTokenClock)
+    gauges: Gauges = field(default_factory=Gauges)
+    one_dispatch: OneDispatch = field(default_factory=OneDispatch)
+    same_after_restore: SameAfterRestore = field(default_factory=SameAfterRestore)
+    own_clock: OwnClock = field(default_factory=OwnClock)
+    nothing_left: NothingLeft = field(default_factory=NothingLeft)
+    waits: Waits = field(default_factory=Waits)
+    idle_steps: IdleSteps = field(default_factory=IdleSteps)
+    questions: Questions = field(default_factory=Questions)
+    works_when_healed: WorksWhenHealed = field(default_factory=WorksWhenHealed)
+    pages_come_back: PagesComeBack = field(default_factory=PagesComeBack)
+    well_formed: WellFormed = field(init=False)
+    deadlines: Deadlines = field(init=False)
+    releases: Releases = field(init=False)
+    stalls: Standstills = field(init=False)
+
+    # Not part of the constructor: who looks when.
+    of_command: dict[type, tuple[Look, ...]] = field(init=False)
+    recounters: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.well_formed = WellFormed(self.world)
+        self.right_rank = RightRank(self.world)
+        self.deadlines = Deadlines(self.world)
+        self.releases = Releases(self.world)
+        self.stalls = Standstills(self.world)
+        self.of_command = self._wires()
+        self.recounters = tuple(checker for checker in self.all() if hasattr(checker, "recount"))
+
+    def all(self) -> list[Any]:
+        return [
+            getattr(self, one.name) for one in fields(self) if one.name not in ("world", "of_command", "recounters")
+        ]
+
+    def _wires(self) -> dict[type, tuple[Look, ...]]:
+        """In this order; the first that finds something names the violation."""
+        ends: tuple[Look, ...] = (
+            self.one_end.ended,
+            self.works_when_healed.ended,
+            self.pages_come_back.ended,
+            self.refusals.ended,
+            self.waits.ended,
+            self.tokens.ended,
+            self.hit_rate.ended,
+            self.releases.ended,
+        )
+        return {
+            StartRequest: (self.stream.began, self.first_token.began),
+            EmitTokens: (self.one_end.emitted, self.tokens.emitted, self.stream.emitted),
+            FinishRequest: ends,
+            FailRequest: ends,
+            LaunchBatch: (self.one_sequence.launched, self.same_set.launched, self.tenants.launched),
+            ForgetRequests: (self.one_verdict.forgot, self.one_sequence.forgot, self.same_set.forgot),
+            RenderAgain: (self.retries.asked,),
+            RevokePages: (self.one_verdict.asked,),
+            CancelPull: (self.one_verdict.asked,),
+            PullPages: (self.well_formed.pulled, self.tenants.pulled),
+            LearnPeer: (self.questions.put,),
+            AskDpRank: (self.questions.put,),
+            AnnounceDpRank: (self.right_rank.announced,),
+            Tell: (
+                self.row_contents.told,
+                self.row_owners.told,
+                self.right_rank.told,
+                self.well_formed.told,
+                self.own_clock.told,
+            ),
+        }
+
+    def after_step(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
+        self.pages.after_step(life)
+        self.row_owners.after_step(life)
+        self.rows_never_block.after_step(life)
+        self.bounds.after_step(life)
+        moves = self.changes.after_step(life)
+        for progress, before in moves:
+            self.first_token.moved(life, progress, before)
+            self.hit_rate.moved(life, progress, before)
+            self.ping_pong.moved(life, progress, before)
+        self.queue_order.after_step(life, moves)
+        self.idle_steps.after_step(life, events, commands)
+        self._see(life, events, commands)
+
+    def _see(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
+        for event in events:
+            if isinstance(event, ReadsDrained | TransferDrained):
+                self.one_verdict.drained(life, event)
+        num_launched = num_emitted = 0
+        for command in commands:
+            num_launched += isinstance(command, LaunchBatch)
+            num_emitted += isinstance(command, EmitTokens)
+            for look in self.of_command.get(type(command), ()):
+                look(life, command)
+        if num_emitted:
+            self.stream.settled(life)
+        for event in events:
+            if isinstance(event, TransferFailed):
+                self.one_verdict.failed(life, event)
+        self.no_new_work.heard(life, events)
+        self.vetoes.heard(life, events)
+        self.vetoes.after_step(life)
+        self.delay_bound.after_step(life, events, num_launched)
+
+    def compare_with_twin(self, life: Life, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
+        self.same_after_restore.compare(life, events, now, effects)
+
+    def recount(self) -> None:
+        for replica in self.world.replicas.values():
+            if replica.life is not None:
+                for checker in self.recounters:
+                    checker.recount(replica.life)
+
+    def at_idle(self) -> None:
+        self.recount()
+        for replica in self.world.replicas.values():
+            if replica.life is not None:
+                self.nothing_left.at_idle(replica.life)
+                self.gauges.at_idle(replica.life)
+
+    def watch_deadline(self, life: Life, half: Half) -> None:
+        """A half has reached the edge of its replica."""
+        self.one_dispatch.arrived(life, half)
+        self.right_rank.arrived(life, half)
+        self.deadlines.watch(life, half)
+
+    def watchdog_has_ticked(self, life: Life) -> None:
+        self.stalls.ticked(life)
+
+    def watchdog_fires(self, life: Life) -> None:
+        self.stalls.fired(life)
+
+    def memory_is_used(
+        self, life: Life, request: RequestId, table: list[PageId], first_written: int, num_used: int
+    ) -> None:
+        self.ownership.memory_is_used(life, request, table, first_written, num_used)
+
+    def page_is_read(
+        self, store: KvStore, grant: Grant, page: PageId, generation: int, contents: list[int], *, is_own: bool
+    ) -> None:
+        life = self.world.find(store.incarnation)
+        if life is not None:
+            self.stale_reads.page_is_read(life, grant, page, generation, is_own=is_own)
+            self.freed_pages.page_is_read(life, grant, page)
+            self.sent_pages.page_is_read(life, grant, page, contents)
+
+    def page_is_written(self, store: KvStore, request: RequestId, page: PageId) -> None:
+        life = self.world.find(store.incarnation)
+        if life is not None:
+            self.freed_pages.page_is_written(life, request, page)

@@ -1,0 +1,223 @@
+"""Pages: counted, owned, read and written only by those who may, and of one tenant.
+
+What is cheap is checked after every step or at the very access; the rest is counted anew at each recount.
+"""
+
+from collections import Counter, defaultdict
+
+from tandem.core.commands import LaunchBatch, PullPages
+from tandem.core.kv.pool import NOBODY, PageState
+from tandem.core.scheduler.request_state import State
+from tandem.core.values import Incarnation, PageId, RequestId
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.transfer import Grant
+from tandem.simulator.checkers.base import owner_of, where
+from tandem.simulator.oracle import Violation
+
+HAS_OWNER = (PageState.OWNED, PageState.QUARANTINED)
+
+
+class PageAccounting:
+    id = "S1"
+
+    def after_step(self, life: Life) -> None:
+        pool = life.node.state.pool
+        if sum(pool.counts) != pool.num_pages or len(pool.free_pages) != pool.counts[PageState.FREE]:
+            raise Violation(self.id, f"{where(life)}: counts {pool.counts}, {len(pool.free_pages)} in the free list")
+
+    def recount(self, life: Life) -> None:
+        pool = life.node.state.pool
+        for state in PageState:
+            if (counted := pool.states.count(state)) != pool.counts[state]:
+                raise Violation(self.id, f"{where(life)}: {counted} pages are {state.name}, not {pool.counts[state]}")
+        if not {pool.states[page] for page in pool.free_pages} <= {PageState.FREE}:
+            raise Violation(self.id, f"{where(life)}: a page in the free list is not free")
+        if len(frozenset(pool.free_pages)) != len(pool.free_pages):
+            raise Violation(self.id, f"{where(life)}: a page is in the free list twice")
+
+
+class PageOwnership:
+    """A page belongs to one request, or to the prefix tree and then nobody writes it."""
+
+    id = "S2"
+
+    def memory_is_used(
+        self, life: Life, request: RequestId, table: list[PageId], first_written: int, num_used: int
+    ) -> None:
+        pool = life.node.state.pool
+        owners, states = pool.owners, pool.states
+        for page in table[:first_written]:
+            if owners[page] != request and states[page] != PageState.CACHED:
+                raise Violation(self.id, f"{where(life, request)} reads page {page}, which is {owner_of(pool, page)}")
+        for page in table[first_written:num_used]:
+            if owners[page] != request:
+                raise Violation(self.id, f"{where(life, request)} writes page {page}, which is {owner_of(pool, page)}")
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        states, owners = state.pool.states, state.pool.owners
+        for owner, page_state in frozenset(zip(owners, states, strict=True)):
+            if owner != NOBODY and page_state not in HAS_OWNER:
+                state_name = PageState(page_state).name.lower()
+                raise Violation(self.id, f"{where(life)}: request {owner} owns a page that is {state_name}")
+        owned = len(owners) - owners.count(NOBODY)
+        pool_owned = sum(state.pool.counts[has] for has in HAS_OWNER)
+        if owned != pool_owned:
+            raise Violation(self.id, f"{where(life)}: {pool_owned} pages are owned, {owned} have an owner")
+        held: dict[PageId, RequestId] = {}
+        for progress in state.requests.values():
+            for page in progress.pages:
+                if states[page] == PageState.CACHED:
+                    continue
+                if held.setdefault(page, progress.id) != progress.id or owners[page] != progress.id:
+                    raise Violation(
+                        self.id, f"{where(life, progress.id)} has page {page}, {owner_of(state.pool, page)}"
+                    )
+
+
+class StaleReads:
+    """A page is read only under the generation that it was granted with, and by the peer that it was granted to."""
+
+    id = "S3"
+
+    def page_is_read(self, life: Life, grant: Grant, page: PageId, generation: int, *, is_own: bool) -> None:
+        if not is_own:
+            raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read without the grant's secret")
+        if life.node.state.pool.generations[page] != generation:
+            raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read under an old generation")
+
+
+class FreedPages:
+    """Nothing is read by a peer from, or lands in, a page that was given back meanwhile."""
+
+    id = "S4"
+
+    def page_is_read(self, life: Life, grant: Grant, page: PageId) -> None:
+        pool = life.node.state.pool
+        if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
+            raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read and is {owner_of(pool, page)}")
+
+    def page_is_written(self, life: Life, request: RequestId, page: PageId) -> None:
+        pool = life.node.state.pool
+        if pool.owners[page] != request:
+            raise Violation(
+                self.id, f"{where(life, request)}: a pulled page lands in {page}, which is {owner_of(pool, page)}"
+            )
+
+
+class SentPages:
+    """What a peer reads is that page of that prompt, computed. Reads by batches are checked by the executor."""
+
+    id = "S5"
+
+    def page_is_read(self, life: Life, grant: Grant, page: PageId, contents: list[int]) -> None:
+        half = life.halves.get(grant.request)
+        if half is None or not contents:
+            return
+        script = half.script
+        index, page_size = grant.page_indices[page], life.settings.page_size
+        expected = script.page(index, page_size=page_size, length=len(script.prompt))
+        if contents[: len(expected)] != expected:
+            raise Violation(
+                self.id, f"{where(life, grant.request)}: page {page} is sent and is not page {index} of the prompt"
+            )
+
+
+class PrefixTreePins:
+    id = "S6"
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        tree = state.tree
+        locks = Counter(progress.locked for progress in state.requests.values() if progress.locked is not None)
+        pinned = [node for node in tree.nodes.values() if node.pins]
+        expected = locks + Counter(node.parent for node in pinned)
+        for page_hash, node in tree.nodes.items():
+            if node.pins != expected.get(page_hash, 0):
+                raise Violation(
+                    self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {locks[page_hash]}"
+                )
+            if state.pool.states[node.page] != PageState.CACHED:
+                raise Violation(self.id, f"{where(life)}: cached page {node.page} is {owner_of(state.pool, node.page)}")
+        if tree.num_pinned != len(pinned):
+            raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
+        if len(tree.nodes) != state.pool.counts[PageState.CACHED]:
+            raise Violation(self.id, f"{where(life)}: {len(tree.nodes)} nodes, {state.pool.counts} pages")
+
+
+class TenantsApart:
+    """A page that one tenant's request has written is never read for another tenant, whatever the prompts say.
+
+    The fake model gives equal prompts equal KV, so no other checker would see it.
+    """
+
+    id = "S32"
+
+    def __init__(self) -> None:
+        self.writers: defaultdict[Incarnation, dict[PageId, str]] = defaultdict(dict)
+
+    def pulled(self, life: Life, command: PullPages) -> None:
+        half = life.halves.get(command.request)
+        if half is not None:
+            self.writers[life.incarnation].update(dict.fromkeys(command.destinations, half.ask.tenant))
+
+    def launched(self, life: Life, command: LaunchBatch) -> None:
+        """What a batch writes is its request's; what it finds there must be its tenant's."""
+        plan, page_size = command.plan, life.settings.page_size
+        for row in plan.rows:
+            self._told(life, row.request, row.first_page, row.pages, num_found=row.start // page_size)
+        for join in plan.join:
+            self._told(life, join.request, join.first_page, join.pages, num_found=None)
+        for grow in plan.grow:
+            self._told(life, grow.request, grow.first_page, grow.pages, num_found=0)
+
+    def _told(
+        self, life: Life, request: RequestId, first: int, pages: tuple[PageId, ...], *, num_found: int | None
+    ) -> None:
+        """`num_found`: so many leading pages were cached; None: those that do not belong to the request now."""
+        half = life.halves.get(request)
+        if half is None or not pages:
+            return
+        tenant, writers = half.ask.tenant, self.writers[life.incarnation]
+        owners = life.node.state.pool.owners
+        for index, page in enumerate(pages, start=first):
+            is_own = owners[page] == request if num_found is None else index >= num_found
+            if is_own:
+                writers[page] = tenant
+            elif writers.get(page, tenant) != tenant:
+                found = writers[page]
+                raise Violation(
+                    self.id, f"{where(life, request)} of tenant {tenant!r} reads page {page} of tenant {found!r}"
+                )
+
+    def recount(self, life: Life) -> None:
+        """Whoever owns a page that the workers know is the one who is noted as its writer."""
+        state, writers = life.node.state, self.writers[life.incarnation]
+        for progress in state.requests.values():
+            half = life.halves.get(progress.id)
+            if half is None or progress.id in state.joins:
+                continue
+            for page in progress.pages[: progress.synced_pages]:
+                if state.pool.owners[page] == progress.id and writers.get(page) != half.ask.tenant:
+                    raise Violation(
+                        self.id, f"recount: {where(life, progress.id)} owns page {page} and is not its writer"
+                    )
+
+
+class Quarantine:
+    """A quarantined page belongs to somebody who has ended and whom a batch or a transfer still holds."""
+
+    id = "L11"
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        if not state.pool.counts[PageState.QUARANTINED]:
+            return
+        for page, page_state in enumerate(state.pool.states):
+            if page_state != PageState.QUARANTINED:
+                continue
+            progress = state.requests.get(state.pool.owners[page])
+            if progress is None or progress.state is not State.DRAINING:
+                raise Violation(self.id, f"{where(life)}: nobody waits for quarantined page {page}")
+            if not progress.in_flight and not progress.drains:
+                raise Violation(self.id, f"{where(life, progress.id)}: nothing holds quarantined page {page} any more")

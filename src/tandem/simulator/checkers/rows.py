@@ -1,0 +1,94 @@
+"""Rows of the prefill's result table: one live owner, read for their own room, given back once, never in the way."""
+
+from itertools import chain
+
+from tandem.core.commands import Tell
+from tandem.core.disagg.messages import Offer
+from tandem.core.scheduler.request_state import State, WaitingFor
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.checkers.base import where
+from tandem.simulator.oracle import Violation
+
+
+class RowOwners:
+    id = "S8"
+
+    def after_step(self, life: Life) -> None:
+        rows = life.node.state.results
+        if len(rows.free_rows) + len(rows.owners) != rows.num_rows:
+            raise Violation(
+                self.id, f"{where(life)}: {len(rows.free_rows)} free + {len(rows.owners)} used of {rows.num_rows}"
+            )
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        for request in state.results.owners:
+            progress = state.requests.get(request)
+            if progress is None or progress.state in (State.DRAINING, State.DONE):
+                raise Violation(self.id, f"{where(life, request)} has ended and holds a result slot")
+
+    def told(self, life: Life, command: Tell) -> None:
+        """A result leaves only from a row that is held."""
+        offer, state = command.message, life.node.state
+        if not isinstance(offer, Offer) or offer.result is None:
+            return
+        request = state.rooms.get(offer.room)
+        progress = state.requests.get(request) if request is not None else None
+        if progress is None or progress.state is State.DRAINING:
+            return
+        if progress.id not in state.results.owners:
+            raise Violation(self.id, f"{where(life, progress.id)} offers a result without a row")
+
+
+class RowContents:
+    id = "S9"
+
+    def told(self, life: Life, command: Tell) -> None:
+        """A result leaves for decode: it has to be that of its room."""
+        offer = command.message
+        if not isinstance(offer, Offer) or offer.result is None:
+            return
+        if offer.result.room != offer.room:
+            raise Violation(self.id, f"{where(life)}: room {offer.room} is offered the row of {offer.result.room}")
+        request = life.node.state.rooms.get(offer.room)
+        half = life.halves.get(request) if request is not None else None
+        if half is None:
+            return
+        token, right = int.from_bytes(offer.result.token, "little"), half.script.output_token(0)
+        if token != right:
+            raise Violation(self.id, f"{where(life, half.request)}: row holds {token}, not {right}")
+
+
+class RowsOnce:
+    """Every row is free, or used, once."""
+
+    id = "S10"
+
+    def recount(self, life: Life) -> None:
+        results = life.node.state.results
+        every_row = sorted(chain(results.free_rows, results.owners.values()))
+        if every_row != list(range(results.num_rows)):
+            raise Violation(self.id, f"{where(life)}: rows {every_row}")
+
+
+class RowsNeverBlock:
+    """Who lacks a row is passed over: everybody behind it was looked at, up to the first who lacks something else."""
+
+    id = "S11"
+
+    def after_step(self, life: Life) -> None:
+        state = life.node.state
+        queue = state.queues[State.QUEUED]
+        if len(queue) < 2 or state.results.free_rows:
+            return
+        is_behind = False
+        for request in queue:
+            progress = state.requests[request]
+            if progress.blocked_on is WaitingFor.METADATA_SLOT:
+                is_behind = True
+            elif progress.blocked_on is not None or not is_behind:
+                return
+            elif progress.entered_at < state.now and progress.sender is not None and progress.sender.is_ready:
+                raise Violation(
+                    self.id, f"{where(life, request)} stands behind one that lacks a row, and is not looked at"
+                )

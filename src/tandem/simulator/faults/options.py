@@ -1,0 +1,277 @@
+"""Faults as distributions. A seed draws its option set: each class is on or off, and how bad it is when it is on.
+
+    F1  message loss                        F13 aborts at random moments
+    F2  delays and clogged links            F14 corrupted transfers
+    F3  duplicates of messages and events   F15 transfers that end late after a cancel
+    F4  duplicates from old connections     F17 repeated rooms, lost halves, wrong ranks, hostile messages
+    F5  partitions                          F18 bursts of clients that leave
+    F6  crash and restart of servers,       F19 prefill and decode with different layouts
+        bootstrap servers and routers       F20 what devices and sockets refuse: batches, publishing, pulls, messages,
+    F7  one shard or DP rank dies               requests; logits that are not finite
+    F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
+    F9  slow executors, slow shards, and    F22 nodes replaced by their own snapshot
+        processes or batches that hang
+    F10 clocks that began elsewhere, and drift
+    F11 few metadata slots
+    F12 few pages
+
+What the classes do at moments is `fault_schedule.py`; everything else is a distribution that is drawn here.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from msgspec import structs
+
+from tandem.core.dp_dispatch import method_for
+from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.router import RouterSettings
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import HealthSettings
+from tandem.core.settings import (
+    DelayerSettings,
+    DpConflictPolicy,
+    LoadBalanceMethod,
+    LoadFailurePolicy,
+    NodeSettings,
+    OptimisticPolicy,
+    PrefillInfo,
+    Role,
+)
+from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
+from tandem.simulator.network.links import LinkSettings
+from tandem.simulator.renderings import ShownTime
+from tandem.simulator.workload import WorkloadSettings
+
+CLASSES = (
+    "F1",
+    "F2",
+    "F3",
+    "F4",
+    "F5",
+    "F6",
+    "F7",
+    "F8",
+    "F9",
+    "F10",
+    "F11",
+    "F12",
+    "F13",
+    "F14",
+    "F15",
+    "F17",
+    "F18",
+    "F19",
+    "F20",
+    "F21",
+    "F22",
+)
+RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probability; 0.5 otherwise
+
+
+ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
+USUAL_ROUTER = RouterSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that a seed decides before the first event."""
+
+    seed: int
+    classes: tuple[str, ...]
+    num_prefills: int
+    num_decodes: int
+    num_unified: int
+    num_shards: int
+    workload: WorkloadSettings
+    links: LinkSettings
+    prefill: NodeSettings  # incarnation and role are filled in per replica
+    decode: NodeSettings
+    page_read_ns: tuple[int, int]  # how long reading one page takes, half-open range
+    corruption: float  # share of pages
+    linger_ns: int  # how late a cancelled page may still arrive, at most
+    batch_failure: float  # share of batches
+    event_copies: float  # share of events that a node hears twice
+    hostility: float  # share of requests that come with a made-up message
+    unified_share: float = 0.2  # of the requests, where there are unified replicas
+    prefill_info: PrefillInfo = ALONE  # of every prefill server: its DP ranks
+    decode_info: PrefillInfo = ALONE
+    force_query: bool = False  # on both sides
+    num_gateways: int = 0  # our routers
+    direct_share: float = 1.0  # of the requests: they come through other gateways
+    router: RouterSettings = USUAL_ROUTER
+    policies: tuple[str, str] = ("round_robin", "round_robin")
+    http_breaks: float = 0.0  # share of what is said between routers and servers
+    error_heads: float = 0.0  # share of requests that a server's edge has no means for
+    watchdog_ns: int = 30 * SECOND  # of every server
+    io_failure: float = 0.0  # share of messages, of publishing and of pulling
+    timed_share: float = 0.0  # of the requests: their prompts show the time
+
+    def time_of_a_probe(self, index: int) -> ShownTime | None:
+        """After healing: of every other probe, where some requests show the time."""
+        return ShownTime() if self.timed_share and index % 2 else None
+
+    def describe(self) -> str:
+        on = " ".join(self.classes) or "none"
+        return (
+            f"seed {self.seed}: {self.num_prefills} prefill, {self.num_decodes} decode, {self.num_unified} unified, "
+            f"{self.prefill_info.dp_size}+{self.decode_info.dp_size} DP ranks ({self.prefill_info.method}, "
+            f"{self.prefill_info.conflict}{', forced query' if self.force_query else ''}), "
+            f"{self.num_shards} shard(s), {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
+            f"{self.workload.num_requests} requests in "
+            f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
+            f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
+            f"{self.timed_share:.0%} show the time, "
+            f"faults: {on}"
+        )
+
+
+def draw_options(seed: int) -> Options:
+    random = Random(f"options {seed}")
+    classes = tuple(name for name in CLASSES if Random(f"{name} {seed}").random() < RARE.get(name, 0.5))
+    workload = _draw_workload(random, classes)
+    num_shards = random.choice((1, 1, 1, 2, 3, 4))
+    prefill = _draw_settings(random, classes, workload, num_shards)
+    decode = _draw_settings(random, classes, workload, num_shards, page_size=prefill.page_size)
+    delayers = Random(f"delayer {seed}")
+    prefill = structs.replace(prefill, delayer=_draw_delayer(delayers))
+    decode = structs.replace(decode, delayer=_draw_delayer(delayers))
+    ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
+    prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
+    server_counts = (1, 2, 2, 2, 3) if prefill_info.dp_size == decode_info.dp_size == 1 else (1, 2, 2)
+    return Options(
+        seed=seed,
+        classes=classes,
+        num_prefills=random.choice(server_counts),
+        num_decodes=random.choice(server_counts),
+        num_unified=int(random.random() < 0.3),
+        num_shards=num_shards,
+        workload=workload,
+        links=_draw_links(random, classes),
+        prefill=prefill,
+        decode=decode,
+        page_read_ns=random.choice(((20_000, 400_000), (20_000, 400_000), (MILLISECOND, 20 * MILLISECOND))),
+        corruption=random.uniform(0.0, 0.02) if "F14" in classes else 0.0,
+        linger_ns=random.choice((SECOND, 10 * SECOND, 120 * SECOND)) if "F15" in classes else 0,
+        batch_failure=random.uniform(0.0, 0.01) if "F20" in classes else 0.0,
+        event_copies=random.uniform(0.0, 0.05) if "F3" in classes else 0.0,
+        hostility=random.uniform(0.0, 1.0) if "F17" in classes else 0.0,
+        unified_share=delayers.choice((0.2, 0.8)),
+        prefill_info=prefill_info,
+        decode_info=decode_info,
+        force_query=ranks.random() < 0.3,
+        num_gateways=routers.choice((1, 1, 2)),
+        direct_share=routers.choice((0.1, 0.3, 0.6)),
+        router=_draw_router(routers),
+        policies=(routers.choice(tuple(POLICIES)), routers.choice(tuple(POLICIES))),
+        http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
+        error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
+        watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
+        io_failure=routers.uniform(0.0, 0.01) if "F20" in classes else 0.0,
+        timed_share=Random(f"times {seed}").choice((0.0, 0.0, 0.0, 0.8)),
+    )
+
+
+def _draw_info(random: Random, role: Role) -> PrefillInfo:
+    """How many DP ranks servers of this role have, and how they are dispatched to."""
+    dp_size = random.choice((1, 1, 1, 1, 2, 2, 3, 4))
+    method = method_for(random.choice(tuple(LoadBalanceMethod)), role)
+    return PrefillInfo(dp_size, method, random.choice(tuple(DpConflictPolicy)))
+
+
+def _draw_router(random: Random) -> RouterSettings:
+    exchange = ExchangeSettings(
+        retries=random.choice((0, 1, 3)),
+        document_ns=Nanos(random.choice((60, 600)) * SECOND),
+    )
+    health = HealthSettings(
+        interval_ns=Nanos(random.choice((5, 60)) * SECOND),
+        fast_interval_ns=Nanos(random.choice((500, 3000)) * MILLISECOND),
+        misses=random.choice((1, 2)),
+    )
+    return RouterSettings(
+        exchange, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
+    )
+
+
+def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:
+    timeout_s = random.choice((5, 30, 600, 3600, 3600, 3600))
+    return WorkloadSettings(
+        num_requests=random.randrange(24, 49),
+        duration_ns=random.choice((5, 20, 60, 600)) * SECOND,
+        burst=random.choice((0.0, 0.3, 0.8)),
+        num_prefixes=random.randrange(1, 6),
+        prompt_len_max=random.choice((8, 24, 64, 128)),
+        output_len_max=random.choice((4, 16, 40, 80)),
+        timeout_ns_range=(timeout_s * SECOND, 2 * timeout_s * SECOND),
+        tight_deadlines=random.choice((0.0, 0.0, 0.2)),
+        aborts=random.uniform(0.0, 0.6) if "F13" in classes else 0.0,
+        hostile_rooms=random.uniform(0.0, 0.2) if "F17" in classes else 0.0,
+        lost_halves=random.uniform(0.05, 0.25) if {"F6", "F17"} & set(classes) else 0.0,
+    )
+
+
+def _draw_links(random: Random, classes: tuple[str, ...]) -> LinkSettings:
+    base_ns = random.choice((50_000, 250_000, 20 * MILLISECOND))
+    return LinkSettings(
+        base_ns=base_ns,
+        spread=random.choice((0.1, 0.5, 1.5)),
+        loss=random.uniform(0.0, 0.3) if "F1" in classes else 0.0,
+        duplication=random.uniform(0.0, 0.5) if "F3" in classes or "F4" in classes else 0.0,
+        duplicate_delay_ns=random.choice((SECOND, 120 * SECOND)) if "F4" in classes else 10 * base_ns,
+        duplicate_class="F4" if "F4" in classes else "F3",
+        clog=random.uniform(0.0, 0.02) if "F2" in classes else 0.0,
+        clog_ns=random.choice((SECOND, 30 * SECOND)),
+    )
+
+
+def _draw_settings(
+    random: Random, classes: tuple[str, ...], workload: WorkloadSettings, num_shards: int, page_size: int | None = None
+) -> NodeSettings:
+    """A template of one role; `role` and `incarnation` are placeholders."""
+    page_size = page_size or random.choice((1, 4, 8, 16))
+    largest = ceil_div(workload.prompt_len_max + workload.output_len_max + 1, page_size)
+    num_pages = int(largest * random.uniform(1.1, 2.0)) + 1 if "F12" in classes else largest * random.randrange(4, 12)
+    max_running = random.choice((2, 4, 8, 16))
+    return NodeSettings(
+        role=Role.UNIFIED,
+        incarnation=Incarnation("", ""),
+        num_pages=num_pages,
+        page_size=page_size,
+        layout="layout",
+        shards=tuple(ShardId(shard) for shard in range(num_shards)),
+        max_running=max_running,
+        max_queued=random.choice((8, 64, 64)),
+        chunk_tokens=max(page_size, random.choice((16, 32, 64))),
+        window_depth=random.choice((1, 2, 2)),
+        mixed_chunk=random.random() < 0.3,
+        prefix_cache=random.random() < 0.8,
+        reserved_decode_tokens=random.choice((4, 64, 512)),
+        conservativeness=random.choice((0.0, 0.0, 0.3, 1.0)),
+        metadata_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
+        optimistic=random.choice(
+            (OptimisticPolicy.PARK, OptimisticPolicy.PARK, OptimisticPolicy.RETRY, OptimisticPolicy.OFF)
+        ),
+        optimistic_retries=random.randrange(1, 4),
+        force_retry_prob=random.choice((0.0, 0.0, 0.3)),
+        park_max_tokens=random.choice((64, 1 << 20)),
+        load_failure=random.choice((LoadFailurePolicy.RECOMPUTE, LoadFailurePolicy.RECOMPUTE, LoadFailurePolicy.FAIL)),
+        stall_timeout_ns=Nanos(random.choice((5, 30)) * SECOND),
+        lease_ns=Nanos(random.choice((2, 10, 30)) * SECOND),
+        tombstones=random.choice((2, 1024)),
+        stashed_messages=random.choice((2, 1024)),
+        stash_ns=Nanos(random.choice((1, 60)) * SECOND),
+        ask_rank_ns=Nanos(random.choice((100, 300)) * MILLISECOND),
+    )
+
+
+def _draw_delayer(random: Random) -> DelayerSettings | None:
+    if random.random() < 0.7:
+        return None
+    return DelayerSettings(
+        max_delay_passes=random.choice((3, 30, 300)),
+        low_watermark=random.choice((None, 0.3)),
+        queue_min_ratio=random.choice((None, 0.2, 1.0)),
+        max_delay_ns=Nanos(random.choice((100, 5000)) * MILLISECOND),
+        pass_ns=Nanos(random.choice((20, 100)) * MILLISECOND),
+    )

@@ -1,0 +1,133 @@
+"""What the node of a small replica asks for: work for its worker and its data plane, messages, and answers to clients.
+
+Tokens and ends are checked here, at the moment at which a client would see them.
+"""
+
+import msgspec
+
+from tandem.core.commands import (
+    CancelPull,
+    Command,
+    EmitTokens,
+    FailRequest,
+    FinishReason,
+    FinishRequest,
+    ForgetRequests,
+    LaunchBatch,
+    LearnPeer,
+    PublishPages,
+    PullPages,
+    RenderAgain,
+    RevokePages,
+    StartRequest,
+    Tell,
+)
+from tandem.core.disagg.messages import Message, Offer
+from tandem.core.events import TransferDrained
+from tandem.core.settings import Role
+from tandem.core.values import ZERO_NS, RequestId
+from tandem.simulator.model_check.replica_value import Draft, Pull, SmallHalf
+from tandem.simulator.model_check.transitions import SHARD, drop_if_drained, end_pull, grant_of
+from tandem.simulator.oracle import Script, Violation
+
+DIGEST_BYTES = 8
+
+
+def dispatch(draft: Draft, command: Command) -> None:
+    match command:
+        case LaunchBatch(plan):
+            draft.work.append(plan)
+        case ForgetRequests(requests):
+            draft.work.append(requests)
+            draft.pulls = [pull for pull in draft.pulls if pull.is_moving or pull.request not in requests]
+        case EmitTokens() | StartRequest() | FinishRequest() | FailRequest():
+            _see(draft, command)
+        case RenderAgain(request):
+            draft.to_render.append(request)
+        case LearnPeer(address):
+            if address not in draft.lookups:
+                draft.lookups.append(address)
+        case Tell(peer, message):
+            draft.told.append((peer, _timeless(message)))
+        case PublishPages():
+            draft.to_digest.append(command)
+        case RevokePages(request, attempt, room):
+            draft.to_digest = [job for job in draft.to_digest if (job.request, job.attempt) != (request, attempt)]
+            at = grant_of(draft, room, request, attempt)
+            draft.grants[at] = msgspec.structs.replace(draft.grants[at], is_revoked=True)
+            drop_if_drained(draft, at)
+        case PullPages():
+            _pull(draft, command)
+        case CancelPull(request, attempt):
+            _cancel(draft, request, attempt)
+
+
+def _timeless(message: Message) -> Message:
+    """Durations in a result slot are for a ledger: without them equal situations look equal."""
+    if not isinstance(message, Offer) or message.result is None:
+        return message
+    row = msgspec.structs.replace(message.result, queue_ns=ZERO_NS, compute_ns=ZERO_NS, overlapped_ns=ZERO_NS)
+    return msgspec.structs.replace(message, result=row)
+
+
+def _pull(draft: Draft, command: PullPages) -> None:
+    at = next(
+        (i for i, p in enumerate(draft.pulls) if (p.request, p.attempt) == (command.request, command.attempt)), None
+    )
+    if at is None:
+        draft.pulls.append(Pull(command.request, command.attempt, command.room, command.peer, command.secrets[SHARD]))
+        at = len(draft.pulls) - 1
+    pull, digests = draft.pulls[at], command.digests[SHARD]
+    if pull.has_ended:
+        return
+    if command.first_wanted != len(pull.wanted):
+        raise Violation("S5", f"request {pull.request} wants pages from {command.first_wanted}, has {len(pull.wanted)}")
+    pages = zip(command.sources, command.generations, command.destinations, strict=True)
+    wanted = tuple((*page, digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]) for i, page in enumerate(pages))
+    draft.pulls[at] = msgspec.structs.replace(pull, wanted=pull.wanted + wanted)
+
+
+def _cancel(draft: Draft, request: RequestId, attempt: int) -> None:
+    for index, pull in enumerate(draft.pulls):
+        if (pull.request, pull.attempt) == (request, attempt):
+            draft.pulls[index] = msgspec.structs.replace(pull, has_ended=True)
+            if not pull.is_moving:
+                end_pull(draft, index)
+            return
+    draft.inbox.append(TransferDrained(request, attempt, SHARD))
+
+
+def _see(draft: Draft, command: EmitTokens | StartRequest | FinishRequest | FailRequest) -> None:
+    """The client's view: a start, the right tokens, one end, and nothing after it."""
+    requests = command.requests if isinstance(command, EmitTokens) else (command.request,)
+    for index, request in enumerate(requests):
+        half = draft.halves.get(request)
+        if half is None or half.end:
+            raise Violation(
+                "S12", f"{draft.cast.name}: {type(command).__name__} for request {request}, which has ended"
+            )
+        if isinstance(command, EmitTokens):
+            token = int.from_bytes(command.tokens[4 * index : 4 * index + 4], "little")
+            if not half.has_started or token != _script(draft, half).output_token(half.tokens):
+                raise Violation("S14", f"{draft.cast.name}: token {half.tokens} of request {request} is {token}")
+            draft.halves[request] = msgspec.structs.replace(half, tokens=half.tokens + 1)
+        elif isinstance(command, StartRequest):
+            if half.has_started:
+                raise Violation("S12", f"{draft.cast.name}: a second start of request {request}")
+            draft.halves[request] = msgspec.structs.replace(half, has_started=True)
+        elif isinstance(command, FinishRequest):
+            _check_answer(draft, half, command)
+            draft.halves[request] = msgspec.structs.replace(half, end="finished")
+        else:
+            draft.halves[request] = msgspec.structs.replace(half, end=str(command.cause))
+
+
+def _script(draft: Draft, half: SmallHalf) -> Script:
+    return draft.cast.script(half.request, is_rendered_anew=half.is_rendered_anew)
+
+
+def _check_answer(draft: Draft, half: SmallHalf, command: FinishRequest) -> None:
+    script = _script(draft, half)
+    wanted = script.output_length() if draft.cast.settings.role is Role.DECODE else half.tokens
+    if half.tokens != wanted or (command.reason is FinishReason.LENGTH and half.tokens > script.max_new_tokens):
+        raise Violation("S14", f"{draft.cast.name}: request {half.request} ends after {half.tokens} of {wanted} tokens")

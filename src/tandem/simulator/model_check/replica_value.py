@@ -1,0 +1,192 @@
+"""One replica of the small world as a value: the node, its worker, its data plane, and what is between them.
+
+A `SmallReplica` is immutable and can be compared. While something happens to it, it is a `Draft`: the same, taken
+apart. The worker is the simulator's `Executor`, which knows what every page must hold; free pages are wiped, so whoever
+reads one has read something wrong.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar  # Any: an answer to a move, of any shape
+
+from msgspec import Struct
+
+from tandem.core.batch import BatchPlan
+from tandem.core.commands import PublishPages
+from tandem.core.disagg.messages import Message
+from tandem.core.events import Event
+from tandem.core.kv.pool import PageState
+from tandem.core.request import Request
+from tandem.core.scheduler.node import EngineNode
+from tandem.core.settings import NodeSettings
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
+from tandem.simulator.actors.executor import Executor, PageMemory, WorkerRequest
+from tandem.simulator.oracle import Script
+
+Value = TypeVar("Value", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Numbered(Generic[Value]):
+    """Equal values have one number, in order of appearance."""
+
+    values: list[Value] = field(default_factory=list[Value])
+    numbers: dict[Value, int] = field(default_factory=dict[Value, int])
+
+    def number(self, value: Value) -> int:
+        number = self.numbers.setdefault(value, len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """What never changes on one side of a small world."""
+
+    settings: NodeSettings
+    requests: dict[RequestId, Request]
+    scripts: dict[RequestId, Script]
+    root: bytes
+    rendered: dict[RequestId, tuple[Request, Script]] = field(default_factory=dict)  # the same at the peer's time
+
+    @property
+    def name(self) -> str:
+        return self.settings.incarnation.name
+
+    def script(self, request: RequestId, *, is_rendered_anew: bool) -> Script:
+        return self.rendered[request][1] if is_rendered_anew else self.scripts[request]
+
+
+class Grant(Struct, frozen=True):
+    """Pages of one room that a peer may read. A page is there once it is digested."""
+
+    room: int
+    request: RequestId
+    attempt: int
+    secret: bytes
+    pages: tuple[tuple[int, int], ...] = ()  # page, generation
+    num_reading: int = 0
+    is_revoked: bool = False
+
+
+class Pull(Struct, frozen=True):
+    request: RequestId
+    attempt: int
+    room: int
+    peer: Incarnation
+    secret: bytes  # of the grant
+    wanted: tuple[tuple[int, int, PageId, bytes], ...] = ()  # source, its generation, destination, digest
+    landed: int = 0
+    is_moving: bool = False  # the next wanted page is on its way
+    has_ended: bool = False  # failed or cancelled
+
+
+class SmallHalf(Struct, frozen=True):
+    """What the client has seen of one request on this replica."""
+
+    request: RequestId
+    tokens: int = 0
+    has_started: bool = False
+    is_rendered_anew: bool = False
+    end: str = ""  # "finished", or the cause of the failure
+
+
+class WorkerRequestValue(Struct, frozen=True):
+    request: RequestId
+    is_rendered_anew: bool
+    tokens: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+    num_reported: int
+    table: tuple[PageId, ...]
+    is_broken: bool
+
+
+class WorkerValue(Struct, frozen=True):
+    """An `Executor`, with everything that it will ever read."""
+
+    slots: tuple[tuple[int, ...], ...]  # per page
+    seats: tuple["WorkerRequestValue", ...] = ()
+    decode_set: tuple[RequestId, ...] = ()
+    last_iteration: int = 0
+
+
+class SmallReplica(Struct, frozen=True):
+    life: Incarnation
+    node: int  # in `Forks`
+    worker: WorkerValue
+    to_come: tuple[RequestId, ...]
+    age_ns: Nanos = ZERO_NS  # time since the node's last step
+    halves: tuple[SmallHalf, ...] = ()
+    work: tuple[BatchPlan | tuple[RequestId, ...], ...] = ()  # batches, and requests to forget in between
+    to_digest: tuple[PublishPages, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    pulls: tuple[Pull, ...] = ()
+    lookups: tuple[Address, ...] = ()
+    to_render: tuple[RequestId, ...] = ()
+    inbox: tuple[Event, ...] = ()  # said by the data plane, not heard yet
+
+
+@dataclass(slots=True)
+class Draft:
+    """A replica taken apart."""
+
+    cast: Cast
+    life: Incarnation
+    node: EngineNode
+    now: Nanos
+    executor: Executor
+    to_come: list[RequestId]
+    halves: dict[RequestId, SmallHalf]
+    work: list[BatchPlan | tuple[RequestId, ...]]
+    to_digest: list[PublishPages]
+    grants: list[Grant]
+    pulls: list[Pull]
+    lookups: list[Address]
+    to_render: list[RequestId]
+    inbox: list[Event]
+    told: list[tuple[Incarnation, Message]] = field(default_factory=list)
+    answer: Any = None  # to whoever made this happen
+
+    def forget_first(self) -> None:
+        """Requests to forget wait only for the batches before them."""
+        while self.work and not isinstance(self.work[0], BatchPlan):
+            self.executor.forget(self.work.pop(0))  # type: ignore[arg-type]
+
+
+def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
+    """Make `executor`, which is new, what `value` says."""
+    memory = PageMemory(executor.num_pages, executor.page_size)
+    memory.slots = [list(slots) for slots in value.slots]
+    memory.sums = [sum(slots) for slots in value.slots]
+    executor.memories = [memory]
+    executor.decode_set = dict.fromkeys(value.decode_set)
+    executor.last_iteration = value.last_iteration
+    for seat in value.seats:
+        script = cast.script(seat.request, is_rendered_anew=seat.is_rendered_anew)
+        tokens, hashes, table = list(seat.tokens), list(seat.hashes), list(seat.table)
+        executor.seats[seat.request] = WorkerRequest(
+            seat.request, script, tokens, hashes, cast.root, seat.num_reported, table, seat.is_broken
+        )
+
+
+def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
+    states, wiped = node.state.pool.states, (0,) * executor.page_size
+    slots = executor.memories[0].slots
+    return WorkerValue(
+        tuple(wiped if states[page] == PageState.FREE else tuple(slots[page]) for page in range(executor.num_pages)),
+        tuple(
+            WorkerRequestValue(
+                seat.request,
+                seat.script is not cast.scripts[seat.request],
+                tuple(seat.tokens),
+                tuple(seat.hashes),
+                seat.num_reported,
+                tuple(seat.table),
+                seat.is_broken,
+            )
+            for seat in executor.seats.values()
+        ),
+        tuple(executor.decode_set),
+        executor.last_iteration,
+    )

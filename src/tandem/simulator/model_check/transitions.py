@@ -1,0 +1,246 @@
+"""What can happen to one replica of the small world.
+
+Each function lets one thing happen to a `Draft` and returns what the node hears of it: events for its next step, or
+None if it hears nothing. A worker answers in launch order, one thread digests in the order of the commands, and what
+the data plane has to say comes in order; between these three every order is possible.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from tandem.core.batch import BatchPlan
+from tandem.core.disagg.messages import Message, Release
+from tandem.core.events import (
+    AbortRequested,
+    BatchFailed,
+    BatchReturned,
+    Event,
+    PageRead,
+    PagesDigested,
+    PagesLanded,
+    PeerLearned,
+    PeerLost,
+    PeerSaid,
+    PeerUnknown,
+    PromptRendered,
+    ReadsDrained,
+    RequestArrived,
+    TransferDrained,
+    TransferFailed,
+)
+from tandem.core.kv.pool import PageState
+from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.simulator.actors.executor import digest
+from tandem.simulator.model_check.replica_value import Draft, Grant, SmallHalf
+from tandem.simulator.oracle import Violation
+from tandem.transfer import grants as granting
+
+SHARD = ShardId(0)
+
+
+def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
+    draft.to_come.remove(request)
+    draft.halves[request] = SmallHalf(request)
+    draft.executor.seat(request, draft.cast.scripts[request], draft.cast.root)
+    return (RequestArrived(draft.cast.requests[request]),)
+
+
+def _rendered(draft: Draft, request: RequestId) -> tuple[Event, ...]:
+    """Its edge has rendered it at the peer's time, also if it has ended meanwhile."""
+    draft.to_render.remove(request)
+    rendered, script = draft.cast.rendered[request]
+    draft.halves[request] = msgspec.structs.replace(draft.halves[request], is_rendered_anew=True)
+    draft.executor.seat(request, script, draft.cast.root)
+    return (PromptRendered(rendered),)
+
+
+def _never_comes(draft: Draft, request: RequestId) -> None:
+    draft.to_come.remove(request)
+
+
+def _is_not_needed(draft: Draft, request: RequestId, peer: Incarnation) -> None:
+    """The decode half is served without a peer, and says so (local prefill)."""
+    draft.to_come.remove(request)
+    room = draft.cast.requests[request].room
+    assert room is not None
+    draft.told.append((peer, Release(room, draft.life, "not_needed")))
+
+
+def _aborts(draft: Draft, request: RequestId) -> tuple[Event, ...]:
+    return (AbortRequested(request),)
+
+
+def _batch_returns(draft: Draft) -> tuple[Event, ...]:
+    plan = cast(BatchPlan, draft.work.pop(0))
+    return (BatchReturned(draft.executor.run(plan)),)
+
+
+def _batch_fails(draft: Draft) -> tuple[Event, ...]:
+    plan = cast(BatchPlan, draft.work.pop(0))
+    draft.executor.break_off(plan)
+    return (BatchFailed(plan.id, Cause.WORKER_LOST, "the forward pass raised"),)
+
+
+def _finds(draft: Draft, address: Address, peer: Incarnation, layout: str) -> tuple[Event, ...]:
+    draft.lookups.remove(address)
+    return (PeerLearned(address, peer, layout),)
+
+
+def _finds_nobody(draft: Draft, address: Address) -> tuple[Event, ...]:
+    draft.lookups.remove(address)
+    return (PeerUnknown(address, "nobody answers"),)
+
+
+def _hears(draft: Draft, peer: Incarnation, message: Message) -> tuple[Event, ...]:
+    return (PeerSaid(peer, message),)
+
+
+def _loses_peer(draft: Draft, peer: Incarnation) -> tuple[Event, ...]:
+    return (PeerLost(peer),)
+
+
+def _is_told(draft: Draft) -> tuple[Event, ...]:
+    return (draft.inbox.pop(0),)
+
+
+def _wakes(draft: Draft, after_ns: int) -> tuple[Event, ...]:
+    draft.now = Nanos(draft.now + after_ns)
+    return ()
+
+
+def _waits(draft: Draft, for_ns: int) -> None:
+    draft.now = Nanos(draft.now + for_ns)
+
+
+# The source of pages.
+
+
+def _digested(draft: Draft) -> tuple[Event, ...]:
+    command = draft.to_digest.pop(0)
+    slots = draft.executor.memories[0].slots
+    digests = b"".join(digest(slots[page]) for page in command.pages)
+    granted = tuple(zip(command.pages, command.generations, strict=True))
+    at = grant_of(draft, command.room, command.request, command.attempt)
+    draft.grants[at] = msgspec.structs.replace(draft.grants[at], pages=draft.grants[at].pages + granted)
+    return (
+        PagesDigested(command.request, command.attempt, SHARD, command.first_page, digests, draft.grants[at].secret),
+    )
+
+
+def grant_of(draft: Draft, room: int, request: RequestId, attempt: int) -> int:
+    for index, grant in enumerate(draft.grants):
+        if (grant.room, grant.request, grant.attempt) == (room, request, attempt):
+            return index
+    draft.grants.append(Grant(room, request, attempt, b"secret of %d.%d" % (request, attempt)))
+    return len(draft.grants) - 1
+
+
+def _read_begins(draft: Draft, room: int, page: int, generation: int, secret: bytes) -> None:
+    """Answers with the cause of a refusal. How often a node hears that its pages are read must not matter."""
+    for index, grant in enumerate(draft.grants):
+        is_meant = grant.room == room and granting.opens(secret, grant.secret)
+        if is_meant and not grant.is_revoked and (page, generation) in grant.pages:
+            draft.grants[index] = msgspec.structs.replace(grant, num_reading=grant.num_reading + 1)
+            draft.inbox.append(PageRead(grant.request, SHARD))
+            return
+    draft.answer = Cause.LEASE_EXPIRED
+
+
+def _read_ends(draft: Draft, room: int, page: PageId, generation: int) -> None:
+    """Answers with the contents. The page must still be what it was when the read began."""
+    index = next(
+        i for i, g in enumerate(draft.grants) if g.room == room and g.num_reading and (page, generation) in g.pages
+    )
+    grant, pool = draft.grants[index], draft.node.state.pool
+    if pool.generations[page] != generation:
+        raise Violation(
+            "S3", f"{draft.cast.name}: page {page} of request {grant.request} is read under an old generation"
+        )
+    if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
+        raise Violation("S4", f"{draft.cast.name}: page {page} of request {grant.request} is read and given away")
+    draft.answer = tuple(draft.executor.memories[0].slots[page])
+    draft.grants[index] = msgspec.structs.replace(grant, num_reading=grant.num_reading - 1)
+    drop_if_drained(draft, index)
+
+
+def _readers_die(draft: Draft) -> None:
+    for index in reversed(range(len(draft.grants))):
+        if draft.grants[index].num_reading:
+            draft.grants[index] = msgspec.structs.replace(draft.grants[index], num_reading=0)
+            drop_if_drained(draft, index)
+
+
+def drop_if_drained(draft: Draft, index: int) -> None:
+    grant = draft.grants[index]
+    if grant.is_revoked and not grant.num_reading:
+        del draft.grants[index]
+        draft.inbox.append(ReadsDrained(grant.request, grant.attempt, SHARD))
+
+
+# The destination of pages.
+
+
+def _page_leaves(draft: Draft, index: int) -> None:
+    draft.pulls[index] = msgspec.structs.replace(draft.pulls[index], is_moving=True)
+
+
+def _page_lands(draft: Draft, index: int, contents: tuple[int, ...]) -> None:
+    """Write first, then compare; a cancelled pull is drained once its page on the way has landed."""
+    pull = draft.pulls[index]
+    _, _, destination, expected = pull.wanted[pull.landed]
+    if draft.node.state.pool.owners[destination] != pull.request:
+        raise Violation(
+            "S4", f"{draft.cast.name}: a page of request {pull.request} lands in {destination}, which is not its own"
+        )
+    draft.executor.memories[0].copy_in(destination, list(contents))
+    if pull.has_ended:
+        end_pull(draft, index)
+    elif digest(list(contents)) != expected:
+        _fail_pull(draft, index, Cause.CORRUPT_PAGES)
+    else:
+        draft.pulls[index] = msgspec.structs.replace(pull, is_moving=False, landed=pull.landed + 1)
+        draft.inbox.append(PagesLanded(pull.request, pull.attempt, SHARD, pull.landed + 1))
+
+
+def _pull_fails(draft: Draft, index: int, cause: Cause) -> None:
+    if draft.pulls[index].has_ended:
+        end_pull(draft, index)
+    else:
+        _fail_pull(draft, index, cause)
+
+
+def _fail_pull(draft: Draft, index: int, cause: Cause) -> None:
+    pull = draft.pulls[index] = msgspec.structs.replace(draft.pulls[index], is_moving=False, has_ended=True)
+    draft.inbox.append(TransferFailed(pull.request, pull.attempt, SHARD, cause))
+
+
+def end_pull(draft: Draft, index: int) -> None:
+    pull = draft.pulls.pop(index)
+    draft.inbox.append(TransferDrained(pull.request, pull.attempt, SHARD))
+
+
+HAPPENINGS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
+    "arrives": _arrives,
+    "rendered": _rendered,
+    "never comes": _never_comes,
+    "is not needed": _is_not_needed,
+    "aborts": _aborts,
+    "batch returns": _batch_returns,
+    "batch fails": _batch_fails,
+    "finds": _finds,
+    "finds nobody": _finds_nobody,
+    "hears": _hears,
+    "loses peer": _loses_peer,
+    "is told": _is_told,
+    "wakes": _wakes,
+    "waits": _waits,
+    "digested": _digested,
+    "read begins": _read_begins,
+    "read ends": _read_ends,
+    "readers die": _readers_die,
+    "page leaves": _page_leaves,
+    "page lands": _page_lands,
+    "pull fails": _pull_fails,
+}

@@ -1,0 +1,371 @@
+"""One prefill, one decode, a few requests, and everything that can happen next.
+
+A `WorldState` is a tuple of numbers: which replica each side is, and what is on the way between them. `moves` lists
+what can happen, `after` says where it leads. Some moves are faults, and each costs one of a kind from a budget, which
+bounds the world; everything else is free, and is what a world without faults does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from msgspec import Struct
+
+from tandem.core.disagg.messages import Message
+from tandem.core.request import Request
+from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, RequestId, Room
+from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
+from tandem.simulator.model_check.replica import Move, Outcome, Stage, Witness
+from tandem.simulator.model_check.replica_value import Cast, Numbered, Pull, SmallReplica
+from tandem.simulator.oracle import Script
+
+PREFILL, DECODE = 0, 1
+PAGE_SIZE = 4
+ADDRESS = Address("prefill", 8998)
+SECRET = b"small world"
+FIRST_ROOM = 11
+
+
+class Fault(IntEnum):
+    """An index into a purse."""
+
+    ABORT = 0  # a client leaves, or one half of its request never comes
+    LOSS = 1  # a message between the replicas is lost
+    COPY = 2  # ... or is heard twice
+    FAILURE = 3  # a batch, a pull or a look-up fails
+    RESTART = 4  # a replica dies and comes back empty
+    HASTE = 5  # a timer fires before something that is on its way arrives
+
+
+class Item(Struct, frozen=True):
+    """On its way from one life to another: a message, or behind the last of them the news that this life has ended."""
+
+    source: Incarnation
+    target: Incarnation | None = None
+    message: Message | None = None
+
+
+FaultBudget = tuple[int, ...]  # per `Fault`: how many are left
+WorldState = tuple[int, int, int, int]  # prefill, decode; what is on the way to prefill, and to decode
+Way = tuple[int, ...]  # numbers of items; first come, first heard
+Choices = tuple[tuple[Move, Fault | None], ...]
+NOTHING: Way = ()
+
+
+class Small(Struct, frozen=True):
+    """One small world. Prompts are lengths in tokens; those of one number share their tokens as far as both go."""
+
+    name: str
+    depth: int
+    prompts: tuple[int, ...] = (5, 4)
+    same_prompt: bool = False
+    times: tuple[int, int] = (0, 0)  # that the prompts show on prefill and on decode, as an additional token
+    max_new_tokens: int = 2
+    eos_one_in: int = 0
+    timeout_ns: Nanos = Nanos(20 * SECOND)
+    faults: tuple[tuple[Fault, int], ...] = ()
+    prefill_pages: int = 4
+    decode_pages: int = 6
+    max_running: int = 2
+    metadata_slots: int = 2
+    window_depth: int = 1
+    prefix_cache: bool = False
+    optimistic: OptimisticPolicy = OptimisticPolicy.OFF
+    optimistic_retries: int = 1
+    park_max_tokens: int = 1 << 20
+    load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    learn_peer_tries: int = 2
+    lease_ns: Nanos = Nanos(3 * SECOND)
+
+    def settings(self, role: Role) -> NodeSettings:
+        return NodeSettings(
+            role=role,
+            incarnation=Incarnation(str(role), "1"),
+            num_pages=self.prefill_pages if role is Role.PREFILL else self.decode_pages,
+            page_size=PAGE_SIZE,
+            max_running=self.max_running,
+            chunk_tokens=PAGE_SIZE,
+            window_depth=self.window_depth,
+            prefix_cache=self.prefix_cache,
+            reserved_decode_tokens=0,
+            metadata_slots=self.metadata_slots,
+            optimistic=self.optimistic,
+            optimistic_retries=self.optimistic_retries,
+            park_max_tokens=self.park_max_tokens,
+            load_failure=self.load_failure,
+            lease_ns=self.lease_ns,
+            learn_peer_tries=self.learn_peer_tries,
+        )
+
+    def budget(self) -> FaultBudget:
+        given = dict(self.faults)
+        return tuple(given.get(fault, 0) for fault in Fault)
+
+
+@dataclass(slots=True)
+class SmallWorld:
+    small: Small
+    witness: Witness | None = None
+    stages: tuple[Stage, Stage] = field(init=False)
+    items: Numbered[Item] = field(default_factory=Numbered[Item])
+    ways: Numbered[Way] = field(default_factory=Numbered[Way])
+    own_moves: tuple[dict[int, Choices], dict[int, Choices]] = field(default_factory=lambda: ({}, {}))
+
+    def __post_init__(self) -> None:
+        root = root_hash(secret=SECRET, tenant="")
+        numbers = [RequestId(number) for number in range(1, len(self.small.prompts) + 1)]
+
+        def prompts(role: Role, time: int) -> dict[RequestId, tuple[Request, Script]]:
+            scripts = {number: self._script(number, time) for number in numbers}
+            return {
+                number: (self._request(number, script, root, role, time), script) for number, script in scripts.items()
+            }
+
+        def stage(role: Role, time: int) -> Stage:
+            own = prompts(role, time)
+            requests = {number: request for number, (request, _) in own.items()}
+            scripts = {number: script for number, (_, script) in own.items()}
+            rendered = prompts(role, self.small.times[DECODE])
+            return Stage(Cast(self.small.settings(role), requests, scripts, root, rendered), self.witness)
+
+        self.stages = (stage(Role.PREFILL, self.small.times[PREFILL]), stage(Role.DECODE, self.small.times[DECODE]))
+
+    def _script(self, number: int, time: int) -> Script:
+        first = 100 if self.small.same_prompt else 100 * number
+        prompt = list(range(first, first + self.small.prompts[number - 1]))
+        if time:
+            prompt.insert(len(prompt) // 2, 1000 + time)
+        return Script(tuple(prompt), self.small.max_new_tokens, self.small.eos_one_in)
+
+    def _request(self, number: RequestId, script: Script, root: bytes, role: Role, time: int) -> Request:
+        return Request(
+            id=number,
+            rid=f"rid-{number}",
+            prompt_len=len(script.prompt),
+            page_hashes=tuple(prompt_hashes(root, script.prompt, page_size=PAGE_SIZE)),
+            max_new_tokens=script.max_new_tokens,
+            timeout_ns=self.small.timeout_ns,
+            room=Room(FIRST_ROOM * number),
+            peer=ADDRESS if role is Role.DECODE else None,
+            prompt_digest=prompt_digest(script.prompt, secret=SECRET),
+            rendered_at=time,
+        )
+
+    def beginning(self) -> WorldState:
+        to_come = tuple(RequestId(number) for number in range(1, len(self.small.prompts) + 1))
+        prefill, decode = (stage.begin(number=1, to_come=to_come) for stage in self.stages)
+        nothing = self.ways.number(NOTHING)
+        return prefill, decode, nothing, nothing
+
+    def replica(self, world_state: WorldState, side: int) -> SmallReplica:
+        return self.stages[side].replica(world_state[side])
+
+    # -- what can happen
+
+    def moves(self, world_state: WorldState) -> Iterator[tuple[Move, Fault | None]]:
+        """What can happen next; with its kind if it is a fault. Time is not among them: see `time_to_wake`."""
+        for side in (PREFILL, DECODE):
+            index = world_state[side]
+            known = self.own_moves[side].get(index)
+            if known is None:
+                known = self.own_moves[side][index] = tuple(self._own_moves(side, self.stages[side].replica(index)))
+            yield from known
+            if way := self.ways.values[world_state[2 + side]]:
+                yield ("hear", side), None
+                if self.items.values[way[0]].message is not None:
+                    yield ("lose", side), Fault.LOSS
+                    yield ("copy", side), Fault.COPY
+
+    def _own_moves(self, side: int, replica: SmallReplica) -> Iterator[tuple[Move, Fault | None]]:
+        """Of one replica, whatever its peer does."""
+        for request in replica.to_come:
+            yield ("own", side, "arrives", request), None
+            yield ("own", side, "never comes", request), Fault.ABORT
+            if side == DECODE:
+                yield ("decline", request), Fault.ABORT
+        if replica.inbox:
+            yield ("own", side, "is told"), None
+        for request in replica.to_render:
+            yield ("own", side, "rendered", request), None
+        for address in replica.lookups:
+            yield ("find", side, address), None
+            yield ("own", side, "finds nobody", address), Fault.FAILURE
+        if replica.to_digest:
+            yield ("own", side, "digested"), None
+        for number, pull in enumerate(replica.pulls):
+            if pull.is_moving:
+                yield ("land", number), None
+                yield ("break", number), Fault.FAILURE
+            elif not pull.has_ended and pull.landed < len(pull.wanted):
+                yield ("read", number), None
+        if replica.work:
+            yield ("own", side, "batch returns"), None
+            yield ("own", side, "batch fails"), Fault.FAILURE
+        for half in replica.halves:
+            if not half.end:
+                yield ("own", side, "aborts", half.request), Fault.ABORT
+        if replica.halves:
+            yield ("restart", side), Fault.RESTART
+
+    def time_to_wake(self, world_state: WorldState) -> Nanos | None:
+        wakes = [self.stages[side].wake_in(world_state[side]) for side in (PREFILL, DECODE)]
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    # -- where it leads
+
+    def after(self, world_state: WorldState, move: Move) -> WorldState:
+        """Raises `Violation` if an invariant breaks."""
+        match move:
+            case ("own", side, *happening):
+                return self._let(world_state, side, tuple(happening))
+            case ("hear", side):
+                return self._hear(self._without_first(world_state, side), side, self._first(world_state, side))
+            case ("copy", side):
+                return self._hear(world_state, side, self._first(world_state, side))
+            case ("lose", side):
+                return self._without_first(world_state, side)
+            case ("find", side, address):
+                there = self.replica(world_state, PREFILL).life
+                return self._let(
+                    world_state, side, ("finds", address, there, self.stages[PREFILL].cast.settings.layout)
+                )
+            case ("decline", request):
+                return self._let(
+                    world_state, DECODE, ("is not needed", request, self.replica(world_state, PREFILL).life)
+                )
+            case ("read", number):
+                return self._read(world_state, number)
+            case ("land", number):
+                return self._land(world_state, number)
+            case ("break", number):
+                return self._break(world_state, number)
+            case ("restart", side):
+                return self._restart(world_state, side)
+            case ("time", _):
+                return self._pass_time(world_state)
+            case _:
+                raise AssertionError(move)
+
+    def _let(self, world_state: WorldState, side: int, happening: Move) -> WorldState:
+        """One replica moves, and what it tells is on its way."""
+        outcome = self.stages[side].apply(world_state[side], happening)
+        prefill, decode, to_prefill, to_decode = world_state
+        if side == PREFILL:
+            return outcome.replica, decode, to_prefill, self._longer(world_state, to_decode, PREFILL, outcome)
+        return prefill, outcome.replica, self._longer(world_state, to_prefill, DECODE, outcome), to_decode
+
+    def _longer(self, world_state: WorldState, way: int, side: int, outcome: Outcome) -> int:
+        """A way with what `side` has told; nobody hears what is told to a life that has ended."""
+        if not outcome.told:
+            return way
+        source, target = self.replica(world_state, side).life, self.replica(world_state, 1 - side).life
+        told = (self.items.number(Item(source, peer, said)) for peer, said in outcome.told if peer == target)
+        return self.ways.number((*self.ways.values[way], *told))
+
+    def _first(self, world_state: WorldState, side: int) -> Item:
+        return self.items.values[self.ways.values[world_state[2 + side]][0]]
+
+    def _without_first(self, world_state: WorldState, side: int) -> WorldState:
+        prefill, decode, to_prefill, to_decode = world_state
+        if side == PREFILL:
+            return prefill, decode, self.ways.number(self.ways.values[to_prefill][1:]), to_decode
+        return prefill, decode, to_prefill, self.ways.number(self.ways.values[to_decode][1:])
+
+    def _hear(self, world_state: WorldState, side: int, item: Item) -> WorldState:
+        if item.message is None:
+            return self._let(world_state, side, ("loses peer", item.source))
+        return self._let(world_state, side, ("hears", item.source, item.message))
+
+    def _pull(self, world_state: WorldState, number: int) -> tuple[Pull, bool]:
+        """A pull of the decode, and whether the life that it reads from is still there."""
+        pull = self.replica(world_state, DECODE).pulls[number]
+        return pull, pull.peer == self.replica(world_state, PREFILL).life
+
+    def _read(self, world_state: WorldState, number: int) -> WorldState:
+        pull, is_there = self._pull(world_state, number)
+        page, generation, _, _ = pull.wanted[pull.landed]
+        reading = ("read begins", pull.room, page, generation, pull.secret)
+        refusal = self.stages[PREFILL].apply(world_state[PREFILL], reading).answer if is_there else Cause.PEER_LOST
+        if refusal is not None:
+            return self._let(world_state, DECODE, ("pull fails", number, refusal))
+        return self._let(self._let(world_state, PREFILL, reading), DECODE, ("page leaves", number))
+
+    def _land(self, world_state: WorldState, number: int) -> WorldState:
+        pull, is_there = self._pull(world_state, number)
+        if not is_there:
+            return self._let(world_state, DECODE, ("pull fails", number, Cause.PEER_LOST))
+        page, generation, _, _ = pull.wanted[pull.landed]
+        reading = ("read ends", pull.room, page, generation)
+        contents = self.stages[PREFILL].apply(world_state[PREFILL], reading).answer
+        return self._let(self._let(world_state, PREFILL, reading), DECODE, ("page lands", number, contents))
+
+    def _break(self, world_state: WorldState, number: int) -> WorldState:
+        pull, is_there = self._pull(world_state, number)
+        page, generation, _, _ = pull.wanted[pull.landed]
+        if is_there:
+            world_state = self._let(world_state, PREFILL, ("read ends", pull.room, page, generation))
+        return self._let(world_state, DECODE, ("pull fails", number, Cause.TRANSFER_FAILED))
+
+    def _restart(self, world_state: WorldState, side: int) -> WorldState:
+        """What this life has said may still be heard, then that it has ended; what was said to it is lost."""
+        old = self.replica(world_state, side)
+        new = self.stages[side].begin(number=int(old.life.id) + 1, to_come=old.to_come)
+        fatal_message = (*self.ways.values[world_state[3 - side]], self.items.number(Item(old.life)))
+        to_other, nothing = self.ways.number(fatal_message), self.ways.number(NOTHING)
+        if side == PREFILL:
+            return new, world_state[1], nothing, to_other
+        return self._let((world_state[0], new, to_other, nothing), PREFILL, ("readers die",))
+
+    def _pass_time(self, world_state: WorldState) -> WorldState:
+        """To the next moment at which a node wants to be woken; those whose moment it is are woken."""
+        after_ns = self.time_to_wake(world_state)
+        assert after_ns is not None
+        for side in (PREFILL, DECODE):
+            is_due = self.stages[side].wake_in(world_state[side]) == after_ns
+            world_state = self._let(world_state, side, ("wakes" if is_due else "waits", after_ns))
+        return world_state
+
+    def check_idle(self, world_state: WorldState) -> None:
+        for side in (PREFILL, DECODE):
+            self.stages[side].check_idle(world_state[side])
+
+
+def is_calm(spent: FaultBudget) -> bool:
+    """Only messages were lost or copied: every request can still get its tokens."""
+    return not any(spent[fault] for fault in (Fault.ABORT, Fault.FAILURE, Fault.RESTART, Fault.HASTE))
+
+
+def spend(budget: FaultBudget, fault: Fault) -> FaultBudget | None:
+    if not budget[fault]:
+        return None
+    return (*budget[:fault], budget[fault] - 1, *budget[fault + 1 :])
+
+
+def describe(move: Move) -> str:
+    """One line of a counterexample."""
+    sides = ("prefill", "decode")
+    match move:
+        case ("own", side, "is told"):
+            return f"{sides[side]} hears from its data plane"
+        case ("own", side, "digested"):
+            return f"{sides[side]}: pages are digested"
+        case ("own", side, what, *rest):
+            return f"{sides[side]}: " + (f"request {rest[0]} {what}" if rest and isinstance(rest[0], int) else what)
+        case ("hear", side):
+            return f"{sides[side]} hears the next message"
+        case ("copy", side):
+            return f"{sides[side]} hears the next message, which will come again"
+        case ("lose", side):
+            return f"the next message to {sides[side]} is lost"
+        case ("find", side, address):
+            return f"{sides[side]} finds {address.host}"
+        case ("decline", request):
+            return f"decode serves request {request} alone, and says so"
+        case ("read" | "land" | "break", number):
+            ends = {"read": "begins to read a page", "land": "gets a page", "break": "loses a page on its way"}
+            return f"decode {ends[move[0]]} of pull {number}"
+        case ("restart", side):
+            return f"{sides[side]} dies and comes back"
+        case _:
+            return "time passes until the next timer"

@@ -1,0 +1,55 @@
+"""Seeded bugs of prompts that both halves have rendered, at two times."""
+
+from collections.abc import Iterator
+
+from tandem.core.commands import Tell
+from tandem.core.disagg import rendering
+from tandem.core.disagg.messages import Abort
+from tandem.core.values import Cause
+from tandem.simulator.mutants.base import mutant, replaced
+
+
+@mutant(5, "L5")
+def another_time_is_another_prompt() -> Iterator[None]:
+    with replaced(rendering, "differs_in_time", lambda node_state, request, peer, ready: False):
+        yield
+
+
+@mutant(5, "L5")
+def decode_is_told_to_give_up_while_its_prompt_is_rendered() -> Iterator[None]:
+    original = rendering.render_again
+
+    def render_again(node_state, one):
+        original(node_state, one)
+        me, ready = node_state.settings.incarnation, one.sender.ready
+        abort = Abort(ready.room, me, Cause.PROTOCOL, "decode means another prompt")
+        node_state.out.append(Tell(ready.source, abort))
+
+    with replaced(rendering, "render_again", render_again):
+        yield
+
+
+@mutant(1, "S25")
+def ready_said_again_asks_again() -> Iterator[None]:
+    original = rendering.on_ready
+
+    def on_ready(node_state, peer, ready):
+        request = node_state.rooms.get(ready.room)
+        if request is not None and (end := node_state.requests[request].sender) is not None:
+            end.ready = None
+        original(node_state, peer, ready)
+
+    with replaced(rendering, "on_ready", on_ready):
+        yield
+
+
+@mutant(1, "S17")
+def worker_keeps_the_prompt_of_a_request_that_has_ended() -> Iterator[None]:
+    original = rendering.on_rendered
+
+    def on_rendered(node_state, rendered):
+        if rendered.id in node_state.requests:
+            original(node_state, rendered)
+
+    with replaced(rendering, "on_rendered", on_rendered):
+        yield

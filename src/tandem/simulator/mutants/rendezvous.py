@@ -1,0 +1,156 @@
+"""Seeded bugs between prefill and decode."""
+
+from collections.abc import Iterator
+from typing import Any  # functions of the core, of any shape
+
+from msgspec import structs
+
+from tandem.core.commands import Tell
+from tandem.core.disagg import decode_side, optimistic_prefill, prefill_side, transfer_state
+from tandem.core.disagg.messages import Release
+from tandem.core.scheduler import node, preemption, state
+from tandem.simulator.mutants.base import mutant, replaced
+
+
+@mutant(4, "S4", "S5", "S19")
+def decode_starts_before_the_last_page_has_landed() -> Iterator[None]:
+    def is_complete(receiver, shards):
+        landed = [report.landed for report in receiver.reports.values()]
+        return receiver.result is not None and min(landed, default=0) >= receiver.total_pages - receiver.held_pages - 1
+
+    with replaced(transfer_state.Receiver, "is_complete", is_complete):
+        yield
+
+
+@mutant(4, "S4", "S5", "S19")
+def fastest_shard_decides() -> Iterator[None]:
+    def is_complete(receiver, shards):
+        landed = [report.landed for report in receiver.reports.values()]
+        return receiver.result is not None and max(landed, default=0) >= receiver.total_pages - receiver.held_pages
+
+    with replaced(transfer_state.Receiver, "is_complete", is_complete):
+        yield
+
+
+@mutant(1, "L5")
+def release_is_forgotten() -> Iterator[None]:
+    original = decode_side.commit
+
+    def commit(node_state, arrived):
+        row = original(node_state, arrived)
+        node_state.out = [
+            command
+            for command in node_state.out
+            if not (isinstance(command, Tell) and isinstance(command.message, Release))
+        ]
+        node_state.tombstones.clear()
+        return row
+
+    with replaced(decode_side, "commit", commit):
+        yield
+
+
+@mutant(210, "S14", "S5", "S19")
+def offer_of_a_stranger_is_taken() -> Iterator[None]:
+    original = decode_side.on_offer
+
+    def on_offer(node_state, peer, offer):
+        original(node_state, offer.source, offer)
+
+    with replaced(decode_side, "on_offer", on_offer):
+        yield
+
+
+@mutant(36, "S14", "S5", "S19")
+def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
+    original = prefill_side.refuse
+
+    def refuse(node_state, one, ready):
+        digest = one.request.prompt_digest
+        return original(node_state, one, structs.replace(ready, prompt_digest=digest))
+
+    with replaced(prefill_side, "refuse", refuse):
+        yield
+
+
+@mutant(46, "S14", "L5", "S13", "S19", "L1", "L7")
+def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
+    original = preemption.retract
+
+    def retract(node_state, one):
+        receiver = one.receiver
+        original(node_state, one)
+        one.receiver = receiver
+
+    with replaced(preemption, "retract", retract):
+        yield
+
+
+@mutant(3, "S5")
+def first_token_of_a_retracted_request_is_lost() -> Iterator[None]:
+    original = state.leave_decode_set
+
+    def leave_decode_set(node_state, one):
+        original(node_state, one)
+        one.untold_token = b""
+
+    with replaced(state, "leave_decode_set", leave_decode_set):
+        yield
+
+
+@mutant(7, "L5", "L1")
+def forced_retry_without_optimistic_prefill() -> Iterator[None]:
+    def is_chosen_for_retry(node_state, request):
+        return prefill_side.should_force_retry(
+            request.rid, prob=node_state.settings.force_retry_prob, prefill_retry_count=0
+        )
+
+    with replaced(prefill_side, "is_chosen_for_retry", is_chosen_for_retry):
+        yield
+
+
+@mutant(0, "S25")
+def retries_have_no_bound() -> Iterator[None]:
+    with replaced(optimistic_prefill.Retry, "may_start", lambda policy, view: True):
+        yield
+
+
+@mutant(1, "S9", "S14")
+def result_row_of_another_request_is_offered() -> Iterator[None]:
+    original = prefill_side.timed_result
+    last: list[Any] = []
+
+    def timed_result(one, sender):
+        row = original(one, sender)
+        last.append(row)
+        other = last[-2] if len(last) > 1 else row
+        return prefill_side.ResultSlot(row.room, other.token, other.flags, other.extra, other.cached_tokens)
+
+    with replaced(prefill_side, "timed_result", timed_result):
+        yield
+
+
+@mutant(74, "W3")
+def every_answer_makes_decode_ask_again() -> Iterator[None]:
+    original = decode_side.ask_rank
+
+    def ask_rank(node_state, waiting):
+        if waiting.receiver.rank_asked % decode_side.RELEARN_EVERY == decode_side.RELEARN_EVERY - 1:
+            decode_side.ask_who(node_state, waiting.receiver.address, None)
+        original(node_state, waiting)
+
+    with replaced(decode_side, "ask_rank", ask_rank):
+        yield
+
+
+@mutant(2, "L5")
+def dead_peer_stays_known() -> Iterator[None]:
+    original = node.lose_peer
+
+    def lose_peer(node_state, event):
+        known = dict(node_state.peers)
+        original(node_state, event)
+        node_state.peers.update(known)
+
+    with replaced(node, "lose_peer", lose_peer):
+        yield

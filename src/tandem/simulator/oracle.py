@@ -1,0 +1,73 @@
+"""What is right: the tokens that one engine alone would give, and what every page has to hold.
+
+An oracle knows the prompt of each request and computes its `Script` from nothing but that. It sees no scheduler, no
+pages and no faults, so whatever was retried, retracted, moved or lost, the answer is the same.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+
+from tandem.simulator.model import EOS_TOKEN, MASK, kv_content, sample
+
+
+class Violation(Exception):
+    """An invariant does not hold. Ends the seed."""
+
+    def __init__(self, invariant: str, detail: str) -> None:
+        super().__init__(f"{invariant}: {detail}")
+        self.invariant = invariant
+        self.detail = detail
+
+
+@dataclass(slots=True)
+class Script:
+    """Tokens and KV of one prompt and its continuation, computed as far as somebody asks."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    eos_one_in: int
+    tokens: list[int] = field(default_factory=list)  # prompt and output; the continuation ignores end-of-sequence
+    contents: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=lambda: [0])  # sums[n]: KV of [0, n)
+    num_output: int | None = None  # length of the answer once it is known
+
+    def __post_init__(self) -> None:
+        self.tokens.extend(self.prompt)
+
+    def token(self, index: int) -> int:
+        """Token at `index` of prompt and output together."""
+        while len(self.tokens) <= index:
+            position = len(self.tokens) - 1
+            kv_sum = self.kv_sum(position + 1)
+            self.tokens.append(sample(kv_sum=kv_sum, position=position, eos_one_in=self.eos_one_in))
+        return self.tokens[index]
+
+    def kv_sum(self, length: int) -> int:
+        """Sum of the KV of positions [0, length)."""
+        while len(self.contents) < length:
+            position = len(self.contents)
+            before = self.sums[position]
+            content = kv_content(sum_before=before, token=self.token(position), position=position)
+            self.contents.append(content)
+            self.sums.append((before + content) & MASK)
+        return self.sums[length]
+
+    def page(self, index: int, *, page_size: int, length: int) -> list[int]:
+        """What the slots of page `index` hold when [0, length) is computed; may be shorter than a page."""
+        stop = min((index + 1) * page_size, length)
+        self.kv_sum(stop)
+        return self.contents[index * page_size : stop]
+
+    def output_token(self, index: int) -> int:
+        return self.token(len(self.prompt) + index)
+
+    def output_length(self) -> int:
+        """How many tokens the whole answer has, end-of-sequence included."""
+        if self.num_output is None:
+            answer = range(self.max_new_tokens)
+            ends = (index + 1 for index in answer if self.output_token(index) == EOS_TOKEN)
+            self.num_output = next(ends, self.max_new_tokens)
+        return self.num_output
+
+    def prompt_bytes(self) -> bytes:
+        return array("i", self.prompt).tobytes()

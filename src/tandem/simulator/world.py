@@ -1,0 +1,597 @@
+"""A whole cluster in virtual time: replicas, network, clients, faults, and the checkers that watch every step.
+
+The nodes are the production `EngineNode`s, untouched; this is another shell around them, with a heap in place of
+sockets. A run has a safety phase with faults; then everything is healed, every pair of replicas gets one more request
+that has to succeed, and the system has to drain. The first violation ends the run.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any  # what a step was told and wants, only encoded here
+
+import msgspec
+
+from tandem.core.batch import BatchPlan
+from tandem.core.commands import (
+    AnnounceDpRank,
+    AskDpRank,
+    CancelPull,
+    Command,
+    EmitTokens,
+    FailRequest,
+    FinishRequest,
+    ForgetRequests,
+    GatherSnapshot,
+    LaunchBatch,
+    LearnPeer,
+    PublishPages,
+    PullPages,
+    RenderAgain,
+    RevokePages,
+    StartRequest,
+    Tell,
+)
+from tandem.core.disagg.messages import Message
+from tandem.core.events import (
+    BatchFailed,
+    BatchReturned,
+    Event,
+    PeerLearned,
+    PeerLost,
+    PromptRendered,
+    RequestArrived,
+)
+from tandem.core.scheduler.delayer_policy import RankLoad
+from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
+from tandem.core.scheduler.node import EngineNode
+from tandem.core.settings import NodeSettings, PrefillInfo, Role
+from tandem.core.stall_detector import TICKS
+from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.simulator.actors.bootstraps import Bootstraps
+from tandem.simulator.actors.clients import Half, RoutedRequest
+from tandem.simulator.actors.direct import DirectClients
+from tandem.simulator.actors.edge import Edge
+from tandem.simulator.actors.executor import CostModel, Executor, MemoryGuard, PageMemory
+from tandem.simulator.actors.gateway import Gateway
+from tandem.simulator.actors.replica import Life, Replica
+from tandem.simulator.actors.servers import Server, rank_names, server_of
+from tandem.simulator.actors.transfer import KvStore
+from tandem.simulator.actors.vitals import Hang
+from tandem.simulator.actors.watchdog import Watchdogs
+from tandem.simulator.checkers import Checkers
+from tandem.simulator.clock import Clock, LocalClock
+from tandem.simulator.faults.fault_injector import FaultInjector
+from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
+from tandem.simulator.faults.options import ALONE, Options
+from tandem.simulator.network.data_plane_faults import DataPlaneFaults
+from tandem.simulator.network.http import Http
+from tandem.simulator.network.links import Network
+from tandem.simulator.oracle import Violation
+from tandem.simulator.renderings import WallClocks
+from tandem.simulator.workload import Ask, Workload, plain_ask, route_asks, show_times
+
+SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
+MAX_EVENTS = 1_000_000  # hundreds of times what a seed takes
+QUIET_NS = 5 * SECOND  # after the last end: late copies of messages still come
+RECOUNT_EVERY = 256
+YEAR_NS = 365 * 24 * 3600 * SECOND
+MAX_DRIFT_PPM = 200
+FROM_THE_EDGE = (RequestArrived, PromptRendered)  # they come once, behind the worker's tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Half-open ranges of durations, ns. The defaults are a fast host; `STEADY` has no jitter, for traces to read."""
+
+    hop: tuple[int, int] = (5_000, 60_000)  # between the processes of one server
+    page_digest: tuple[int, int] = (10_000, 100_000)
+    look_up: tuple[int, int] = (MILLISECOND, 20 * MILLISECOND)
+    batch_jitter: float = 0.2
+    register: tuple[int, int] = (0, 50 * MILLISECOND)
+    render: tuple[float, float] = (-1.0, 3.0)  # powers of ten, of 2 ms: mostly short, sometimes so that much happens
+
+
+STEADY = Timing((10_000, 10_001), (50_000, 50_001), (MILLISECOND, MILLISECOND + 1), 0.0, (0, 1), (0.0, 0.0))
+
+Trace = Callable[[int, Life, tuple[Event, ...], tuple[Command, ...]], None]
+
+
+@dataclass(slots=True)
+class World:
+    options: Options
+    trace: Trace | None = None
+    timing: Timing = Timing()
+    recount_every: int = RECOUNT_EVERY  # events
+    swap_every: int = 0  # replace each node by its own snapshot every so many steps; must change nothing
+    clock: Clock = field(default_factory=Clock)
+    servers: dict[str, Server] = field(default_factory=dict)
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    gateways: dict[str, Gateway] = field(default_factory=dict)
+    faults: Counter[str] = field(default_factory=Counter)
+    num_events: int = 0
+    num_planned: int = 0  # restarts, and the healing, that are still on the clock
+    heals_at: int = 0
+    quiet_at: int = 0  # when gateways have found out that everything is healed
+    is_healed: bool = False
+    is_probed: bool = False
+    batches_to_fail: int = 0  # the next so many, by order of a scenario
+
+    # Not part of the constructor: one random stream per concern, so that one draw more here moves nothing there.
+    random: Random = field(init=False)
+    io_random: Random = field(init=False)
+    edge: Edge = field(init=False)
+    direct: DirectClients = field(init=False)
+    bootstraps: Bootstraps = field(init=False)
+    harm: FaultInjector = field(init=False)
+    http: Http = field(init=False)
+    weather: DataPlaneFaults = field(init=False)
+    network: Network = field(init=False)
+    checkers: Checkers = field(init=False)
+    watchdogs: Watchdogs = field(init=False)
+    log: hashlib.blake2b = field(init=False)
+    encoder: msgspec.msgpack.Encoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        seed, timing = self.options.seed, self.timing
+        self.random = Random(f"world {seed}")
+        self.io_random = Random(f"io {seed}")
+        settings = replace(self.options.links)  # healing changes it
+        self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
+        self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
+        self.weather = DataPlaneFaults(self.random, self.options, self.network, timing.page_digest, self.count)
+        self.edge = Edge(self, self.random, WallClocks(seed), Random(f"rendering {seed}"), timing.render)
+        self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
+        self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
+        self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
+        self.checkers = Checkers(self)
+        tick_ns = self.options.watchdog_ns // TICKS
+        self.watchdogs = Watchdogs(self.clock, self.servers, tick_ns, self.checkers.watchdog_has_ticked, self._hangs)
+        self.log = hashlib.blake2b(digest_size=16)
+        self.encoder = msgspec.msgpack.Encoder()
+        self._build()
+
+    # -- setting up
+
+    def _build(self) -> None:
+        options = self.options
+        for name, role in cast_of(options).servers.items():
+            template = options.prefill if role is Role.PREFILL else options.decode
+            info = {Role.PREFILL: options.prefill_info, Role.DECODE: options.decode_info}.get(role, ALONE)
+            if "F19" in options.classes and name == "decode-0":
+                template = msgspec.structs.replace(template, layout="another layout")
+                self.count("F19")
+            for fault in ("F11", "F12"):
+                if fault in options.classes:
+                    self.count(fault)
+            self.add_server(name, role, template, info)
+        for name in cast_of(options).gateways:
+            self.add_gateway(name)
+
+    def add_server(self, name: str, role: Role, template: NodeSettings, info: PrefillInfo = ALONE) -> None:
+        """With all of its ranks, up from now on."""
+        server = self.servers[name] = Server(name, role, info)
+        for rank, rank_name in enumerate(rank_names(name, info.dp_size)):
+            settings = ranked(template, role, rank, info, force_query=self.options.force_query)
+            replica = self.replicas[rank_name] = Replica(rank_name, role, settings)
+            server.ranks.append(replica)
+        self.start_server(server)
+
+    def add_replica(self, name: str, role: Role, template: NodeSettings) -> Replica:
+        """One rank, whose settings say which; up from now on. The first one brings its server."""
+        server_name = server_of(name)
+        info = template.prefill_info if role is Role.PREFILL else ALONE
+        server = self.servers.setdefault(server_name, Server(server_name, role, info))
+        replica = self.replicas[name] = Replica(name, role, template)
+        server.ranks.append(replica)
+        self.start(replica)
+        return replica
+
+    def add_gateway(self, name: str) -> None:
+        """Put in when all servers are."""
+        options, random = self.options, Random(f"{name} {self.options.seed}")
+        gateway = Gateway(name, self, options.router, options.policies, random, options.error_heads)
+        self.gateways[name] = gateway
+        self.start_gateway(gateway)
+
+    def start_gateway(self, gateway: Gateway) -> None:
+        gateway.start(self._draw_clock(Incarnation(gateway.name, str(gateway.epoch + 1))))
+
+    def start_server(self, server: Server) -> None:
+        """An API process, and a new life of every rank."""
+        server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
+        for rank in server.ranks:
+            self.start(rank)
+
+    def schedule_all(self) -> None:
+        """Clients, faults, and the moment of healing."""
+        seed, options = self.options.seed, self.options
+        asks = Workload(Random(f"workload {seed}"), options.workload).draw()
+        route_asks(
+            asks,
+            Random(f"ranks {seed}"),
+            direct_share=options.direct_share,
+            dp_size=options.prefill_info.dp_size,
+            lost=options.workload.lost_halves,
+            hostility=options.hostility,
+        )
+        show_times(asks, Random(f"shown times {seed}"), share=options.timed_share, hostility=options.hostility)
+        for ask in asks:
+            self.edge.num_to_come += 1
+            self.clock.at(ask.arrives_at, self._ask, ask)
+        self.heals_at = asks[-1].arrives_at + SETTLE_NS
+        FaultSchedule(self.harm, Random(f"nemesis {seed}"), options).schedule(self.heals_at)
+        self.num_planned += 1
+        self.clock.at(self.heals_at, self.harm.heal)
+
+    def _ask(self, ask: Ask) -> None:
+        self.edge.num_to_come -= 1
+        exchange = RoutedRequest(ask, None)
+        self.edge.exchanges.append(exchange)
+        gateways = list(self.gateways.values())
+        if ask.is_direct or not gateways:
+            self.direct.ask(ask, exchange)
+        else:
+            gateways[ask.index % len(gateways)].ask(ask, exchange)
+
+    def start(self, replica: Replica) -> None:
+        """A new life: an empty node and empty memory under the next id. It registers by itself."""
+        server = self.servers[server_of(replica.name)]
+        if not server.is_up:
+            server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
+        replica.epoch += 1
+        incarnation = Incarnation(replica.name, str(replica.epoch))
+        settings = msgspec.structs.replace(replica.template, role=replica.role, incarnation=incarnation)
+        num_shards = len(settings.shards)
+        executor = Executor(settings.num_pages, settings.page_size, num_shards, self._guard_of(replica))
+        life = Life(
+            replica,
+            incarnation,
+            settings,
+            EngineNode(settings),
+            executor,
+            self._new_store(incarnation, executor.memories),
+            CostModel(jitter=self.timing.batch_jitter),
+            self._draw_clock(incarnation),
+        )
+        life.store.emit = lambda event: self.push(life, event)
+        replica.life = life
+        if replica.role is Role.PREFILL:
+            self.bootstraps.register(life)
+
+    def _draw_clock(self, incarnation: Incarnation) -> LocalClock:
+        """A clock that nobody else has: a time that leaves its node is years off for everybody else."""
+        if "F10" not in self.options.classes:
+            return LocalClock()
+        self.count("F10")
+        random = Random(f"clock {self.options.seed} {incarnation.name} {incarnation.id}")
+        return LocalClock(random.randrange(YEAR_NS, 100 * YEAR_NS), random.randrange(-MAX_DRIFT_PPM, MAX_DRIFT_PPM + 1))
+
+    def _new_store(self, incarnation: Incarnation, memories: list[PageMemory]) -> KvStore:
+        random = Random(f"store {self.options.seed} {incarnation.name} {incarnation.id}")
+        return KvStore(
+            incarnation, memories, self.clock, random, self.weather, self.checkers, lambda event: None, self.find_store
+        )
+
+    def _guard_of(self, replica: Replica) -> MemoryGuard:
+        def guard(request: RequestId, table: list[PageId], first_written: int, num_used: int) -> None:
+            if replica.life is not None:
+                self.checkers.memory_is_used(replica.life, request, table, first_written, num_used)
+
+        return guard
+
+    # -- running
+
+    def run(self, until_ns: int | None = None) -> None:
+        """To the end of the seed, or until a moment of virtual time. Raises `Violation`."""
+        while (next_time := self.clock.next_time()) is not None:
+            if until_ns is not None and next_time > until_ns:
+                return
+            self.clock.run_next()
+            self.num_events += 1
+            if self.num_events % self.recount_every == 0:
+                self.checkers.recount()
+                if self.num_events > MAX_EVENTS:
+                    raise Violation("W2", f"{self.num_events} events, and it goes on for ever")
+            if self.edge.num_open == 0 and self._is_over():
+                break
+        self.checkers.at_idle()
+
+    def _is_over(self) -> bool:
+        """Drained twice: after healing, and once more after every pair has had its probe."""
+        if not self.is_healed or self.num_planned or self.edge.num_to_come:
+            return False
+        if self.clock.time < max(self.edge.last_end_at + QUIET_NS, self.quiet_at):
+            return False
+        if any(replica.life is not None and replica.life.store.is_busy() for replica in self.replicas.values()):
+            return False
+        if not self.is_probed:
+            self.is_probed = True
+            if "F19" not in self.options.classes:
+                self.probe_all()
+            return False
+        return True
+
+    def push(self, life: Life, event: Event) -> None:
+        """An event for a node; its driver drains the inbox a little later."""
+        self._deliver(life, event)
+        copies = 0.0 if self.is_healed or isinstance(event, FROM_THE_EDGE) else self.options.event_copies
+        if copies and self.random.random() < copies:
+            self.count("F3")
+            self.clock.after(self.random.randrange(SECOND), self._deliver, life, event)
+
+    def _deliver(self, life: Life, event: Event) -> None:
+        life.inbox.append(event)
+        if isinstance(event, PeerLearned) and self.find(event.peer) is None:
+            # who has learned of a rank, if from a late copy, connects to it and finds out that its life is over
+            self.clock.after(self.io_random.randrange(SECOND), self.tell_refusal, life, event.peer)
+        if not life.is_step_due:
+            life.is_step_due = True
+            self.clock.after(self.random.randrange(*self.timing.hop), self._step, life)
+
+    def _step(self, life: Life) -> None:
+        if not life.is_alive:
+            return
+        if life.replica.paused_until > self.clock.time:
+            life.is_step_due = True
+            self.clock.at(life.replica.paused_until, self._step, life)
+            return
+        life.is_step_due = False
+        events, life.inbox = tuple(life.inbox), []
+        commands, wake_at = self._think(life, events)
+        self.checkers.after_step(life, events, commands)
+        for command in commands:
+            self._dispatch(life, command)
+        self._sleep(life, wake_at)
+
+    def _think(self, life: Life, events: tuple[Event, ...]) -> tuple[tuple[Command, ...], int | None]:
+        now = life.local_clock.read(self.clock.time)
+        life.num_steps += 1
+        if self.swap_every and life.num_steps % self.swap_every == 0:
+            life.node = restored(life)
+        try:
+            effects = life.node.step(events, now)
+        except Exception as error:
+            if self.trace is not None:
+                self.trace(self.clock.time, life, events, ())
+            raise Violation("S13", f"{life.replica.name} raised {describe_error(error)}") from error
+        self.checkers.compare_with_twin(life, events, now, effects)
+        self.log_step(life.replica.name, now, events, effects.commands, effects.wake_at)
+        if self.trace is not None:
+            self.trace(self.clock.time, life, events, effects.commands)
+        wake_at = effects.wake_at
+        return effects.commands, life.local_clock.when(wake_at) if wake_at is not None else None
+
+    def log_step(self, name: str, now: Nanos, events: Any, commands: Any, wake_at: int | None) -> None:
+        self.log.update(self.encoder.encode((now, name, events, commands, wake_at)))
+
+    def _sleep(self, life: Life, wake_at: int | None) -> None:
+        life.wake_at = wake_at
+        if wake_at is not None:
+            self.clock.at(max(wake_at, self.clock.time + 1), self._wake, life, wake_at)
+
+    def _wake(self, life: Life, wake_at: int) -> None:
+        if life.wake_at == wake_at and not life.is_step_due:
+            life.wake_at = None
+            self._step(life)
+
+    # -- what nodes ask for
+
+    def _dispatch(self, life: Life, command: Command) -> None:
+        match command:
+            case LaunchBatch(plan):
+                life.work.append(plan)
+                self._work(life)
+                self.watchdogs.watch(life)
+            case ForgetRequests(requests):
+                life.work.append(requests)
+                life.store.forget(requests)
+                self._work(life)
+            case EmitTokens(requests, tokens, _):
+                for index, request in enumerate(requests):
+                    token = int.from_bytes(tokens[4 * index : 4 * index + 4], "little")
+                    self.edge.see_token(life.halves[request], token)
+            case FinishRequest(request) | FailRequest(request):
+                self.edge.see_end(life.halves[request])
+            case RenderAgain(request, rendered_at):
+                self.edge.render_again(life.halves[request], rendered_at)
+            case StartRequest():
+                pass
+            case LearnPeer() | AskDpRank():
+                self.bootstraps.ask(life, command)
+            case AnnounceDpRank():
+                self._announce(life, command)
+            case GatherSnapshot(number, snapshot):
+                self._gather(life, number, snapshot)
+            case Tell(peer, message):
+                if not self._io_fails():
+                    self.network.send(life.incarnation, peer, message)
+            case PublishPages():
+                life.store.publish(command, failing=self._failing_shard(life))
+            case RevokePages():
+                life.store.revoke(command)
+            case PullPages():
+                life.store.pull(command, failing=self._failing_shard(life))
+            case CancelPull():
+                life.store.cancel(command)
+
+    def _io_fails(self) -> bool:
+        """A socket without room, a device without memory."""
+        rate = 0.0 if self.is_healed else self.options.io_failure
+        if not rate or self.io_random.random() >= rate:
+            return False
+        self.count("F20")
+        return True
+
+    def _failing_shard(self, life: Life) -> ShardId | None:
+        return ShardId(self.io_random.randrange(len(life.settings.shards))) if self._io_fails() else None
+
+    def _announce(self, life: Life, command: AnnounceDpRank) -> None:
+        if not self._io_fails():
+            self.bootstraps.announce(life, command)
+
+    def _gather(self, life: Life, number: int | None, snapshot: RankLoad) -> None:
+        """The ranks of a server decide together; their snapshots meet at its API process."""
+        server = self.servers[server_of(life.replica.name)]
+        if server.gathering is None:
+            return
+        gathering = server.gathering
+        now = server.clock.read(self.clock.time)
+        self._mail(server, gathering.say(life.settings.dp_rank, number, snapshot, now))
+        if gathering.closes_at is not None:
+            self.clock.at(server.clock.when(gathering.closes_at), self._tick, server, gathering)
+
+    def _tick(self, server: Server, gathering: DelayerSync) -> None:
+        if server.gathering is gathering:
+            self._mail(server, gathering.tick(server.clock.read(self.clock.time)))
+
+    def _mail(self, server: Server, mail: Mail) -> None:
+        for rank, event in mail:
+            life = server.ranks[rank].life
+            if life is not None:
+                self.push(life, event)
+
+    def _work(self, life: Life) -> None:
+        """Give the worker its next batch, if it has none."""
+        while life.work and not life.is_working:
+            item = life.work.popleft()
+            if isinstance(item, BatchPlan):
+                life.is_working = True
+                num_decode_rows = len(life.executor.decode_set) + len(item.join) if item.decodes else 0
+                life.cost.slowdown = life.replica.slowdown
+                duration_ns = life.cost.batch_ns(item, num_decode_rows, self.random)
+                self.clock.after(duration_ns, self._finish_batch, life, item)
+            else:
+                life.executor.forget(item)
+
+    def _finish_batch(self, life: Life, plan: BatchPlan) -> None:
+        if not life.is_alive or life.store.dead:
+            return  # a shard that is dead ends no batch
+        if life.vitals.hang in (Hang.WORKER, Hang.BATCH):
+            life.vitals.held = plan
+            return
+        life.is_working = False
+        invalid: frozenset[int] = frozenset()
+        rate = 0.0 if self.is_healed else self.options.batch_failure
+        fails = self.batches_to_fail > 0
+        if rate and self.random.random() < rate:
+            self.count("F20")
+            fails = self.random.random() < 0.5
+            invalid = frozenset({self.random.randrange(4)})
+        if fails:
+            self.batches_to_fail = max(0, self.batches_to_fail - 1)
+            life.executor.break_off(plan)
+            self.push(life, BatchFailed(plan.id, Cause.ENGINE_FAILED, "the forward pass raised"))
+        else:
+            self.push(life, BatchReturned(life.executor.run(plan, invalid=invalid)))
+        self._work(life)
+
+    def worker_goes_on(self, life: Life) -> None:
+        """It hangs no more, and begins with what it has been asked meanwhile."""
+        life.vitals.echoes = life.vitals.pings
+        life.store.thaw()
+        held, life.vitals.held = life.vitals.held, None
+        if held is not None:
+            self._finish_batch(life, held)
+
+    def _hangs(self, life: Life) -> None:
+        self.checkers.watchdog_fires(life)
+        self.harm.end_hanging(life)
+
+    # -- the end
+
+    def probe_all(self) -> None:
+        """Every pair, directly; and every gateway has to find one by itself."""
+        self.direct.probe_all()
+        for index, gateway in enumerate(self.gateways.values()):
+            self.edge.num_to_come += 1
+            self.clock.after((index + 1) * SECOND, self._probe, gateway)
+
+    def _probe(self, gateway: Gateway) -> None:
+        self.edge.num_to_come -= 1
+        prompt_len_max = min(20, self.options.workload.prompt_len_max)
+        ask = plain_ask(self.io_random, len(self.edge.exchanges), self.clock.time, prompt_len_max)
+        ask.shown = self.options.time_of_a_probe(ask.index)
+        exchange = RoutedRequest(ask, None)
+        self.edge.exchanges.append(exchange)
+        gateway.ask(ask, exchange)
+
+    # -- network
+
+    def _arrive(self, source: Incarnation, target: Incarnation, message: Message) -> None:
+        """A message has come over; only the life that it was meant for hears it."""
+        life = self.find(target)
+        if life is not None:
+            told = life.hear(source, message)
+            assert told is not None, "our own nodes speak about rooms"
+            self.push(life, told)
+            return
+        sender = self.find(source)
+        if sender is not None:  # the connection is refused, or made by another incarnation
+            self.clock.after(self.random.randrange(MILLISECOND, SECOND), self.tell_refusal, sender, target)
+
+    def _lose(self, name: str, lost: str) -> None:
+        """The connection from `name` to `lost` has broken although both live. Those of HTTP find out by themselves."""
+        if name not in self.replicas or lost not in self.replicas:
+            return
+        life, there = self.replicas[name].life, self.replicas[lost].life
+        if life is not None and there is not None:
+            self.push(life, PeerLost(there.incarnation))
+
+    def tell_refusal(self, life: Life, lost: Incarnation) -> None:
+        if life.is_alive and self.find(lost) is None:
+            self.push(life, PeerLost(lost))
+
+    def tell_loss(self, life: Life, lost: Life) -> None:
+        self.tell_refusal(life, lost.incarnation)
+
+    def find(self, incarnation: Incarnation) -> Life | None:
+        replica = self.replicas.get(incarnation.name)
+        life = replica.life if replica is not None else None
+        return life if life is not None and life.incarnation == incarnation else None
+
+    def find_store(self, incarnation: Incarnation) -> KvStore | None:
+        life = self.find(incarnation)
+        return life.store if life is not None else None
+
+    def step_if_due(self, life: Life) -> None:
+        if life.is_alive and life.is_step_due:
+            self._step(life)
+
+    def watch_deadline(self, life: Life, half: Half) -> None:
+        self.checkers.watch_deadline(life, half)
+
+    def copy_of(self, life: Life) -> EngineNode:
+        return restored(life)
+
+    def count(self, fault: str) -> None:
+        self.faults[fault] += 1
+
+
+def ranked(template: NodeSettings, role: Role, dp_rank: int, info: PrefillInfo, *, force_query: bool) -> NodeSettings:
+    """The settings of one rank. Only a prefill tells of its ranks; those of any server delay prompts together."""
+    delayer = template.delayer
+    if delayer is not None:
+        delayer = msgspec.structs.replace(delayer, num_ranks=info.dp_size)
+    template = msgspec.structs.replace(template, delayer=delayer, force_query=force_query)
+    return msgspec.structs.replace(template, dp_rank=dp_rank, prefill_info=info) if role is Role.PREFILL else template
+
+
+def restored(life: Life) -> EngineNode:
+    node = EngineNode(life.settings)
+    node.restore(life.node.snapshot())
+    return node
+
+
+def describe_error(error: Exception) -> str:
+    """Type, text, and the innermost line of the core."""
+    trace = error.__traceback__
+    where = ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/core/" in code.co_filename:
+            where = f" at {code.co_filename.rpartition('/tandem/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__}({error}){where}"

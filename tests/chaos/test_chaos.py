@@ -1,0 +1,212 @@
+"""Real processes under seeded faults: every request ends in time, with the right tokens or a named cause.
+
+60 seconds in CI. On demand longer, or the same faults again (as far as the machine's timing allows):
+
+    CHAOS_SECONDS=600 CHAOS_SEED=4711 pytest tests/chaos -s
+"""
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from random import Random
+
+import leaks
+import pytest
+import records
+import report
+from arena import DECODES, NUM_CLIENTS, PREFILLS, RECOVERY_S, ROUTER_STALL_S, Arena, arena, rage
+from attack_bootstrap import HostileBootstrap
+from attack_http import HttpAttacks
+from attack_ports import PortAttacks
+from attacks import Attack, Attacks
+from clients import Ask, Clients, Outcome
+from cluster import START_S, Server, eventually, show_logs
+from oracle import Case, record
+
+import tandem
+from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.server.http_pool import KEEPALIVE_SECONDS
+
+MINI = Path(tandem.__file__).parent / "bundled" / "mini"
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "60"))
+SEED = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(1 << 31))
+NUM_CASES = 64
+MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 15, 5, 200, 0.95
+WARM_UP = 4 * NUM_CLIENTS
+END_S = 60.0  # from the last request to servers that hold nothing
+USED_AGAIN_S = 5.0
+ATTACK_EVERY_S = 0.7
+ATTACKED_S = 10.0  # with attackers and no faults
+MIN_REMOTE = 0.98  # of what succeeds then
+MAX_GROWN_BYTES = 192 << 20  # of one process
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A copy: nobody changes it under our feet."""
+    return str(shutil.copytree(MINI, tmp_path / "model"))
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """Every process of this run carries it, and puts its temporary files into an own folder."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    mark = secrets.token_hex(8)
+    monkeypatch.setenv(leaks.MARK, mark)
+    return mark
+
+
+@pytest.fixture
+def cases(tmp_path: Path, model: str) -> list[Case]:
+    """Recorded from one unified server, which is gone when the faults begin."""
+    (port,) = free_ports(1)
+    with Fleet(tmp_path, engines=1) as fleet:
+        unified = Server(fleet.start("unified", serve_words(model, port), port=port))
+        fleet.wait_ready(timeout_s=START_S)
+        return record(unified, Random(SEED), count=NUM_CASES)
+
+
+def test_every_request_ends_with_its_tokens_or_a_cause_whatever_is_killed_paused_or_garbled(
+    tmp_path: Path, model: str, mark: str, cases: list[Case], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Fleet(tmp_path, engines=PREFILLS + DECODES)
+    try:
+        with fleet:
+            pids = asyncio.run(run(fleet, model, cases, capsys))
+            fleet.stop(timeout_s=30)
+            exits = {member.name: member.process.returncode for member in fleet.members}
+    except BaseException:
+        show_logs(fleet)
+        raise
+    check_records(tmp_path / "records", capsys)
+    assert exits == dict.fromkeys(exits, 0)
+    eventually(lambda: not leaks.left_running(mark), what=lambda: leaks.left_running(mark))
+    assert leaks.left_sockets(pids) == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def check_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every life of every node decides the same again, through rotations and up to where a kill has cut it."""
+    lives = list(records.replayed(folder))
+    with capsys.disabled():
+        print(records.page(lives), flush=True)
+    assert [(life.record.name, life.differences) for life in lives if life.differences] == []
+    assert {life.server for life in lives} == {f"{role}-{n}" for role in ("prefill", "decode") for n in range(PREFILLS)}
+    assert len(lives) > PREFILLS + DECODES, "nobody was killed"
+    assert any(life.is_rotated for life in lives)
+
+
+async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.CaptureFixture[str]) -> set[int]:
+    """The whole story; returns the ids of all processes that took part."""
+    random = Random(SEED)
+    async with arena(fleet, model, random) as it:
+        clients = Clients(it.router_server.url, cases, Random(SEED + 1), stall_s=ROUTER_STALL_S)
+        async with clients:
+            await warm_up(clients)
+            await trim(clients)
+            before, memory_before = leaks.descriptors(it), leaks.memory(it)
+            asks_before = len(clients.asks)
+            it.began = time.monotonic()
+            attacks = Attacks(Random(SEED + 2))
+            work = [asyncio.create_task(clients.work()) for _ in range(NUM_CLIENTS)]
+            try:
+                async with HostileBootstrap(it, attacks) as bootstrap:
+                    kinds = {
+                        **PortAttacks(it, attacks).kinds(),
+                        **bootstrap.kinds(),
+                        **HttpAttacks(it, attacks).kinds(),
+                    }
+                    await rage_under_attack(it, clients, attacks, kinds)
+                    attacked = await attack_alone(clients, attacks, kinds)
+            finally:
+                clients.is_over = True
+                await asyncio.gather(*work)
+                clients.settle()
+                asks = clients.asks[asks_before:]
+                with capsys.disabled():
+                    print("\n" + report.page(it, asks, seed=SEED, seconds=SECONDS), flush=True)
+                    print(f"  attacks     {attacks.words()}", flush=True)
+                print(report.details(it, asks))
+            check_attacks(attacks, kinds, attacked)
+            await check_healed(it, clients, before)
+            check_promises(it, asks)
+            assert leaks.grown(memory_before, leaks.memory(it), slack=MAX_GROWN_BYTES) == {}
+    return it.pids
+
+
+async def rage_under_attack(it: Arena, clients: Clients, attacks: Attacks, kinds: dict[str, Attack]) -> None:
+    over = asyncio.Event()
+    attacking = asyncio.create_task(attacks.until(over.is_set, kinds, every_s=ATTACK_EVERY_S))
+    try:
+        await rage(it, clients, seconds=SECONDS)
+    finally:
+        over.set()
+        await attacking
+
+
+async def attack_alone(clients: Clients, attacks: Attacks, kinds: dict[str, Attack]) -> list[Ask]:
+    """Every attack once, and more of them for a while. What genuine clients asked meanwhile."""
+    first, until = len(clients.asks), time.monotonic() + ATTACKED_S
+    await attacks.each_once(kinds)
+    await attacks.until(lambda: time.monotonic() > until, kinds, every_s=ATTACK_EVERY_S)
+    return clients.asks[first:]
+
+
+def check_attacks(attacks: Attacks, kinds: dict[str, Attack], attacked: list[Ask]) -> None:
+    """The attackers got nothing, and where nothing else was wrong they did not push anybody off the path."""
+    assert attacks.violations == []
+    assert set(attacks.tried) == set(kinds)
+    assert [ask.story() for ask in attacked if ask.outcome is not Outcome.SUCCESS] == []
+    remote = sum(ask.path == "remote" for ask in attacked)
+    assert remote >= MIN_REMOTE * len(attacked), f"{remote} of {len(attacked)} pulled their pages"
+
+
+async def warm_up(clients: Clients) -> None:
+    asks = [clients.draw() for _ in range(WARM_UP)]
+    for start in range(0, WARM_UP, NUM_CLIENTS):
+        await asyncio.gather(*(clients.ask(ask) for ask in asks[start : start + NUM_CLIENTS]))
+    assert [ask.story() for ask in asks if ask.outcome is not Outcome.SUCCESS] == []
+
+
+async def trim(clients: Clients) -> None:
+    """One request after another, until connections that idle from busier times are too old to be kept."""
+    trimmed_at = time.monotonic() + 2 * KEEPALIVE_SECONDS
+    while time.monotonic() < trimmed_at:
+        await clients.ask(clients.draw())
+
+
+def check_promises(it: Arena, asks: list) -> None:
+    never = [ask.story() for ask in asks if ask.outcome in report.NEVER]
+    assert never == []
+    assert len(asks) >= MIN_REQUESTS
+    assert len(it.faults) >= MIN_FAULTS
+    assert len(it.count()) >= MIN_KINDS
+    assert report.share(asks) >= MIN_SHARE
+    assert max(max(times) for times in it.recoveries.values()) <= RECOVERY_S
+    assert max(it.returns) <= USED_AGAIN_S
+
+
+async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> None:
+    """Servers that hold nothing, serve again as in the beginning, and have no more open files than then."""
+    await asyncio.to_thread(check_idle, it)
+    await warm_up(clients)
+    # A local prefill or a fallback would hide that the two halves have not found each other again.
+    assert {ask.path for ask in clients.asks[-WARM_UP:]} == {"remote"}
+    await trim(clients)
+    await asyncio.to_thread(check_idle, it)
+    after = leaks.descriptors(it)
+    assert leaks.grown(before, after, slack=leaks.SLACK_FDS) == {}
+
+
+def check_idle(it: Arena) -> None:
+    for server in it.servers:
+        eventually(
+            lambda s=server: not leaks.held(s),
+            within_s=END_S,
+            what=lambda s=server: (s.url, leaks.held(s), s.get("/debug/waits")),
+        )
+    eventually(lambda: not leaks.held_by_router(it.router_server), what=lambda: leaks.held_by_router(it.router_server))

@@ -1,0 +1,160 @@
+"""The checkers are checked: one that loses count is caught by the recount, and whoever breaks a rule is named."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tandem.core.disagg.messages import Offer, Ready, Release
+from tandem.core.values import SECOND, Incarnation, Nanos, Room
+from tandem.simulator.checkers.accounting import HitRate
+from tandem.simulator.checkers.agreement import OneSequence, OneVerdict, SameSet
+from tandem.simulator.checkers.changes import PingPong, StateChanges
+from tandem.simulator.checkers.intake import NoNewWork
+from tandem.simulator.checkers.outside import malformed
+from tandem.simulator.checkers.pages import TenantsApart
+from tandem.simulator.checkers.stalls import Standstills
+from tandem.simulator.checkers.stream import Stream
+from tandem.simulator.clock import LocalClock
+from tandem.simulator.coverage import load
+from tandem.simulator.hunt import run_seed
+
+SEEDS = (*range(60), load()["somebody is pushed back twice"].seed)
+
+
+def every_fifth(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same method, that now and then does not look."""
+    calls = 0
+
+    def looks(checker: Any, *arguments: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return None if calls % 5 == 0 else method(checker, *arguments, **named)
+
+    return looks
+
+
+def forgets_to_note(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`StateChanges` that finds the moves and then loses what it saw of this life."""
+    calls = 0
+
+    def looks(checker: StateChanges, life: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        moves = method(checker, life)
+        if calls % 40 == 0:
+            checker.seen[life.incarnation] = {}
+        return moves
+
+    return looks
+
+
+@contextmanager
+def broken(checker: type, name: str, how: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    original = getattr(checker, name)
+    setattr(checker, name, how(original))
+    try:
+        yield
+    finally:
+        setattr(checker, name, original)
+
+
+BROKEN = {
+    "S13 forgets a step": (StateChanges, "after_step", forgets_to_note),
+    "S20 misses a batch": (OneSequence, "launched", every_fifth),
+    "S21 misses a batch": (SameSet, "launched", every_fifth),
+    "S22 misses an answer": (OneVerdict, "drained", every_fifth),
+    "S26 misses an admission": (HitRate, "moved", every_fifth),
+    "S32 misses a batch": (TenantsApart, "launched", every_fifth),
+    "L7 misses a retraction": (PingPong, "moved", lambda method: lambda checker, life, progress, before: None),
+    "L8 misses a tick": (Standstills, "ticked", every_fifth),
+    "L9 misses a drain": (NoNewWork, "heard", lambda method: lambda checker, life, events: None),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checker_that_loses_count_is_caught(name: str) -> None:
+    """A quiet checker is not a passed check: its books are compared with the nodes' at every recount."""
+    checker, method, how = BROKEN[name]
+    found: set[str] = set()
+    with broken(checker, method, how):
+        for seed in SEEDS:
+            found.add(run_seed(seed).invariant)
+            if name.split()[0] in found:
+                return
+    pytest.fail(f"{name}, and nobody sees it; found {found}")
+
+
+def test_a_lost_count_of_tokens_is_caught() -> None:
+    """`Stream` keeps no count of its own; it compares the two that are there, the node's and the client's."""
+    with broken(Stream, "began", lambda method: lambda checker, life, command: None):
+        assert run_seed(0).invariant == "S15"
+
+
+def test_every_checker_with_books_of_its_own_has_a_recount() -> None:
+    with_books = (
+        StateChanges,
+        OneSequence,
+        SameSet,
+        OneVerdict,
+        HitRate,
+        TenantsApart,
+        PingPong,
+        NoNewWork,
+        Standstills,
+    )
+    assert all(hasattr(checker, "recount") for checker in with_books)
+
+
+def ready(**changes: Any) -> Ready:
+    fields: dict[str, Any] = {
+        "room": Room(1),
+        "attempt": 1,
+        "source": Incarnation("d", "1"),
+        "target": Incarnation("p", "1"),
+    }
+    return Ready(**{**fields, "layout": "", "prompt_len": 8, **changes})
+
+
+def offer(**changes: Any) -> Offer:
+    fields: dict[str, Any] = {"room": Room(1), "attempt": 1, "source": Incarnation("p", "1"), "first_page": 0}
+    pages: dict[str, Any] = {
+        "pages": (1, 2),
+        "generations": (0, 0),
+        "digests": (bytes(16),),
+        "secrets": (b"",),
+        "total_pages": 2,
+    }
+    return Offer(**{**fields, **pages, "lease_ns": Nanos(SECOND), **changes})
+
+
+@pytest.mark.parametrize("message", [ready(), offer(), Release(Room(1), Incarnation("d", "1"), "done")])
+def test_what_keeps_the_protocol_is_well_formed(message: Ready | Offer | Release) -> None:
+    assert malformed(message) is None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        ready(room=Room(0)),
+        ready(room=Room(1 << 63)),
+        ready(held_pages=-1),
+        ready(held_pages=9),
+        offer(generations=(0,)),
+        offer(digests=(bytes(8),)),
+        offer(total_pages=1),
+        offer(first_page=-1),
+    ],
+)
+def test_what_does_not_keep_the_protocol_is_not(message: Ready | Offer) -> None:
+    assert malformed(message) is not None
+
+
+@pytest.mark.parametrize("drift_ppm", [-200, 0, 200])
+def test_a_local_clock_wakes_when_it_shows_the_time(drift_ppm: int) -> None:
+    clock = LocalClock(offset_ns=7 * SECOND, drift_ppm=drift_ppm)
+    for local_ns in (7 * SECOND, 8 * SECOND + 1, 3600 * SECOND):
+        when = clock.when(local_ns)
+        assert clock.read(when) >= local_ns
+        assert clock.read(when - 2) < local_ns

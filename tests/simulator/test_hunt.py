@@ -1,0 +1,75 @@
+"""Fresh seeds for HUNT_SECONDS, drawn anew every time, and every seed that once found something."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.simulator.actors.clients import Half, RoutedRequest
+from tandem.simulator.hunt import draw_first_seed, lived_ns, num_cores, run_all, run_until
+from tandem.simulator.oracle import Script
+from tandem.simulator.report import SeedResult, Summary
+from tandem.simulator.workload import Ask
+
+SECONDS = float(os.environ.get("HUNT_SECONDS", "15"))
+CORPUS = Path(__file__).with_name("corpus.txt")
+
+
+def broken(results: list[SeedResult]) -> list[str]:
+    return [f"{result.line}  # {result.invariant}: {result.detail}" for result in results if result.invariant]
+
+
+def corpus() -> list[tuple[int, str]]:
+    """(seed, what it once found)"""
+    lines = [line for line in CORPUS.read_text().splitlines() if line and not line.startswith("#")]
+    return [(int(line.split(maxsplit=1)[0]), line.split(maxsplit=1)[1]) for line in lines]
+
+
+def test_no_fresh_seed_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
+    summary, began = Summary(draw_first_seed()), time.monotonic()
+    with capsys.disabled():
+        print(f"\nhunt: first seed {summary.first_seed}, {SECONDS:g} s on {num_cores()} cores", flush=True)
+    results: list[SeedResult] = []
+    for result in run_until(summary.first_seed, lambda: time.monotonic() - began > SECONDS):
+        summary.add(result)
+        results.append(result)
+    with capsys.disabled():
+        print(summary.text(), flush=True)
+    assert summary.seeds > 0
+    assert not broken(results), "\n".join(broken(results))
+
+
+def test_no_seed_that_once_found_something_breaks_an_invariant() -> None:
+    results = list(run_all([seed for seed, _ in corpus()]))
+    assert len(results) == len(corpus()) > 0
+    assert not broken(results), "\n".join(broken(results))
+
+
+def test_every_line_of_the_corpus_says_what_its_seed_found() -> None:
+    seeds = [seed for seed, _ in corpus()]
+    assert seeds == sorted(set(seeds))
+    assert all(found for _, found in corpus())
+
+
+def half(arrived_at: int, ended_at: int | None) -> Half:
+    ask = Ask(1, 0, Script((7,), 1, 0), 1, 0, None, None, repeats_room=False)
+    exchange = RoutedRequest(ask, None)
+    one = Half(exchange, ask, "unified", "unified-0", 1, None, arrived_at, 100, 0, 0, ask.script)  # type: ignore[arg-type]
+    one.ended_at = ended_at
+    return one
+
+
+@pytest.mark.parametrize(
+    ("lives", "expected"),
+    [
+        ([], 0),
+        ([(10, 30)], 20),
+        ([(10, 30), (40, 50)], 30),
+        ([(10, 30), (20, 50)], 40),
+        ([(10, 50), (20, 30)], 40),
+        ([(10, None)], 90),
+    ],
+)
+def test_hours_count_only_while_a_request_lives(lives: list[tuple[int, int | None]], expected: int) -> None:
+    assert lived_ns([half(*life) for life in lives], now=100) == expected
