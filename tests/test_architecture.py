@@ -23,8 +23,12 @@ SLACK = 1.10  # how far the tail may grow before somebody has to look
 
 BASE = ("core.values", "core.machine", "core.request", "core.batch", "core.events", "core.commands", "core.settings")
 CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core.scheduler", "core.router"}
+# What a checkpoint says, without torch; and what a forward pass is about.
+ENGINE_CONFIG = ("documents", "eos", "rope_config", "model_config", "models.table")
+ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler")
 BELOW_SHELLS = {"ports", "config", "leaf", *CORE}
-SHELLS_USE = {"engine", "transfer", "metrics", *BELOW_SHELLS}
+ENGINE_PARTS = {"engine.config", "engine.batch", "engine.layers", "engine.attention", "engine.models"}
+SHELLS_USE = {"engine", *ENGINE_PARTS, "transfer", "metrics", *BELOW_SHELLS}
 
 # part -> parts that it may import, besides itself
 EDGES: dict[str, set[str]] = {
@@ -38,7 +42,12 @@ EDGES: dict[str, set[str]] = {
     "leaf": {"core.base"},
     "ports": CORE,
     "config": {"leaf", *CORE},
-    "engine": BELOW_SHELLS,
+    "engine.config": {"leaf"},
+    "engine.batch": {"engine.config", "leaf", "core.base"},
+    "engine.layers": {"engine.config", "engine.batch"},
+    "engine.attention": {"engine.config", "engine.batch", "leaf"},
+    "engine.models": {"engine.config", "engine.batch", "engine.layers", "engine.attention"},
+    "engine": {*ENGINE_PARTS, *BELOW_SHELLS},
     "transfer": BELOW_SHELLS,
     "metrics": BELOW_SHELLS,
     "server": SHELLS_USE,
@@ -62,6 +71,12 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("pagehash", "leaf"),
     ("membership", "leaf"),
     ("logtext", "leaf"),
+    ("engine.attention.table", "leaf"),  # names: the flag's choices
+    *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),
+    *((f"engine.{name}", "engine.batch") for name in ENGINE_BATCH),
+    ("engine.layers", "engine.layers"),
+    ("engine.attention", "engine.attention"),
+    ("engine.models", "engine.models"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
     *((name, name) for name in ("simulator", "bench", "cli")),
 )
@@ -165,7 +180,7 @@ def test_only_the_engine_and_the_worker_process_know_torch() -> None:
     wrong = [
         name
         for name, tree in modules().items()
-        if not name.startswith(TORCH_USERS)
+        if not (name.startswith(TORCH_USERS) and part_of(name) not in ("engine.config", "leaf"))
         and any(imported.split(".")[0] == "torch" for _, imported in names_imported(tree))
     ]
     assert wrong == []

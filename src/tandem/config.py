@@ -11,6 +11,8 @@ from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
+from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
+
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
 
@@ -57,6 +59,9 @@ class ServerConfig:
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag("auto", "weights and activations; auto: as stored", choices=("auto", "float32", "bfloat16"))
     device: str = flag("cpu", "torch device", metavar="DEVICE")
+    attention_backend: str = flag(
+        DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)
+    )
     cpu_threads: int = flag(0, "threads of the engine; 0: cores divided by the engines on this machine")
     context_length: int | None = flag(None, "longest prompt plus output (default: the model's)", metavar="TOKENS")
     page_size: int = flag(16, "tokens per KV page")

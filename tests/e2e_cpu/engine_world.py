@@ -15,9 +15,11 @@ from torch import Tensor
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Grow, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
-from tandem.engine.attention import PagedAttention
+from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.batch import Batch
 from tandem.engine.engine import Engine
-from tandem.engine.inputs import Inputs
+from tandem.engine.models.base import Model
+from tandem.engine.parallel import Group
 from tandem.engine.weights import load
 from tandem.sampling import Payload, SamplingParams
 
@@ -36,11 +38,14 @@ def prompt_of(length: int, *, seed: int = 0) -> list[int]:
 class RecordingModule:
     """Stands where the model stands and keeps the logits of each batch."""
 
-    module: object
+    module: Model
     batches: list[Tensor] = field(default_factory=list)
 
-    def logits(self, inputs: Inputs, attend: PagedAttention) -> Tensor:
-        self.batches.append(self.module.logits(inputs, attend).clone())
+    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        return self.module.forward(batch, attention)
+
+    def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        self.batches.append(self.module.logits(batch, hidden).clone())
         return self.batches[-1]
 
 
@@ -48,10 +53,17 @@ class EngineWorld:
     """One engine, its free pages, and who is in the decode set."""
 
     def __init__(
-        self, model_dir: Path, *, page_size: int = 16, num_pages: int = 256, deterministic: bool = False, dtype="auto"
+        self,
+        model_dir: Path,
+        *,
+        page_size: int = 16,
+        num_pages: int = 256,
+        deterministic: bool = False,
+        dtype: str = "auto",
+        group: Group | None = None,
     ) -> None:
         torch.set_num_threads(1)
-        loaded = load(model_dir, dtype=dtype, device="cpu")
+        loaded = load(model_dir, dtype=dtype, device="cpu", group=group)
         self.recording = RecordingModule(loaded.module)
         self.engine = Engine(
             replace(loaded, module=self.recording),

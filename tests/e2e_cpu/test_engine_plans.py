@@ -297,9 +297,9 @@ def test_a_decoding_row_without_a_page_is_refused_and_harms_no_page(model_dir: P
 
 
 def test_pages_for_memory_counts_whole_pages(model_dir: Path) -> None:
-    config = EngineWorld(model_dir).engine.model.config
-    one = page_bytes(config, page_size=16, dtype=torch.float32)
+    shape = EngineWorld(model_dir).engine.model.kv_shape
+    one = page_bytes(shape, page_size=16, dtype=torch.float32)
 
     assert one == 2 * 2 * 2 * 16 * 8 * 4
-    assert pages_for_memory(config, page_size=16, dtype=torch.float32, budget_bytes=10 * one - 1) == 9
-    assert pages_for_memory(config, page_size=16, dtype=torch.bfloat16, budget_bytes=10 * one) == 20
+    assert pages_for_memory(shape, page_size=16, dtype=torch.float32, budget_bytes=10 * one - 1) == 9
+    assert pages_for_memory(shape, page_size=16, dtype=torch.bfloat16, budget_bytes=10 * one) == 20

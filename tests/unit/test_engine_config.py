@@ -10,18 +10,14 @@ import pytest
 from engine_files import CONFIG, refusal, write_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from tandem.engine.model_config import (
-    FAMILIES,
-    UNSUPPORTED,
-    ModelConfig,
-    ModelError,
-    parse_config,
-    read_config,
-)
+from tandem.engine.model_config import UNSUPPORTED, ModelConfig, ModelError, parse_config, read_config
+from tandem.engine.models.table import FAMILIES
 
 QWEN = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
+QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"]}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -103,7 +99,10 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"architectures": []}, "names the architectures []"),
         ({"architectures": "LlamaForCausalLM"}, "exactly one is needed"),
         ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
-        ({"architectures": ["MambaForCausalLM"]}, "known are LlamaForCausalLM, Qwen3ForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "known are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        ),
         ({"architectures": ["x\ny" * 1000]}, "is not supported"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -169,9 +168,62 @@ def test_what_changes_nothing_is_taken(changes: dict) -> None:
     assert parsed(**changes) == parsed()
 
 
-def test_qwen3_names_a_window_that_it_does_not_use() -> None:
-    assert parsed(QWEN, sliding_window=32) == parsed(QWEN)
-    assert "sliding_window" in refused(QWEN, sliding_window=32, use_sliding_window=True)
+@pytest.mark.parametrize("base", [QWEN, QWEN2], ids=["Qwen3", "Qwen2"])
+def test_qwen_names_a_window_that_it_does_not_use(base: dict) -> None:
+    assert parsed(base, sliding_window=32) == parsed(base)
+    assert "sliding_window is 32" in refused(base, sliding_window=32, use_sliding_window=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"sliding_window": None}, None),
+        ({"sliding_window": 32}, 32),
+        ({"sliding_window": 1}, 1),
+        ({"sliding_window": 64}, None),
+        ({"sliding_window": 32, "use_sliding_window": True}, 32),
+        ({"sliding_window": 32, "max_position_embeddings": 32}, None),
+        ({}, None),
+        ({"max_position_embeddings": 8192}, 4096),
+        ({"max_position_embeddings": 8192, "sliding_window": None}, None),
+    ],
+    ids=str,
+)
+def test_every_layer_of_mistral_has_the_window_that_is_named_or_the_usual_one(
+    changes: dict, window: int | None
+) -> None:
+    assert parsed(MISTRAL, **changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 32, "use_sliding_window": False}, "sliding_window is 32"),
+        ({"sliding_window": None, "use_sliding_window": True}, "use_sliding_window is True"),
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"sliding_window": "32"}, "sliding_window is '32'"),
+        ({"sliding_window": 32, "layer_types": ["full_attention", "full_attention"]}, "layer_types is"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types is"),
+    ],
+    ids=str,
+)
+def test_a_window_that_contradicts_itself_is_refused(changes: dict, named: str) -> None:
+    assert named in refused(MISTRAL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "value"),
+    [
+        (MISTRAL, "attention_bias", True),
+        (MISTRAL, "mlp_bias", True),
+        (QWEN2, "attention_bias", False),
+        (QWEN2, "mlp_bias", True),
+    ],
+    ids=str,
+)
+def test_biases_that_an_architecture_does_not_have_are_refused_by_name(base: dict, name: str, value: bool) -> None:
+    assert f"{name} is {value}" in refused(base, **{name: value})
+    assert parsed(base, **{name: not value}) == parsed(base)
 
 
 COMPUTED = {
@@ -189,7 +241,7 @@ SILENT = {"attention_dropout", "initializer_range", "use_cache", "pretraining_tp
 SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
 def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> None:
     """A release that adds one makes this fail: compute it, refuse it, or say that it means nothing."""
     fields = set(family().to_dict()) - set(PretrainedConfig().to_dict())
@@ -199,10 +251,18 @@ def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> Non
 
 
 def test_what_transformers_writes_by_itself_is_taken() -> None:
-    for config, name in ((LlamaConfig(), "LlamaForCausalLM"), (Qwen3Config(), "Qwen3ForCausalLM")):
+    written_by = {
+        "LlamaForCausalLM": LlamaConfig(),
+        "MistralForCausalLM": MistralConfig(),
+        "Qwen2ForCausalLM": Qwen2Config(),
+        "Qwen3ForCausalLM": Qwen3Config(),
+    }
+    assert written_by.keys() == FAMILIES.keys()
+    for name, config in written_by.items():
         written = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [name]}
         ours = parse_config(written, generation={})
-        assert ours.head_dim == config.head_dim
+        assert ours.head_dim == getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        assert ours.sliding_window == config.to_dict().get("sliding_window")
         assert ours.num_kv_heads == config.num_key_value_heads
         assert ours.rope.theta == config.rope_parameters["rope_theta"]
         assert ours.norm_eps == config.rms_norm_eps

@@ -8,10 +8,10 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tandem.engine.inputs import TILE_ROWS, tile_places
-from tandem.engine.models.llama import silu
-from tandem.engine.rope import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
+from tandem.engine.layers.activation import silu
+from tandem.engine.layers.rotary import BLOCK_POSITIONS, RotaryTable, inverse_frequencies
 from tandem.engine.rope_config import RopeConfig
+from tandem.engine.rows import TILE_ROWS, tile_places
 from tandem.engine.sequence import Sequence
 from tandem.pagehash import prompt_hashes
 from tandem.sampling import Payload, SamplingParams

@@ -1,18 +1,20 @@
 """`--deterministic` is checked at start: what shows that may not show is refused, with cause and remedy."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 import tandem
 from tandem.engine import self_check
 from tandem.engine.model_config import ModelError
-from tandem.engine.self_check import CHUNKS, WHOLE, ForwardPath, proven, shapes, thread_counts
+from tandem.engine.self_check import CHUNKS, WHOLE, ForwardPath, proven, thread_counts
 from tandem.engine.summation import Products, cancelling
 from tandem.engine.weights import LoadedModel, load
 
@@ -31,17 +33,42 @@ def mini() -> LoadedModel:
     return load(MINI)
 
 
+class Linear(Protocol):
+    weight: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass
+class WrongLinear:
+    linear: Linear
+    error: Callable[[Tensor], Tensor | float]
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.linear(x) + 1e-3 * self.error(x)
+
+
 def with_product(model: LoadedModel, name: str, error: Callable[[Tensor], Tensor | float]) -> LoadedModel:
     """The model, with one product of its first layer (or its head) that is off by `error` of its input."""
 
-    def wrong(linear: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: linear(x) + 1e-3 * error(x)
+    def wrong(linear: Linear) -> WrongLinear:
+        return WrongLinear(linear, error)
 
     module = model.module
     if name == "head":
         return replace(model, module=replace(module, head=wrong(module.head)))
-    layer = replace(module.layers[0], **{name: wrong(getattr(module.layers[0], name))})
-    return replace(model, module=replace(module, layers=(layer, *module.layers[1:])))
+    first = module.blocks[0]
+    holder = next((part for part in ("qkv", "gate_up") if hasattr(getattr(first, part), name)), None)
+    if holder is None:
+        block = replace(first, **{name: wrong(getattr(first, name))})
+    else:
+        part = getattr(first, holder)
+        block = replace(first, **{holder: replace(part, **{name: wrong(getattr(part, name))})})
+    return replace(model, module=replace(module, blocks=(block, *module.blocks[1:])))
 
 
 def refusal(model: LoadedModel, *, threads: int) -> str:
@@ -166,7 +193,7 @@ def with_a_look_aside(x: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_in_shares_are_noticed_whatever_is_rounded_away(mini: LoadedModel, dtype: torch.dtype) -> None:
-    products = Products(shapes(mini), dtype=dtype, device="cpu", product=in_shares)
+    products = Products(mini.module.product_shapes(), dtype=dtype, device="cpu", product=in_shares)
 
     steady, neighbours_show, _ = products.compare([1, 2, 3])
 
@@ -181,10 +208,13 @@ def test_rows_that_look_aside_are_noticed(dtype: torch.dtype) -> None:
 
 
 def test_each_shape_is_that_of_a_layer(mini: LoadedModel) -> None:
-    layer = mini.module.layers[0]
-    linears = [layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj, layer.gate_proj, layer.up_proj, layer.down_proj]
+    products = {
+        tuple(tensor.shape)
+        for name, tensor in load_file(MINI / "model.safetensors").items()
+        if tensor.ndim == 2 and name != "lm_head.weight"
+    }
 
-    assert {tuple(linear.weight.shape) for linear in [*linears, mini.module.head]} == set(shapes(mini))
+    assert set(mini.module.product_shapes()) == products
 
 
 def test_the_terms_of_every_sum_cancel() -> None:

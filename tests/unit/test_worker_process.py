@@ -214,7 +214,8 @@ def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.Monkey
         with node, worker, pytest.raises(ModelError, match="cannot be kept"):
             start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
-    assert asked == [{"threads": 1, "may_lower": may_lower, "page_size": 16} for may_lower in (True, False)]
+    settings = {"threads": 1, "page_size": 16, "attention": "torch_native"}
+    assert asked == [{**settings, "may_lower": may_lower} for may_lower in (True, False)]
 
 
 def test_a_share_of_the_machine_is_no_more_than_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What has to be in the environment before torch is imported, so that sums do not depend on the number of threads.
 
-`--deterministic` promises that a row's logits depend on its own tokens only. `inputs.py` gives every product one shape;
+`--deterministic` promises that a row's logits depend on its own tokens only. `rows.py` gives every product one shape;
 how a library sums inside of a product is the library's affair, and has to be fixed there:
 
     MKL     cuts fp32 products along the sum when that suits its threads, and rounds by how arrays are aligned.

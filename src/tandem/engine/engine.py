@@ -5,7 +5,7 @@ forward pass over `rows` and, with `decodes`, over the decode set. A plan that s
 engine does not have is a bug of the caller and raises; the requests of that batch are then in an unknown state, all
 others are untouched.
 
-deterministic=True: the logits of a row depend on its own tokens only (see `inputs.py`), provided that the libraries
+deterministic=True: the logits of a row depend on its own tokens only (see `rows.py`), provided that the libraries
 below do their part, which needs an environment (`determinism.py`) and is measured at start (`self_check.py`).
 """
 
@@ -18,9 +18,10 @@ import torch
 
 from tandem.core.batch import BatchOutcome, BatchPlan, Row
 from tandem.core.values import Nanos, RequestId
-from tandem.engine.attention import PagedAttention
+from tandem.engine.attention.base import attention_backend
+from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
+from tandem.engine.batch import BatchBuilder, Span
 from tandem.engine.decode_set import DecodeSet
-from tandem.engine.inputs import InputBuilder, Span
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.sampler import Draw, Sampled, sample
 from tandem.engine.sequence import Sequence
@@ -33,14 +34,24 @@ _EXTRA = msgspec.msgpack.Encoder()
 class Engine:
     """Owns the KV memory, the tokens and page tables of its requests, and the decode set."""
 
-    def __init__(self, model: LoadedModel, *, page_size: int, num_pages: int, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        page_size: int,
+        num_pages: int,
+        deterministic: bool = False,
+        attention: str = DEFAULT_ATTENTION_BACKEND,
+    ) -> None:
+        """Raises ModelError for an attention backend that is not known or cannot do what this model needs."""
+        open_attention = attention_backend(attention)
         self.model = model
         self.page_size = page_size
         self.kv = KvMemory(
-            model.config, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
+            model.kv_shape, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
         )
-        self._attend = PagedAttention(self.kv)
-        self._inputs = InputBuilder(self.kv, deterministic=deterministic)
+        self._attention = open_attention(self.kv, window=model.config.sliding_window, deterministic=deterministic)
+        self._batches = BatchBuilder(page_size=page_size, device=model.device, deterministic=deterministic)
         self._sequences: dict[int, Sequence] = {}
         self._decode_set = DecodeSet()
 
@@ -111,9 +122,10 @@ class Engine:
         members = self._decode_set.members if decodes else []
         if not spans and not members:
             return sample(torch.empty(0, 1), [], eos_ids=()), []
-        inputs = self._inputs.build(spans, self._decode_set if decodes else None)
-        self.kv.clear(inputs.pages_to_clear)
-        logits = self.model.module.logits(inputs, self._attend)
+        batch = self._batches.build(spans, self._decode_set if decodes else None)
+        self.kv.clear(batch.pages_to_clear)
+        self._attention.plan(batch)
+        logits = self.model.module.logits(batch, self.model.module.forward(batch, self._attention))
         samplers = [span.sequence for span in spans if span.samples]
         sampled = sample(logits, [_draw(s) for s in (*samplers, *members)], eos_ids=self.model.eos_ids)
         hashes = self._completed_pages(spans, members)

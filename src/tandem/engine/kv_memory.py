@@ -11,37 +11,45 @@ request left there must not reach this one. So a page is cleared when its first 
 
 import mmap
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tandem.engine.model_config import ModelConfig
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What one token leaves behind, on one shard."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class KvMemory:
     """tensor: [num_pages, num_kv_heads, num_layers, 2 (key, value), page_size, head_dim]"""
 
     def __init__(
-        self, config: ModelConfig, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
+        self, shape: KvShape, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
-        self.num_kv_heads = config.num_kv_heads
-        self.num_layers = config.num_layers
-        self.head_dim = config.head_dim
-        self.page_bytes = page_bytes(config, page_size=page_size, dtype=dtype)
+        self.num_kv_heads = shape.num_kv_heads
+        self.num_layers = shape.num_layers
+        self.head_dim = shape.head_dim
+        self.page_bytes = page_bytes(shape, page_size=page_size, dtype=dtype)
         self.fd: int | None = None
         self.buffer: memoryview | None = None
-        shape = (num_pages, config.num_kv_heads, config.num_layers, 2, page_size, config.head_dim)
+        sizes = (num_pages, shape.num_kv_heads, shape.num_layers, 2, page_size, shape.head_dim)
         if device == "cpu":
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
-            self.tensor = torch.frombuffer(self.buffer, dtype=dtype).view(shape)
+            self.tensor = torch.frombuffer(self.buffer, dtype=dtype).view(sizes)
         else:
-            self.tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.token_rows: Tensor = self.tensor.view(-1, config.head_dim)
-        self.page_rows: Tensor = self.tensor.view(-1, page_size * config.head_dim)
+            self.tensor = torch.zeros(sizes, dtype=dtype, device=device)
+        self.token_rows: Tensor = self.tensor.view(-1, shape.head_dim)
+        self.page_rows: Tensor = self.tensor.view(-1, page_size * shape.head_dim)
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, writable. Valid as long as this object is."""
@@ -60,10 +68,10 @@ class KvMemory:
             self.fd = None
 
 
-def page_bytes(config: ModelConfig, *, page_size: int, dtype: torch.dtype) -> int:
-    return config.num_kv_heads * config.num_layers * 2 * page_size * config.head_dim * dtype.itemsize
+def page_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
+    return shape.num_kv_heads * shape.num_layers * 2 * page_size * shape.head_dim * dtype.itemsize
 
 
-def pages_for_memory(config: ModelConfig, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
+def pages_for_memory(shape: KvShape, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
     """How many pages fit into so many bytes; 0 when not even one does."""
-    return budget_bytes // page_bytes(config, page_size=page_size, dtype=dtype)
+    return budget_bytes // page_bytes(shape, page_size=page_size, dtype=dtype)

@@ -1,21 +1,23 @@
 """What a checkpoint says about itself: `config.json` of a Hugging Face directory, checked and reduced to what is used.
 
 Whatever would change the mathematics and is not implemented is refused here, never ignored. The fields of transformers'
-LlamaConfig and Qwen3Config fall into four kinds:
+configurations of these architectures (`models/table.py`) fall into four kinds:
 
-    computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`
-    refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, sliding_window
+    computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`;
+                sliding_window where all layers have it
+    refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, a window of some layers
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
     silent      training and bookkeeping: initializer_range, attention_dropout, use_cache, pretraining_tp,
                 max_window_layers (says which layers have a window, and none has), pad_token_id, bos_token_id
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
 from tandem.engine.documents import Fields, ModelError, read_json, shown
 from tandem.engine.eos import eos_ids, tokenizer_eos
+from tandem.engine.models.table import FAMILIES, Family
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
@@ -27,20 +29,6 @@ MOST_HEADS = 1 << 14
 MOST_HEAD_DIM = 1 << 13
 WHERE = "config.json"
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """An architecture as `config.json` names it, its `model_type`, and what absent fields mean in it."""
-
-    model_type: str
-    defaults: dict[str, int] = field(default_factory=dict)
-    has_window_unless_told: bool = True  # a `sliding_window` holds without `use_sliding_window`
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family("llama"),
-    "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128}, has_window_unless_told=False),
-}
 
 _NO = (None, False)
 _ONE = (None, 1)
@@ -80,6 +68,7 @@ class ModelConfig:
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    sliding_window: int | None  # tokens that a query sees, itself included; None: all before it
     rope: RopeConfig
     max_context: int  # tokens, prompt and output together
     stored_dtype: str | None  # as config.json names it; the files have the last word
@@ -101,7 +90,7 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
     config = Fields(WHERE, {**family.defaults, **{name: value for name, value in raw.items() if value is not None}})
     rope = read_rope(config)
     max_context = _max_context(config, rope)
-    _refuse_unsupported(config, family, max_context)
+    _refuse_unsupported(config)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden = config.integer("hidden_size", most=MOST_FEATURES)
     vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
@@ -116,8 +105,9 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         head_dim=_head_dim(config, hidden, heads),
         norm_eps=config.number("rms_norm_eps", least=1e-30, most=1, default=1e-6),
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
-        attention_bias=config.flag("attention_bias", default=False),
-        mlp_bias=config.flag("mlp_bias", default=False),
+        attention_bias=_bias(config, family, "attention_bias"),
+        mlp_bias=_bias(config, family, "mlp_bias"),
+        sliding_window=_window(config, family, max_context, is_null=raw.get("sliding_window", 0) is None),
         rope=rope,
         max_context=max_context,
         stored_dtype=_stored_dtype(config),
@@ -156,6 +146,31 @@ def _head_dim(config: Fields, hidden: int, heads: int) -> int:
     return head_dim
 
 
+def _bias(config: Fields, family: Family, name: str) -> bool:
+    has_bias = config.flag(name, default=family.fixed.get(name, False))
+    if has_bias != family.fixed.get(name, has_bias):
+        raise _unsupported(name, config.values[name])
+    return has_bias
+
+
+def _window(config: Fields, family: Family, max_context: int, *, is_null: bool) -> int | None:
+    """A window that no context outgrows is none. is_null: the field is there and says that there is none."""
+    unless_told = None if is_null else family.window
+    has_one = config.has("sliding_window") or unless_told is not None
+    is_used = config.flag("use_sliding_window", default=family.has_window_unless_told and has_one)
+    if not is_used and not (family.computes_window and has_one):
+        return None
+    window = config.integer("sliding_window", most=MOST_POSITIONS, default=unless_told or 1)
+    if window >= max_context:
+        return None
+    if not (family.computes_window and is_used and has_one):
+        name = "sliding_window" if config.has("sliding_window") else "use_sliding_window"
+        raise _unsupported(name, config.values.get(name))
+    if config.has("layer_types"):
+        raise _unsupported("layer_types", config.values["layer_types"])
+    return window
+
+
 def _stored_dtype(config: Fields) -> str | None:
     name = config.text("dtype", default=config.text("torch_dtype", default=""))
     if len(name) > 32 or not name.isascii():
@@ -177,7 +192,7 @@ def _max_context(config: Fields, rope: RopeConfig) -> int:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(config: Fields, family: Family, max_context: int) -> None:
+def _refuse_unsupported(config: Fields) -> None:
     if config.text("hidden_act", default="silu") not in ("silu", "swish"):
         raise _unsupported("hidden_act", config.values["hidden_act"])
     for name, harmless in UNSUPPORTED.items():
@@ -187,15 +202,6 @@ def _refuse_unsupported(config: Fields, family: Family, max_context: int) -> Non
     layer_types = config.values.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise _unsupported("layer_types", layer_types)
-    _refuse_window(config, family, max_context)
-
-
-def _refuse_window(config: Fields, family: Family, max_context: int) -> None:
-    """A window that no context outgrows is none."""
-    is_used = config.flag("use_sliding_window", default=family.has_window_unless_told and config.has("sliding_window"))
-    if is_used and config.integer("sliding_window", most=MOST_POSITIONS, default=1) < max_context:
-        name = "sliding_window" if config.has("sliding_window") else "use_sliding_window"
-        raise _unsupported(name, config.values.get(name))
 
 
 def _is_same(value: object, other: object) -> bool:

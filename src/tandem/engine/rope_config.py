@@ -3,8 +3,8 @@
     rope_parameters              transformers 5: kind, theta and what the kind needs, in one object
     rope_theta + rope_scaling    before that
 
-Where both are there they have to say the same. Everything that would turn by other angles than `rope.py` computes is
-refused: another kind, a field that the kind does not have, one object per layer type, a part of the head only.
+Where both are there they have to say the same. Everything that would turn by other angles than `layers/rotary.py`
+computes is refused: another kind, a field that the kind does not have, one object per layer type, a part of the head.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Before a `--deterministic` server takes requests: measure what `inputs.py` and `determinism.py` set out to ensure.
+"""Before a `--deterministic` server takes requests: measure what `rows.py` and `determinism.py` set out to ensure.
 
     sums   Products of the shapes of the model's own, on terms that cancel (`summation.py`), with one thread and more.
     path   Two layers and the head of the loaded model run over one text in several ways: whole and cut into chunks,
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from tandem.core.values import ceil_div
 from tandem.engine import determinism
-from tandem.engine.attention import PagedAttention
-from tandem.engine.inputs import InputBuilder, Span
+from tandem.engine.attention.base import attention_backend
+from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
+from tandem.engine.batch import BatchBuilder, Span
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.model_config import ModelError
 from tandem.engine.sequence import Sequence
@@ -40,15 +41,24 @@ NEIGHBOUR_TOKENS = 5
 logger = logging.getLogger("tandem.engine")
 
 
-def proven(model: LoadedModel, *, threads: int, may_lower: bool, page_size: int) -> LoadedModel:
+def proven(
+    model: LoadedModel,
+    *,
+    threads: int,
+    may_lower: bool,
+    page_size: int,
+    attention: str = DEFAULT_ATTENTION_BACKEND,
+) -> LoadedModel:
     """The model, its layout saying what its deterministic numbers are. torch is left with the threads that may compute.
 
     may_lower: nobody asked for so many threads: where their number shows, fewer are taken.
     Raises ModelError with cause and remedy where the promise cannot be kept.
     """
     counts = thread_counts(model.device, threads)
-    sums, neighbours_show, digest = Products(shapes(model), dtype=model.dtype, device=model.device).compare(counts)
-    path = ForwardPath(model, page_size=page_size)
+    sums, neighbours_show, digest = Products(
+        model.module.product_shapes(), dtype=model.dtype, device=model.device
+    ).compare(counts)
+    path = ForwardPath(model, page_size=page_size, attention=attention)
     expected = path.bits(WHOLE, threads=1)
     same = takewhile(lambda n: n in sums and path.bits(WHOLE, threads=n) == expected, counts)
     steady = max(same, default=0)
@@ -63,15 +73,6 @@ def proven(model: LoadedModel, *, threads: int, may_lower: bool, page_size: int)
     torch.set_num_threads(steady)
     numbers = hashlib.sha256(f"{digest} {expected}".encode()).hexdigest()[:8]
     return replace(model, layout_fields={**model.layout_fields, "deterministic": f"on, {numbers}"})
-
-
-def shapes(model: LoadedModel) -> list[tuple[int, int]]:
-    """[out_features, in_features] of every linear layer."""
-    config = model.config
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    layer = [(heads, hidden), (kv_heads, hidden), (hidden, heads), (inner, hidden), (hidden, inner)]
-    return [*layer, (config.vocab_size, hidden)]
 
 
 def thread_counts(device: str, threads: int) -> list[int]:
@@ -104,12 +105,12 @@ def _sums(model: LoadedModel) -> str:
 class ForwardPath:
     """The first layers and the head of a model, and one text that they run over in various ways."""
 
-    def __init__(self, model: LoadedModel, *, page_size: int) -> None:
-        layers = model.module.layers[:NUM_LAYERS]
-        self._module = replace(model.module, layers=layers)
+    def __init__(self, model: LoadedModel, *, page_size: int, attention: str) -> None:
+        self._module = model.module.first_layers(NUM_LAYERS)
         self._model = model
-        self._config = replace(model.config, num_layers=len(layers))
+        self._kv_shape = replace(model.kv_shape, num_layers=min(NUM_LAYERS, model.kv_shape.num_layers))
         self._page_size = page_size
+        self._open_attention = attention_backend(attention)
 
     @torch.inference_mode()
     def bits(self, chunks: tuple[int, ...], *, threads: int, beside_others: bool = False) -> str:
@@ -118,7 +119,7 @@ class ForwardPath:
         text = self._sequence(1, CACHED_TOKENS + sum(chunks), first_page=0)
         other = self._sequence(2, NEIGHBOUR_TOKENS, first_page=len(text.pages))
         kv = KvMemory(
-            self._config,
+            self._kv_shape,
             page_size=self._page_size,
             num_pages=len(text.pages) + len(other.pages),
             dtype=self._model.dtype,
@@ -133,21 +134,23 @@ class ForwardPath:
             kv.close()
 
     def _run(self, kv: KvMemory, text: Sequence, chunks: tuple[int, ...], *, others: list[Sequence]) -> Tensor:
-        attend, builder = PagedAttention(kv), InputBuilder(kv, deterministic=True)
+        attention = self._open_attention(kv, window=self._model.config.sliding_window, deterministic=True)
+        builder = BatchBuilder(page_size=self._page_size, device=self._model.device, deterministic=True)
         logits = torch.empty(0)
         start = CACHED_TOKENS
         for size in chunks:
             stop = start + size
             spans = [Span(other, 0, NEIGHBOUR_TOKENS, samples=False) for other in others]
             spans.append(Span(text, start, stop, samples=stop == len(text.tokens)))
-            inputs = builder.build(spans, None)
-            kv.clear(inputs.pages_to_clear)
-            logits = self._module.logits(inputs, attend)
+            batch = builder.build(spans, None)
+            kv.clear(batch.pages_to_clear)
+            attention.plan(batch)
+            logits = self._module.logits(batch, self._module.forward(batch, attention))
             start = stop
         return logits
 
     def _sequence(self, request: int, num_tokens: int, *, first_page: int) -> Sequence:
-        tokens = array("i", [(7919 * index + request) % self._config.vocab_size for index in range(num_tokens)])
+        tokens = array("i", [(7919 * index + request) % self._model.config.vocab_size for index in range(num_tokens)])
         payload = Payload(request, tokens.tobytes(), SamplingParams(temperature=0.0), bytes(16))
         sequence = Sequence.of(payload, page_size=self._page_size)
         sequence.set_pages(0, tuple(range(first_page, first_page + ceil_div(num_tokens, self._page_size))))

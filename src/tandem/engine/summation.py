@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem.engine.inputs import TILE_ROWS
+from tandem.engine.rows import TILE_ROWS
 
 Product = Callable[[Tensor, Tensor], Tensor]  # (x [n, in_features], weight [out_features, in_features]) -> [n, out]
 

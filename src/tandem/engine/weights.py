@@ -17,9 +17,11 @@ from tandem.engine import digest_cache, machine_memory
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError, shown
+from tandem.engine.kv_memory import KvShape
+from tandem.engine.layers.weights import WHOLE
 from tandem.engine.model_config import ModelConfig, read_config
-from tandem.engine.models.llama import Transformer
-from tandem.engine.models.table import BUILDERS
+from tandem.engine.models.base import Model, build_of
+from tandem.engine.parallel import Group, HeadShard, OneShard
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,7 +35,8 @@ DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     config: ModelConfig
-    module: Transformer
+    module: Model
+    kv_shape: KvShape
     dtype: torch.dtype
     device: str
     weight_bytes: int  # in memory; mapped ones come there as they are used
@@ -49,8 +52,17 @@ class LoadedModel:
         return self.config.max_context
 
 
-def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: DigestCache | None = None) -> LoadedModel:
-    """dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
+def load(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    cache: DigestCache | None = None,
+    group: Group | None = None,
+) -> LoadedModel:
+    """One shard of a model: the only one, or that of `group`. Digests and layout are those of the whole model.
+
+    dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
 
     cache: of digests read before; the user's own when it is None.
     """
@@ -60,7 +72,9 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
     chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(EMBEDDING), device=device)
     weight_bytes = _refuse_too_large(checkpoint, chosen, device)
     source = WeightSource(checkpoint, dtype=chosen, device=device)
-    module = BUILDERS[config.architecture](config, source)
+    group = group if group is not None else OneShard()
+    module = build_of(config.architecture)(config, source, group)
+    heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
     copies = _untaken(checkpoint, source, config)
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
     digests = tensor_digests(checkpoint, source.taken + copies, known)
@@ -79,6 +93,7 @@ def load(model_dir: Path, *, dtype: str = "auto", device: str = "cpu", cache: Di
     return LoadedModel(
         config=config,
         module=module,
+        kv_shape=KvShape(config.num_layers, heads.num_kv, config.head_dim),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
@@ -95,7 +110,7 @@ class WeightSource:
         self.taken: list[str] = []
         self._checkpoint = checkpoint
 
-    def take(self, name: str, *shape: int) -> Tensor:
+    def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
         if found != shape:
             raise ModelError(
@@ -107,7 +122,10 @@ class WeightSource:
                 f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
             )
         self.taken.append(name)
-        return self._checkpoint.tensor(name).to(dtype=self.dtype).to(device=self.device)
+        part = self._checkpoint.tensor(name)[rows]
+        if part.ndim > 1:
+            part = part[:, columns].contiguous()  # a part of the columns is copied; rows, and the whole, stay mapped
+        return part.to(dtype=self.dtype).to(device=self.device)
 
 
 def _refuse_too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> int:
@@ -154,8 +172,13 @@ def in_short(ids: tuple[int, ...]) -> str:
 
 
 def _config_digest(config: ModelConfig) -> str:
-    """Of all that is computed with: not of a context's end, the name of a stored type, or when an answer ends."""
-    silent = ("max_context", "stored_dtype", "eos_ids")
+    """Of all that is computed with: not of a context's end, the name of a stored type, or when an answer ends.
+
+    What has been computed since an earlier version counts where it is used only, so versions can be put together.
+    """
+    silent = {"max_context", "stored_dtype", "eos_ids"}
+    if config.sliding_window is None:
+        silent.add("sliding_window")
     computed = {name: value for name, value in sorted(asdict(config).items()) if name not in silent}
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 

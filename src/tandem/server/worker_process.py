@@ -56,7 +56,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
     """
     left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes)
-    fitting = pages_for_memory(model.config, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
+    fitting = pages_for_memory(model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_size)
         if num_pages > fitting:
@@ -67,7 +67,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     else:
         budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
         budgeted = pages_for_memory(
-            model.config, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
+            model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
         )
         context = config.context_length or model.max_context
         useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_size)
@@ -182,10 +182,20 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
     num_pages = pool_pages(config, model)
     if config.deterministic:
         model = self_check.proven(
-            model, threads=launch.cpu_threads, may_lower=config.cpu_threads == 0, page_size=config.page_size
+            model,
+            threads=launch.cpu_threads,
+            may_lower=config.cpu_threads == 0,
+            page_size=config.page_size,
+            attention=config.attention_backend,
         )
     try:
-        engine = Engine(model, page_size=config.page_size, num_pages=num_pages, deterministic=config.deterministic)
+        engine = Engine(
+            model,
+            page_size=config.page_size,
+            num_pages=num_pages,
+            deterministic=config.deterministic,
+            attention=config.attention_backend,
+        )
     except OSError as error:
         raise ServerFailure(
             f"no memory for a KV pool of {num_pages * config.page_size} tokens ({error.strerror}); "

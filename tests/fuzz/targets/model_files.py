@@ -14,8 +14,8 @@ from mutators import Mutator, mutate_bytes, mutate_json
 from safetensors.torch import save
 
 from tandem.engine import weights
+from tandem.engine.layers.rotary import RotaryTable
 from tandem.engine.model_config import ModelError
-from tandem.engine.rope import RotaryTable
 from tandem.server.api.errors import Refusal
 from tandem.server.api.tokenizer import Tokenizer
 

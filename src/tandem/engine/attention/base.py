@@ -1,0 +1,57 @@
+"""The port behind which attention is computed. A backend serves one KV memory and one thread.
+
+Each step: `plan` once, then `forward` once per layer, in order of the layers. What a plan holds is the backend's own
+affair and is valid until the next `plan`. Nothing that `forward` returns is touched again by the backend; what it is
+given it may read only, the KV memory excepted.
+"""
+
+import importlib
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.attention.table import ATTENTION_BACKENDS
+from tandem.engine.batch import Batch
+from tandem.engine.documents import ModelError, shown
+from tandem.engine.kv_memory import KvMemory
+
+
+class AttentionBackend(Protocol):
+    """What a model calls between the two halves of a layer."""
+
+    def plan(self, batch: Batch) -> None:
+        """Get ready for a batch: everything that is the same for all layers (masks, gathers, buckets)."""
+        ...
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
+        """Write keys and values of the batch's tokens to their slots, then let every query see all keys up to its own
+        position (and, with a window, only the latest of them).
+
+        q: [t, num_heads, head_dim], k and v: [t, num_kv_heads, head_dim], in the order of the batch's tokens, no
+        padding; heads are those of this shard, and query head i goes with KV head i * num_kv_heads // num_heads.
+        Returns [t, num_heads, head_dim].
+        """
+        ...
+
+
+class AttentionFactory(Protocol):
+    """How a backend is made."""
+
+    def __call__(self, kv: KvMemory, *, window: int | None, deterministic: bool) -> AttentionBackend:
+        """kv: where keys and values lie; stays its owner's.
+
+        window: tokens that a query sees, itself included; None: all before it.
+
+        deterministic: the output for a token must depend on nothing but its request's tokens up to it: not on what
+        else is in the batch, how the prompt is cut, or which pages hold it. Raises ModelError where that, or anything
+        else that was asked for, cannot be had.
+        """
+        ...
+
+
+def attention_backend(name: str) -> AttentionFactory:
+    """Raises ModelError for a name that is not in the table."""
+    if name not in ATTENTION_BACKENDS:
+        raise ModelError(f"the attention backend {shown(name)} is not known; known are {', '.join(ATTENTION_BACKENDS)}")
+    module, _, kind = ATTENTION_BACKENDS[name].partition(":")
+    return getattr(importlib.import_module(module), kind)

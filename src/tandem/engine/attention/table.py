@@ -1,0 +1,10 @@
+"""Attention backends by the name that `--attention-backend` gives them: one line each, the default first.
+
+Names are SGLang's where it has them. A value says which class of which module is loaded when it is asked for: the
+command line reads this table, and it is not to load torch, nor a backend the libraries of another one.
+"""
+
+ATTENTION_BACKENDS: dict[str, str] = {
+    "torch_native": "tandem.engine.attention.torch_sdpa:TorchSdpa",
+}
+DEFAULT_ATTENTION_BACKEND = next(iter(ATTENTION_BACKENDS))

@@ -1,0 +1,118 @@
+"""Linear layers that know their shard. With one shard they are plain.
+
+    ColumnParallelLinear   cut along its outputs: each shard computes some of them from the whole input
+    RowParallelLinear      cut along its inputs: each shard computes a part of every sum, and the group adds them up
+    QkvLinear              three of the first kind, cut by heads
+    GateUpLinear           two of the first kind
+
+Weights keep their layout in the file, [out_features, in_features], because they are mapped, not loaded. So q, k and v,
+and gate and up, stay tensors of their own: joining them would copy them.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.parallel import Group, HeadShard
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnParallelLinear:
+    weight: Tensor  # [this shard's out_features, in_features]
+    bias: Tensor | None  # [this shard's out_features]
+
+    @classmethod
+    def load(
+        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool
+    ) -> "ColumnParallelLinear":
+        """outputs, inputs: of the whole layer; part: this shard's outputs."""
+        return cls(
+            weights.take(f"{name}.weight", outputs, inputs, rows=part),
+            weights.take(f"{name}.bias", outputs, rows=part) if bias else None,
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in_features] to [n, this shard's out_features]"""
+        return functional.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class RowParallelLinear:
+    weight: Tensor  # [out_features, this shard's in_features]
+    bias: Tensor | None  # [out_features]; only the first shard adds it
+    group: Group
+
+    @classmethod
+    def load(
+        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, group: Group
+    ) -> "RowParallelLinear":
+        """outputs, inputs: of the whole layer; part: this shard's inputs."""
+        weight = weights.take(f"{name}.weight", outputs, inputs, columns=part)
+        added = weights.take(f"{name}.bias", outputs) if bias else None
+        return cls(weight, added if group.shard.rank == 0 else None, group)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, this shard's in_features] to [n, out_features], the same on every shard"""
+        return self.group.all_reduce(functional.linear(x, self.weight, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class QkvLinear:
+    q_proj: ColumnParallelLinear
+    k_proj: ColumnParallelLinear
+    v_proj: ColumnParallelLinear
+    head_dim: int
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        name: str,
+        inputs: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        heads: HeadShard,
+        bias: bool,
+    ) -> "QkvLinear":
+        """num_heads, num_kv_heads: of the whole layer. Shards that look at the same KV head each load it."""
+
+        def proj(kind: str, count: int, own: slice) -> ColumnParallelLinear:
+            part = slice(own.start * head_dim, own.stop * head_dim)
+            return ColumnParallelLinear.load(
+                weights, f"{name}.{kind}_proj", count * head_dim, inputs, part=part, bias=bias
+            )
+
+        return cls(
+            q_proj=proj("q", num_heads, heads.query),
+            k_proj=proj("k", num_kv_heads, heads.kv),
+            v_proj=proj("v", num_kv_heads, heads.kv),
+            head_dim=head_dim,
+        )
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[n, in_features] to q [n, heads, head_dim], k and v [n, kv_heads, head_dim]: those of this shard"""
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        n = x.shape[0]
+        return q.view(n, -1, self.head_dim), k.view(n, -1, self.head_dim), v.view(n, -1, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class GateUpLinear:
+    gate_proj: ColumnParallelLinear
+    up_proj: ColumnParallelLinear
+
+    @classmethod
+    def load(cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool) -> "GateUpLinear":
+        gate, up = (
+            ColumnParallelLinear.load(weights, f"{name}.{kind}_proj", outputs, inputs, part=part, bias=bias)
+            for kind in ("gate", "up")
+        )
+        return cls(gate, up)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, in_features] to gate and up, each [n, this shard's features]"""
+        return self.gate_proj(x), self.up_proj(x)

@@ -1,0 +1,20 @@
+"""Root mean square norm."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class RMSNorm:
+    """Over the last dimension, in fp32 whatever the type of x. Every shard has all of it."""
+
+    weight: Tensor  # [features]
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight

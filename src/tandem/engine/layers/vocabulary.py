@@ -1,0 +1,41 @@
+"""The two ends of a model, cut along the vocabulary: tokens in, scores out."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine.parallel import Group, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class VocabParallelEmbedding:
+    weight: Tensor  # [this shard's tokens, hidden]
+    first_token: int  # of this shard
+    group: Group
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        """[n] int64 to [n, hidden], the same on every shard: who has a token looks it up, the others add zeros."""
+        if self.group.shard.size == 1:
+            return functional.embedding(token_ids, self.weight)
+        local = token_ids - self.first_token
+        is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        found = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        return self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], 0))
+
+
+@dataclass(frozen=True, slots=True)
+class VocabParallelHead:
+    weight: Tensor  # [this shard's tokens, hidden]
+    vocab_size: int
+    group: Group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] to the scores of all tokens, [n, vocab], on every shard"""
+        return self.group.all_gather(functional.linear(x, self.weight), vocab_parts(self.vocab_size, self.group.shard))
+
+
+def vocab_parts(vocab_size: int, shard: Shard) -> list[int]:
+    """How many tokens each shard has."""
+    parts = [Shard(rank, shard.size).part(vocab_size) for rank in range(shard.size)]
+    return [part.stop - part.start for part in parts]

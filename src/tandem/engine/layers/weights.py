@@ -1,0 +1,25 @@
+"""Where layers take their tensors from."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+WHOLE = slice(None)
+
+
+class Weights(Protocol):
+    """A checkpoint, for one shard. Tensors are in the type and on the device that the model computes with."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """The tensor of this name, or the part that the slices of its first and second dimension cut out.
+
+        shape: of the whole tensor in the file. Raises ModelError for one that is missing or has another shape.
+        """
+        ...

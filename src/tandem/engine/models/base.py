@@ -1,0 +1,53 @@
+"""The port behind which a model computes, and how the model of an architecture is found.
+
+A model is built once per shard from what `config.json` says and the tensors of the checkpoint; it holds no state of
+requests. KV is kept by the attention backend that is handed to `forward`, so the same model runs on every backend.
+"""
+
+import importlib
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.batch import Batch
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.table import FAMILIES
+from tandem.engine.parallel import Group
+
+
+class Model(Protocol):
+    """One shard of a model."""
+
+    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        """Hidden states [n, hidden] of all rows behind the last layer, before the last norm; the same on every shard.
+
+        `attention` has planned this batch, and is told every layer once, in order: so all KV of the batch is written.
+        """
+        ...
+
+    def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """fp32 scores [outcome rows, vocab] from what `forward` returned, in the order of outcomes."""
+        ...
+
+    def first_layers(self, count: int) -> "Model":
+        """The same model without its later layers, for a self-check. Shares all weights."""
+        ...
+
+    def product_shapes(self) -> list[tuple[int, int]]:
+        """[out_features, in_features] of every linear layer, for a self-check."""
+        ...
+
+
+class Build(Protocol):
+    """What the file of a family has under the name `build`."""
+
+    def __call__(self, config: ModelConfig, weights: Weights, group: Group) -> Model:
+        """Raises ModelError where tensors are missing, have other shapes, or cannot be cut into so many shards."""
+        ...
+
+
+def build_of(architecture: str) -> Build:
+    """architecture: a key of `FAMILIES`. Other families' files are not loaded."""
+    return importlib.import_module(f"tandem.engine.models.{FAMILIES[architecture].model_type}").build

@@ -1,0 +1,163 @@
+"""The decoder-only transformer that several families share: blocks of attention and a gated MLP, each behind a norm.
+
+A block is two functions of rows with attention between them: `project` and `finish` look at one token at a time, so
+the batch decides how many rows go through them together (all of them, or fixed tiles: see `rows.py`).
+
+A family says of what its blocks consist, with a `Loader`; everything else is here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.batch import Batch
+from tandem.engine.layers.activation import silu_and_mul
+from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.norm import RMSNorm
+from tandem.engine.layers.rotary import RotaryTable, rotate
+from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.parallel import Group, HeadShard
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    input_norm: RMSNorm
+    qkv: QkvLinear
+    q_norm: RMSNorm | None
+    k_norm: RMSNorm | None
+    o_proj: RowParallelLinear
+    post_norm: RMSNorm
+    gate_up: GateUpLinear
+    down_proj: RowParallelLinear
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [n, hidden]; returns q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k rotated."""
+        q, k, v = self.qkv(self.input_norm(x))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x: [n, hidden], attended: [n, heads * head_dim]; returns the block's output [n, hidden]."""
+        x = x + self.o_proj(attended)
+        return x + self.down_proj(silu_and_mul(*self.gate_up(self.post_norm(x))))
+
+    def product_shapes(self) -> list[tuple[int, int]]:
+        qkv = (self.qkv.q_proj, self.qkv.k_proj, self.qkv.v_proj)
+        linears = (*qkv, self.o_proj, self.gate_up.gate_proj, self.gate_up.up_proj, self.down_proj)
+        return [(linear.weight.shape[0], linear.weight.shape[1]) for linear in linears]
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A `Model`."""
+
+    embedding: VocabParallelEmbedding
+    rotary: RotaryTable
+    blocks: tuple[Block, ...]
+    norm: RMSNorm
+    head: VocabParallelHead
+
+    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+        rows = batch.rows
+        x = self.embedding(batch.token_ids)
+        cos, sin = self.rotary.at(batch.positions, last_position=batch.last_position)
+        for layer, block in enumerate(self.blocks):
+            q, k, v = rows.apply(block.project, x, cos, sin)
+            attended = attention.forward(rows.tokens(q), rows.tokens(k), rows.tokens(v), layer=layer)
+            x = rows.apply(block.finish, x, rows.padded(attended.flatten(1), num_rows=x.shape[0]))
+        return x
+
+    def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
+        scores = batch.rows.apply(self._score, hidden.index_select(0, batch.sampled))
+        return scores if batch.sampled_place is None else scores.index_select(0, batch.sampled_place)
+
+    def _score(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x)).float()
+
+    def first_layers(self, count: int) -> "Decoder":
+        return replace(self, blocks=self.blocks[:count])
+
+    def product_shapes(self) -> list[tuple[int, int]]:
+        head = self.head.weight.shape
+        return [*(shape for block in self.blocks for shape in block.product_shapes()), (head[0], head[1])]
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Makes this shard's layers from the tensors whose names begin with `prefix`. Names are those of the file."""
+
+    config: ModelConfig
+    weights: Weights
+    group: Group
+    heads: HeadShard
+    prefix: str = ""
+
+    def at(self, name: str) -> "Loader":
+        return replace(self, prefix=f"{self.prefix}{name}.")
+
+    def norm(self, name: str, features: int | None = None) -> RMSNorm:
+        """features: of one row, the hidden size unless told."""
+        size = self.config.hidden_size if features is None else features
+        return RMSNorm(self.weights.take(f"{self.prefix}{name}.weight", size), self.config.norm_eps)
+
+    def qkv(self, name: str, *, bias: bool) -> QkvLinear:
+        config = self.config
+        return QkvLinear.load(
+            self.weights,
+            self.prefix + name,
+            config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            heads=self.heads,
+            bias=bias,
+        )
+
+    def output(self, name: str, *, bias: bool) -> RowParallelLinear:
+        """From attention heads back to hidden states."""
+        dim, own = self.config.head_dim, self.heads.query
+        part = slice(own.start * dim, own.stop * dim)
+        return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias)
+
+    def gate_up(self, name: str, *, bias: bool) -> GateUpLinear:
+        inner, hidden = self.config.intermediate_size, self.config.hidden_size
+        part = self.group.shard.part(inner)
+        return GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias)
+
+    def down(self, name: str, *, bias: bool) -> RowParallelLinear:
+        inner = self.config.intermediate_size
+        return self._row_parallel(name, inner, self.group.shard.part(inner), bias=bias)
+
+    def _row_parallel(self, name: str, inputs: int, part: slice, *, bias: bool) -> RowParallelLinear:
+        return RowParallelLinear.load(
+            self.weights,
+            self.prefix + name,
+            self.config.hidden_size,
+            inputs,
+            part=part,
+            bias=bias,
+            group=self.group,
+        )
+
+
+def build_decoder(config: ModelConfig, weights: Weights, group: Group, block: Callable[[Loader], Block]) -> Decoder:
+    """block: makes one from the tensors of its layer. Raises ModelError as `Build` says."""
+    heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    loader = Loader(config, weights, group, heads)
+    tokens = group.shard.part(config.vocab_size)
+    embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size, rows=tokens)
+    head = embedding
+    if not config.tied_embeddings:
+        head = weights.take("lm_head.weight", config.vocab_size, config.hidden_size, rows=tokens)
+    return Decoder(
+        embedding=VocabParallelEmbedding(embedding, tokens.start, group),
+        rotary=RotaryTable(config.rope, head_dim=config.head_dim, dtype=weights.dtype, device=weights.device),
+        blocks=tuple(block(loader.at(f"model.layers.{index}")) for index in range(config.num_layers)),
+        norm=loader.norm("model.norm"),
+        head=VocabParallelHead(head, config.vocab_size, group),
+    )

@@ -1,0 +1,23 @@
+"""Mistral: Llama without biases. Its window is the attention backend's affair: `ModelConfig.sliding_window`."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group
+
+
+def build(config: ModelConfig, weights: Weights, group: Group) -> Decoder:
+    return build_decoder(config, weights, group, block)
+
+
+def block(layer: Loader) -> Block:
+    return Block(
+        input_norm=layer.norm("input_layernorm"),
+        qkv=layer.qkv("self_attn", bias=False),
+        q_norm=None,
+        k_norm=None,
+        o_proj=layer.output("self_attn.o_proj", bias=False),
+        post_norm=layer.norm("post_attention_layernorm"),
+        gate_up=layer.gate_up("mlp", bias=False),
+        down_proj=layer.down("mlp.down_proj", bias=False),
+    )

@@ -1,0 +1,24 @@
+"""Qwen3: Llama with a norm on each query and key head before the rotation."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group
+
+
+def build(config: ModelConfig, weights: Weights, group: Group) -> Decoder:
+    return build_decoder(config, weights, group, block)
+
+
+def block(layer: Loader) -> Block:
+    config = layer.config
+    return Block(
+        input_norm=layer.norm("input_layernorm"),
+        qkv=layer.qkv("self_attn", bias=config.attention_bias),
+        q_norm=layer.norm("self_attn.q_norm", config.head_dim),
+        k_norm=layer.norm("self_attn.k_norm", config.head_dim),
+        o_proj=layer.output("self_attn.o_proj", bias=config.attention_bias),
+        post_norm=layer.norm("post_attention_layernorm"),
+        gate_up=layer.gate_up("mlp", bias=config.mlp_bias),
+        down_proj=layer.down("mlp.down_proj", bias=config.mlp_bias),
+    )

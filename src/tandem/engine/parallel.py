@@ -1,0 +1,100 @@
+"""Tensor parallelism: which part of a layer is whose, and what the shards of a layer say to each other.
+
+A shard computes with its heads, its part of the inner features and its part of the vocabulary. What is cut along the
+outputs needs nothing (each head attends for itself); what is cut along the inputs gives a part of every sum, which
+`all_reduce` adds up; what is cut along the vocabulary is put together by `all_gather`.
+
+Parts may be uneven: any number of heads can be spread over any smaller number of shards.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.documents import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.size
+
+    def part(self, total: int) -> slice:
+        """Of `total` things in a row, this shard's; over all ranks they are all, each once, in order."""
+        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+
+
+class Group(Protocol):
+    """The shards of one model, as one of them sees the others. Every shard makes the same calls in the same order.
+
+    What comes back has the same bits on every shard, or they would sample different tokens.
+    """
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum of what all shards gave, of one shape. `part` is given away."""
+        ...
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """What all shards gave, joined along the last dimension in order of ranks. sizes: that dimension of each."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneShard:
+    """The group of a model that is not divided."""
+
+    shard: Shard = Shard(0, 1)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return part
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShard:
+    """The attention heads of one shard: query heads, and the KV heads that these look at."""
+
+    query: slice
+    kv: slice
+
+    @classmethod
+    def of(cls, shard: Shard, *, num_heads: int, num_kv_heads: int) -> "HeadShard":
+        """Whole groups of query heads go with their KV head where there are enough KV heads; else several shards
+        have the same KV head and each a part of its query heads. Raises ModelError for more shards than heads.
+        """
+        if shard.size > num_heads:
+            raise ModelError(f"{num_heads} attention heads cannot be spread over {shard.size} shards; take fewer")
+        heads_per_group = num_heads // num_kv_heads
+        if shard.size <= num_kv_heads:
+            kv = shard.part(num_kv_heads)
+            return cls(slice(kv.start * heads_per_group, kv.stop * heads_per_group), kv)
+        group = shard.rank * num_kv_heads // shard.size
+        sharers = [rank for rank in range(shard.size) if rank * num_kv_heads // shard.size == group]
+        own = Shard(sharers.index(shard.rank), len(sharers)).part(heads_per_group)
+        if own.start == own.stop:
+            raise ModelError(
+                f"{len(sharers)} of {shard.size} shards would share a KV head that {heads_per_group} attention heads "
+                "look at; take fewer shards"
+            )
+        first = group * heads_per_group
+        return cls(slice(first + own.start, first + own.stop), slice(group, group + 1))
+
+    @property
+    def num_query(self) -> int:
+        return self.query.stop - self.query.start
+
+    @property
+    def num_kv(self) -> int:
+        return self.kv.stop - self.kv.start
