@@ -11,6 +11,8 @@ from tiny_models import (
     LLAMA3_ROPE,
     YARN_ROPE,
     make_llama,
+    make_mistral,
+    make_qwen2,
     make_qwen3,
     reference_logits,
     reference_tokens,
@@ -38,7 +40,24 @@ CHECKPOINTS: dict[str, Maker] = {
     "one_kv_head_per_head": lambda where: make_llama(where, num_key_value_heads=6),
     "explicit_head_dim": lambda where: make_llama(where, head_dim=32),
     "sharded": lambda where: make_llama(where, max_shard_size="40KB"),
+    "qwen2": lambda where: make_qwen2(where),
+    "qwen2_untied": lambda where: make_qwen2(where, tie_word_embeddings=False),
+    "qwen2_nine_heads_of_six": lambda where: make_qwen2(
+        where, hidden_size=54, num_attention_heads=9, num_key_value_heads=3
+    ),
+    "qwen2_yarn": lambda where: make_qwen2(where, rope_parameters=YARN_ROPE),
+    "mistral": lambda where: make_mistral(where),
+    "mistral_tied": lambda where: make_mistral(where, tie_word_embeddings=True),
+    "mistral_seven_heads_of_ten": lambda where: make_mistral(
+        where, num_attention_heads=7, num_key_value_heads=1, head_dim=10
+    ),
+    "mistral_window": lambda where: make_mistral(where, sliding_window=24),
+    "mistral_window_that_ends_in_the_output": lambda where: make_mistral(where, sliding_window=155),
+    "mistral_window_beyond_the_context": lambda where: make_mistral(where, sliding_window=512),
     "qwen3": lambda where: make_qwen3(where),
+    "qwen3_odd_sizes": lambda where: make_qwen3(
+        where, hidden_size=50, intermediate_size=77, num_attention_heads=5, num_key_value_heads=1, head_dim=14
+    ),
     "qwen3_yarn_untied": lambda where: make_qwen3(where, rope_parameters=YARN_ROPE, tie_word_embeddings=False),
 }
 
@@ -91,7 +110,7 @@ def test_the_older_spelling_of_rotary_settings_means_the_same(tmp_path: Path) ->
     assert relative_error(world.logits[request], reference_logits(theirs, prompt_of(100))[-1]) < 1e-4
 
 
-@pytest.mark.parametrize("maker", [make_llama, make_qwen3])
+@pytest.mark.parametrize("maker", [make_llama, make_qwen2, make_qwen3, make_mistral])
 def test_bfloat16_differs_from_transformers_by_rounding_only(tmp_path: Path, maker: Maker) -> None:
     """As far from the exact scores as theirs is, on the average of many: single ones are a matter of luck."""
     theirs = maker(tmp_path)
@@ -143,7 +162,7 @@ def test_a_page_of_bytes_is_a_page_of_the_tensor(tmp_path: Path) -> None:
     assert torch.equal(seen, world.engine.kv.tensor[page])
 
 
-@pytest.mark.parametrize("maker", [make_llama, make_qwen3])
+@pytest.mark.parametrize("maker", [make_llama, make_qwen2, make_qwen3, make_mistral])
 def test_greedy_continuations_are_those_of_transformers_whatever_else_runs(tmp_path: Path, maker: Maker) -> None:
     theirs = maker(tmp_path)
     world = EngineWorld(tmp_path)
@@ -201,3 +220,59 @@ def test_hundreds_of_rows_of_very_different_lengths_decode_together(tmp_path: Pa
     for request in (0, 7, 8, 100, 239):
         expected = reference_tokens(theirs, prompt_of(lengths[request], seed=request), 7)
         assert world.tokens[request][lengths[request] :] == expected
+
+
+# --- sliding windows -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+@pytest.mark.parametrize("window", [1, 3, 16, 40])
+def test_a_window_ends_in_the_middle_of_pages_chunks_and_decoding_rows(
+    tmp_path: Path, window: int, page_size: int, deterministic: bool
+) -> None:
+    """Two requests: decoding rows of one group begin at different pages, and one reaches its window as it decodes."""
+    theirs = make_mistral(tmp_path, sliding_window=window)
+    world = EngineWorld(tmp_path, page_size=page_size, num_pages=512, deterministic=deterministic)
+    long, short = world.add(prompt_of(120)), world.add(prompt_of(2))
+    for request in (long, short):
+        world.prefill(request, chunk=33)
+    ours: dict[int, list[Tensor]] = {request: [world.logits[request]] for request in (long, short)}
+    for step in range(44):
+        world.run(decodes=True, join=[long, short] if step == 0 else [])
+        for request in (long, short):
+            ours[request].append(world.logits[request])
+
+    for request, length in ((long, 120), (short, 2)):
+        expected = reference_logits(theirs, world.tokens[request][:-1])[length - 1 :]
+        assert relative_error(torch.stack(ours[request]), expected) < 1e-4
+
+
+def test_a_window_shows(tmp_path: Path) -> None:
+    """Or the test above would pass without one."""
+    rows = []
+    for name, window in (("with", 24), ("without", None)):
+        make_mistral(tmp_path / name, sliding_window=window)
+        world = EngineWorld(tmp_path / name)
+        request = world.add(prompt_of(60))
+        world.prefill(request)
+        rows.append(world.logits[request])
+
+    assert relative_error(*rows) > 0.01
+
+
+def test_pages_before_the_window_are_not_read(tmp_path: Path) -> None:
+    make_mistral(tmp_path, num_hidden_layers=1, sliding_window=24)
+    rows = []
+    for forgets in (False, True):
+        world = EngineWorld(tmp_path)
+        request = world.add(prompt_of(100))
+        world.run((request, 0, 70))
+        for page in world.tables[request][:2] if forgets else []:
+            world.engine.kv.tensor[page] = float("nan")
+        world.run((request, 70, 100))
+        world.run(decodes=True, join=[request])
+        rows.append(world.logits[request])
+
+    assert torch.equal(*rows)
+    assert rows[0].isfinite().all()

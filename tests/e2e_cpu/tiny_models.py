@@ -6,7 +6,17 @@ from pathlib import Path
 import torch
 from engine_world import VOCAB
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 LLAMA = {
     "vocab_size": VOCAB,
@@ -45,6 +55,17 @@ def make_qwen3(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedMo
         if name.endswith(("q_norm.weight", "k_norm.weight")):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)  # all ones would hide a missing norm weight
     return _save(model, where, "50GB")
+
+
+def make_qwen2(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return _save(Qwen2ForCausalLM(Qwen2Config(**{**LLAMA, "tie_word_embeddings": True, **changes})), where, "50GB")
+
+
+def make_mistral(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Without a window unless `changes` say so."""
+    torch.manual_seed(seed)
+    return _save(MistralForCausalLM(MistralConfig(**{**LLAMA, "sliding_window": None, **changes})), where, "50GB")
 
 
 def _save(model: PreTrainedModel, where: Path, max_shard_size: str) -> PreTrainedModel:

@@ -78,6 +78,7 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         (["--request-timeout", "nan"], "argument --request-timeout: invalid float value: 'nan'"),
         (["--stall-timeout", "inf"], "argument --stall-timeout: invalid float value: 'inf'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
+        (["--attention-backend", "fastest"], "argument --attention-backend: invalid choice: 'fastest'"),
         (["--port"], "argument --port: expected one argument"),
         (["--prefill-delayer-wait-seconds-buckets"], "argument --prefill-delayer-wait-seconds-buckets: expected"),
         (["--prefill-delayer-forward-passes-buckets", "5", "x"], "argument --prefill-delayer-forward-passes-buckets:"),

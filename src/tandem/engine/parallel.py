@@ -83,11 +83,7 @@ class HeadShard:
         group = shard.rank * num_kv_heads // shard.size
         sharers = [rank for rank in range(shard.size) if rank * num_kv_heads // shard.size == group]
         own = Shard(sharers.index(shard.rank), len(sharers)).part(heads_per_group)
-        if own.start == own.stop:
-            raise ModelError(
-                f"{len(sharers)} of {shard.size} shards would share a KV head that {heads_per_group} attention heads "
-                "look at; take fewer shards"
-            )
+        assert own.start < own.stop, "no more shards share a KV head than heads look at it"
         first = group * heads_per_group
         return cls(slice(first + own.start, first + own.stop), slice(group, group + 1))
 
