@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 import torch
 from engine_world import EngineWorld, prompt_of
+from shard_group import ThreadGroup, on_every_shard
 from torch import Tensor
 
 import tandem
@@ -23,7 +24,7 @@ from tandem.engine.model_config import ModelError
 from tandem.engine.weights import load
 
 FOLDER = Path(os.environ["TANDEM_TEST_CHECKPOINTS"])
-LLAMA, WIDE, QWEN = FOLDER / "llama", FOLDER / "wide", FOLDER / "qwen3"
+LLAMA, WIDE, QWEN, MISTRAL = FOLDER / "llama", FOLDER / "wide", FOLDER / "qwen3", FOLDER / "mistral"
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 TEXT = Path(__file__).parents[1] / "data" / "gsm8k" / "questions.jsonl"
 DTYPES = os.environ.get("TANDEM_TEST_DTYPES", "float32 bfloat16").split()
@@ -98,6 +99,37 @@ def test_neighbours_do_not_show_in_the_logits(dtype: str) -> None:
         rows.append(world.logits[request])
 
     assert torch.equal(torch.stack(rows), alone(LLAMA, prompt, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_behind_a_window_neither_chunks_nor_neighbours_show(dtype: str) -> None:
+    prompt = prompt_of(70)
+    world = EngineWorld(MISTRAL, deterministic=True, dtype=dtype)
+    others = [world.add(prompt_of(length, seed=1)) for length in (5, 37)]
+    request = world.add(prompt)
+    world.run(*[(other, 0, len(world.tokens[other])) for other in others], (request, 0, 13))
+    world.run((request, 13, 50), decodes=True, join=others)
+    world.run((request, 50, 70), decodes=True)
+    rows = [world.logits[request]]
+    for step in range(NUM_OUTPUTS - 1):
+        world.run(decodes=True, join=[request] if step == 0 else [])
+        rows.append(world.logits[request])
+
+    assert torch.equal(torch.stack(rows), alone(MISTRAL, prompt, dtype=dtype))
+
+
+def test_shards_keep_their_bits() -> None:
+    def in_company(group: ThreadGroup) -> Tensor:
+        world = EngineWorld(LLAMA, deterministic=True, group=group)
+        others = [(world.add(prompt_of(7, seed=seed)), 0, 7) for seed in range(3)]
+        request = world.add(prompt_of(60))
+        world.run(*others, (request, 0, 13))
+        world.prefill(request, start=13, chunk=9)
+        return world.logits[request]
+
+    expected = on_every_shard(2, lambda group: alone(LLAMA, prompt_of(60), num_outputs=1, group=group)[0])
+
+    assert all(map(torch.equal, on_every_shard(2, in_company), expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -81,26 +81,6 @@ def test_shards_together_compute_what_the_whole_model_computes(tmp_path: Path, c
     assert float((shards[0][1][0] - whole).abs().max() / whole.abs().max()) < 1e-5
 
 
-def test_shards_keep_their_bits_where_that_is_promised(tmp_path: Path) -> None:
-    """Chunks and neighbours do not show in what shards compute deterministically."""
-    make_llama(tmp_path)
-
-    def alone_and_in_company(group: ThreadGroup) -> tuple[Tensor, Tensor]:
-        rows = []
-        for neighbours, chunk in ((0, 60), (3, 13)):
-            world = EngineWorld(tmp_path, deterministic=True, group=group)
-            others = [(world.add(prompt_of(7, seed=seed)), 0, 7) for seed in range(neighbours)]
-            request = world.add(prompt_of(60))
-            world.run(*others, (request, 0, chunk))
-            if chunk < 60:
-                world.prefill(request, start=chunk, chunk=9)
-            rows.append(world.logits[request])
-        return rows[0], rows[1]
-
-    for alone, in_company in on_every_shard(2, alone_and_in_company):
-        assert torch.equal(alone, in_company)
-
-
 def test_a_layer_needs_two_sums_and_the_ends_of_the_model_one_exchange_each(tmp_path: Path) -> None:
     make_llama(tmp_path, num_hidden_layers=3)
 

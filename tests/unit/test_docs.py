@@ -14,11 +14,14 @@ from pathlib import Path
 import pytest
 
 from tandem.config import flags
+from tandem.engine.attention.table import ATTENTION_BACKENDS
+from tandem.engine.models.table import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 PARITY = ROOT / "docs" / "sglang-parity.md"
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
+MODELS = ROOT / "docs" / "models.md"
 SECURITY = ROOT / "docs" / "security.md"
 HEADER = ["seed", "kind", "name there", "here", "file", "shown by"]
 NUM_CASES, NUM_SPOTS = 29, 40
@@ -176,6 +179,14 @@ def test_every_threat_has_an_answer_that_tests_show() -> None:
         assert threat
         assert answer
         assert_it_is_there(words(shown_by))
+
+
+def test_the_page_of_models_names_every_architecture_and_backend_and_tests_that_exist() -> None:
+    text = MODELS.read_text()
+    assert [name for name in (*FAMILIES, *ATTENTION_BACKENDS) if f"`{name}`" not in text] == []
+    tests = [word for word in words(text) if word.startswith("tests/")]
+    assert tests
+    assert [name for name in tests if not (ROOT / name).is_file()] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -20,7 +20,6 @@ from tandem.engine.sequence import Sequence
 from tandem.sampling import Payload, SamplingParams
 
 LAYERS, HEAD_DIM, NUM_PAGES = 2, 10, 60
-HEADS = [(6, 2), (3, 3), (5, 1)]
 LENGTHS = (1, 40, 7, 33, 16)
 
 
@@ -66,6 +65,7 @@ class World:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        torch.set_num_threads(1)
         self.draw = torch.Generator().manual_seed(0)
         shape = KvShape(LAYERS, self.heads[1], HEAD_DIM)
         self.kv = KvMemory(shape, page_size=self.page_size, num_pages=NUM_PAGES * 16, dtype=torch.float32)
@@ -130,9 +130,8 @@ class World:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 30])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize(("heads", "page_size"), [((6, 2), 4), ((3, 3), 16), ((5, 1), 1)], ids=str)
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_every_query_sees_its_keys_and_no_others(
     backend: str, heads: tuple[int, int], page_size: int, window: int | None, deterministic: bool

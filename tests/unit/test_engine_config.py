@@ -502,12 +502,13 @@ FIELDS = sorted({*CONFIG, *COMPUTED, *DECIDED, "rope_scaling", "rope_theta", "mo
 
 
 @given(
+    base=st.sampled_from([CONFIG, MISTRAL, QWEN, QWEN2]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     generation=st.dictionaries(st.just("eos_token_id"), JSON),
 )
-def test_any_values_at_all_are_taken_or_refused_in_one_line(changes: dict, generation: dict) -> None:
+def test_any_values_at_all_are_taken_or_refused_in_one_line(base: dict, changes: dict, generation: dict) -> None:
     try:
-        parsed(generation=generation, **changes)
+        parsed(base, generation=generation, **changes)
         line = ""
     except ModelError as error:
         line = str(error)

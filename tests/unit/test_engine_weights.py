@@ -7,10 +7,13 @@ import torch
 from engine_files import change_tensors, refusal, write_model
 from safetensors.torch import load_file, save_file
 
+import tandem
 from tandem.core.disagg.layout_check import differences
 from tandem.engine.models.base import build_of
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.weights import in_short, load
+
+MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 
 
 def test_a_whole_directory_loads(tmp_path: Path) -> None:
@@ -83,6 +86,16 @@ def test_the_layout_does_not_depend_on_the_place_or_on_who_saved_the_config(tmp_
     )
 
     assert layout_difference(here, there) == ""
+
+
+def test_the_digests_of_the_bundled_model_are_those_of_earlier_versions() -> None:
+    """So servers of two versions can be put together while one is replaced by the other."""
+    fields = load(MINI).layout_fields
+
+    assert (fields["weights"], fields["config"]) == (
+        "411830eda7c7e5436ec9c7d26aff1023",
+        "b89505501118eccf2fe0326f3b9ac50e",
+    )
 
 
 def test_one_element_in_the_middle_of_one_tensor_is_a_difference_in_the_weights(tmp_path: Path) -> None:
