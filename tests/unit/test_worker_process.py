@@ -218,6 +218,14 @@ def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.Monkey
     assert asked == [{**settings, "may_lower": may_lower} for may_lower in (True, False)]
 
 
+def test_the_attention_backend_is_the_one_that_was_asked_for() -> None:
+    config = ServerConfig(model="tandem/mini", max_total_tokens=64, attention_backend="fastest")
+    launch = Launch(config, str(MINI), Incarnation("s", "1"), 0, 1, 0)
+    node, worker = socket.socketpair()
+    with node, worker, pytest.raises(ModelError, match="the attention backend 'fastest' is not known"):
+        start(launch, BlockingChannel(worker, wire.NodeToWorker))
+
+
 def test_a_share_of_the_machine_is_no_more_than_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     left = 100 * 16 * TOKEN_BYTES
 
