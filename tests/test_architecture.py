@@ -77,6 +77,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("engine.layers", "engine.layers"),
     ("engine.attention", "engine.attention"),
     ("engine.models", "engine.models"),
+    ("flag_roles", "config"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
     *((name, name) for name in ("simulator", "bench", "cli")),
 )

@@ -203,14 +203,6 @@ RULES: tuple[Rule, ...] = (
         "--prefill-delayer-* flags need --enable-prefill-delayer",
     ),
     Rule(
-        lambda c: c.enable_prefill_delayer and c.disaggregation_mode == "decode",
-        "--enable-prefill-delayer is not for decode servers: their prompts are computed by prefill servers",
-    ),
-    Rule(
-        lambda c: c.prefill_delayer_max_delay_ms != 5000 and c.prefill_delayer_queue_min_ratio is None,
-        "--prefill-delayer-max-delay-ms is for the queue gate: give --prefill-delayer-queue-min-ratio",
-    ),
-    Rule(
         lambda c: c.prefill_delayer_max_delay_passes < 1 or c.prefill_delayer_max_delay_ms <= 0,
         "--prefill-delayer-max-delay-passes and --prefill-delayer-max-delay-ms must be positive",
     ),
@@ -257,44 +249,20 @@ RULES: tuple[Rule, ...] = (
         "--disaggregation-allow takes networks, such as 10.1.0.0/16 or fd00::/8, without bits behind the prefix",
     ),
     Rule(
-        lambda c: bool(c.disaggregation_allow) and c.disaggregation_mode == "null",
-        "--disaggregation-allow is for prefill and decode servers",
-    ),
-    Rule(
         lambda c: local_prefill_tokens(c.disaggregation_local_prefill) is None,
         "--disaggregation-local-prefill takes off, auto or a positive number of tokens",
-    ),
-    Rule(
-        lambda c: c.disaggregation_local_prefill != "off" and c.disaggregation_mode != "decode",
-        "--disaggregation-local-prefill is for decode servers",
     ),
     Rule(
         lambda c: c.disaggregation_local_prefill != "off" and c.strict_remote,
         "--disaggregation-local-prefill computes prompts on decode, which --strict-remote forbids",
     ),
     Rule(
-        lambda c: c.disaggregation_dp_rank_conflict != "resolve" and c.disaggregation_mode != "prefill",
-        "--disaggregation-dp-rank-conflict is for prefill servers: decode learns it from them",
-    ),
-    Rule(
-        lambda c: c.disaggregation_decode_enable_radix_cache is not None and c.disaggregation_mode != "decode",
-        "--disaggregation-decode-enable-radix-cache is for decode servers; elsewhere there is --disable-radix-cache",
-    ),
-    Rule(
         lambda c: c.disaggregation_decode_enable_radix_cache is True and c.disable_radix_cache,
         "--disaggregation-decode-enable-radix-cache contradicts --disable-radix-cache",
     ),
     Rule(
-        lambda c: c.cluster_secret_file is not None and c.disaggregation_mode == "null",
-        "--cluster-secret-file is for prefill and decode servers: a unified one has no peers",
-    ),
-    Rule(
         lambda c: c.cluster_secret_file is None and c.disaggregation_mode != "null" and not is_loopback(c.host),
         "a prefill or decode server that others can reach needs --cluster-secret-file, the same on all of them",
-    ),
-    Rule(
-        lambda c: c.strict_remote and c.disaggregation_mode != "decode",
-        "--strict-remote is for decode servers",
     ),
 )
 

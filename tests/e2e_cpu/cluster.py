@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,14 +159,14 @@ def cluster(
     unified: bool = False,
     model: str = MODEL,
     flags: Sequence[str] = (),
-    unified_flags: Sequence[str] = (),
+    **more_flags: Sequence[str],
 ) -> Iterator[Cluster]:
-    """Ready when entered. `flags` are for every server, `unified_flags` for the unified one only."""
+    """Ready when entered. `flags` are for every server; `unified_`, `prefill_` and `decode_flags` for one kind."""
     with tempfile.TemporaryDirectory(prefix="tandem-test-") as folder:
         fleet = Fleet(Path(folder), engines=prefills + decodes + unified)
         try:
             with fleet:
-                found = _start(fleet, model, prefills, decodes, unified, flags, unified_flags)
+                found = _start(fleet, model, prefills, decodes, unified, flags, more_flags)
                 fleet.wait_ready(timeout_s=START_S)
                 yield found
         except (Exception, CommandFailed):
@@ -223,17 +223,26 @@ def _start(
     decodes: int,
     unified: bool,
     flags: Sequence[str],
-    unified_flags: Sequence[str],
+    more_flags: Mapping[str, Sequence[str]],
 ) -> Cluster:
     found = Cluster(fleet)
     router_port, unified_port = free_ports(2)
     if prefills:
-        router = start_pd(fleet, model, prefills=prefills, decodes=decodes, router_port=router_port, server_flags=flags)
+        router = start_pd(
+            fleet,
+            model,
+            prefills=prefills,
+            decodes=decodes,
+            router_port=router_port,
+            server_flags=flags,
+            prefill_flags=more_flags.get("prefill_flags", ()),
+            decode_flags=more_flags.get("decode_flags", ()),
+        )
         found.router = Server(router)
         found.prefills = [Server(member) for member in fleet.members if member.name.startswith("prefill")]
         found.decodes = [Server(member) for member in fleet.members if member.name.startswith("decode")]
     if unified:
-        words = serve_words(model, unified_port, *flags, *unified_flags)
+        words = serve_words(model, unified_port, *flags, *more_flags.get("unified_flags", ()))
         found.unified = Server(fleet.start("unified", words, port=unified_port))
     return found
 

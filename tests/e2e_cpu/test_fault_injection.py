@@ -39,7 +39,7 @@ def it(records: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def failing() -> Iterator[Cluster]:
-    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--kv-load-failure-policy", "fail"]) as it:
+    with cluster(prefills=1, decodes=1, flags=FLAGS, decode_flags=["--kv-load-failure-policy", "fail"]) as it:
         yield it
 
 

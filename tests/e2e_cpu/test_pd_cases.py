@@ -8,14 +8,15 @@ import pytest
 from cluster import Cluster, Server, cluster, eventually
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
-POOL = ("--max-total-tokens", "640", "--schedule-conservativeness", "0", "--deterministic")
+POOL = ("--max-total-tokens", "640", "--deterministic")
+EAGER = ("--schedule-conservativeness", "0")
 ROOMY = ("--max-total-tokens", "8192")
 
 
 @pytest.fixture(scope="module")
 def it() -> Iterator[Cluster]:
     """The pair has room for 40 pages, the reference for 512."""
-    with cluster(prefills=1, decodes=1, unified=True, flags=POOL, unified_flags=ROOMY) as it:
+    with cluster(prefills=1, decodes=1, unified=True, flags=POOL, decode_flags=EAGER, unified_flags=ROOMY) as it:
         yield it
 
 

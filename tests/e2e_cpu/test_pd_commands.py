@@ -133,6 +133,8 @@ def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         (["up", "/does/not/exist"], "/does/not/exist does not exist", 1),
         (["up", "--server-flags", "--page-size 12"], "power of two", 2),
+        (["up", "--prefill-flags=--strict-remote"], "prefill-0: --strict-remote is for decode servers", 2),
+        (["up", "--decode-flags=--optimistic-prefill-retries 2"], "--optimistic-prefill-retries is for prefill", 2),
         (["up", "--server-flags", "'--page-size"], "--server-flags cannot be parted", 2),
         (["up", "--router-flags", "--drain-timeout -1"], "router: --retries and --drain-timeout", 2),
         (["up", "--server-flags", "--deterministic"], "written behind =", 2),

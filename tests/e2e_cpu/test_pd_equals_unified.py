@@ -56,7 +56,9 @@ def accuracy_alone(unified: Server) -> float:
 
 @pytest.fixture(scope="module", params=POLICIES)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
-    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--optimistic-prefill-policy", request.param]) as it:
+    with cluster(
+        prefills=1, decodes=1, flags=FLAGS, prefill_flags=["--optimistic-prefill-policy", request.param]
+    ) as it:
         yield request.param, it
 
 
@@ -148,7 +150,7 @@ def test_transfers_that_fail_change_no_token(
 
 
 def test_without_recompute_the_survivors_are_right_and_the_rest_has_a_code(prompts: list[str], alone: Answers) -> None:
-    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--kv-load-failure-policy", "fail"]) as it:
+    with cluster(prefills=1, decodes=1, flags=FLAGS, decode_flags=["--kv-load-failure-policy", "fail"]) as it:
         for failing in (0.3, 1.0, 0.0):
             set_hooks(it, failing=failing)
             answers = ask_pair(it, prompts, [next(RIDS) for _ in prompts])

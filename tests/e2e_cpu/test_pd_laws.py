@@ -17,8 +17,11 @@ import pytest
 from cluster import HttpError, Server, bootstrap_port, child_named, eventually, halves
 
 SOON_S = 5.0
-FLAGS = ("--deterministic", "--enable-fault-injection", "--schedule-conservativeness", "0", "--stall-timeout", "5")
-ROOM = {"prefill": ("--max-total-tokens", "512"), "decode": ("--max-total-tokens", "640")}
+FLAGS = ("--deterministic", "--enable-fault-injection", "--stall-timeout", "5")
+ROOM = {
+    "prefill": ("--max-total-tokens", "512"),
+    "decode": ("--max-total-tokens", "640", "--schedule-conservativeness", "0"),
+}
 PROMPT = [400 - index for index in range(100)]  # six pages and a part of one
 FOREVER = {"ignore_eos": True}
 rooms = count(1)

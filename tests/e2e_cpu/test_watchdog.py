@@ -119,7 +119,7 @@ def test_a_worker_that_goes_on_in_time_makes_the_server_well_again() -> None:
 
 
 def test_partners_of_a_server_with_a_hanging_worker_end_with_a_named_cause() -> None:
-    with cluster(prefills=1, decodes=1, flags=[*FLAGS, "--kv-load-failure-policy", "fail"]) as it:
+    with cluster(prefills=1, decodes=1, flags=FLAGS, decode_flags=["--kv-load-failure-policy", "fail"]) as it:
         assert it.router is not None
         prefill, decode = it.prefills[0], it.decodes[0]
         it.router.generate(PROMPT)

@@ -1,13 +1,14 @@
 """Flags: typed, documented, refused when they contradict each other, never accepted and ignored."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
 
 from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
-from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of
+from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of, values_of
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
 from tandem.core.settings import (
     DelayerSettings,
@@ -20,6 +21,7 @@ from tandem.core.settings import (
     Role,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
+from tandem.flag_roles import NEEDS, ROLES, without_effect
 from tandem.server.node.peers import Heartbeat
 from tandem.server.node.settings import heartbeat, node_settings, optimistic_policy
 from tandem.server.processes import Launch
@@ -28,11 +30,22 @@ from tandem.server.wire import DataEndpoint, EngineReady
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+PREFILL = ("--disaggregation-mode", "prefill")
+
+
 def parse(*words: str) -> ServerConfig:
     parser = cli.Parser(prog="tandem serve", allow_abbrev=False)
     parser.add_argument("model")
     add_flags(parser)
     return config_of(parser.parse(["some/model", *words]))
+
+
+def plain(*words: str) -> ServerConfig:
+    """The words as they are, whatever rules they break."""
+    parser = cli.Parser(prog="tandem serve", allow_abbrev=False)
+    parser.add_argument("model")
+    add_flags(parser)
+    return ServerConfig("some/model", **values_of(parser.parse(["some/model", *words]), ServerConfig))
 
 
 def settings(config: ServerConfig) -> NodeSettings:
@@ -131,6 +144,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-local-prefill", "some", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "9", "--disaggregation-mode", "decode", "--strict-remote"], "forbids"),
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "decode"], "for prefill servers"),
+        (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "prefill"], "this server has one"),
+        (["--disaggregation-park-max-tokens", "9", *PREFILL, "--optimistic-prefill-retries", "2"], "nothing else is"),
+        (["--mem-fraction-static", "0.2", "--max-total-tokens", "64"], "beside --max-total-tokens"),
+        (["--num-reserved-decode-tokens", "9", "--schedule-conservativeness", "0"], "which reserves nothing"),
+        (["--allowed-host", "a", "--api-key", "secret"], "beside an API key"),
+        (["--flight-record-max-bytes", "9"], "nothing is recorded"),
         (["--no-disaggregation-decode-enable-radix-cache"], "for decode servers"),
         (
             [
@@ -143,6 +162,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--prefill-delayer-queue-min-ratio", "0.2"], "need --enable-prefill-delayer"),
         (["--prefill-delayer-max-delay-passes", "9"], "need --enable-prefill-delayer"),
         (["--enable-prefill-delayer", "--disaggregation-mode", "decode"], "computed by prefill servers"),
+        (["--enable-prefill-delayer", *PREFILL], "nobody decodes whom a prompt could stall"),
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-ms", "900"], "for the queue gate"),
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
         (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),
@@ -166,6 +186,43 @@ def test_bounds_of_a_histogram_that_do_not_rise_above_0_are_refused_by_name(name
     assert failure.value.is_wrong_usage
 
 
+MODES = {"unified": "null", "prefill": "prefill", "decode": "decode"}
+
+
+def unusual(name: str) -> list[str]:
+    """The flag with a value that is not its default."""
+    (field,) = [field for flag, field in flags() if flag == name]
+    kind = kind_of(field.name)
+    if kind is bool:
+        return [name if field.default is False else "--no-" + name.removeprefix("--")]
+    values = {"--disaggregation-allow": "10.0.0.0/8", "--schedule-conservativeness": "0.5"}
+    return [name, values.get(name, field.metadata["choices"][-1] if field.metadata["choices"] else "77")]
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_a_flag_that_does_nothing_in_a_role_is_refused_there_by_name(name: str) -> None:
+    for role, mode in MODES.items():
+        config = plain("--disaggregation-mode", mode, *unusual(name))
+        refused = [line for line in without_effect(config) if line.startswith(f"{name} is for ")]
+        assert refused == (
+            [] if role in ROLES[name].roles else [f"{name} is for {ROLES[name]} servers: {ROLES[name].reason}"]
+        )
+
+
+def test_only_what_was_asked_for_can_be_refused_for_doing_nothing() -> None:
+    for mode in MODES.values():
+        assert without_effect(plain("--disaggregation-mode", mode)) == []
+    assert set(ROLES) | {need.flag for need in NEEDS} <= {name for name, _ in flags()}
+
+
+def test_what_is_asked_for_twice_over_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kv-load-failure-policy", "fail", "--enable-prefill-delayer"]
+    assert cli.main(["serve", "tandem/mini", *PREFILL, *words]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert re.search(r"--enable-prefill-delayer is for unified .*; --kv-load-failure-policy is for decode", error)
+
+
 def test_all_violations_are_reported_together() -> None:
     with pytest.raises(CommandFailed, match=r"power of two.*--max-running-requests"):
         parse("--page-size", "12", "--max-running-requests", "0")
@@ -185,7 +242,7 @@ def test_all_violations_are_reported_together() -> None:
     ],
 )
 def test_the_optimistic_flags_select_one_policy(words: list[str], policy: OptimisticPolicy) -> None:
-    assert optimistic_policy(parse(*words)) == policy
+    assert optimistic_policy(parse(*PREFILL, *words)) == policy
 
 
 def test_the_flags_of_the_delayer_reach_the_node() -> None:
@@ -213,8 +270,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         *("--disaggregation-mode", "decode", "--page-size", "32", "--max-running-requests", "5"),
         *("--max-queued-requests", "7", "--chunked-prefill-size", "64", "--disable-overlap-schedule"),
         *("--enable-mixed-chunk", "--disable-radix-cache", "--num-reserved-decode-tokens", "9"),
-        *("--schedule-conservativeness", "0.5", "--optimistic-prefill-retries", "4", "--stall-timeout", "2"),
-        *("--disaggregation-park-max-tokens", "11", "--kv-load-failure-policy", "fail"),
+        *("--schedule-conservativeness", "0.5", "--stall-timeout", "2", "--kv-load-failure-policy", "fail"),
     )
     assert settings(config) == NodeSettings(
         role=Role.DECODE,
@@ -231,9 +287,6 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         reserved_decode_tokens=9,
         conservativeness=0.5,
         metadata_slots=10,
-        optimistic=OptimisticPolicy.RETRY,
-        optimistic_retries=4,
-        park_max_tokens=11,
         load_failure=LoadFailurePolicy.FAIL,
         stall_timeout_ns=2 * SECOND,
     )
@@ -247,15 +300,14 @@ def test_the_hook_of_forced_retries_comes_from_the_environment(monkeypatch: pyte
 
 
 def test_the_flags_of_the_pair_reach_the_node() -> None:
-    prefill = settings(
-        parse(
-            *("--disaggregation-mode", "prefill", "--optimistic-prefill-attempts", "3"),
-            *("--disaggregation-dp-rank-conflict", "fail", "--disaggregation-metadata-slots", "7"),
-        )
-    )
+    words = ("--disaggregation-metadata-slots", "7", "--disaggregation-park-max-tokens", "11")
+    prefill = settings(parse(*PREFILL, "--optimistic-prefill-attempts", "3", *words))
     assert (prefill.optimistic, prefill.park_attempts) == (OptimisticPolicy.PARK, 3)
-    assert prefill.metadata_slots == 7
-    assert prefill.prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
+    assert (prefill.metadata_slots, prefill.park_max_tokens) == (7, 11)
+    several_ranks = plain(*PREFILL, "--disaggregation-dp-rank-conflict", "fail")
+    assert settings(several_ranks).prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
+    retrying = settings(parse(*PREFILL, "--optimistic-prefill-retries", "4"))
+    assert (retrying.optimistic, retrying.optimistic_retries) == (OptimisticPolicy.RETRY, 4)
     decode = ("--disaggregation-mode", "decode")
     usual = settings(parse(*decode))
     assert (usual.local_prefill, usual.prefix_cache) == (LocalPrefill.OFF, True)

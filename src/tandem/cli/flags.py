@@ -9,6 +9,7 @@ from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defa
 
 from tandem.cli.failure import CommandFailed
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
+from tandem.flag_roles import ROLES, without_effect
 from tandem.server.keys import Config, KeyProblem, with_keys
 
 
@@ -37,9 +38,10 @@ def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) ->
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
-    """Raises CommandFailed with every rule that the combination breaks, and all that is wrong with the environment."""
+    """Raises CommandFailed with every rule that the combination breaks, every flag that would do nothing, and all that
+    is wrong with the environment."""
     config = ServerConfig(model=args.model, **values_of(args, ServerConfig))
-    if broken := [*violations(config), *environment_complaints()]:
+    if broken := [*violations(config), *without_effect(config), *environment_complaints()]:
         raise CommandFailed("; ".join(broken), is_wrong_usage=True)
     return keyed(config)
 
@@ -109,10 +111,11 @@ def flags_page() -> str:
     lines = [
         "# Flags of `tandem serve`",
         "",
-        "Generated from `src/tandem/config.py`. A flag that is not here does not exist.",
+        "Generated from `src/tandem/config.py` and `src/tandem/flag_roles.py`. A flag that is not here does not exist;",
+        "one that would do nothing on the server that is started is refused with the reason.",
         "",
-        "| flag | default | meaning |",
-        "|---|---|---|",
+        "| flag | default | servers | meaning |",
+        "|---|---|---|---|",
     ]
     for name, field in flags():
         kind = kind_of(field.name)
@@ -122,7 +125,8 @@ def flags_page() -> str:
         default = "-" if field.default in (None, ()) else f"`{field.default}`"
         if field.default in (True, False) and kind is bool:
             default = "on" if field.default else "off"
-        lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {field.metadata['help']} |")
+        servers = ROLES.get(name, "all")
+        lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {servers} | {field.metadata['help']} |")
     lines += [
         "",
         "## Environment",

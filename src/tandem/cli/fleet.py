@@ -212,6 +212,8 @@ def start_pd(
     decodes: int,
     router_port: int,
     server_flags: Sequence[str] = (),
+    prefill_flags: Sequence[str] = (),
+    decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
 ) -> Member:
     """Prefill and decode servers and the router in front of them; the router. None of them is ready yet."""
@@ -220,12 +222,12 @@ def start_pd(
     for index in range(prefills):
         port, bootstrap = next(ports), next(ports)
         mode = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap)]
-        fleet.start(f"prefill-{index}", serve_words(model, port, *mode, *server_flags), port=port)
+        fleet.start(f"prefill-{index}", serve_words(model, port, *mode, *server_flags, *prefill_flags), port=port)
         router += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap)]
     for index in range(decodes):
         port = next(ports)
         mode = ["--disaggregation-mode", "decode"]
-        fleet.start(f"decode-{index}", serve_words(model, port, *mode, *server_flags), port=port)
+        fleet.start(f"decode-{index}", serve_words(model, port, *mode, *server_flags, *decode_flags), port=port)
         router += ["--decode", f"http://127.0.0.1:{port}"]
     return fleet.start("router", router, port=router_port)
 

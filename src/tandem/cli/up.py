@@ -2,7 +2,7 @@
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count
@@ -10,6 +10,7 @@ from tandem.cli.fleet import Fleet, Member, free_ports, start_pd, temporary_flee
 
 START_S = 600.0  # a large model takes its time
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
+FLAGS = ("server_flags", "prefill_flags", "decode_flags", "router_flags")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,12 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help='flags of `tandem serve` for every server, as --server-flags="--a 1 --b"',
     )
+    parser.add_argument("--prefill-flags", metavar="FLAGS", default="", help="the same for prefill servers only")
+    parser.add_argument("--decode-flags", metavar="FLAGS", default="", help="the same for decode servers only")
     parser.add_argument("--router-flags", metavar="FLAGS", default="", help="flags of `tandem router`, in the same way")
 
 
 def run(args: argparse.Namespace) -> int:
-    more_flags = [words_of(args, name) for name in ("server_flags", "router_flags")]
-    _run(args, *more_flags)
+    _run(args, {name: words_of(args, name) for name in FLAGS})
     return 0
 
 
@@ -41,7 +43,7 @@ def words_of(args: argparse.Namespace, name: str) -> list[str]:
         raise CommandFailed(f"{flag} cannot be parted into words ({error})", is_wrong_usage=True) from None
 
 
-def _run(args: argparse.Namespace, server_flags: Sequence[str], router_flags: Sequence[str]) -> None:
+def _run(args: argparse.Namespace, more_flags: Mapping[str, Sequence[str]]) -> None:
     with temporary_fleet("up", engines=args.prefill + args.decode) as fleet:
         router = start_pd(
             fleet,
@@ -49,8 +51,7 @@ def _run(args: argparse.Namespace, server_flags: Sequence[str], router_flags: Se
             prefills=args.prefill,
             decodes=args.decode,
             router_port=args.port or free_ports(1)[0],
-            server_flags=server_flags,
-            router_flags=router_flags,
+            **more_flags,
         )
         fleet.wait_ready(timeout_s=START_S, tell=_tell)
         print(f"tandem: ready: {args.model} at {router.url}/v1 (logs in {fleet.folder}); Ctrl+C drains", flush=True)

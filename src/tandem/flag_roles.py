@@ -1,0 +1,108 @@
+"""Which flags do something on which servers. One that would do nothing is refused at start with the reason.
+
+A flag that is not in `ROLES` is read in every role. Only a value that differs from the default can be refused: asking
+for what happens anyway is harmless.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config import ServerConfig, flags, optimistic_wishes
+
+UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """The roles in which some code reads a flag, and why none does in the others."""
+
+    roles: tuple[str, ...]
+    reason: str
+
+    def __str__(self) -> str:
+        return " and ".join(self.roles)
+
+
+PAIRED = Only((PREFILL, DECODE), "a unified one has no peers")
+DECODES = Only((UNIFIED, DECODE), "a prefill server decodes nothing")
+SENDS = Only((PREFILL,), "elsewhere nothing waits for a decode server's READY")
+RECEIVES = Only((DECODE,), "elsewhere nothing is received from a prefill server")
+
+ROLES: dict[str, Only] = {
+    "--disaggregation-bootstrap-port": PAIRED,
+    "--disaggregation-allow": PAIRED,
+    "--disaggregation-transfer-backend": PAIRED,
+    "--cluster-secret-file": PAIRED,
+    "--enable-fault-injection": Only((PREFILL, DECODE), "the test hooks concern pairs"),
+    "--enable-mixed-chunk": DECODES,
+    "--num-reserved-decode-tokens": DECODES,
+    "--schedule-conservativeness": DECODES,
+    "--enable-prefill-delayer": Only(
+        (UNIFIED,),
+        "on a prefill server nobody decodes whom a prompt could stall, "
+        "and prompts of a decode server are computed by prefill servers",
+    ),
+    "--optimistic-prefill-policy": SENDS,
+    "--optimistic-prefill-retries": SENDS,
+    "--optimistic-prefill-attempts": SENDS,
+    "--disaggregation-park-max-tokens": SENDS,
+    "--disaggregation-metadata-slots": Only((PREFILL,), "only they have a table of results"),
+    "--disaggregation-dp-rank-conflict": Only((PREFILL,), "decode learns it from them"),
+    "--disaggregation-local-prefill": Only((DECODE,), "elsewhere no prompt could be computed by somebody else"),
+    "--disaggregation-decode-enable-radix-cache": Only((DECODE,), "elsewhere there is --disable-radix-cache"),
+    "--kv-load-failure-policy": RECEIVES,
+    "--strict-remote": RECEIVES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A flag that does nothing unless something else is so."""
+
+    flag: str
+    is_met: Callable[[ServerConfig], bool]
+    reason: str
+
+
+NEEDS: tuple[Need, ...] = (
+    Need("--disaggregation-dp-rank-conflict", lambda c: False, "needs several DP ranks: this server has one"),
+    Need(
+        "--disaggregation-park-max-tokens",
+        lambda c: optimistic_wishes(c) <= {"park"},
+        "needs --optimistic-prefill-policy park: nothing else is parked",
+    ),
+    Need(
+        "--prefill-delayer-max-delay-ms",
+        lambda c: not c.enable_prefill_delayer or c.prefill_delayer_queue_min_ratio is not None,
+        "is for the queue gate: give --prefill-delayer-queue-min-ratio",
+    ),
+    Need(
+        "--mem-fraction-static",
+        lambda c: c.max_total_tokens is None,
+        "does nothing beside --max-total-tokens, which says the size of the pool",
+    ),
+    Need(
+        "--num-reserved-decode-tokens",
+        lambda c: c.schedule_conservativeness != 0,
+        "does nothing with --schedule-conservativeness 0, which reserves nothing",
+    ),
+    Need(
+        "--allowed-host",
+        lambda c: c.api_key is None and c.api_key_file is None,
+        "does nothing beside an API key, which no web page has",
+    ),
+    Need(
+        "--flight-record-max-bytes",
+        lambda c: c.flight_record is not None,
+        "needs --flight-record: nothing is recorded",
+    ),
+)
+
+
+def without_effect(config: ServerConfig) -> list[str]:
+    """The flags that were given and would do nothing, each with the reason."""
+    given = [name for name, field in flags() if getattr(config, field.name) != field.default]
+    elsewhere = [name for name in given if name in ROLES and config.role not in ROLES[name].roles]
+    found = [f"{name} is for {ROLES[name]} servers: {ROLES[name].reason}" for name in elsewhere]
+    lacking = [need for need in NEEDS if need.flag in given and need.flag not in elsewhere and not need.is_met(config)]
+    return found + [f"{need.flag} {need.reason}" for need in lacking]
