@@ -91,11 +91,15 @@ def set_hooks(it: Cluster, *, forced: float = 0.0, failing: float = 0.0) -> None
     it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": failing})
 
 
-def num_forced(it: Cluster) -> float:
-    with it.prefills[0].open("GET", "/metrics") as reply:
+def gauge(server: Server, name: str, labels: str = "") -> float:
+    with server.open("GET", "/metrics") as reply:
         lines = reply.read().decode().splitlines()
-    (line,) = [line for line in lines if line.startswith("sglang:num_prefill_retries_total{") and "forced" in line]
+    (line,) = [line for line in lines if line.startswith(f"sglang:{name}{{") and labels in line]
     return float(line.rpartition(" ")[2])
+
+
+def num_forced(it: Cluster) -> float:
+    return gauge(it.prefills[0], "num_prefill_retries_total", "forced")
 
 
 def assert_same(answers: Answers, alone: Answers) -> None:
@@ -116,6 +120,25 @@ def failures(answers: Answers) -> list[str]:
 
 def paths(answers: Answers) -> set[str]:
     return {answer["meta_info"]["path"] for answer in answers if isinstance(answer, dict)}
+
+
+def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed(pair: tuple[str, Cluster]) -> None:
+    """They come to rest where their policy leaves them: not begun, computed and given back, or computed and parked."""
+    policy, it = pair
+    prefill = it.prefills[0]
+    rest = {"off": "bootstrapping", "retry": "bootstrapping", "park": "parked"}[policy]
+    prompt = list(range(30, 130))
+    halves = [prefill.open_stream([20 + number, *prompt], bootstrap_room=number + 1) for number in range(6)]
+    try:
+        eventually(lambda: len(prefill.state()["queues"].get(rest, ())) == 6, what=prefill.state)
+        queues = ("num_prefill_bootstrap_queue_reqs", "num_queue_reqs", "num_prefill_inflight_queue_reqs")
+        assert [gauge(prefill, name) for name in queues] == [6, 0, 0]
+        assert prefill.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == 6
+    finally:
+        for half in halves:
+            half.close()
+    eventually(prefill.is_idle, what=prefill.state)
+    assert gauge(prefill, "num_prefill_bootstrap_queue_reqs") == 0
 
 
 @pytest.mark.parametrize("forced", [0.0, 0.1, 1.0])

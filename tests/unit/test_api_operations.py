@@ -128,6 +128,13 @@ def test_loads_come_from_the_node() -> None:
         (load,) = http.get("/v1/loads?include=core,queues").json()["loads"]
         assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (2, 3, 5)
         assert http.get("/get_load").json() == [{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 3, "num_tokens": 160}]
+
+
+def test_who_is_computed_before_ready_is_one_request_of_the_load() -> None:
+    early = {"num_running_reqs": 2, "num_prefill_bootstrap_queue_reqs": 6, "tandem:num_prefill_early_reqs": 2}
+    with world(answers={"metrics": early}).http() as http:
+        (load,) = http.get("/v1/loads").json()["loads"]
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (2, 4, 6)
         assert http.get("/get_load").text.count(".") == 0  # gateways parse integers
         assert http.get("/v1/loads?dp_rank=1").status_code == 400
         assert "sglang:num_running_reqs" in http.get("/v1/loads?format=prometheus").text

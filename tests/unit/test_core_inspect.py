@@ -11,11 +11,18 @@ from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Nanos
 
 QUEUES = {
-    ("prefill", State.BOOTSTRAPPING): {"num_prefill_bootstrap_queue_reqs"},
+    ("early", State.BOOTSTRAPPING): {"num_prefill_bootstrap_queue_reqs"},
+    ("early", State.QUEUED): {"num_prefill_bootstrap_queue_reqs"},
+    ("early", State.COMPUTING): {
+        "num_prefill_bootstrap_queue_reqs",
+        "tandem:num_prefill_early_reqs",
+        "num_running_reqs",
+    },
+    ("early", State.RETRACTING): {"num_prefill_bootstrap_queue_reqs", "num_retracted_reqs"},
+    ("early", State.PARKED): {"num_prefill_bootstrap_queue_reqs"},
     ("prefill", State.QUEUED): {"num_queue_reqs"},
     ("prefill", State.COMPUTING): {"num_running_reqs"},
     ("prefill", State.RETRACTING): {"num_retracted_reqs"},
-    ("prefill", State.PARKED): {"num_prefill_inflight_queue_reqs"},
     ("prefill", State.SENDING): {"num_prefill_inflight_queue_reqs"},
     ("decode", State.BOOTSTRAPPING): {"num_decode_prealloc_queue_reqs"},
     ("decode", State.QUEUED): {"num_decode_prealloc_queue_reqs", "num_queue_reqs"},
@@ -41,11 +48,13 @@ every_scene = pytest.mark.parametrize("name", SCENES, ids=lambda name: "-".join(
 
 
 @every_scene
-def test_each_request_is_counted_in_the_queue_of_its_state_and_in_no_other(name: tuple[str, State, str]) -> None:
+def test_each_request_is_counted_in_the_queues_of_its_state_and_in_no_other(name: tuple[str, State, str]) -> None:
     scene = SCENES[name]()
     expected: Counter[str] = Counter()
     for progress in scene.here.node.state.requests.values():
         role = name[0] if progress.request.room is not None else "unified"
+        if progress.sender is not None and not progress.sender.is_ready:
+            role = "early"
         expected.update(QUEUES.get((role, progress.state), ()))
     found = inspect.gauges(scene.here.node)
     assert {gauge: found[gauge] for gauge in NAMES} == {gauge: expected[gauge] for gauge in NAMES}

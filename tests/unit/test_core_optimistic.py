@@ -44,7 +44,7 @@ def test_off_computes_nothing_and_holds_nothing() -> None:
     assert prefill.state_of(left) is State.BOOTSTRAPPING
     assert held_pages(prefill) == 0
     assert prefill.state.results.owners == {}
-    assert inspect.gauges(prefill.node)["num_prefill_bootstrap_queue_reqs"] == 1
+    assert booked(prefill) == (1, 0, 0)
 
 
 def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_cached() -> None:
@@ -63,7 +63,7 @@ def test_park_computes_once_and_holds_pages_and_result_row() -> None:
     assert prefill.state_of(left) is State.PARKED
     assert held_pages(prefill) == 7
     assert list(prefill.state.results.owners) == [left]
-    assert inspect.gauges(prefill.node)["num_prefill_inflight_queue_reqs"] == 1
+    assert booked(prefill) == (1, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,30 @@ def test_policies_differ_in_launch_order_forward_tokens_and_pages_held(
     assert [[row.request for row in plan.rows] for plan in prefill.plans()] == batches
     assert sum(row.stop - row.start for plan in prefill.plans() for row in plan.rows) == forward_tokens
     assert held_pages(prefill) == pages
+
+
+QUEUE_GAUGES = ("num_prefill_bootstrap_queue_reqs", "num_queue_reqs", "num_prefill_inflight_queue_reqs")
+
+
+def booked(prefill: Replica) -> tuple[float, ...]:
+    shown = inspect.gauges(prefill.node)
+    return tuple(shown[name] for name in QUEUE_GAUGES)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_halves_that_wait_for_ready_are_in_the_bootstrap_queue_whatever_is_computed(policy: str) -> None:
+    """At every step of the way there. Two of six fit at once, so that some wait for a slot too."""
+    world = World()
+    prefill = world.prefill(optimistic=policy, chunk_tokens=32, max_running=2)
+    for seed in range(6):
+        world.submit(prefill, prompt_len=100, room=seed + 1, seed=seed)
+    seen: set[State] = set()
+    while world.turn_all():
+        assert booked(prefill) == (6, 0, 0)
+        seen.update(progress.state for progress in prefill.state.requests.values())
+    assert len(prefill.state.requests) == 6
+    assert (State.PARKED in seen) == (policy == "park")
+    assert (State.COMPUTING in seen) == (policy != "off")
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -24,12 +24,13 @@ KEY = re.compile(r"^([A-Za-z_][\w:]*?)(?:\{([^}]*)\})?$")
 
 HELP = {
     "num_running_reqs": "Requests in the running batch.",
-    "num_queue_reqs": "Requests that wait to be computed.",
+    "num_queue_reqs": "Requests that wait to be computed, but for those without READY.",
     "num_used_tokens": "Tokens of KV in use.",
     "max_total_num_tokens": "Tokens of KV that fit the pool.",
     "token_usage": "Share of the KV pool in use, 0 to 1.",
     "cache_hit_rate": "Share of prompt tokens found in the prefix cache, without reprocessed tokens.",
-    "num_prefill_bootstrap_queue_reqs": "Prefill: requests without READY of their decode.",
+    "num_prefill_bootstrap_queue_reqs": "Prefill: requests without READY of their decode, computed or not.",
+    "tandem:num_prefill_early_reqs": "Prefill: those of them that are being computed.",
     "num_prefill_inflight_queue_reqs": "Prefill: requests whose pages are being collected.",
     "num_decode_prealloc_queue_reqs": "Decode: requests that wait for pages or for their peer.",
     "num_decode_transfer_queue_reqs": "Decode: requests whose pages are arriving.",

@@ -13,24 +13,29 @@ from tandem.core.values import SECOND, Nanos
 
 
 def gauges(node: EngineNode) -> dict[str, float]:
-    """Numbers for the metrics, computed from state now. Names without their prefix."""
+    """Numbers for the metrics, computed from state now. Names without their prefix.
+
+    A prefill half is in the bootstrap queue until READY, whatever its policy has computed of it by then; one that is
+    being computed meanwhile is running too (`tandem:num_prefill_early_reqs`).
+    """
     state = node.state
     queues, pool, counters = state.queues, state.pool, state.counters
-    senders = [p for p in state.requests.values() if p.sender is not None]
+    unready = [p.state for p in state.requests.values() if waits_for_ready(p)]
     receivers = [p for p in state.requests.values() if p.receiver is not None]
     used = pool.num_pages - pool.num_free - state.tree.num_evictable
     page_size = state.settings.page_size
     numbers: dict[str, float] = {
         "num_running_reqs": len(queues[State.RUNNING]) + len(queues[State.COMPUTING]),
-        "num_queue_reqs": len(queues[State.QUEUED]),
+        "num_queue_reqs": len(queues[State.QUEUED]) - unready.count(State.QUEUED),
         "num_used_tokens": used * page_size,
         "max_total_num_tokens": pool.num_pages * page_size,
         "token_usage": used / pool.num_pages,
         "cache_hit_rate": counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0,
         "num_retracted_reqs": len(queues[State.RETRACTING]),
         "num_retracted_requests_total": counters.retractions,
-        "num_prefill_bootstrap_queue_reqs": sum(p.state is State.BOOTSTRAPPING for p in senders),
-        "num_prefill_inflight_queue_reqs": len(queues[State.SENDING]) + len(queues[State.PARKED]),
+        "num_prefill_bootstrap_queue_reqs": len(unready),
+        "tandem:num_prefill_early_reqs": unready.count(State.COMPUTING),
+        "num_prefill_inflight_queue_reqs": len(queues[State.SENDING]),
         "num_decode_prealloc_queue_reqs": sum(p.state in (State.BOOTSTRAPPING, State.QUEUED) for p in receivers),
         "num_decode_transfer_queue_reqs": len(queues[State.ARRIVING]) + len(queues[State.RECOVERING]),
         "num_bootstrap_failed_reqs_total": counters.bootstrap_failed,
@@ -43,6 +48,10 @@ def gauges(node: EngineNode) -> dict[str, float]:
     if state.settings.delayer is not None:
         numbers |= delayer_numbers(state.delayer, state.settings.delayer)
     return numbers
+
+
+def waits_for_ready(progress: Progress) -> bool:
+    return progress.sender is not None and not progress.sender.is_ready and not is_aborted(progress)
 
 
 def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[str, float]:

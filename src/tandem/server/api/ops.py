@@ -263,6 +263,7 @@ class Ops:
         running = int(numbers.get("num_running_reqs", 0))
         waiting = int(
             numbers.get("num_prefill_bootstrap_queue_reqs", 0)
+            - numbers.get("tandem:num_prefill_early_reqs", 0)  # they run
             + max(numbers.get("num_queue_reqs", 0), numbers.get("num_decode_prealloc_queue_reqs", 0))  # they overlap
             + numbers.get("num_decode_transfer_queue_reqs", 0)
         )

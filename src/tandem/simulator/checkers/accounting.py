@@ -92,12 +92,17 @@ class Gauges:
         state = life.node.state
         shown = inspect.gauges(life.node)
         states = Counter(progress.state for progress in state.requests.values())
-        senders = Counter(progress.state for progress in state.requests.values() if progress.sender is not None)
+        early = Counter(
+            progress.state
+            for progress in state.requests.values()
+            if progress.sender is not None and not progress.sender.is_ready and progress.state is not State.DRAINING
+        )
         counted = {
             "num_running_reqs": states[State.RUNNING] + states[State.COMPUTING],
-            "num_queue_reqs": states[State.QUEUED],
-            "num_prefill_bootstrap_queue_reqs": senders[State.BOOTSTRAPPING],
-            "num_prefill_inflight_queue_reqs": states[State.SENDING] + states[State.PARKED],
+            "num_queue_reqs": states[State.QUEUED] - early[State.QUEUED],
+            "num_prefill_bootstrap_queue_reqs": early.total(),
+            "tandem:num_prefill_early_reqs": early[State.COMPUTING],
+            "num_prefill_inflight_queue_reqs": states[State.SENDING],
             "num_decode_transfer_queue_reqs": states[State.ARRIVING] + states[State.RECOVERING],
         }
         for name, value in counted.items():
