@@ -42,6 +42,7 @@ PARTS = (
     Part("fuzz", ("fuzz/",), 30),
     Part("chaos", ("chaos/",), 180),
     Part("mutants in real servers", ("mutants/test_real_server",), 120),
+    Part("breaks of one line", ("mutants/test_lines",), 20),
     Part("simulation", ("simulator/", "mutants/"), 200),
     Part("rest", ("",), 60),
 )

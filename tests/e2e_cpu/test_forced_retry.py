@@ -77,3 +77,5 @@ def test_what_a_retry_finds_of_itself_is_no_cache_hit(router: Server, it: Cluste
     router.generate([78] * 1200, max_new_tokens=2, rid=rid("fresh", forced=True))
     assert forced_retries(it) == before + 1
     assert metric(it.prefills[0], "sglang:cache_hit_rate{") == 0.0
+    router.generate([78] * 1200, max_new_tokens=2, rid=rid("again", forced=True))
+    assert metric(it.prefills[0], "sglang:cache_hit_rate{") > 0.0, "what another request left is one"

@@ -4,6 +4,7 @@ Nobody stands in front of the halves here: each test sends to both itself, or to
 """
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -124,12 +125,24 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
             eventually(lambda server=server: server.is_idle() and worker_numbers(server) == IDLE, what=server.state)
 
 
+def failed_bootstraps(server: Server) -> float:
+    with server.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("sglang:num_bootstrap_failed_reqs_total{")]
+    return float(line.rpartition(" ")[2])
+
+
 def test_a_decode_that_never_says_ready_ends_the_prefills_half_in_time(impatient: tuple[Server, Server]) -> None:
     prefill, _ = impatient
-    half = prefill.open_stream(PROMPT, timeout=20, **pair_with(prefill))
+    before = failed_bootstraps(prefill)
+    pair = pair_with(prefill)
+    half = prefill.open_stream(PROMPT, timeout=20, **pair)
     told = half.getresponse().read()
     half.close()
     assert b"bootstrap_timeout" in told
+    assert failed_bootstraps(prefill) == before + 1
+    line = re.compile(rf"request .* bootstrap_timeout .* room={pair['bootstrap_room']} stage=\w+ .* detail=")
+    eventually(lambda: line.search(prefill.log), what=lambda: prefill.log)
 
 
 def test_a_prefill_that_never_sends_ends_decodes_half_in_time_and_strictly_remote_means_no_fallback(

@@ -21,7 +21,12 @@ from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.server.api.errors import RULES
 
 HELD_OUT = Path(tandem.__file__).parent / "bundled" / "mini" / "heldout.jsonl"
-POLICIES = ("off", "retry", "park")
+RETRIES = 2
+POLICY_FLAGS = {
+    "off": ("--optimistic-prefill-policy", "off"),
+    "retry": ("--optimistic-prefill-retries", str(RETRIES)),
+    "park": ("--optimistic-prefill-policy", "park"),
+}
 FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", "64")
 CODES = {code.value for code in RULES}
 NUM_PROMPTS = 24
@@ -54,11 +59,9 @@ def accuracy_alone(unified: Server) -> float:
     return accuracy(unified)
 
 
-@pytest.fixture(scope="module", params=POLICIES)
+@pytest.fixture(scope="module", params=POLICY_FLAGS)
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
-    with cluster(
-        prefills=1, decodes=1, flags=FLAGS, prefill_flags=["--optimistic-prefill-policy", request.param]
-    ) as it:
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=POLICY_FLAGS[request.param]) as it:
         yield request.param, it
 
 
@@ -98,8 +101,8 @@ def gauge(server: Server, name: str, labels: str = "") -> float:
     return float(line.rpartition(" ")[2])
 
 
-def num_forced(it: Cluster) -> float:
-    return gauge(it.prefills[0], "num_prefill_retries_total", "forced")
+def num_retries(it: Cluster, reason: str = "forced") -> float:
+    return gauge(it.prefills[0], "num_prefill_retries_total", f'reason="{reason}"')
 
 
 def assert_same(answers: Answers, alone: Answers) -> None:
@@ -128,11 +131,13 @@ def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed
     prefill = it.prefills[0]
     rest = {"off": "bootstrapping", "retry": "bootstrapping", "park": "parked"}[policy]
     prompt = list(range(30, 130))
+    before = num_retries(it, "not_ready")
     halves = [prefill.open_stream([20 + number, *prompt], bootstrap_room=number + 1) for number in range(6)]
     try:
         eventually(lambda: len(prefill.state()["queues"].get(rest, ())) == 6, what=prefill.state)
         queues = ("num_prefill_bootstrap_queue_reqs", "num_queue_reqs", "num_prefill_inflight_queue_reqs")
         assert [gauge(prefill, name) for name in queues] == [6, 0, 0]
+        assert num_retries(it, "not_ready") - before == {"retry": 6 * RETRIES}.get(policy, 0)
         assert prefill.get("/v1/loads")["loads"][0]["num_waiting_reqs"] == 6
     finally:
         for half in halves:
@@ -149,12 +154,12 @@ def test_forced_retries_change_no_token_and_are_counted(
     set_hooks(it, forced=forced)
     rids = [next(RIDS) for _ in prompts]
     chosen = sum(should_force_retry(rid, prob=forced, prefill_retry_count=0) for rid in rids)
-    before = num_forced(it)
+    before = num_retries(it)
     answers = ask_pair(it, prompts, rids)
     assert failures(answers) == []
     assert_same(answers, alone)
     assert paths(answers) == {"remote"}
-    assert num_forced(it) - before == (0 if policy == "off" else chosen)
+    assert num_retries(it) - before == (0 if policy == "off" else chosen)
 
 
 @pytest.mark.parametrize("failing", [0.05, 0.3, 1.0])

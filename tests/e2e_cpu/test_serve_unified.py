@@ -143,6 +143,9 @@ def test_more_requests_than_rows_all_get_their_tokens(server: Server) -> None:
 
 
 def test_batches_are_logged_under_the_numbers_of_their_launch(server: Server) -> None:
+    """The prompt of three chunks is under way twice at a time; at its end nothing comes after them."""
+    server.generate(list(range(20, 420)) * 3, max_new_tokens=1)
+    eventually(lambda: server.log.count("Prefill batch [") >= 3, what=lambda: server.log)
     server.generate(PROMPT, max_new_tokens=100, sampling_params=FOREVER)
     pattern = r"(Prefill|Decode) batch \[(\d+)\], #(?:new-seq|running-req): \d+, "
     eventually(lambda: "Decode batch [" in server.log, what=lambda: server.log)

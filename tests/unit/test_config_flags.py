@@ -254,6 +254,21 @@ def test_the_flags_of_the_delayer_reach_the_node() -> None:
     assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
 
 
+def test_the_numbers_of_the_delayer_are_those_of_the_seed() -> None:
+    for made in (settings(parse("--enable-prefill-delayer")).delayer, DelayerSettings()):
+        assert made is not None
+        assert (made.max_delay_passes, made.max_delay_ns, made.queue_min_ratio) == (30, 5 * SECOND, None)
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+def test_the_overlap_switch_reaches_the_node_of_every_role(mode: str) -> None:
+    depths = [settings(parse("--disaggregation-mode", mode, *switch)).window_depth for switch in SWITCHES]
+    assert depths == [2, 1]
+
+
+SWITCHES = ((), ("--disable-overlap-schedule",))
+
+
 def test_the_buckets_of_the_delayer_reach_the_node_each_on_its_own() -> None:
     passes = ["--prefill-delayer-forward-passes-buckets", "1", "2.5"]
     seconds = ["--prefill-delayer-wait-seconds-buckets", "0.1", "7"]

@@ -61,10 +61,13 @@ def hold(world: World, node: Replica, **asked: Any) -> RequestId:
 
 
 def test_requests_that_finish_one_by_one_are_replaced_in_groups() -> None:
-    """The story of the seed: without the delayer every end is followed by a prompt batch of one or two."""
+    """The story of the seed: without the delayer every end is followed by a prompt batch of one or two.
+
+    There are far more slots than a prompt batch has requests, so that the slot gate alone would never close.
+    """
     sizes = {}
     for name, delayer in (("off", None), ("on", QUEUE_GATE)):
-        world, node = node_with(delayer)
+        world, node = node_with(delayer, max_running=256)
         asked = keep_busy(world, node, clients=12, requests=72)
         sizes[name] = [len(plan.rows) for plan in prompt_batches(node)]
         assert sum(sizes[name]) == 72
@@ -74,7 +77,7 @@ def test_requests_that_finish_one_by_one_are_replaced_in_groups() -> None:
     assert sorted(sizes["off"])[len(sizes["off"]) // 2] <= 2
     assert sizes["on"][0] == 12
     assert sizes["on"][1] <= 2, "the first time a gate would close is skipped"
-    assert min(sizes["on"][2:-2]) >= 4, "four wait for eight that run, or more for fewer"
+    assert min(sizes["on"][2:-2]) >= 3, "at least three wait for seven that run"
     assert len(sizes["on"]) * 2 < len(sizes["off"])
 
 

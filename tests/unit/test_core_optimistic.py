@@ -223,6 +223,16 @@ def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
     assert prefill.state_of(second) is State.QUEUED
 
 
+def test_a_retry_keeps_its_result_row_while_it_is_queued() -> None:
+    """Behind a long prompt whose decode is READY, so that it cannot take another row at once."""
+    world = World()
+    prefill, decode = world.prefill(optimistic="retry", chunk_tokens=128, max_running=2), world.decode()
+    first = world.submit(prefill, prompt_len=100, room=700)
+    world.pair(prefill, decode, prompt_len=400, seed=2)
+    world.run_until(lambda: prefill.state_of(first) is State.QUEUED and bool(retries(prefill, first)))
+    assert first in prefill.state.results.owners
+
+
 def test_a_retry_begins_its_stages_anew_and_the_arrival_stays() -> None:
     world = World()
     prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1)

@@ -194,13 +194,15 @@ def test_three_prefills_back_to_back_carry_the_numbers_of_their_launch() -> None
 
 def test_the_last_batch_before_idle_keeps_its_number() -> None:
     world = World()
-    node = world.unified(window_depth=2)
-    world.submit(node, max_new_tokens=1)
+    node = world.unified(window_depth=2, chunk_tokens=32)
+    node.holds.add(BatchReturned)
+    world.submit(node, prompt_len=64, max_new_tokens=1)
     world.run()
-    assert [plan.iteration for plan in node.plans()] == [1]
-    world.submit(node, max_new_tokens=1, seed=2)
+    assert [flight.forward_iter for flight in node.state.inflight] == [1, 2], "both are under way before one returns"
+    node.release()
     world.run()
     assert [plan.iteration for plan in node.plans()] == [1, 2]
+    assert [e.outcome.iteration for _, es, _ in node.log for e in es if isinstance(e, BatchReturned)] == [1, 2]
 
 
 def test_numbers_are_frozen_at_launch_in_plan_and_window_alike_and_rise_strictly() -> None:

@@ -190,6 +190,12 @@ def test_of_unequal_ranks_the_one_with_most_running_and_the_one_with_most_waitin
     assert reason((2, 40), (19, 19)) is Reason.DELAY
 
 
+def test_of_unequal_ranks_the_one_with_the_largest_usual_batch_counts() -> None:
+    ranks = [RankLoad(True, num_running=9, num_free_slots=6, usual_batch=usual) for usual in (2, 8)]
+    assert slot_gate_closes(ranks, DelayerSettings())
+    assert not slot_gate_closes(ranks[:1], DelayerSettings())
+
+
 def test_the_watermark_of_a_rank_without_prompts_opens_nothing() -> None:
     ranks = [RankLoad(True, False), RankLoad(False, True)]
     assert not agree(ranks, DelayHistory(), DelayerSettings(low_watermark=0.8))[0].allows

@@ -78,9 +78,11 @@ def test_overlapped_prefills_carry_the_numbers_of_their_launch() -> None:
 
 
 def test_the_last_batch_before_idle_keeps_its_number() -> None:
+    """Two are under way, and nothing comes after them: the node's counter is 2 when either returns."""
     world = World()
     world.step(prefill(1))
-    world.step(returned(1), prefill(2))
+    world.step(prefill(2))
+    world.step(returned(1))
     world.step(returned(2))
     assert world.numbers() == ["[1]", "[2]"]
 

@@ -1,0 +1,278 @@
+"""Breaks of one line: for a behaviour of docs/sglang-parity.md, the line whose loss a user would notice, and a test that fails.
+
+Each runs a pytest of its own on a copy of the sources in which that line is another one, so processes that the test
+starts have it too. The test has to fail by an assertion of its own: an error around it kills nothing.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "tandem"
+HUNG_S = 180.0
+
+
+@dataclass(frozen=True)
+class Break:
+    name: str
+    file: str  # below src/tandem
+    line: str  # a part of exactly one line of it
+    instead: str
+    test: str  # path::function below tests
+
+
+OPTIMISTIC = "unit/test_core_optimistic.py::test_"
+DELAYER = "unit/test_core_delayer.py::test_"
+FLAGS = "unit/test_config_flags.py::test_"
+SERVED = "e2e_cpu/test_serve_unified.py::test_"
+ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
+EDGES = "e2e_cpu/test_pd_edges.py::test_"
+FAULTS = "e2e_cpu/test_fault_injection.py::test_"
+
+BREAKS = (
+    # seed 1
+    Break(
+        "hit_rate_is_always_0",
+        "core/scheduler/inspect.py",
+        "tally.hit_tokens / tally.input_tokens if tally.input_tokens else 0.0",
+        "0.0",
+        "unit/test_core_memory.py::test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed",
+    ),
+    Break(
+        "hit_rate_is_always_0_in_processes",
+        "core/scheduler/inspect.py",
+        "tally.hit_tokens / tally.input_tokens if tally.input_tokens else 0.0",
+        "0.0",
+        "e2e_cpu/test_forced_retry.py::test_what_a_retry_finds_of_itself_is_no_cache_hit",
+    ),
+    Break(
+        "number_of_retries_is_ignored",
+        "server/node/settings.py",
+        "config.optimistic_prefill_retries or DEFAULT_RETRIES",
+        "DEFAULT_RETRIES",
+        FLAGS + "the_flags_of_the_pair_reach_the_node",
+    ),
+    Break(
+        "number_of_retries_is_ignored_in_processes",
+        "server/node/settings.py",
+        "config.optimistic_prefill_retries or DEFAULT_RETRIES",
+        "DEFAULT_RETRIES",
+        ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
+    ),
+    Break(
+        "result_row_is_dropped_on_requeue",
+        "core/disagg/prefill_side.py",
+        "    if may_retry:",
+        "    if node.results.maybe_release_metadata_buffer(progress.id) or may_retry:",
+        OPTIMISTIC + "a_retry_keeps_its_result_row_while_it_is_queued",
+    ),
+    Break(
+        "no_failure_is_injected_on_prefill",
+        "server/node/injection.py",
+        "isinstance(event, PagesLanded | PagesDigested)",
+        "isinstance(event, PagesLanded)",
+        "unit/test_injection.py::test_with_certainty_both_halves_hear_of_a_failure_instead",
+    ),
+    Break(
+        "no_failure_is_injected_on_prefill_processes",
+        "server/node/injection.py",
+        "isinstance(event, PagesLanded | PagesDigested)",
+        "isinstance(event, PagesLanded)",
+        FAULTS + "when_every_transfer_fails_decode_computes_the_same_tokens_itself",
+    ),
+    # seed 2
+    Break(
+        "failed_bootstraps_of_prefill_are_not_counted",
+        "core/disagg/prefill_side.py",
+        "node.tally.bootstrap_failed += 1",
+        "pass",
+        "unit/test_core_inspect.py::test_a_request_that_fails_is_counted_once_by_how_far_it_had_come",
+    ),
+    Break(
+        "failed_bootstraps_of_decode_are_not_counted",
+        "core/disagg/decode_side.py",
+        "node.tally.bootstrap_failed += receiver.ready_at is None",
+        "pass",
+        "unit/test_core_inspect.py::test_a_request_that_fails_is_counted_once_by_how_far_it_had_come",
+    ),
+    Break(
+        "failed_bootstraps_are_not_shown",
+        "core/scheduler/inspect.py",
+        '"num_bootstrap_failed_reqs_total": tally.bootstrap_failed',
+        '"num_bootstrap_failed_reqs_total": 0',
+        EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
+    ),
+    Break(
+        "failed_requests_have_no_line",
+        "server/api/stream.py",
+        "            self._log.write(record)",
+        "            record.is_failed or self._log.write(record)",
+        "unit/test_api_failures.py::test_every_cause_before_the_first_token_is_a_status_of_its_own",
+    ),
+    Break(
+        "failed_requests_have_no_line_in_processes",
+        "server/api/stream.py",
+        "            self._log.write(record)",
+        "            record.is_failed or self._log.write(record)",
+        EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
+    ),
+    Break(
+        "bootstrap_queue_is_always_0",
+        "core/scheduler/inspect.py",
+        '"num_prefill_bootstrap_queue_reqs": len(unready)',
+        '"num_prefill_bootstrap_queue_reqs": 0',
+        OPTIMISTIC + "halves_that_wait_for_ready_are_in_the_bootstrap_queue_whatever_is_computed",
+    ),
+    Break(
+        "bootstrap_queue_is_always_0_in_processes",
+        "core/scheduler/inspect.py",
+        '"num_prefill_bootstrap_queue_reqs": len(unready)',
+        '"num_prefill_bootstrap_queue_reqs": 0',
+        ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
+    ),
+    # seed 3
+    Break(
+        "delayer_waits_50_s_by_default",
+        "config.py",
+        "prefill_delayer_max_delay_ms: float = flag(5000.0",
+        "prefill_delayer_max_delay_ms: float = flag(50000.0",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+    ),
+    Break(
+        "delayer_of_the_core_waits_50_s_by_default",
+        "core/settings.py",
+        "max_delay_ns: Nanos = Nanos(5 * SECOND)",
+        "max_delay_ns: Nanos = Nanos(50 * SECOND)",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+    ),
+    Break(
+        "queue_gate_takes_the_fewest_that_wait",
+        "core/scheduler/delayer_policy.py",
+        "return max(rank.num_waiting for rank in ranks)",
+        "return min(rank.num_waiting for rank in ranks)",
+        "unit/test_gates.py::test_of_unequal_ranks_the_one_with_most_running_and_the_one_with_most_waiting_count",
+    ),
+    Break(
+        "queue_gate_takes_the_fewest_that_run",
+        "core/scheduler/delayer_policy.py",
+        "int(max(rank.num_running for rank in ranks)",
+        "int(min(rank.num_running for rank in ranks)",
+        "unit/test_gates.py::test_of_unequal_ranks_the_one_with_most_running_and_the_one_with_most_waiting_count",
+    ),
+    Break(
+        "usual_batch_is_that_of_the_smallest_rank",
+        "core/scheduler/delayer_policy.py",
+        "return max(rank.usual_batch for rank in ranks)",
+        "return min(rank.usual_batch for rank in ranks)",
+        "unit/test_gates.py::test_of_unequal_ranks_the_one_with_the_largest_usual_batch_counts",
+    ),
+    Break(
+        "queue_gate_is_removed",
+        "core/scheduler/delayer_policy.py",
+        "= (slot_gate_closes, queue_gate_closes)",
+        "= (slot_gate_closes,)",
+        DELAYER + "requests_that_finish_one_by_one_are_replaced_in_groups",
+    ),
+    Break(
+        "queue_gate_is_removed_in_processes",
+        "core/scheduler/delayer_policy.py",
+        "= (slot_gate_closes, queue_gate_closes)",
+        "= (slot_gate_closes,)",
+        "e2e_cpu/test_prefill_delayer.py::test_prompts_wait_for_each_other_and_nobody_gets_other_tokens",
+    ),
+    Break(
+        "slot_gate_is_removed",
+        "core/scheduler/delayer_policy.py",
+        "= (slot_gate_closes, queue_gate_closes)",
+        "= (queue_gate_closes,)",
+        DELAYER + "the_slot_gate_waits_until_a_usual_batch_fits",
+    ),
+    # seed 5
+    Break(
+        "prefill_ignores_the_overlap_switch",
+        "server/node/settings.py",
+        "window_depth=1 if config.disable_overlap_schedule",
+        'window_depth=1 if config.disable_overlap_schedule and config.role != "prefill"',
+        FLAGS + "the_overlap_switch_reaches_the_node_of_every_role",
+    ),
+    Break(
+        "decode_ignores_the_overlap_switch",
+        "server/node/settings.py",
+        "window_depth=1 if config.disable_overlap_schedule",
+        'window_depth=1 if config.disable_overlap_schedule and config.role != "decode"',
+        FLAGS + "the_overlap_switch_reaches_the_node_of_every_role",
+    ),
+    Break(
+        "line_takes_the_counter_of_the_node",
+        "server/logs.py",
+        "batch_number(launched.plan.iteration, forward_count",
+        "batch_number(None, forward_count",
+        "unit/test_log_lines.py::test_the_last_batch_before_idle_keeps_its_number",
+    ),
+    Break(
+        "batches_under_way_together_share_a_number",
+        "core/scheduler/batch_planner.py",
+        "    node.forward_ct += 1",
+        "    node.forward_ct += not node.inflight",
+        "unit/test_core_plans.py::test_the_last_batch_before_idle_keeps_its_number",
+    ),
+    Break(
+        "line_takes_the_counter_of_the_node_in_processes",
+        "server/logs.py",
+        "batch_number(launched.plan.iteration, forward_count",
+        "batch_number(None, forward_count",
+        SERVED + "batches_are_logged_under_the_numbers_of_their_launch",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    code: int
+    failed: frozenset[str]  # functions in which an assertion failed
+    errors: int
+    output: str
+
+
+def broken_text(it: Break) -> str:
+    """The file with the break. Raises ValueError when the line is not there any more, or there twice."""
+    text = (PACKAGE / it.file).read_text()
+    if text.count(it.line) != 1:
+        raise ValueError(f"{it.file} has {text.count(it.line)} times: {it.line}")
+    return text.replace(it.line, it.instead)
+
+
+def broken_copy(it: Break, folder: Path) -> Path:
+    """A folder for PYTHONPATH; what is large and no code is a link."""
+    text, copy = broken_text(it), folder / "tandem"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("bundled"))
+    (copy / "bundled").symlink_to(PACKAGE / "bundled")
+    (copy / it.file).write_text(text)
+    return folder
+
+
+def run(it: Break, folder: Path) -> Run:
+    """Raises TimeoutExpired when it hangs."""
+    report = folder / "report.xml"
+    words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}", f"tests/{it.test}"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(broken_copy(it, folder / "broken"))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=HUNG_S,
+        check=False,
+    )
+    cases = list(ET.parse(report).getroot().iter("testcase"))
+    failed = frozenset(
+        case.get("name", "").partition("[")[0] for case in cases for found in case if found.tag == "failure"
+    )
+    errors = sum(found.tag == "error" for case in cases for found in case)
+    return Run(done.returncode, failed, errors, done.stdout)
