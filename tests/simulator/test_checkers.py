@@ -2,14 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tandem.core.disagg.messages import Offer, Ready, Release
+from tandem.core.events import SnapshotsGathered
+from tandem.core.scheduler.delayer_policy import Decision, Estimation, Memory, Reason, Snapshot
+from tandem.core.scheduler.state import DelayerState
+from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 from tandem.simulator.checkers.accounting import HitRate
-from tandem.simulator.checkers.agreement import OneSequence, OneVerdict, SameSet
+from tandem.simulator.checkers.agreement import DelayerVetoes, OneSequence, OneVerdict, SameSet
 from tandem.simulator.checkers.changes import PingPong, StateChanges
 from tandem.simulator.checkers.intake import NoNewWork
 from tandem.simulator.checkers.outside import malformed
@@ -19,6 +24,7 @@ from tandem.simulator.checkers.stream import Stream
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.coverage import load
 from tandem.simulator.hunt import run_seed
+from tandem.simulator.oracle import Violation
 
 SEEDS = (*range(60), load()["somebody is pushed back twice"].seed)
 
@@ -158,3 +164,37 @@ def test_a_local_clock_wakes_when_it_shows_the_time(drift_ppm: int) -> None:
         when = clock.when(local_ns)
         assert clock.read(when) >= local_ns
         assert clock.read(when - 2) < local_ns
+
+
+# --- vetoes of the delayer -------------------------------------------------------------------------------------------
+
+VETO = Decision(False, Reason.DELAY, Estimation.ALL)
+CLOSED = (Snapshot(True, num_running=4, num_free_slots=1, usual_batch=2, num_waiting=1),) * 2
+OPEN = (Snapshot(True, num_running=0, num_free_slots=16, usual_batch=1, num_waiting=2),) * 2
+
+
+def held_by(checker: DelayerVetoes, *passes: tuple[Snapshot, ...], decided_on: tuple[Snapshot, ...]) -> None:
+    """A rank of two has heard of `passes` one after the other, and has decided on one of them."""
+    delayer = DelayerState(snapshot=passes[-1][0], decision=VETO, ranks=decided_on)
+    life: Any = SimpleNamespace(
+        incarnation=Incarnation("prefill-0", "1"),
+        replica=SimpleNamespace(name="prefill-0"),
+        settings=SimpleNamespace(delayer=DelayerSettings(num_ranks=2)),
+        node=SimpleNamespace(state=SimpleNamespace(delayer=delayer)),
+    )
+    for number, ranks in enumerate(passes):
+        checker.heard(life, [SnapshotsGathered(number, ranks, Memory())])
+    checker.after_step(life)
+
+
+def test_a_veto_is_judged_by_the_pass_that_it_was_made_from_and_by_no_later_one() -> None:
+    held_by(DelayerVetoes(), CLOSED, decided_on=CLOSED)
+    held_by(DelayerVetoes(), CLOSED, OPEN, decided_on=CLOSED)
+    with pytest.raises(Violation, match="for no reason"):
+        held_by(DelayerVetoes(), CLOSED, OPEN, decided_on=OPEN)
+    with pytest.raises(Violation, match="what nobody has said"):
+        held_by(DelayerVetoes(), OPEN, decided_on=CLOSED)
+
+
+def test_the_seed_at_which_a_later_pass_was_taken_for_the_one_of_a_veto_is_clean() -> None:
+    assert not run_seed(5052).invariant

@@ -66,7 +66,7 @@ class Delayer(Struct, frozen=True):
         if state.gathered is not None:
             ranks, state.memory, state.gathered = state.gathered.snapshots, state.gathered.memory, None
         decision, memory = agree(ranks, state.memory, self.settings)
-        state.decision = decision
+        state.decision, state.ranks = decision, ranks
         if decision.allows:
             state.waited_passes = state.memory.delayed_passes
             state.waited_ns = Nanos(node.now - state.since) if state.since is not None else ZERO_NS

@@ -66,6 +66,7 @@ class DelayerState:
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
     snapshot: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
+    ranks: tuple[RankLoad, ...] = ()  # that it was made from; others may have been gathered since
     waited_passes: int = 0  # of the delay that it ended
     waited_ns: Nanos = ZERO_NS
     outcomes: dict[tuple[str, bool, str, bool], int] = field(default_factory=dict[tuple[str, bool, str, bool], int])

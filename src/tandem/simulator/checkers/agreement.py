@@ -181,27 +181,29 @@ class RightRank:
 
 
 class DelayerVetoes:
-    """A veto has a reason that this checker finds again in what the rank had to go by."""
+    """A veto has a reason that this checker finds again in what it was made from: what the ranks told each other."""
 
     id = "S28"
 
     def __init__(self) -> None:
-        self.gathered: dict[Incarnation, tuple[RankLoad, ...]] = {}  # of several ranks, the last that was heard
+        self.gathered: defaultdict[Incarnation, set[tuple[RankLoad, ...]]] = defaultdict(set)  # whatever was heard
 
     def heard(self, life: Life, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, SnapshotsGathered):
-                self.gathered[life.incarnation] = event.snapshots
+                self.gathered[life.incarnation].add(event.snapshots)
 
     def after_step(self, life: Life) -> None:
         settings = life.settings.delayer
         if settings is None:
             return
         delayer = life.node.state.delayer
-        decision, seen = delayer.decision, delayer.snapshot
-        if decision is None or decision.allows or seen is None:
+        decision, ranks = delayer.decision, delayer.ranks
+        if decision is None or decision.allows:
             return
-        ranks = self.gathered[life.incarnation] if settings.num_ranks > 1 else (seen,)
+        told = self.gathered[life.incarnation] if settings.num_ranks > 1 else {(delayer.snapshot,)}
+        if ranks not in told:
+            raise Violation(self.id, f"{where(life)}: prompts are held for what nobody has said: {ranks}")
         if not any(rank.is_prefillable for rank in ranks):
             raise Violation(self.id, f"{where(life)}: prompts are held where there are none: {ranks}")
         if any(rank.is_prefillable and rank.is_under_watermark for rank in ranks):
