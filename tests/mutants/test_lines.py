@@ -16,6 +16,7 @@ SAMPLE = (
     "queue_gate_is_removed",
     "line_takes_the_counter_of_the_node",
 )
+TABLE = ROOT / "docs" / "sglang-parity.md"
 TRIED = [it for it in BREAKS if it.name in SAMPLE or os.environ.get("TANDEM_ALL_LINES")]
 
 
@@ -26,6 +27,9 @@ def test_every_break_is_one_line_that_is_there_and_names_a_test_that_is_there() 
         ast.parse("\n".join(after))
         path, _, test = it.test.partition("::")
         assert f"def {test}(" in (ROOT / "tests" / path).read_text(), it.name
+        assert f"`tests/{it.test}`" in TABLE.read_text(), (
+            f"{it.name}: no row of docs/sglang-parity.md is shown by its test"
+        )
     assert len({it.name for it in BREAKS}) == len(BREAKS)
     assert set(SAMPLE) <= {it.name for it in BREAKS}
 

@@ -30,10 +30,12 @@ def served(bench: ModuleType, delayer: DelayerSettings | None, *, least_share: f
 def test_varying_outputs_cost_throughput_and_the_queue_gate_brings_some_back(
     bench: ModuleType, delayer: DelayerSettings
 ) -> None:
-    equal = served(bench, None, least_share=1.0)["tokens_per_second"]
+    equal = served(bench, None, least_share=1.0)
     off = served(bench, None, least_share=0.5)
     gate = served(bench, delayer, least_share=0.5)
-    assert off["tokens_per_second"] < 0.6 * equal
+    assert off["tokens_per_second"] < 0.6 * equal["tokens_per_second"]
+    assert off["prompts_per_batch"] < equal["prompts_per_batch"] / 4
+    assert off["gap_p99_ms"] > 10 * equal["gap_p99_ms"]
     assert gate["tokens_per_second"] > 1.16 * off["tokens_per_second"]
     assert gate["prompts_per_batch"] > 1.5 * off["prompts_per_batch"]
 

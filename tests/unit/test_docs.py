@@ -23,7 +23,12 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
 MODELS = ROOT / "docs" / "models.md"
 SECURITY = ROOT / "docs" / "security.md"
-HEADER = ["seed", "kind", "name there", "here", "file", "shown by"]
+HEADER = ["seed", "kind", "name there", "here", "file", "in", "shown by"]
+PROCESSES, SIMULATION, FUNCTION = "processes", "simulation", "function only"
+STARTS_PROCESSES = re.compile(r"\b(?:cluster|halves|start_pd|serve_words)\(|from nemesis import")
+RUNS_NODES = re.compile(
+    r"^from core_driver import|run_seed\(|^from tandem\.sim\.|import_module\(\"delayer\"\)", re.MULTILINE
+)
 NUM_CASES, NUM_SPOTS = 29, 40
 KINDS = {
     1: {"flag", "environment", "metric", "symbol", "behaviour", "error text", "test", "incompatibility", "related"},
@@ -34,6 +39,7 @@ KINDS = {
 }
 CAPABILITIES = {
     "bootstrap registry",
+    "CP ranks",
     "CUDA graphs",
     "diffusion language models",
     "DP ranks",
@@ -54,6 +60,7 @@ class Row:
     there: str
     here: str
     file: str | None
+    level: str
     shown_by: str
 
     @property
@@ -78,9 +85,32 @@ def rows() -> tuple[Row, ...]:
     for line in lines[start:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == len(HEADER), line
-        seed, kind, there, here, file, shown_by = cells
-        found.append(Row(int(seed), kind, there, here, None if file == "-" else file.strip("`"), shown_by))
+        seed, kind, there, here, file, level, shown_by = cells
+        found.append(Row(int(seed), kind, there, here, None if file == "-" else file.strip("`"), level, shown_by))
     return tuple(found)
+
+
+def level_of(names: list[str]) -> str:
+    """What the tests of these names show it in: servers as processes, simulated nodes, or functions of their own."""
+    paths = {name.partition("::")[0] for name in names}
+    if any(is_process_test(path) for path in paths):
+        return PROCESSES
+    return SIMULATION if any(is_simulation(path) for path in paths) else FUNCTION
+
+
+@cache
+def is_process_test(path: str) -> bool:
+    """By where it is and by what it does: some tests beside those of processes start none."""
+    is_there = path.startswith(("tests/e2e_cpu/", "tests/chaos/"))
+    return is_there and STARTS_PROCESSES.search((ROOT / path).read_text()) is not None
+
+
+@cache
+def is_simulation(path: str) -> bool:
+    """Whole nodes that speak to each other on virtual time."""
+    if path.startswith("tests/scenarios/"):
+        return True
+    return path.startswith("tests/") and RUNS_NODES.search((ROOT / path).read_text()) is not None
 
 
 @cache
@@ -105,6 +135,21 @@ def test_a_row_is_shown_by_tests_that_exist_or_names_what_is_open(row: Row) -> N
         assert row.capability in CAPABILITIES
         return
     assert_it_is_there(words(row.shown_by))
+
+
+@pytest.mark.parametrize("row", rows(), ids=str)
+def test_a_row_says_what_its_tests_show_it_in_and_no_more(row: Row) -> None:
+    expected = "-" if row.capability is not None else level_of(words(row.shown_by))
+    assert row.level == expected, f"{row} is shown in {expected}"
+
+
+def test_tests_are_told_apart_by_what_they_run() -> None:
+    assert level_of(["tests/e2e_cpu/test_pd_edges.py::x", "tests/unit/test_dp_rank.py::x"]) == PROCESSES
+    assert level_of(["tests/chaos/test_chaos.py::x"]) == PROCESSES
+    assert level_of(["tests/e2e_cpu/test_router_http.py::x", "tests/e2e_cpu/test_transfer_sock.py::x"]) == FUNCTION
+    assert level_of(["tests/unit/test_core_plans.py::x", "tests/unit/test_dp_rank.py::x"]) == SIMULATION
+    assert level_of(["tests/simulator/test_simulation.py::x"]) == level_of(["tests/scenarios/abort_while_queued.txt"])
+    assert level_of(["tests/unit/test_dp_rank.py::x", "tests/laws/test_shard_progress.py::x"]) == FUNCTION
 
 
 def assert_it_is_there(names: list[str]) -> None:
@@ -138,8 +183,11 @@ def test_flags_are_there_unless_they_are_open() -> None:
 
 def test_how_much_of_the_seeds_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     open_rows = Counter(row.capability for row in rows() if row.capability is not None)
+    levels = Counter(row.level for row in rows() if row.capability is None)
     with capsys.disabled():
-        print(f"\ndocs/sglang-parity.md: {len(rows())} rows, {open_rows.total()} open: {dict(open_rows.most_common())}")
+        print(f"\ndocs/sglang-parity.md: {len(rows())} rows, shown in: {dict(levels.most_common())}")
+        print(f"{open_rows.total()} rows are open: {dict(open_rows.most_common())}")
+    assert set(levels) == {PROCESSES, SIMULATION, FUNCTION}
     assert open_rows.total() < len(rows())
     assert set(open_rows) <= CAPABILITIES
 

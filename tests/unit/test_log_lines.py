@@ -77,6 +77,14 @@ def test_overlapped_prefills_carry_the_numbers_of_their_launch() -> None:
     assert world.numbers() == ["[1]", "[2]", "[3]"]
 
 
+def test_without_overlap_a_line_has_the_number_of_its_launch_too() -> None:
+    world = World()
+    for number in (1, 2, 3):
+        world.step(prefill(number))
+        world.step(returned(number))
+    assert world.numbers() == ["[1]", "[2]", "[3]"]
+
+
 def test_the_last_batch_before_idle_keeps_its_number() -> None:
     """Two are under way, and nothing comes after them: the node's counter is 2 when either returns."""
     world = World()
