@@ -21,8 +21,8 @@ HUNG_S = 180.0
 class Break:
     name: str
     file: str  # below src/tandem
-    line: str  # a part of exactly one line of it
-    instead: str
+    line: str  # occurs once in it
+    instead: str  # differs in one line
     test: str  # path::function below tests
 
 
@@ -85,6 +85,90 @@ BREAKS = (
         "isinstance(event, PagesLanded)",
         FAULTS + "when_every_transfer_fails_decode_computes_the_same_tokens_itself",
     ),
+    Break(
+        "forced_retries_choose_other_ids",
+        "core/disagg/optimistic_prefill.py",
+        'int.from_bytes(digest[:8], "big") <',
+        'int.from_bytes(digest[:8], "little") <',
+        "unit/test_core_bootstrap.py::test_the_forced_retry_is_the_definition_of_the_seed",
+    ),
+    Break(
+        "retracted_requests_are_forced",
+        "core/disagg/optimistic_prefill.py",
+        "prefill_retry_count > 0 or is_retracted:",
+        "prefill_retry_count > 0:",
+        "unit/test_core_bootstrap.py::test_nothing_is_forced_twice_nor_after_a_retraction_nor_without_a_probability",
+    ),
+    Break(
+        "result_row_is_given_back_twice",
+        "core/disagg/transfer_state.py",
+        "row = self.owners.pop(request, None)",
+        "row = self.owners.get(request)",
+        "unit/test_core_bootstrap.py::test_giving_a_row_back_twice_gives_it_back_once",
+    ),
+    Break(
+        "lack_of_a_result_row_blocks_the_queue",
+        "core/scheduler/admission.py",
+        "if lacks is WaitingFor.METADATA_SLOT:\n            continue",
+        "if lacks is WaitingFor.METADATA_SLOT:\n            return",
+        "unit/test_core_optimistic.py::test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_needs_none",
+    ),
+    Break(
+        "retry_goes_to_the_end_of_the_queue",
+        "core/disagg/prefill_side.py",
+        'first=reason != "yield"',
+        "first=False",
+        "unit/test_core_optimistic.py::test_a_retry_keeps_its_result_row_and_its_place_at_the_head",
+    ),
+    Break(
+        "retry_keeps_its_stages",
+        "core/disagg/prefill_side.py",
+        'progress.stages = {"prefill_retried": Nanos(sum(progress.stages.values()))}',
+        "pass",
+        "unit/test_core_optimistic.py::test_a_retry_begins_its_stages_anew_and_the_arrival_stays",
+    ),
+    Break(
+        "retry_is_counted_in_the_hit_rate_again",
+        "core/scheduler/admission.py",
+        "if not progress.is_counted:",
+        "if progress:",
+        "unit/test_core_memory.py::test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed",
+    ),
+    Break(
+        "bootstrap_is_not_polled_between_chunks",
+        "core/disagg/prefill_side.py",
+        "verdict = bootstrap_policy(node.settings).at_boundary(policy_view(node, progress))",
+        "verdict = Verdict.GO_ON",
+        "unit/test_core_optimistic.py::test_retry_gives_back_at_a_chunk_boundary_and_continues_where_the_cache_ends",
+    ),
+    Break(
+        "retries_are_not_counted_against_their_bound",
+        "core/disagg/prefill_side.py",
+        "progress.prefill_retry_count += 1",
+        "progress.prefill_retry_count |= 1",
+        "unit/test_core_optimistic.py::test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_cached",
+    ),
+    Break(
+        "early_ready_is_forgotten",
+        "core/disagg/prefill_side.py",
+        "stashed = node.stash.pop(room, None)",
+        "stashed = None",
+        "unit/test_core_rendezvous.py::test_a_ready_may_overtake_the_request_it_speaks_of",
+    ),
+    Break(
+        "ready_with_another_layout_is_taken",
+        "core/disagg/prefill_side.py",
+        "if ready.layout != node.settings.layout:",
+        "if not ready.layout:",
+        "unit/test_core_rendezvous.py::test_prefill_refuses_a_ready_with_another_layout",
+    ),
+    Break(
+        "fallback_keeps_its_result_row",
+        "core/disagg/prefill_side.py",
+        "    node.results.maybe_release_metadata_buffer(progress.id)\n    enter",
+        "    pass\n    enter",
+        "unit/test_core_optimistic.py::test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row",
+    ),
     # seed 2
     Break(
         "failed_bootstraps_of_prefill_are_not_counted",
@@ -134,6 +218,20 @@ BREAKS = (
         '"num_prefill_bootstrap_queue_reqs": len(unready)',
         '"num_prefill_bootstrap_queue_reqs": 0',
         ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
+    ),
+    Break(
+        "failure_of_a_later_shard_is_ignored",
+        "core/disagg/shard_progress.py",
+        "if report is not None and report.failure is not None:",
+        "if report is not None and report.failure is not None and shard == min(expected):",
+        "unit/test_core_orphans.py::test_a_failure_on_any_shard_cancels_the_pull_and_waits_for_every_shard",
+    ),
+    Break(
+        "transfer_has_landed_with_its_fastest_shard",
+        "core/disagg/shard_progress.py",
+        "return Pending(min(behind)) if behind else Landed()",
+        "return Pending(min(behind)) if len(behind) == len(expected) else Landed()",
+        "unit/test_core_rendezvous.py::test_a_transfer_waits_for_its_slowest_shard",
     ),
     # seed 3
     Break(
@@ -192,6 +290,112 @@ BREAKS = (
         "= (queue_gate_closes,)",
         DELAYER + "the_slot_gate_waits_until_a_usual_batch_fits",
     ),
+    Break(
+        "deadline_of_the_queue_gate_is_ignored",
+        "core/scheduler/delayer_policy.py",
+        "or any(rank.is_timed_out for rank in ranks):",
+        ":",
+        "unit/test_core_delayer.py::test_the_queue_gate_gives_up_at_its_deadline",
+    ),
+    Break(
+        "passes_are_no_bound",
+        "core/scheduler/delayer_policy.py",
+        "settings.max_delay_passes - 1:",
+        "settings.max_delay_passes + 9:",
+        "unit/test_gates.py::test_nobody_waits_for_more_passes_than_allowed",
+    ),
+    Break(
+        "watermark_is_ignored",
+        "core/scheduler/prefill_delayer.py",
+        "is_under_watermark=is_prefillable and",
+        "is_under_watermark=False and",
+        "unit/test_core_delayer.py::test_a_pool_that_is_hardly_used_lets_everybody_begin",
+    ),
+    Break(
+        "first_delay_is_not_skipped",
+        "core/scheduler/delayer_policy.py",
+        "if is_closed and memory.has_skipped_first:",
+        "if is_closed:",
+        "unit/test_gates.py::test_the_last_pass_of",
+    ),
+    Break(
+        "prompt_that_has_begun_is_held",
+        "core/scheduler/batch_planner.py",
+        "(not may_begin and is_fresh(progress))",
+        "not may_begin",
+        "unit/test_core_delayer.py::test_a_prompt_that_has_begun_goes_on_and_does_not_let_others_in",
+    ),
+    Break(
+        "prompts_wait_though_nobody_runs",
+        "core/scheduler/delayer_policy.py",
+        "any(rank.num_running for rank in ranks) and any(",
+        "any(",
+        "unit/test_gates.py::test_where_nobody_runs_nobody_with_prompts_waits",
+    ),
+    Break(
+        "outcomes_are_counted_once",
+        "core/scheduler/prefill_delayer.py",
+        "state.outcomes.get(outcome, 0) + 1",
+        "1",
+        "unit/test_core_delayer.py::test_outcomes_and_waits_are_counted_once_per_pass",
+    ),
+    Break(
+        "bounds_in_seconds_are_ignored",
+        "server/node/settings.py",
+        "config.prefill_delayer_wait_seconds_buckets or usual",
+        "usual",
+        "unit/test_config_flags.py::test_the_buckets_of_the_delayer_reach_the_node_each_on_its_own",
+    ),
+    Break(
+        "peak_of_long_ago_is_usual",
+        "core/scheduler/delayer_policy.py",
+        "return (*sizes, size)[-window:]",
+        "return (*sizes, size)",
+        "unit/test_gates.py::test_a_peak_is_usual_for_as_many_batches_as_the_window_has",
+    ),
+    # seed 4
+    Break(
+        "forced_query_is_ignored",
+        "core/disagg/dp_rank.py",
+        "if prefill.rooms_tell_the_rank and not force_query:",
+        "if prefill.rooms_tell_the_rank:",
+        "unit/test_dp_rank.py::test_decode_finds_the_rank",
+    ),
+    Break(
+        "rooms_are_trusted_though_routes_may_contradict",
+        "core/settings.py",
+        " and self.conflict is DpConflictPolicy.FAIL",
+        "",
+        "unit/test_dp_rank.py::test_resolving_refuses_nothing_that_carries_no_rank",
+    ),
+    Break(
+        "rank_in_the_body_is_ignored_in_processes",
+        "core/disagg/dp_rank.py",
+        "return Known(hint)",
+        "return Ask()",
+        "e2e_cpu/test_pd_edges.py::test_a_dp_rank_that_the_body_names_is_believed_without_a_question",
+    ),
+    Break(
+        "conflict_is_not_refused",
+        "core/disagg/dp_rank.py",
+        "return Conflict(room_conflict(",
+        "return Quiet() or Conflict(room_conflict(",
+        "unit/test_core_dp_ranks.py::test_an_external_route_that_contradicts_the_room_is_refused_in_the_seeds_words",
+    ),
+    Break(
+        "rank_is_not_announced",
+        "core/disagg/prefill_side.py",
+        "node.out.append(AnnounceDpRank(room, node.settings.dp_rank))",
+        "pass",
+        "unit/test_core_dp_ranks.py::test_any_route_is_announced_and_asked_for_where_rooms_do_not_tell",
+    ),
+    Break(
+        "environment_of_forced_queries_is_ignored",
+        "server/node/settings.py",
+        "force_query=environment_switch(FORCE_QUERY)",
+        "force_query=False",
+        "unit/test_config_flags.py::test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise",
+    ),
     # seed 5
     Break(
         "prefill_ignores_the_overlap_switch",
@@ -227,6 +431,27 @@ BREAKS = (
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(None, forward_count",
         SERVED + "batches_are_logged_under_the_numbers_of_their_launch",
+    ),
+    Break(
+        "result_of_another_iteration_is_taken",
+        "core/scheduler/node.py",
+        "assert outcome.iteration == flight.forward_iter",
+        "assert outcome.iteration",
+        "unit/test_core_plans.py::test_outcomes_of_another_iteration_are_our_own_bug",
+    ),
+    Break(
+        "numbers_are_always_shown",
+        "server/logs.py",
+        "if self.shows_numbers else None",
+        "if self.write else None",
+        "unit/test_log_lines.py::test_numbers_are_shown_only_when_they_are_asked_for",
+    ),
+    Break(
+        "numbers_are_never_shown_in_processes",
+        "server/node/process.py",
+        "shows_numbers=environment_switch(LOG_FORWARD_ITERS)",
+        "shows_numbers=False",
+        "e2e_cpu/test_serve_unified.py::test_batches_are_logged_under_the_numbers_of_their_launch",
     ),
 )
 
