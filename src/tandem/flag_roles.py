@@ -77,6 +77,11 @@ NEEDS: tuple[Need, ...] = (
         "is for the queue gate: give --prefill-delayer-queue-min-ratio",
     ),
     Need(
+        "--prefill-delayer-max-delay-passes",
+        lambda c: c.prefill_delayer_max_delay_passes != 1,
+        "1 holds nothing back: give 2 or more, or leave --enable-prefill-delayer out",
+    ),
+    Need(
         "--mem-fraction-static",
         lambda c: c.max_total_tokens is None,
         "does nothing beside --max-total-tokens, which says the size of the pool",

@@ -284,3 +284,6 @@ def test_a_dp_rank_that_does_not_exist_is_refused_by_both_halves(impatient: tupl
     half.close()
     assert "route_conflict" in told
     assert text in told
+    for server in impatient:
+        status, error = refusal(server, **(pair_with(prefill) | {"routed_dp_rank": 1}))
+        assert (status, error["param"]) == (400, "routed_dp_rank")

@@ -52,6 +52,36 @@ def test_prompts_wait_for_each_other_and_nobody_gets_other_tokens(server: Server
     assert 0 < at_once < count, "some prompt batches waited, and some did not"
     waited_s = sum(value for key, value in found.items() if "delayer_wait_seconds_sum" in key)
     assert 0 < waited_s < 1.0 * count
+    assert sum(value for key, value in found.items() if "inter_token_latency_seconds_count" in key) > 0
+
+
+def served_together(*flags: str) -> dict[str, float]:
+    """Metrics of another server, of which all ask at once."""
+    with cluster(
+        unified=True, flags=("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0.5", *flags)
+    ) as it:
+        server = it.unified
+        assert server is not None
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS)))
+        return metrics(server)
+
+
+def test_nobody_waits_for_more_batches_than_the_flag_says() -> None:
+    """Two allowed passes are one denial at most."""
+    found = served_together("--prefill-delayer-max-delay-passes", "2")
+    (count,) = (value for key, value in found.items() if "delayer_wait_forward_passes_count" in key)
+    (at_once,) = (value for key, value in found.items() if re.search(r'wait_forward_passes_bucket.*le="0\.0"', key))
+    (by_one,) = (value for key, value in found.items() if re.search(r'wait_forward_passes_bucket.*le="1\.0"', key))
+    assert at_once < by_one == count
+
+
+def test_below_the_watermark_nobody_waits() -> None:
+    found = served_together("--prefill-delayer-token-usage-low-watermark", "1")
+    reasons = {re.search(r'output_reason="(\w*)"', key) for key in found if "delayer_outcomes_total" in key}
+    named = {reason.group(1) for reason in reasons if reason is not None}
+    assert "token_watermark" in named
+    assert "delay" not in named
 
 
 def test_the_histograms_have_the_bounds_that_the_flags_name(server: Server) -> None:

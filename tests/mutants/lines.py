@@ -353,6 +353,20 @@ BREAKS = (
         "return (*sizes, size)",
         "unit/test_gates.py::test_a_peak_is_usual_for_as_many_batches_as_the_window_has",
     ),
+    Break(
+        "flag_of_passes_is_ignored_in_processes",
+        "server/node/settings.py",
+        "max_delay_passes=config.prefill_delayer_max_delay_passes",
+        "max_delay_passes=usual.max_delay_passes",
+        "e2e_cpu/test_prefill_delayer.py::test_nobody_waits_for_more_batches_than_the_flag_says",
+    ),
+    Break(
+        "flag_of_the_watermark_is_ignored_in_processes",
+        "server/node/settings.py",
+        "low_watermark=config.prefill_delayer_token_usage_low_watermark",
+        "low_watermark=None",
+        "e2e_cpu/test_prefill_delayer.py::test_below_the_watermark_nobody_waits",
+    ),
     # seed 4
     Break(
         "forced_query_is_ignored",

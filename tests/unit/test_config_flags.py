@@ -146,6 +146,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "decode"], "for prefill servers"),
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "prefill"], "this server has one"),
         (["--disaggregation-park-max-tokens", "9", *PREFILL, "--optimistic-prefill-retries", "2"], "nothing else is"),
+        (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "1"], "1 holds nothing back"),
         (["--mem-fraction-static", "0.2", "--max-total-tokens", "64"], "beside --max-total-tokens"),
         (["--num-reserved-decode-tokens", "9", "--schedule-conservativeness", "0"], "which reserves nothing"),
         (["--allowed-host", "a", "--api-key", "secret"], "beside an API key"),
