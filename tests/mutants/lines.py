@@ -1,4 +1,4 @@
-"""Breaks of one line: for a behaviour of docs/sglang-parity.md, the line whose loss a user would notice, and a test that fails.
+"""Breaks of one line: for a behaviour of the parity table, the line that a user would miss, and a test that then fails.
 
 Each runs a pytest of its own on a copy of the sources in which that line is another one, so processes that the test
 starts have it too. The test has to fail by an assertion of its own: an error around it kills nothing.
@@ -39,14 +39,14 @@ BREAKS = (
     Break(
         "hit_rate_is_always_0",
         "core/scheduler/inspect.py",
-        "tally.hit_tokens / tally.input_tokens if tally.input_tokens else 0.0",
+        "counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0",
         "0.0",
         "unit/test_core_memory.py::test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed",
     ),
     Break(
         "hit_rate_is_always_0_in_processes",
         "core/scheduler/inspect.py",
-        "tally.hit_tokens / tally.input_tokens if tally.input_tokens else 0.0",
+        "counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0",
         "0.0",
         "e2e_cpu/test_forced_retry.py::test_what_a_retry_finds_of_itself_is_no_cache_hit",
     ),
@@ -109,8 +109,8 @@ BREAKS = (
     Break(
         "lack_of_a_result_row_blocks_the_queue",
         "core/scheduler/admission.py",
-        "if lacks is WaitingFor.METADATA_SLOT:\n            continue",
-        "if lacks is WaitingFor.METADATA_SLOT:\n            return",
+        "if blocked_on is WaitingFor.METADATA_SLOT:\n            continue",
+        "if blocked_on is WaitingFor.METADATA_SLOT:\n            return",
         "unit/test_core_optimistic.py::test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_needs_none",
     ),
     Break(
@@ -173,21 +173,21 @@ BREAKS = (
     Break(
         "failed_bootstraps_of_prefill_are_not_counted",
         "core/disagg/prefill_side.py",
-        "node.tally.bootstrap_failed += 1",
+        "node.counters.bootstrap_failed += 1",
         "pass",
         "unit/test_core_inspect.py::test_a_request_that_fails_is_counted_once_by_how_far_it_had_come",
     ),
     Break(
         "failed_bootstraps_of_decode_are_not_counted",
         "core/disagg/decode_side.py",
-        "node.tally.bootstrap_failed += receiver.ready_at is None",
+        "node.counters.bootstrap_failed += receiver.ready_at is None",
         "pass",
         "unit/test_core_inspect.py::test_a_request_that_fails_is_counted_once_by_how_far_it_had_come",
     ),
     Break(
         "failed_bootstraps_are_not_shown",
         "core/scheduler/inspect.py",
-        '"num_bootstrap_failed_reqs_total": tally.bootstrap_failed',
+        '"num_bootstrap_failed_reqs_total": counters.bootstrap_failed',
         '"num_bootstrap_failed_reqs_total": 0',
         EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
     ),

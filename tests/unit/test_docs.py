@@ -25,9 +25,9 @@ MODELS = ROOT / "docs" / "models.md"
 SECURITY = ROOT / "docs" / "security.md"
 HEADER = ["seed", "kind", "name there", "here", "file", "in", "shown by"]
 PROCESSES, SIMULATION, FUNCTION = "processes", "simulation", "function only"
-STARTS_PROCESSES = re.compile(r"\b(?:cluster|halves|start_pd|serve_words)\(|from nemesis import")
+STARTS_PROCESSES = re.compile(r"\b(?:cluster|halves|start_pd|serve_words)\(|from arena import")
 RUNS_NODES = re.compile(
-    r"^from core_driver import|run_seed\(|^from tandem\.sim\.|import_module\(\"delayer\"\)", re.MULTILINE
+    r"^from core_driver import|run_seed\(|^from tandem\.simulator\.|import_module\(\"delayer\"\)", re.MULTILINE
 )
 NUM_CASES, NUM_SPOTS = 29, 40
 KINDS = {
