@@ -9,7 +9,7 @@ import pytest
 
 from tandem.core.disagg.messages import Offer, Ready, Release
 from tandem.core.events import SnapshotsGathered
-from tandem.core.scheduler.delayer_policy import Decision, Estimation, Memory, Reason, Snapshot
+from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, Estimation, RankLoad, Reason
 from tandem.core.scheduler.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
@@ -169,11 +169,11 @@ def test_a_local_clock_wakes_when_it_shows_the_time(drift_ppm: int) -> None:
 # --- vetoes of the delayer -------------------------------------------------------------------------------------------
 
 VETO = Decision(False, Reason.DELAY, Estimation.ALL)
-CLOSED = (Snapshot(True, num_running=4, num_free_slots=1, usual_batch=2, num_waiting=1),) * 2
-OPEN = (Snapshot(True, num_running=0, num_free_slots=16, usual_batch=1, num_waiting=2),) * 2
+CLOSED = (RankLoad(True, num_running=4, num_free_slots=1, usual_batch=2, num_waiting=1),) * 2
+OPEN = (RankLoad(True, num_running=0, num_free_slots=16, usual_batch=1, num_waiting=2),) * 2
 
 
-def held_by(checker: DelayerVetoes, *passes: tuple[Snapshot, ...], decided_on: tuple[Snapshot, ...]) -> None:
+def held_by(checker: DelayerVetoes, *passes: tuple[RankLoad, ...], decided_on: tuple[RankLoad, ...]) -> None:
     """A rank of two has heard of `passes` one after the other, and has decided on one of them."""
     delayer = DelayerState(snapshot=passes[-1][0], decision=VETO, ranks=decided_on)
     life: Any = SimpleNamespace(
@@ -183,7 +183,7 @@ def held_by(checker: DelayerVetoes, *passes: tuple[Snapshot, ...], decided_on: t
         node=SimpleNamespace(state=SimpleNamespace(delayer=delayer)),
     )
     for number, ranks in enumerate(passes):
-        checker.heard(life, [SnapshotsGathered(number, ranks, Memory())])
+        checker.heard(life, [SnapshotsGathered(number, ranks, DelayHistory())])
     checker.after_step(life)
 
 
