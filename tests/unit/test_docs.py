@@ -1,4 +1,4 @@
-"""The pages under docs/ say what is there: the tables of seeds and of cases, and nothing outside of this repository.
+"""The pages under docs/ say what is there: the tables of reports and cases, and nothing outside of this repository.
 
 Pages that are generated are compared where they come from: flags.md in test_config_flags.py, errors.md in
 test_api_operations.py, the diagrams in tests/test_architecture.py.
@@ -23,7 +23,7 @@ PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
 CASES = ROOT / "docs" / "pd-cases.md"
 MODELS = ROOT / "docs" / "models.md"
 SECURITY = ROOT / "docs" / "security.md"
-HEADER = ["seed", "kind", "name there", "here", "file", "in", "shown by"]
+HEADER = ["report", "kind", "name there", "here", "file", "in", "shown by"]
 PROCESSES, SIMULATION, FUNCTION = "processes", "simulation", "function only"
 STARTS_PROCESSES = re.compile(r"\b(?:cluster|halves|start_pd|serve_words)\(|from arena import")
 RUNS_NODES = re.compile(
@@ -31,11 +31,21 @@ RUNS_NODES = re.compile(
 )
 NUM_CASES, NUM_SPOTS = 29, 40
 KINDS = {
-    1: {"flag", "environment", "metric", "symbol", "behaviour", "error text", "test", "incompatibility", "related"},
-    2: {"metric", "log line", "error text", "symbol", "behaviour", "test", "related"},
-    3: {"flag", "metric", "symbol", "behaviour", "test", "incompatibility", "related"},
-    4: {"environment", "flag", "symbol", "error text", "behaviour", "test", "incompatibility", "related"},
-    5: {"environment", "flag", "log line", "symbol", "behaviour", "test"},
+    "#26780": {
+        "flag",
+        "environment",
+        "metric",
+        "symbol",
+        "behaviour",
+        "error text",
+        "test",
+        "incompatibility",
+        "related",
+    },
+    "#27028": {"metric", "log line", "error text", "symbol", "behaviour", "test", "related"},
+    "#23189": {"flag", "metric", "symbol", "behaviour", "test", "incompatibility", "related"},
+    "#22901": {"environment", "flag", "symbol", "error text", "behaviour", "test", "incompatibility", "related"},
+    "#20845": {"environment", "flag", "log line", "symbol", "behaviour", "test"},
 }
 CAPABILITIES = {
     "bootstrap registry",
@@ -55,7 +65,7 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Row:
-    seed: int
+    report: str
     kind: str
     there: str
     here: str
@@ -69,7 +79,7 @@ class Row:
         return self.shown_by.removeprefix("open: ") if self.shown_by.startswith("open: ") else None
 
     def __str__(self) -> str:
-        return f"seed {self.seed} {self.kind} {self.there}"
+        return f"{self.report} {self.kind} {self.there}"
 
 
 def words(cell: str) -> list[str]:
@@ -85,8 +95,8 @@ def rows() -> tuple[Row, ...]:
     for line in lines[start:]:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert len(cells) == len(HEADER), line
-        seed, kind, there, here, file, level, shown_by = cells
-        found.append(Row(int(seed), kind, there, here, None if file == "-" else file.strip("`"), level, shown_by))
+        report, kind, there, here, file, level, shown_by = cells
+        found.append(Row(report, kind, there, here, None if file == "-" else file.strip("`"), level, shown_by))
     return tuple(found)
 
 
@@ -118,13 +128,13 @@ def functions(path: Path) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
-def test_every_seed_has_rows_of_every_kind_that_it_names() -> None:
-    assert {seed: {row.kind for row in rows() if row.seed == seed} for seed in KINDS} == KINDS
-    assert {row.seed for row in rows()} == set(KINDS)
+def test_every_report_has_rows_of_every_kind_that_it_names() -> None:
+    assert {report: {row.kind for row in rows() if row.report == report} for report in KINDS} == KINDS
+    assert {row.report for row in rows()} == set(KINDS)
 
 
 def test_no_name_has_two_rows_and_no_cell_is_empty() -> None:
-    names = Counter((row.seed, row.kind, row.there) for row in rows())
+    names = Counter((row.report, row.kind, row.there) for row in rows())
     assert [name for name, count in names.items() if count > 1] == []
     assert [str(row) for row in rows() if not (row.kind and row.there and row.here and row.shown_by)] == []
 
@@ -181,7 +191,7 @@ def test_flags_are_there_unless_they_are_open() -> None:
             )
 
 
-def test_how_much_of_the_seeds_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_much_of_the_reports_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     open_rows = Counter(row.capability for row in rows() if row.capability is not None)
     levels = Counter(row.level for row in rows() if row.capability is None)
     with capsys.disabled():

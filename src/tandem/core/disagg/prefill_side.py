@@ -28,7 +28,7 @@ from tandem.core.disagg.optimistic_prefill import Verdict, View, bootstrap_polic
 from tandem.core.disagg.transfer_state import Sender, TransferState, TransferTrigger
 from tandem.core.events import PageRead, PagesDigested, TransferFailed
 from tandem.core.request import Request
-from tandem.core.scheduler.request_state import Progress, State, Trigger, is_aborted
+from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
     NodeState,
     Stashed,
@@ -117,10 +117,10 @@ def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     if refusal is not None:
         cause, detail = refusal
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, cause, detail)))
-        if cause is not Cause.PEER_LOST and not is_aborted(progress):
+        if cause is not Cause.PEER_LOST and not has_ended(progress):
             fail(node, progress, cause, detail)
         return
-    if is_aborted(progress):
+    if has_ended(progress):
         tombstone = node.tombstones.get(ready.room)
         if tombstone is not None:
             node.out.append(Tell(peer, tombstone))
@@ -333,7 +333,7 @@ def publish(node: NodeState, progress: Progress) -> None:
 
 def on_digested(node: NodeState, event: PagesDigested) -> None:
     progress = node.requests.get(event.request)
-    if progress is None or progress.sender is None or is_aborted(progress):
+    if progress is None or progress.sender is None or has_ended(progress):
         return
     sender = progress.sender
     known = sender.digests.get(event.shard, b"")
@@ -404,7 +404,7 @@ def timed_result(progress: Progress, sender: Sender) -> ResultSlot:
 def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
     """A shard cannot hand its pages out."""
     progress = node.requests.get(event.request)
-    if progress is None or progress.sender is None or is_aborted(progress) or event.attempt != progress.sender.attempt:
+    if progress is None or progress.sender is None or has_ended(progress) or event.attempt != progress.sender.attempt:
         return
     fail(node, progress, event.cause, f"shard {event.shard}: {event.detail}")
 
@@ -429,7 +429,7 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
         if release.room not in node.tombstones and release.outcome != "done":
             stash(node, peer, release)
         return
-    if progress.sender is None or is_aborted(progress) or is_stale(progress.sender, peer, release):
+    if progress.sender is None or has_ended(progress) or is_stale(progress.sender, peer, release):
         return
     if release.outcome == "aborted":
         said = ": ".join(filter(None, (release.cause, release.detail))) or "no cause given"

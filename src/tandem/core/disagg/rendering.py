@@ -16,7 +16,7 @@ from tandem.core.disagg import prefill_side
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.transfer_state import Sender, TransferState
 from tandem.core.request import Request
-from tandem.core.scheduler.request_state import Progress, State, Trigger, is_aborted
+from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import NodeState, enter, too_long
 from tandem.core.values import Cause, Incarnation
 
@@ -28,13 +28,13 @@ def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     sender = progress.sender if progress is not None else None
     if progress is None or sender is None:
         prefill_side.on_ready(node, peer, ready)
-    elif is_aborted(progress) and differs_in_time(node, progress.request, peer, ready):
+    elif has_ended(progress) and differs_in_time(node, progress.request, peer, ready):
         tombstone = node.tombstones.get(ready.room)
         if tombstone is not None:
             node.out.append(Tell(peer, tombstone))  # and not that the prompts differ, which no fallback would mend
-    elif not is_aborted(progress) and sender.ready is not None:
+    elif not has_ended(progress) and sender.ready is not None:
         keep_newest(sender, peer, ready)
-    elif not is_aborted(progress) and may_render(sender) and differs_in_time(node, progress.request, peer, ready):
+    elif not has_ended(progress) and may_render(sender) and differs_in_time(node, progress.request, peer, ready):
         sender.ready = ready
         render_again(node, progress)
     else:

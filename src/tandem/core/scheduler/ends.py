@@ -2,7 +2,7 @@
 
 from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
-from tandem.core.scheduler.request_state import Progress, is_aborted
+from tandem.core.scheduler.request_state import Progress, has_ended
 from tandem.core.scheduler.state import NodeState, checkpoint, end, schedule
 from tandem.core.values import Cause, RequestId
 
@@ -32,21 +32,21 @@ def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") ->
 
 def give_up(node: NodeState, request: RequestId, cause: Cause) -> None:
     progress = node.requests.get(request)
-    if progress is not None and not is_aborted(progress):
+    if progress is not None and not has_ended(progress):
         fail(node, progress, cause)
 
 
 def stop(node: NodeState, request: RequestId) -> None:
     """The edge saw a stop string: what was emitted is the answer."""
     progress = node.requests.get(request)
-    if progress is None or is_aborted(progress) or not progress.generated:
+    if progress is None or has_ended(progress) or not progress.generated:
         return
     finish(node, progress, FinishReason.STOP)
 
 
 def expire(node: NodeState, progress: Progress) -> None:
     """A deadline, or something to say again."""
-    if is_aborted(progress):
+    if has_ended(progress):
         return
     if progress.deadline <= node.now:
         waited = "no token for too long" if progress.generated else "no first token in time"
@@ -57,5 +57,5 @@ def expire(node: NodeState, progress: Progress) -> None:
         prefill_side.on_timer(node, progress)
     elif progress.receiver is not None:
         decode_side.on_timer(node, progress)
-    if not is_aborted(progress):
+    if not has_ended(progress):
         schedule(node, progress)

@@ -6,7 +6,7 @@ from itertools import accumulate
 from tandem.core.disagg.decode_side import key
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode
-from tandem.core.scheduler.request_state import Progress, State, WaitingFor, is_aborted
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has_ended
 from tandem.core.scheduler.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
@@ -51,7 +51,7 @@ def gauges(node: EngineNode) -> dict[str, float]:
 
 
 def waits_for_ready(progress: Progress) -> bool:
-    return progress.sender is not None and not progress.sender.is_ready and not is_aborted(progress)
+    return progress.sender is not None and not progress.sender.is_ready and not has_ended(progress)
 
 
 def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[str, float]:
@@ -103,7 +103,7 @@ def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
                 "waiting_for": str(progress.waiting_for),
                 "owner": wait_owner(progress),
                 "age_seconds": (now - progress.entered_at) / SECOND,
-                "deadline_in_seconds": None if is_aborted(progress) else (progress.deadline - now) / SECOND,
+                "deadline_in_seconds": None if has_ended(progress) else (progress.deadline - now) / SECOND,
             }
         )
     return shown

@@ -55,7 +55,7 @@ from tandem.core.scheduler.admission import admit
 from tandem.core.scheduler.batch_planner import plan
 from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
 from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
-from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, is_aborted
+from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
     NodeState,
     charge_stage,
@@ -309,7 +309,7 @@ def settle_prompt_row(
 
 def settle_late(node: NodeState, progress: Progress) -> None:
     """A result for a request that has ended or is being pushed back: it only counts as returned."""
-    if is_aborted(progress):
+    if has_ended(progress):
         forget_if_drained(node, progress)
     elif progress.state is State.RETRACTING:
         prefill_side.finish_give_back(node, progress)
@@ -357,7 +357,7 @@ def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) 
     reach = {row.request: row.stop for row in flight.rows}
     for request, hashes in reported.items():
         progress = node.requests.get(request)
-        if progress is None or is_aborted(progress):
+        if progress is None or has_ended(progress):
             continue
         computed = reach.get(request, progress.computed + 1)
         if len(progress.hashes) + len(hashes) == computed // node.settings.page_size:
@@ -373,7 +373,7 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
         progress = node.requests[request]
         progress.in_flight -= 1
         progress.pending -= samples
-        if is_aborted(progress):
+        if has_ended(progress):
             forget_if_drained(node, progress)
         else:
             fail(node, progress, event.cause, event.detail)
@@ -422,7 +422,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
             del node.stash[room]
     gone = f"{event.peer.name} is gone" + (f": {event.detail}" if event.detail else "")
     for progress in list(node.requests.values()):
-        if is_aborted(progress):
+        if has_ended(progress):
             continue
         if progress.sender is not None and progress.sender.counterpart == event.peer:
             prefill_side.fail(node, progress, event.cause, f"decode {gone}")

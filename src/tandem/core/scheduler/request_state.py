@@ -170,7 +170,7 @@ class Progress:
         return _WAITS.get(self.state)
 
 
-def is_aborted(progress: Progress) -> bool:
+def has_ended(progress: Progress) -> bool:
     """The request has ended for its client; late results of its batches and transfers are dropped."""
     return progress.state in (State.DRAINING, State.DONE)
 
