@@ -13,7 +13,7 @@ from tandem.core.disagg.shard_progress import (
     Pending,
     ShardReport,
     Verdict,
-    fold,
+    hear,
     join,
     verdict,
 )
@@ -90,6 +90,15 @@ def test_a_transfer_without_shards_is_a_mistake_of_ours() -> None:
 def test_reports_of_different_attempts_cannot_be_joined() -> None:
     with pytest.raises(AssertionError, match="different attempts"):
         join(landed(1), landed(2, attempt=2))
+
+
+def fold(said: Said, *, attempt: int) -> dict[ShardId, ShardReport]:
+    """As a `Receiver` does: one report per shard, and other attempts are none of its affair."""
+    reports: dict[ShardId, ShardReport] = {}
+    for shard, report in said:
+        if report.attempt == attempt:
+            hear(reports, shard, report)
+    return reports
 
 
 # --- the laws --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ is no special case, so a failure on a later stage cannot be filtered out by an e
 The transfer latches the verdict by moving its state: what a shard says after the commit, or after a failure, is late.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -63,20 +63,11 @@ def hear(reports: dict[ShardId, ShardReport], shard: ShardId, report: ShardRepor
     reports[shard] = report if known is None else join(known, report)
 
 
-def fold(said: Iterable[tuple[ShardId, ShardReport]], *, attempt: int) -> dict[ShardId, ShardReport]:
-    """Everything that was said about one attempt, one report per shard. Other attempts are ignored."""
-    reports: dict[ShardId, ShardReport] = {}
-    for shard, report in said:
-        if report.attempt == attempt:
-            hear(reports, shard, report)
-    return reports
-
-
 def verdict(expected: Mapping[ShardId, int], reports: Mapping[ShardId, ShardReport]) -> Verdict:
     """Combine what the shards of one transfer have reported.
 
     expected: pages that each shard wants; totals differ where the two sides are cut differently, and may be 0.
-    reports: at most one per shard, all of one attempt (`fold`). A shard without one has said nothing: 0 landed. Shards
+    reports: at most one per shard, all of one attempt (`hear`). A shard without one has said nothing: 0 landed. Shards
              that are not expected do not count.
     """
     assert expected, "a transfer has at least one shard"

@@ -99,10 +99,6 @@ class SampleRequest(Struct, frozen=True):
     tenant: str
     timeout_ns: int  # from arrival
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        return frozenset(self.sampling.stop_token_ids)
-
 
 # numbers
 
