@@ -153,7 +153,7 @@ def test_an_error_is_tried_again_exactly_when_it_says_that_it_may_be(bad: str, c
     other.behaves(Hang(), Answer())  # a decode that answers first would need no prefill
     response = post(rejecting)
     expected = RULES[code]
-    assert len(worker.generations) - before == (2 if expected.retryable else 1)
+    assert len(worker.generations) - before == (2 if expected.retryable else 1), response.text
     assert response.status_code == (200 if expected.retryable else expected.status)
     if not expected.retryable:
         assert (error_of(response)["code"], error_of(response)["retryable"]) == (code.value, False)

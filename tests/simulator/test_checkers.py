@@ -26,7 +26,7 @@ from tandem.simulator.coverage import load
 from tandem.simulator.hunt import run_seed
 from tandem.simulator.oracle import Violation
 
-SEEDS = (*range(60), load()["somebody is pushed back twice"].seed)
+SEEDS = (*range(60), load()["decode finishes after two retries or retractions"].seed)
 
 
 def every_fifth(method: Callable[..., Any]) -> Callable[..., Any]:
