@@ -12,12 +12,14 @@ After every step the books of the node are recounted (`check`).
 
 import hashlib
 import struct
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
     AnnounceDpRank,
@@ -63,7 +65,7 @@ from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
-from tandem.pagehash import hash_of, page_link, prompt_digest, prompt_hashes, prompt_links
+from tandem.pagehash import hash_of, prompt_digest, prompt_links
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
@@ -104,27 +106,24 @@ def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int, rendered_at:
     return tokens
 
 
-@dataclass
-class WorkerRequest:
+@dataclass(slots=True, kw_only=True)
+class WorkerRequest(Sequence):
     """What the worker knows of one request."""
 
-    prompt_len: int
-    tokens: list[int]
-    chain: list[int]  # KV content per token, as far as it was needed
+    content_of: list[int] = field(default_factory=list)  # KV content per token, as far as it was needed
     eos_after: int | None  # outputs
     invalid_after: int | None
-    num_hashes: int  # leading pages whose hash the node was told
-    table: list[PageId] = field(default_factory=list)
     is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
 
     def content(self, length: int) -> list[int]:
-        while len(self.chain) < length:
-            self.chain.append(chain_after(self.chain[-1] if self.chain else 0, self.tokens[len(self.chain)]))
-        return self.chain[:length]
+        known = self.content_of
+        while len(known) < length:
+            known.append(chain_after(known[-1] if known else 0, self.tokens[len(known)]))
+        return known[:length]
 
-    def cut(self, length: int) -> None:
-        del self.tokens[length:]
-        del self.chain[length:]
+    def cut(self, stop: int) -> None:
+        Sequence.cut(self, stop)
+        del self.content_of[stop:]
 
 
 class Worker:
@@ -133,8 +132,7 @@ class Worker:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.seats: dict[RequestId, WorkerRequest] = {}
-        self.decode_set: dict[RequestId, None] = {}
+        self.tables: BatchTables[WorkerRequest] = BatchTables(PlainDecodeSet())
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
         self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
@@ -142,99 +140,62 @@ class Worker:
 
     def forget_first(self) -> None:
         while self.orders and isinstance(self.orders[0], ForgetRequests):
-            for request in self.orders.pop(0).requests:
-                self.decode_set.pop(request, None)
-                self.seats.pop(request, None)
+            self.tables.forget(self.orders.pop(0).requests)
 
     def run_next(self) -> BatchOutcome:
         order = self.orders.pop(0)
         assert isinstance(order, LaunchBatch)
         return self.run(order.plan)
 
-    def change_sets(self, plan: BatchPlan) -> None:
-        for request in plan.leave:
-            self.decode_set.pop(request, None)
-        for join in plan.join:
-            seat = self.seats[join.request]
-            cut_and_append(seat.table, join.first_page, join.pages)
-            seat.tokens.extend(struct.unpack(f"<{len(join.token) // 4}i", join.token))
-            self.decode_set[join.request] = None
-        for grow in plan.grow:
-            cut_and_append(self.seats[grow.request].table, grow.first_page, grow.pages)
+    @property
+    def requests(self) -> dict[RequestId, WorkerRequest]:
+        return self.tables.sequences
+
+    @property
+    def decode_set(self) -> list[RequestId]:
+        return [member.request for member in self.tables.decode_set.members]
 
     def break_off(self, plan: BatchPlan) -> None:
         """The forward pass raised: sets and tables have changed, nothing was sampled."""
-        self.change_sets(plan)
-        for row in plan.rows:
-            seat = self.seats[row.request]
-            cut_and_append(seat.table, row.first_page, row.pages)
-            seat.is_broken = True
-        for request in self.decode_set if plan.decodes else ():
-            self.seats[request].is_broken = True
+        for span in self.tables.apply(plan):
+            span.sequence.is_broken = True
+        for member in self.tables.decode_set.members if plan.decodes else ():
+            member.is_broken = True
 
     def run(self, plan: BatchPlan) -> BatchOutcome:
-        self.change_sets(plan)
-        out: list[tuple[int, int]] = []
-        hashes: list[tuple[RequestId, bytes]] = []
-        for row in plan.rows:
-            seat = self.seats[row.request]
-            cut_and_append(seat.table, row.first_page, row.pages)
-            seat.tokens.extend(struct.unpack(f"<{len(row.token) // 4}i", row.token))
-            self.forward(seat, row.start, row.stop)
-            if row.samples:
-                seat.cut(row.stop)
-                out.append(self.sample(row.request, seat))
-        if plan.decodes:
-            for request in self.decode_set:
-                seat = self.seats[request]
-                stop = len(seat.tokens)
-                self.forward(seat, stop - 1, stop)
-                out.append(self.sample(request, seat))
-                if stop % self.page_size == 0:
-                    hashes += [(request, page) for page in self.new_hashes(seat, stop)]
+        spans = self.tables.apply(plan)
+        for span in spans:
+            self.forward(span.sequence, span.start, span.stop)
+        for member in self.tables.decode_set.members if plan.decodes else ():
+            self.forward(member, len(member.tokens) - 1, len(member.tokens))
+        out = [self.sample(sequence) for sequence in self.tables.sampling(spans, decodes=plan.decodes)]
+        hashes = self.tables.finish(spans, [token for token, _ in out], decodes=plan.decodes)
         tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
         return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags for _, flags in out), tuple(hashes))
 
-    def forward(self, seat: WorkerRequest, start: int, stop: int) -> None:
+    def forward(self, one: WorkerRequest, start: int, stop: int) -> None:
         size = self.page_size
-        if seat.is_broken:
+        if one.is_broken:
             return
-        assert stop <= len(seat.tokens), f"span [{start}, {stop}) of {len(seat.tokens)} tokens"
-        assert stop <= len(seat.table) * size, f"{stop} tokens in {len(seat.table)} pages"
-        content = seat.content(stop)
-        held = [self.kv[seat.table[position // size]][position % size] for position in range(start)]
+        assert stop <= len(one.tokens), f"span [{start}, {stop}) of {len(one.tokens)} tokens"
+        assert stop <= len(one.pages) * size, f"{stop} tokens in {len(one.pages)} pages"
+        content = one.content(stop)
+        held = [self.kv[one.pages[position // size]][position % size] for position in range(start)]
         assert held == content[:start], "the KV before this span is not that of its tokens"
         for position in range(start, stop):
-            self.kv[seat.table[position // size]][position % size] = content[position]
+            self.kv[one.pages[position // size]][position % size] = content[position]
 
-    def sample(self, request: RequestId, seat: WorkerRequest) -> tuple[int, int]:
-        if seat.is_broken:
+    def sample(self, one: WorkerRequest) -> tuple[int, int]:
+        if one.is_broken:
             return 0, 0
-        token = sampled_after(seat.content(len(seat.tokens))[-1])
-        seat.tokens.append(token)
-        self.rows_run[request] = self.rows_run.get(request, 0) + 1
-        num_outputs = len(seat.tokens) - seat.prompt_len
-        flags = TokenFlag.EOS if num_outputs == seat.eos_after else 0
-        return token, TokenFlag.INVALID if num_outputs == seat.invalid_after else flags
-
-    def new_hashes(self, seat: WorkerRequest, length: int) -> list[bytes]:
-        size = self.page_size
-        full = length // size
-        links = prompt_links(ROOT, seat.tokens[: full * size], page_size=size)
-        assert not links or links[-1] == page_link(
-            links[-2] if full > 1 else ROOT, seat.tokens[(full - 1) * size : full * size]
-        )
-        new, seat.num_hashes = links[seat.num_hashes :], max(seat.num_hashes, full)
-        return [hash_of(link) for link in new]
+        token = sampled_after(one.content(len(one.tokens))[-1])
+        self.rows_run[one.request] = self.rows_run.get(one.request, 0) + 1
+        num_outputs = one.num_outputs + 1
+        flags = TokenFlag.EOS if num_outputs == one.eos_after else 0
+        return token, TokenFlag.INVALID if num_outputs == one.invalid_after else flags
 
     def digest(self, page: PageId) -> bytes:
         return hashlib.sha256(repr(self.kv[page]).encode()).digest()[:8]
-
-
-def cut_and_append(table: list[PageId], first_page: int, pages: tuple[PageId, ...]) -> None:
-    assert first_page <= len(table), f"a table of {len(table)} pages cannot be cut to {first_page}"
-    del table[first_page:]
-    table.extend(pages)
 
 
 @dataclass
@@ -267,7 +228,7 @@ class Replica:
     arrived_at: dict[RequestId, Nanos] = field(default_factory=dict)
     ended: dict[RequestId, FinishRequest | FailRequest] = field(default_factory=dict)
     windows: list[list[InflightBatch]] = field(default_factory=list)  # after each step
-    render: dict[RequestId, Callable[[int], Request]] = field(default_factory=dict)  # seats the prompt of that time
+    render: dict[RequestId, Callable[[int], Request]] = field(default_factory=dict)  # gives the worker that prompt
     wake_at: Nanos | None = None
     is_dead: bool = False
     next_id: int = 1
@@ -355,16 +316,26 @@ class World:
         dp_rank_hint: int | None = None,
         rendered_at: int = 0,
     ) -> RequestId:
-        """WorkerRequest the request at the worker and put its arrival on the way."""
+        """Tell the request to the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
         replica.next_id += 1
 
         def render(rendered_at: int) -> Request:
             tokens = prompt_at(prompt_len, seed, rendered_at)
-            hashes = tuple(prompt_hashes(ROOT, tokens, page_size=replica.worker.page_size))
-            replica.worker.seats[request] = WorkerRequest(
-                len(tokens), tokens, [], eos_after, invalid_after, len(hashes)
+            page_size = replica.worker.page_size
+            links = prompt_links(ROOT, tokens, page_size=page_size)
+            replica.worker.tables.add(
+                WorkerRequest(
+                    request=request,
+                    prompt_len=len(tokens),
+                    page_size=page_size,
+                    tokens=array("i", tokens),
+                    prompt_hash=links[-1] if links else ROOT,
+                    eos_after=eos_after,
+                    invalid_after=invalid_after,
+                )
             )
+            hashes = tuple(hash_of(link) for link in links)
             return Request(
                 request,
                 rid or f"rid-{request}",
@@ -624,7 +595,7 @@ def check_tables(replica: Replica, plan: BatchPlan) -> None:
     """The page tables with which a batch has just run are beginnings of the node's."""
     members = replica.worker.decode_set if plan.decodes else ()
     for request in [*(row.request for row in plan.rows), *members]:
-        table = replica.worker.seats[request].table
+        table = replica.worker.requests[request].pages
         assert table == replica.progress(request).pages[: len(table)]
 
 
@@ -644,6 +615,6 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert node.results.owners == {}
         replica.worker.forget_first()
         assert replica.worker.orders == []
-        assert replica.worker.seats == {}
-        assert replica.worker.decode_set == {}
+        assert replica.worker.requests == {}
+        assert replica.worker.decode_set == []
         assert replica.worker.readable == {}

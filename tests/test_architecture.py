@@ -69,6 +69,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector")),
     ("sampling", "leaf"),
     ("pagehash", "leaf"),
+    ("batch_tables", "leaf"),
     ("membership", "leaf"),
     ("logtext", "leaf"),
     ("engine.attention.table", "leaf"),  # names: the flag's choices

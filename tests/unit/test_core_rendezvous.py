@@ -806,7 +806,7 @@ def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
 
 
 def refuse_at_the_edge(world: World, replica: Replica, **asked: object) -> None:
-    del replica.worker.seats[world.submit(replica, **asked)]
+    del replica.worker.requests[world.submit(replica, **asked)]
     arrived = replica.parcels.pop().make()
     assert isinstance(arrived, RequestArrived)
     world.send(replica, RequestRefused(arrived.request, Cause.DRAINING, "the server is shutting down"))

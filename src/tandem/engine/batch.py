@@ -13,20 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.batch_tables import Span
 from tandem.core.values import ceil_div
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.rows import Rows, tile_places
 from tandem.engine.sequence import Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens [start, stop) of a request, whose KV this batch writes."""
-
-    sequence: Sequence
-    start: int
-    stop: int
-    samples: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +68,7 @@ class BatchBuilder:
         self._device = device
         self._deterministic = deterministic
 
-    def build(self, spans: list[Span], decode_set: DecodeSet | None) -> Batch:
+    def build(self, spans: list[Span[Sequence]], decode_set: DecodeSet | None) -> Batch:
         """Rows of outcomes: spans that sample, in order, then the members of the decode set, in join order."""
         if self._deterministic:
             members = decode_set.members if decode_set is not None else []
@@ -85,7 +76,7 @@ class BatchBuilder:
             return self._tiled(spans + ends)
         return self._packed(spans, decode_set if decode_set is not None and len(decode_set) else None)
 
-    def _packed(self, spans: list[Span], decode_set: DecodeSet | None) -> Batch:
+    def _packed(self, spans: list[Span[Sequence]], decode_set: DecodeSet | None) -> Batch:
         tokens, positions, slots, sampled = [], [], [], []
         chunks = self._chunks(spans)
         clear = [page for span in spans for page in self._page_to_clear(span)]
@@ -127,7 +118,7 @@ class BatchBuilder:
             pages_to_clear=clear,
         )
 
-    def _tiled(self, spans: list[Span]) -> Batch:
+    def _tiled(self, spans: list[Span[Sequence]]) -> Batch:
         chunks = self._chunks(spans)
         positions = np.concatenate([np.arange(span.start, span.stop) for span in spans])
         pages = np.concatenate([c.pages[np.arange(c.start, c.stop) // self._page_size] for c in chunks])
@@ -152,20 +143,20 @@ class BatchBuilder:
             pages_to_clear=[page for span in spans for page in self._page_to_clear(span)],
         )
 
-    def _chunks(self, spans: list[Span]) -> list[Chunk]:
+    def _chunks(self, spans: list[Span[Sequence]]) -> list[Chunk]:
         chunks, first = [], 0
         for span in spans:
             chunks.append(Chunk(first, span.start, span.stop, self._pages_of(span)))
             first = chunks[-1].last
         return chunks
 
-    def _pages_of(self, span: Span) -> np.ndarray:
+    def _pages_of(self, span: Span[Sequence]) -> np.ndarray:
         assert span.start < span.stop <= len(span.sequence.tokens), "a span holds known tokens"
         num_pages = ceil_div(span.stop, self._page_size)
         assert num_pages <= len(span.sequence.pages), "every token of a span has a page"
         return np.array(span.sequence.pages[:num_pages], dtype=np.int64)
 
-    def _page_to_clear(self, span: Span) -> list[int]:
+    def _page_to_clear(self, span: Span[Sequence]) -> list[int]:
         """The page whose first slot the span writes and whose last one it does not."""
         page_index, filled = divmod(span.stop, self._page_size)
         return [span.sequence.pages[page_index]] if filled and page_index * self._page_size >= span.start else []
@@ -177,5 +168,5 @@ class BatchBuilder:
         return torch.from_numpy(values).to(self._device)
 
 
-def _tokens(span: Span) -> np.ndarray:
+def _tokens(span: Span[Sequence]) -> np.ndarray:
     return np.array(span.sequence.tokens[span.start : span.stop], dtype=np.int64)

@@ -4,6 +4,9 @@ A steady step touches no Python object per row except to append the sampled toke
 member leaves.
 """
 
+from collections.abc import Collection
+from collections.abc import Sequence as Values
+
 import numpy as np
 
 from tandem.engine.sequence import Sequence
@@ -60,7 +63,7 @@ class DecodeSet:
         self._lengths[row] = len(sequence.tokens)
         self._set_table(row, sequence)
 
-    def leave(self, requests: set[int]) -> None:
+    def leave(self, requests: Collection[int]) -> None:
         """Unknown ones are ignored: a request may be forgotten after it has left."""
         leaving = [self._row_of.pop(request) for request in requests if request in self._row_of]
         if not leaving:
@@ -77,11 +80,11 @@ class DecodeSet:
         if sequence.request in self._row_of:
             self._set_table(self._row_of[sequence.request], sequence)
 
-    def append(self, tokens: np.ndarray) -> None:
-        """Every member has got its next token. tokens: [n] int"""
+    def append(self, tokens: Values[int]) -> None:
+        """Every member has got its next token, in join order."""
         self.last_tokens[:] = tokens
         self.lengths[:] += 1
-        for member, token in zip(self.members, tokens.tolist(), strict=True):
+        for member, token in zip(self.members, tokens, strict=True):
             member.append(token)
 
     def _set_table(self, row: int, sequence: Sequence) -> None:

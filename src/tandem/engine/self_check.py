@@ -20,11 +20,12 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from tandem.core.values import ceil_div
+from tandem.batch_tables import Span
+from tandem.core.values import PageId, ceil_div
 from tandem.engine import determinism
 from tandem.engine.attention.base import attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
-from tandem.engine.batch import BatchBuilder, Span
+from tandem.engine.batch import BatchBuilder
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.model_config import ModelError
 from tandem.engine.sequence import Sequence
@@ -153,7 +154,8 @@ class ForwardPath:
         tokens = array("i", [(7919 * index + request) % self._model.config.vocab_size for index in range(num_tokens)])
         payload = Payload(request, tokens.tobytes(), SamplingParams(temperature=0.0), bytes(16))
         sequence = Sequence.of(payload, page_size=self._page_size)
-        sequence.set_pages(0, tuple(range(first_page, first_page + ceil_div(num_tokens, self._page_size))))
+        num_pages = ceil_div(num_tokens, self._page_size)
+        sequence.set_pages(0, [PageId(first_page + index) for index in range(num_pages)])
         return sequence
 
 

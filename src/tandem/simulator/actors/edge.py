@@ -100,7 +100,7 @@ class Edge:
         """The worker gets the prompt; the request for the node."""
         ask, script = half.ask, half.script
         root = root_hash(secret=SECRET, tenant=ask.tenant)
-        life.executor.seat(half.request, script, root)
+        life.executor.add(half.request, script, root)
         return Request(
             id=half.request,
             rid=f"rid-{ask.index}",

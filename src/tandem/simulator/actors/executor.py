@@ -1,8 +1,8 @@
 """A worker without torch: executes `BatchPlan`s over simulated page memory, in launch order.
 
-It keeps what `core/batch.py` says a worker keeps - per request its tokens and page table, and the ordered decode set -
-and reads every position through the page table. A batch touches memory at its end: the latest moment, and so the one
-at which a page that was given away too early has already been written by somebody else.
+Plans are applied by `batch_tables.py`, as in the engine; here is a forward pass that reads every position through the
+page table. A batch touches memory at its end: the latest moment, and so the one at which a page that was given away too
+early has already been written by somebody else.
 
 Memory is per shard. Pages are never cleared, as in a real device, so stale content is there to be found.
 """
@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, Span
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
-from tandem.core.values import MILLISECOND, PageHash, PageId, RequestId
-from tandem.pagehash import hash_of, page_link
+from tandem.core.values import MILLISECOND, PageId, RequestId
+from tandem.pagehash import prompt_links
 from tandem.simulator.model import EOS_TOKEN, MASK, content_of_shards, kv_content, sample, shard_weight
 from tandem.simulator.oracle import Script, Violation
 
@@ -60,18 +61,25 @@ def digest(contents: list[int]) -> bytes:
     return mixed.to_bytes(8, "little")
 
 
-@dataclass(slots=True)
-class WorkerRequest:
+@dataclass(slots=True, kw_only=True)
+class WorkerRequest(Sequence):
     """What the worker knows of one request."""
 
-    request: RequestId
     script: Script
-    tokens: list[int]
-    hashes: list[bytes]  # links of the full pages of `tokens`, as far as they were needed
-    root: bytes
-    num_reported: int  # leading pages whose hash the node has or was told
-    table: list[PageId] = field(default_factory=list)
     is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
+
+    @classmethod
+    def of(cls, request: RequestId, script: Script, root: bytes, *, page_size: int) -> "WorkerRequest":
+        prompt = script.prompt
+        links = prompt_links(root, prompt, page_size=page_size)
+        return cls(
+            request=request,
+            prompt_len=len(prompt),
+            page_size=page_size,
+            tokens=array("i", prompt),
+            prompt_hash=links[-1] if links else root,
+            script=script,
+        )
 
 
 @dataclass(slots=True)
@@ -103,112 +111,98 @@ class Executor:
     num_shards: int
     guard: MemoryGuard
     memories: list[PageMemory] = field(default_factory=list)
-    seats: dict[RequestId, WorkerRequest] = field(default_factory=dict)
-    decode_set: dict[RequestId, None] = field(default_factory=dict)
+    tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(PlainDecodeSet()))
     last_iteration: int = 0
 
     def __post_init__(self) -> None:
         self.memories = [PageMemory(self.num_pages, self.page_size) for _ in range(self.num_shards)]
 
-    def seat(self, request: RequestId, script: Script, root: bytes) -> None:
+    @property
+    def requests(self) -> dict[RequestId, WorkerRequest]:
+        return self.tables.sequences
+
+    @property
+    def decode_set(self) -> list[RequestId]:
+        return [member.request for member in self.tables.decode_set.members]
+
+    def add(self, request: RequestId, script: Script, root: bytes) -> None:
         """What a real worker gets as `Payload`, before the node hears of the request."""
-        num_pages = len(script.prompt) // self.page_size
-        self.seats[request] = WorkerRequest(request, script, list(script.prompt), [], root, num_reported=num_pages)
+        self.tables.add(WorkerRequest.of(request, script, root, page_size=self.page_size))
 
     def forget(self, requests: tuple[RequestId, ...]) -> None:
         """In its turn between the batches, as on the one socket of a real worker."""
-        for request in requests:
-            self.decode_set.pop(request, None)
-            self.seats.pop(request, None)
-
-    def change_sets(self, plan: BatchPlan) -> None:
-        """Everything of a plan that comes before the forward pass."""
-        for request in plan.leave:
-            self.decode_set.pop(request, None)
-        for join in plan.join:
-            self._join(self.seats[join.request], join)
-        for grow in plan.grow:
-            _cut_and_append(self.seats[grow.request].table, grow.first_page, grow.pages)
+        self.tables.forget(requests)
 
     def run(self, plan: BatchPlan, *, invalid: frozenset[int] = frozenset()) -> BatchOutcome:
         """The forward pass. `invalid`: rows of the outcome whose logits are not finite."""
         if plan.iteration <= self.last_iteration:
             raise Violation("S24", f"iteration {plan.iteration} after {self.last_iteration}")
         self.last_iteration = plan.iteration
-        self.change_sets(plan)
+        spans = self._apply(plan)
+        members = self.tables.decode_set.members if plan.decodes else ()
+        rows = [(span.sequence, span.start, span.stop, span.samples) for span in spans]
+        rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
         sampled: list[int] = []
         flags = bytearray()
-        hashes: list[tuple[RequestId, PageHash]] = []
-        for row in plan.rows:
-            seat = self.seats[row.request]
-            _cut_and_append(seat.table, row.first_page, row.pages)
-            seat.tokens.extend(array("i", row.token))
-            kv_sum = self._forward(seat, row.start, row.stop)
-            if row.stop > len(seat.script.prompt):
-                hashes.extend((row.request, page_hash) for page_hash in self._new_hashes(seat, row.stop))
-            if row.samples:
-                del seat.tokens[row.stop :]  # sampled before a retraction, and never told to the client
-                self._sample(seat, kv_sum, sampled, flags, invalid)
-        if plan.decodes:
-            for request in self.decode_set:
-                seat = self.seats[request]
-                position = len(seat.tokens) - 1
-                kv_sum = self._forward(seat, position, position + 1)
-                self._sample(seat, kv_sum, sampled, flags, invalid)
-                if (position + 1) % self.page_size == 0:
-                    hashes.extend((request, page_hash) for page_hash in self._new_hashes(seat, position + 1))
+        for sequence, start, stop, samples in rows:
+            kv_sum = self._forward(sequence, start, stop)
+            if samples:
+                self._sample(sequence, kv_sum, sampled, flags, invalid)
+        hashes = self.tables.finish(spans, sampled, decodes=plan.decodes)
         return BatchOutcome(plan.id, plan.iteration, array("i", sampled).tobytes(), bytes(flags), tuple(hashes))
 
     def break_off(self, plan: BatchPlan) -> None:
         """The forward pass raises: sets and tables have changed, nothing is sampled, KV may be half written."""
         self.last_iteration = plan.iteration
-        self.change_sets(plan)
-        for row in plan.rows:
-            seat = self.seats[row.request]
-            _cut_and_append(seat.table, row.first_page, row.pages)
-            seat.tokens.extend(array("i", row.token))
-            seat.is_broken = True
-        if plan.decodes:
-            for request in self.decode_set:
-                self.seats[request].is_broken = True
+        for span in self._apply(plan):
+            span.sequence.is_broken = True
+        for member in self.tables.decode_set.members if plan.decodes else ():
+            member.is_broken = True
 
-    def _join(self, seat: WorkerRequest, join: Join) -> None:
-        _cut_and_append(seat.table, join.first_page, join.pages)
-        seat.tokens.extend(array("i", join.token))
-        self.decode_set[join.request] = None
-        length = len(seat.tokens) - 1
-        if length != len(seat.script.prompt) and join.token:
+    def _apply(self, plan: BatchPlan) -> list[Span[WorkerRequest]]:
+        try:
+            spans = self.tables.apply(plan)
+        except PlanError as error:
+            raise Violation("S5", str(error)) from error
+        for join in plan.join:
+            self._check_join(self.requests[join.request], join)
+        return spans
+
+    def _check_join(self, sequence: WorkerRequest, join: Join) -> None:
+        length = len(sequence.tokens) - 1
+        if length != sequence.prompt_len and join.token:
             raise Violation(
-                "S19", f"request {seat.request} joins with KV of {length} of {len(seat.script.prompt)} tokens"
+                "S19", f"request {sequence.request} joins with KV of {length} of {sequence.prompt_len} tokens"
             )
-        if not seat.is_broken and self._read(seat.table, length) != seat.script.kv_sum(length):
-            raise Violation("S19", f"request {seat.request} starts to decode before its KV is whole")
+        if not sequence.is_broken and self._read(sequence.pages, length) != sequence.script.kv_sum(length):
+            raise Violation("S19", f"request {sequence.request} starts to decode before its KV is whole")
 
     def _sample(
-        self, seat: WorkerRequest, kv_sum: int, sampled: list[int], flags: bytearray, invalid: frozenset[int]
+        self, sequence: WorkerRequest, kv_sum: int, sampled: list[int], flags: bytearray, invalid: frozenset[int]
     ) -> None:
-        token = sample(kv_sum=kv_sum, position=len(seat.tokens) - 1, eos_one_in=seat.script.eos_one_in)
+        token = sample(kv_sum=kv_sum, position=len(sequence.tokens) - 1, eos_one_in=sequence.script.eos_one_in)
         if len(sampled) in invalid:
             flags.append(TokenFlag.INVALID)
-            seat.is_broken = True
+            sequence.is_broken = True
         else:
             flags.append(TokenFlag.EOS if token == EOS_TOKEN else 0)
         sampled.append(token)
-        seat.tokens.append(token)
 
-    def _forward(self, seat: WorkerRequest, start: int, stop: int) -> int:
+    def _forward(self, sequence: WorkerRequest, start: int, stop: int) -> int:
         """Write the KV of [start, stop) and return the sum of [0, stop), all through the page table."""
-        table, page_size = seat.table, self.page_size
+        table, page_size = sequence.pages, self.page_size
         if len(table) * page_size < stop:
-            raise Violation("S5", f"request {seat.request}: {len(table)} pages for {stop} tokens")
-        if stop > len(seat.tokens):
-            raise Violation("S5", f"request {seat.request}: span [{start}, {stop}) of {len(seat.tokens)} tokens")
-        self.guard(seat.request, table, start // page_size, (stop - 1) // page_size + 1)
+            raise Violation("S5", f"request {sequence.request}: {len(table)} pages for {stop} tokens")
+        if stop > len(sequence.tokens):
+            raise Violation(
+                "S5", f"request {sequence.request}: span [{start}, {stop}) of {len(sequence.tokens)} tokens"
+            )
+        self.guard(sequence.request, table, start // page_size, (stop - 1) // page_size + 1)
         kv_sum = self._read(table, start)
-        if kv_sum != seat.script.kv_sum(start) and not seat.is_broken:
-            raise Violation("S5", f"request {seat.request}: KV of [0, {start}) is not what its tokens make")
+        if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
+            raise Violation("S5", f"request {sequence.request}: KV of [0, {start}) is not what its tokens make")
         for position in range(start, stop):
-            content = kv_content(sum_before=kv_sum, token=seat.tokens[position], position=position)
+            content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
             page, slot = table[position // page_size], position % page_size
             for index, memory in enumerate(self.memories):
                 memory.write(page, slot, content * shard_weight(index))
@@ -218,21 +212,3 @@ class Executor:
     def _read(self, table: list[PageId], length: int) -> int:
         total = sum(memory.read(table, length) for memory in self.memories)
         return content_of_shards(total, self.num_shards)
-
-    def _new_hashes(self, seat: WorkerRequest, length: int) -> list[PageHash]:
-        """Hashes of the full pages of [0, length) that were not reported yet; the chain before them is made as well."""
-        full = length // self.page_size
-        while len(seat.hashes) < full:
-            start = len(seat.hashes) * self.page_size
-            parent = seat.hashes[-1] if seat.hashes else seat.root
-            seat.hashes.append(page_link(parent, seat.tokens[start : start + self.page_size]))
-        new = [hash_of(link) for link in seat.hashes[seat.num_reported : full]]
-        seat.num_reported = max(seat.num_reported, full)
-        return new
-
-
-def _cut_and_append(table: list[PageId], first_page: int, pages: tuple[PageId, ...]) -> None:
-    if first_page > len(table):
-        raise Violation("S5", f"a table of {len(table)} pages cannot be cut to {first_page}")
-    del table[first_page:]
-    table.extend(pages)

@@ -82,16 +82,16 @@ class SameSet:
         if life.work or life.is_working:
             return
         members, state = self.members[life.incarnation], life.node.state
-        if list(life.executor.decode_set) != list(members):
-            raise Violation(
-                self.id, f"recount: {where(life)} decodes {list(life.executor.decode_set)}, told {list(members)}"
-            )
+        if life.executor.decode_set != list(members):
+            raise Violation(self.id, f"recount: {where(life)} decodes {life.executor.decode_set}, told {list(members)}")
         for progress in state.requests.values():
-            seat = life.executor.seats.get(progress.id)
-            if not progress.synced_pages or progress.id in state.joins or seat is None:
+            sequence = life.executor.requests.get(progress.id)
+            if not progress.synced_pages or progress.id in state.joins or sequence is None:
                 continue
-            if seat.table[: progress.synced_pages] != progress.pages[: progress.synced_pages]:
-                raise Violation(self.id, f"{where(life, progress.id)}: table {seat.table} is to be {progress.pages}")
+            if sequence.pages[: progress.synced_pages] != progress.pages[: progress.synced_pages]:
+                raise Violation(
+                    self.id, f"{where(life, progress.id)}: table {sequence.pages} is to be {progress.pages}"
+                )
 
 
 class OneVerdict:

@@ -38,7 +38,7 @@ class NothingLeft:
             "pinned pages": state.tree.num_pinned,
             "batches in flight": len(state.inflight),
             "decode rows": len(state.decode_set) + len(state.joins),
-            "seats of the worker": len(life.executor.seats),
+            "requests of the worker": len(life.executor.requests),
             "decode rows of the worker": len(life.executor.decode_set),
             "grants": sum(1 for grant in store.grants.values() if not grant.is_revoked),
             "pulls": sum(1 for pull in store.pulls.values() if any(stream.is_moving for stream in pull.streams)),

@@ -212,7 +212,7 @@ class Stage:
             "pinned pages": state.tree.num_pinned,
             "batches": len(state.inflight) + len(replica.work),
             "decode rows": len(state.decode_set) + len(state.joins) + len(state.leaves),
-            "seats": len(replica.worker.seats),
+            "worker requests": len(replica.worker.requests),
             "decode rows of the worker": len(replica.worker.decode_set),
             "grants": len(replica.grants),
             "pulls": len(replica.pulls),

@@ -5,6 +5,7 @@ apart. The worker is the simulator's `Executor`, which knows what every page mus
 reads one has read something wrong.
 """
 
+from array import array
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar  # Any: an answer to a move, of any shape
@@ -95,10 +96,10 @@ class SmallHalf(Struct, frozen=True):
 class WorkerRequestValue(Struct, frozen=True):
     request: RequestId
     is_rendered_anew: bool
-    tokens: tuple[int, ...]
-    hashes: tuple[bytes, ...]
+    tokens: bytes
+    chain: tuple[bytes, ...]
     num_reported: int
-    table: tuple[PageId, ...]
+    pages: tuple[PageId, ...]
     is_broken: bool
 
 
@@ -106,7 +107,7 @@ class WorkerValue(Struct, frozen=True):
     """An `Executor`, with everything that it will ever read."""
 
     slots: tuple[tuple[int, ...], ...]  # per page
-    seats: tuple["WorkerRequestValue", ...] = ()
+    requests: tuple["WorkerRequestValue", ...] = ()
     decode_set: tuple[RequestId, ...] = ()
     last_iteration: int = 0
 
@@ -160,14 +161,16 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
     memory.slots = [list(slots) for slots in value.slots]
     memory.sums = [sum(slots) for slots in value.slots]
     executor.memories = [memory]
-    executor.decode_set = dict.fromkeys(value.decode_set)
     executor.last_iteration = value.last_iteration
-    for seat in value.seats:
-        script = cast.script(seat.request, is_rendered_anew=seat.is_rendered_anew)
-        tokens, hashes, table = list(seat.tokens), list(seat.hashes), list(seat.table)
-        executor.seats[seat.request] = WorkerRequest(
-            seat.request, script, tokens, hashes, cast.root, seat.num_reported, table, seat.is_broken
-        )
+    for kept in value.requests:
+        script = cast.script(kept.request, is_rendered_anew=kept.is_rendered_anew)
+        sequence = WorkerRequest.of(kept.request, script, cast.root, page_size=executor.page_size)
+        sequence.tokens = array("i", kept.tokens)
+        sequence.chain, sequence.num_reported = list(kept.chain), kept.num_reported
+        sequence.pages, sequence.is_broken = list(kept.pages), kept.is_broken
+        executor.tables.add(sequence)
+    for request in value.decode_set:
+        executor.tables.decode_set.join(executor.requests[request])
 
 
 def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
@@ -177,16 +180,16 @@ def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
         tuple(wiped if states[page] == PageState.FREE else tuple(slots[page]) for page in range(executor.num_pages)),
         tuple(
             WorkerRequestValue(
-                seat.request,
-                seat.script is not cast.scripts[seat.request],
-                tuple(seat.tokens),
-                tuple(seat.hashes),
-                seat.num_reported,
-                tuple(seat.table),
-                seat.is_broken,
+                sequence.request,
+                sequence.script is not cast.scripts[sequence.request],
+                sequence.tokens.tobytes(),
+                tuple(sequence.chain),
+                sequence.num_reported,
+                tuple(sequence.pages),
+                sequence.is_broken,
             )
-            for seat in executor.seats.values()
+            for sequence in executor.requests.values()
         ),
-        tuple(executor.decode_set),
+        tuple(member.request for member in executor.tables.decode_set.members),
         executor.last_iteration,
     )

@@ -43,7 +43,7 @@ SHARD = ShardId(0)
 def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
     draft.to_come.remove(request)
     draft.halves[request] = SmallHalf(request)
-    draft.executor.seat(request, draft.cast.scripts[request], draft.cast.root)
+    draft.executor.add(request, draft.cast.scripts[request], draft.cast.root)
     return (RequestArrived(draft.cast.requests[request]),)
 
 
@@ -52,7 +52,7 @@ def _rendered(draft: Draft, request: RequestId) -> tuple[Event, ...]:
     draft.to_render.remove(request)
     rendered, script = draft.cast.rendered[request]
     draft.halves[request] = msgspec.structs.replace(draft.halves[request], is_rendered_anew=True)
-    draft.executor.seat(request, script, draft.cast.root)
+    draft.executor.add(request, script, draft.cast.root)
     return (PromptRendered(rendered),)
 
 

@@ -1,0 +1,218 @@
+"""What a worker keeps of its requests, and what a `BatchPlan` makes of it: for the engine, the simulator and tests.
+
+`core/batch.py` says what a plan means; here it is done in exactly that order. Who computes the forward pass calls
+
+    spans = tables.apply(plan)                            leave, join, grow, then page tables and tokens of the rows
+    ...                                                   the forward pass, one token per `tables.sampling(...)`
+    hashes = tables.finish(spans, tokens, decodes=...)    the sampled tokens, and the pages that are full since
+
+A forward pass that fails is not finished: tables and sets have changed, nothing was sampled.
+
+A worker keeps more of a request than this (sampling parameters, a script of what to say): it derives its class from
+`Sequence`. The decode set is a port, because the engine keeps its numbers as arrays.
+"""
+
+from array import array
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from tandem.core.batch import BatchPlan, Row
+from tandem.core.values import PageHash, PageId, RequestId
+from tandem.pagehash import hash_of, page_link
+
+
+class PlanError(Exception):
+    """The plan speaks of requests, pages or tokens that are not there: a bug of whoever has made it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """One request: its tokens, its page table, and the hash chain of the pages that it has filled."""
+
+    request: RequestId
+    prompt_len: int
+    page_size: int
+    tokens: array  # int32: prompt, then output
+    prompt_hash: bytes  # link of the last full prompt page, or the root: parent of `chain[0]`
+    chain: list[bytes] = field(default_factory=list)  # links of the full pages after the full prompt pages
+    num_reported: int = 0  # how many of `chain` the node has been told
+    pages: list[PageId] = field(default_factory=list)
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def set_pages(self, first_page: int, pages: Values[PageId]) -> None:
+        """Cut the table to `first_page` entries, then append `pages`. Raises PlanError for a gap."""
+        if first_page > len(self.pages):
+            raise PlanError(f"request {self.request}: a table of {len(self.pages)} pages cannot be cut to {first_page}")
+        del self.pages[first_page:]
+        self.pages.extend(pages)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+
+    def cut(self, stop: int) -> None:
+        """Forget the tokens from `stop` on: they are about to be sampled again. A prompt is never cut."""
+        if stop >= len(self.tokens):
+            return
+        if stop < self.prompt_len:
+            raise PlanError(f"request {self.request}: a prompt of {self.prompt_len} tokens cannot be cut to {stop}")
+        del self.tokens[stop:]
+        del self.chain[max(0, stop // self.page_size - self.prompt_len // self.page_size) :]
+        self.num_reported = min(self.num_reported, len(self.chain))
+
+    def take_hashes(self, stop: int) -> list[PageHash]:
+        """Hashes of full pages of [0, stop) that nobody was told yet: each page that holds output, once, in order."""
+        first = self.prompt_len // self.page_size
+        while len(self.chain) < stop // self.page_size - first:
+            start = (first + len(self.chain)) * self.page_size
+            parent = self.chain[-1] if self.chain else self.prompt_hash
+            self.chain.append(page_link(parent, self.tokens[start : start + self.page_size]))
+        new = self.chain[self.num_reported : max(0, stop // self.page_size - first)]
+        self.num_reported += len(new)
+        return [hash_of(link) for link in new]
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(frozen=True, slots=True)
+class Span(Generic[S]):
+    """Tokens [start, stop) of a request, whose KV this batch writes."""
+
+    sequence: S
+    start: int
+    stop: int
+    samples: bool
+
+
+class DecodeSet(Protocol[S]):
+    """The requests that get one token from every decoding batch, in join order."""
+
+    @property
+    def members(self) -> Collection[S]: ...
+
+    def __contains__(self, request: int) -> bool: ...
+
+    def join(self, sequence: S) -> None: ...
+
+    def leave(self, requests: Collection[int]) -> None:
+        """Unknown ones are ignored: a request may be forgotten after it has left."""
+        ...
+
+    def refresh_table(self, sequence: S) -> None:
+        """The sequence's page table has changed, if it is a member."""
+        ...
+
+    def append(self, tokens: Values[int]) -> None:
+        """Every member has got its next token, in join order."""
+        ...
+
+
+class PlainDecodeSet(Generic[S]):
+    """A `DecodeSet` without arrays."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, S] = {}
+
+    @property
+    def members(self) -> Collection[S]:
+        return self.of.values()
+
+    def __contains__(self, request: int) -> bool:
+        return request in self.of
+
+    def join(self, sequence: S) -> None:
+        self.of[sequence.request] = sequence
+
+    def leave(self, requests: Collection[int]) -> None:
+        for request in requests:
+            self.of.pop(request, None)
+
+    def refresh_table(self, sequence: S) -> None:
+        """Members are looked at when their batch runs."""
+
+    def append(self, tokens: Values[int]) -> None:
+        for member, token in zip(self.of.values(), tokens, strict=True):
+            member.append(token)
+
+
+class BatchTables(Generic[S]):
+    """Owns the sequences of a worker. Raises PlanError; the requests of that batch are then in an unknown state."""
+
+    def __init__(self, decode_set: DecodeSet[S]) -> None:
+        self.decode_set = decode_set
+        self.sequences: dict[RequestId, S] = {}
+
+    def add(self, sequence: S) -> None:
+        """Make a request known, before the first plan that names it.
+
+        A second time replaces it: its prompt was rendered anew, and no plan that named it is to come or under way.
+        """
+        assert sequence.request not in self.decode_set, "a request that decodes keeps its prompt"
+        self.sequences[sequence.request] = sequence
+
+    def forget(self, requests: Iterable[int]) -> None:
+        """Drop tokens and tables, and the place in the decode set. Unknown requests are ignored."""
+        gone = set(requests)
+        self.decode_set.leave(gone)
+        for request in gone:
+            self.sequences.pop(RequestId(request), None)
+
+    def apply(self, plan: BatchPlan) -> list[Span[S]]:
+        """Everything of a plan that comes before the forward pass. Returns what its rows are about, in order."""
+        if plan.leave:
+            self.decode_set.leave(set(plan.leave))
+        for join in plan.join:
+            sequence = self._known(join.request)
+            _extend(sequence, join.token)
+            sequence.set_pages(join.first_page, join.pages)
+            self.decode_set.join(sequence)
+        for grow in plan.grow:
+            sequence = self._known(grow.request)
+            sequence.set_pages(grow.first_page, grow.pages)
+            self.decode_set.refresh_table(sequence)
+        return [self._span(row) for row in plan.rows]
+
+    def _span(self, row: Row) -> Span[S]:
+        sequence = self._known(row.request)
+        sequence.set_pages(row.first_page, row.pages)
+        _extend(sequence, row.token)
+        if row.samples:
+            sequence.cut(row.stop)  # a prompt may run twice; its token is sampled anew
+        return Span(sequence, row.start, row.stop, row.samples)
+
+    def _known(self, request: RequestId) -> S:
+        sequence = self.sequences.get(request)
+        if sequence is None:
+            raise PlanError(f"request {request} is not known")
+        return sequence
+
+    def sampling(self, spans: Values[Span[S]], *, decodes: bool) -> list[S]:
+        """Whose token comes when: one entry per row of the outcome."""
+        return [*(span.sequence for span in spans if span.samples), *(self.decode_set.members if decodes else ())]
+
+    def finish(self, spans: Values[Span[S]], tokens: Values[int], *, decodes: bool) -> list[tuple[RequestId, PageHash]]:
+        """The forward pass is done: `tokens` in the order of `sampling`. Returns pages with output that are full now.
+
+        In row order. After a retraction spans run over pages that were told before: those are not told again.
+        """
+        ends = [(span.sequence, span.stop) for span in spans]
+        members = self.decode_set.members if decodes else ()
+        ends += [(member, len(member.tokens)) for member in members if len(member.tokens) % member.page_size == 0]
+        hashes = [(sequence.request, h) for sequence, stop in ends for h in sequence.take_hashes(stop)]
+        samplers = [span.sequence for span in spans if span.samples]
+        for sequence, token in zip(samplers, tokens, strict=False):
+            sequence.append(token)
+        if decodes:
+            self.decode_set.append(tokens[len(samplers) :])
+        return hashes
+
+
+def _extend(sequence: Sequence, tokens: bytes) -> None:
+    """tokens: int32 little endian, as in `Row` and `Join`: a first token that was sampled elsewhere."""
+    for token in array("i", tokens):
+        sequence.append(token)
