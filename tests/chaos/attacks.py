@@ -91,7 +91,7 @@ class Attacks:
         return f"{kinds}; {self.connections} connections, {self.heard_bytes} bytes heard"
 
     @contextlib.asynccontextmanager
-    async def connection(self, port: int):  # type: ignore[no-untyped-def]
+    async def connection(self, port: int):  # type: ignore[no-untyped-def]  # a context manager over both streams
         """Streams to a port on this machine; closed in any case."""
         reader, writer = await asyncio.wait_for(asyncio.open_connection(LOOPBACK, port), 5.0)
         self.connections += 1

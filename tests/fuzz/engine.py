@@ -322,7 +322,7 @@ def child_main(
         faulthandler.register(signal.SIGPROF, trace, all_threads=False, chain=True)
         LOGGED_ERRORS.watch()
         gc.freeze()
-        Child(target, current, out, known=known).go(**work)  # type: ignore[arg-type]
+        Child(target, current, out, known=known).go(**work)  # type: ignore[arg-type]  # a mapping of mixed values, made in `fork`
         code = 0
     except BaseException:
         traceback.print_exc(file=trace)

@@ -35,7 +35,7 @@ EDGES = "e2e_cpu/test_pd_edges.py::test_"
 FAULTS = "e2e_cpu/test_fault_injection.py::test_"
 
 BREAKS = (
-    # seed 1
+    # sglang#26780
     Break(
         "hit_rate_is_always_0",
         "core/scheduler/inspect.py",
@@ -169,7 +169,7 @@ BREAKS = (
         "    pass\n    enter",
         "unit/test_core_optimistic.py::test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row",
     ),
-    # seed 2
+    # sglang#27028
     Break(
         "failed_bootstraps_of_prefill_are_not_counted",
         "core/disagg/prefill_side.py",
@@ -233,7 +233,7 @@ BREAKS = (
         "return Pending(min(behind)) if len(behind) == len(expected) else Landed()",
         "unit/test_core_rendezvous.py::test_a_transfer_waits_for_its_slowest_shard",
     ),
-    # seed 3
+    # sglang#23189
     Break(
         "delayer_waits_50_s_by_default",
         "config.py",
@@ -367,7 +367,7 @@ BREAKS = (
         "low_watermark=None",
         "e2e_cpu/test_prefill_delayer.py::test_below_the_watermark_nobody_waits",
     ),
-    # seed 4
+    # sglang#22901
     Break(
         "forced_query_is_ignored",
         "core/disagg/dp_rank.py",
@@ -410,7 +410,7 @@ BREAKS = (
         "force_query=False",
         "unit/test_config_flags.py::test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise",
     ),
-    # seed 5
+    # sglang#20845
     Break(
         "prefill_ignores_the_overlap_switch",
         "server/node/settings.py",

@@ -11,12 +11,12 @@ from tandem.simulator.mutants import MUTANTS
 from tandem.simulator.oracle import Script as Answer
 from tandem.simulator.oracle import Violation
 from tandem.simulator.scenario.parse import (
+    chance_words,
     ns_text,
+    parse_chances,
     parse_ns,
     parse_setting,
-    parse_weather,
     settings_words,
-    weather_words,
 )
 from tandem.simulator.scenario.play import DIVIDER, Scenario
 from tandem.simulator.scenario.prompts import Namer, Stories
@@ -111,12 +111,12 @@ def test_settings_and_weather_of_a_seed_are_written_exactly(seed: int) -> None:
     options = draw_options(seed)
     settings = dict(map(parse_setting, settings_words(options.prefill)))
     assert all(getattr(options.prefill, name) == value for name, value in settings.items())
-    weather, has_jitter = parse_weather([f"seed={seed}", *weather_words(options)])
+    chances, has_jitter = parse_chances([f"seed={seed}", *chance_words(options)])
     assert has_jitter
-    assert weather.seed == seed
-    assert weather.links == options.links
+    assert chances.seed == seed
+    assert chances.links == options.links
     names = ("corruption", "linger_ns", "batch_failure", "event_copies", "page_read_ns")
-    assert [getattr(weather, name) for name in names] == [getattr(options, name) for name in names]
+    assert [getattr(chances, name) for name in names] == [getattr(options, name) for name in names]
 
 
 def test_prompts_share_in_words_what_they_shared() -> None:
@@ -149,4 +149,4 @@ def test_a_script_is_written_in_the_order_of_time() -> None:
     lines = (OrderLine(5_000_000, ("heal",)), RequestLine(1_000_000, "unified-0", 8, 3, 1, "1"))
     script = Script(happenings=lines)
     assert script.text().splitlines() == ["at 1ms unified-0 request 8+3 prompt 1", "at 5ms heal", "until idle"]
-    assert replace(script, weather=("seed=1", "loss=0.5")).text().startswith("weather seed=1 loss=0.5\n")
+    assert replace(script, chances=("seed=1", "loss=0.5")).text().startswith("chances seed=1 loss=0.5\n")

@@ -20,7 +20,7 @@ ROOM = 7
 PROMPT_LEN = 40
 ASKED: dict[str, Any] = {"prompt_len": PROMPT_LEN, "max_new_tokens": 3, "timeout_ns": 5 * SECOND}
 TOKENS = expected_tokens(PROMPT_LEN, 3, seed=1)
-HAPPENINGS = ("prefill half", "decode half", "copy of ready", "abort on prefill", "abort on decode")
+ARRIVALS = ("prefill half", "decode half", "copy of ready", "abort on prefill", "abort on decode")
 
 
 class Pair:
@@ -82,7 +82,7 @@ class Pair:
 @pytest.mark.parametrize("pause_ns", [0, 50 * MILLISECOND], ids=["at once", "with pauses"])
 @pytest.mark.parametrize("optimistic", ["off", "retry", "park"])
 def test_every_order_ends_and_leaves_the_room_free(optimistic: str, pause_ns: int) -> None:
-    for order in permutations(HAPPENINGS):
+    for order in permutations(ARRIVALS):
         pair = Pair(optimistic)
         for what in order:
             pair.happen(what)

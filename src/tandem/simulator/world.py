@@ -127,7 +127,7 @@ class World:
     bootstraps: Bootstraps = field(init=False)
     harm: FaultInjector = field(init=False)
     http: Http = field(init=False)
-    weather: DataPlaneFaults = field(init=False)
+    page_faults: DataPlaneFaults = field(init=False)
     network: Network = field(init=False)
     checkers: Checkers = field(init=False)
     watchdogs: Watchdogs = field(init=False)
@@ -141,7 +141,7 @@ class World:
         settings = replace(self.options.links)  # healing changes it
         self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
         self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
-        self.weather = DataPlaneFaults(self.random, self.options, self.network, timing.page_digest, self.count)
+        self.page_faults = DataPlaneFaults(self.random, self.options, self.network, timing.page_digest, self.count)
         self.edge = Edge(self, self.random, WallClocks(seed), Random(f"rendering {seed}"), timing.render)
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
@@ -272,7 +272,14 @@ class World:
     def _new_store(self, incarnation: Incarnation, memories: list[PageMemory]) -> KvStore:
         random = Random(f"store {self.options.seed} {incarnation.name} {incarnation.id}")
         return KvStore(
-            incarnation, memories, self.clock, random, self.weather, self.checkers, lambda event: None, self.find_store
+            incarnation,
+            memories,
+            self.clock,
+            random,
+            self.page_faults,
+            self.checkers,
+            lambda event: None,
+            self.find_store,
         )
 
     def _guard_of(self, replica: Replica) -> MemoryGuard:

@@ -55,7 +55,7 @@ class Clients:
         self._transport = httpx.HTTPTransport()
         self._async_transport = httpx.AsyncHTTPTransport()
         self._reconnect()
-        httpx.Client._init_transport = lambda client, **options: self._transport  # type: ignore[method-assign]
+        httpx.Client._init_transport = lambda client, **options: self._transport  # type: ignore[method-assign]  # this process only
 
     def _reconnect(self) -> None:
         """No connection of the input before is left."""

@@ -237,7 +237,7 @@ def member_seeds() -> Mapping[str, bytes]:
     return {**found, "all": join_frames(list(packed.values())), "in_anothers_name": join_frames([foreign])}
 
 
-def mutate_member(random, entry: bytes, other: bytes) -> bytes:  # type: ignore[no-untyped-def]
+def mutate_member(random, entry: bytes, other: bytes) -> bytes:  # type: ignore[no-untyped-def]  # as all mutators
     return frames_of(mutate_typed if random.random() < 0.6 else mutate_msgpack)(random, entry, other)
 
 

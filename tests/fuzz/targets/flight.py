@@ -40,7 +40,7 @@ def seeds() -> Mapping[str, bytes]:
 
 def recorded(settings: object, snapshot: Callable[[], bytes], log: list) -> bytes:
     folder = Path(tempfile.mkdtemp())
-    recorder = FlightRecorder(folder, settings, snapshot, max_bytes=1 << 30, note=print)  # type: ignore[arg-type]
+    recorder = FlightRecorder(folder, settings, snapshot, max_bytes=1 << 30, note=print)  # type: ignore[arg-type]  # settings of any node
     for now, events, effects in log:
         recorder.before(now, events)
         recorder.after(now, events, effects)

@@ -85,7 +85,7 @@ class Routers:
     def __init__(self) -> None:
         self._loop = new_loop()
         self._workers = Connection.backend = Workers()
-        httpcore.AsyncHTTPConnection = Connection  # type: ignore[misc]
+        httpcore.AsyncHTTPConnection = Connection  # type: ignore[misc]  # this process only
 
     def __call__(self, data: bytes) -> None:
         client, prefill, decode = (*split_frames(data), b"", b"", b"")[:3]

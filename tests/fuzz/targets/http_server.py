@@ -149,7 +149,7 @@ class Servers:
 
 def made(role: str) -> World:
     mode = {} if role == "unified" else {"disaggregation_mode": role}
-    it = world(says("ok", is_burst=True), answers=ANSWERS, enable_fault_injection=True, **mode)  # type: ignore[arg-type]
+    it = world(says("ok", is_burst=True), answers=ANSWERS, enable_fault_injection=True, **mode)  # type: ignore[arg-type]  # fields of the config
     take, frames = it.node.send, Frames[wire.ApiToNode](wire.ApiToNode)
 
     def send(message: wire.ApiToNode) -> None:
@@ -157,7 +157,7 @@ def made(role: str) -> World:
         for arrived in frames.feed(frame(message)):
             take(arrived)
 
-    it.node.send = send  # type: ignore[method-assign]
+    it.node.send = send  # type: ignore[method-assign]  # a fake's
     return it
 
 

@@ -84,7 +84,7 @@ def tell_all(data: bytes) -> None:
         return
     world, prefill, decode = scene_of(SCENES[said[0].scene % len(SCENES)])
     for one in said:
-        world.now = world.now + min(max(one.wait_ns, 0), LONG_NS)  # type: ignore[assignment]
+        world.now = world.now + min(max(one.wait_ns, 0), LONG_NS)  # type: ignore[assignment]  # int is Nanos at run time
         replica = decode if one.to_decode else prefill
         told = admitted(one.message, BOUNDS)
         if told is not None:

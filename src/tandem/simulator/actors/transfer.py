@@ -66,7 +66,7 @@ class Pull:
     is_cancelled: bool = False
 
 
-class Weather(Protocol):
+class DataPlaneFaults(Protocol):
     """What the world does to the data plane."""
 
     def transit_ns(self, source: str, target: str) -> int | None:
@@ -108,7 +108,7 @@ class KvStore:
     memories: list[PageMemory]
     clock: Clock
     random: Random
-    weather: Weather
+    page_faults: DataPlaneFaults
     watcher: Watcher
     emit: Callable[[Event], None]
     find: Callable[[Incarnation], "KvStore | None"]  # the store of that very life, None when it has ended
@@ -140,7 +140,7 @@ class KvStore:
                 detail = "no memory for digests"
                 self._tell(TransferFailed(command.request, command.attempt, shard, Cause.TRANSFER_FAILED, detail))
                 continue
-            duration_ns = self.weather.digest_ns(len(command.pages)) * self.slowness.get(shard, 1.0)
+            duration_ns = self.page_faults.digest_ns(len(command.pages)) * self.slowness.get(shard, 1.0)
             ends_at = max(self.clock.time, self.digesting_until.get(shard, 0)) + int(duration_ns)
             self.digesting_until[shard] = ends_at
             self.clock.at(ends_at, self._digested, command, grant, shard)
@@ -269,12 +269,12 @@ class KvStore:
         if stream.is_moving or stream.has_failed or stream.landed == len(stream.wanted):
             return
         stream.is_moving = True
-        self._ask(pull, stream, self.clock.time + self.weather.give_up_ns())
+        self._ask(pull, stream, self.clock.time + self.page_faults.give_up_ns())
 
     def _ask(self, pull: Pull, stream: Stream, give_up_at: int) -> None:
         """Ask the peer for the next page; while there is no way, until the reader gives up."""
         peer = pull.command.peer
-        transit_ns = self.weather.transit_ns(self.incarnation.name, peer.name)
+        transit_ns = self.page_faults.transit_ns(self.incarnation.name, peer.name)
         if pull.is_cancelled:
             self._stop(pull, stream)
         elif transit_ns is not None:
@@ -298,7 +298,7 @@ class KvStore:
         if isinstance(grant, Cause):
             self._fail(pull, stream, grant, "not granted")
             return
-        duration_ns = self.weather.page_read_ns() * source.slowness.get(stream.shard, 1.0)
+        duration_ns = self.page_faults.page_read_ns() * source.slowness.get(stream.shard, 1.0)
         self.clock.after(duration_ns, self._end, pull, stream, source, grant, give_up_at)
 
     def _wait_for(self, source: "KvStore", pull: Pull, stream: Stream, give_up_at: int) -> None:
@@ -317,12 +317,12 @@ class KvStore:
         page, generation, _, _ = stream.wanted[stream.landed]
         secret = pull.command.secrets[stream.shard]
         contents = source.end_read(grant, PageId(page), generation, stream.shard, secret)
-        transit_ns = self.weather.transit_ns(source.incarnation.name, self.incarnation.name)
+        transit_ns = self.page_faults.transit_ns(source.incarnation.name, self.incarnation.name)
         if transit_ns is None:
             self.clock.at(give_up_at, self._fail, pull, stream, Cause.TRANSFER_FAILED, "broken off")
             return
         if pull.is_cancelled:
-            transit_ns += self.weather.linger_ns()
+            transit_ns += self.page_faults.linger_ns()
         self.clock.after(transit_ns, self._arrive, pull, stream, contents)
 
     def _arrive(self, pull: Pull, stream: Stream, contents: list[int]) -> None:
@@ -330,7 +330,7 @@ class KvStore:
         if self.find(self.incarnation) is not self:
             return
         _, _, destination, expected = stream.wanted[stream.landed]
-        if self.weather.corrupts():
+        if self.page_faults.corrupts():
             contents = contents.copy()
             contents[self.random.randrange(len(contents))] ^= 1 << self.random.randrange(64)
         self.watcher.page_is_written(self, pull.command.request, destination)
@@ -355,7 +355,7 @@ class KvStore:
 
     def _stop(self, pull: Pull, stream: Stream) -> None:
         """Nothing of a cancelled stream is on its way any more; saying so may take a while."""
-        self.clock.after(self.weather.linger_ns(), self._drained, pull, stream)
+        self.clock.after(self.page_faults.linger_ns(), self._drained, pull, stream)
 
     def _drained(self, pull: Pull, stream: Stream) -> None:
         stream.is_moving = False

@@ -36,7 +36,7 @@ class Victim(Protocol):
 
     network: Network
     http: Http
-    weather: DataPlaneFaults
+    page_faults: DataPlaneFaults
     replicas: dict[str, Replica]
     servers: dict[str, Server]
     gateways: dict[str, Gateway]
@@ -352,7 +352,7 @@ class FaultInjector:
     def heal(self) -> None:
         world = self.world
         world.num_planned -= 1
-        world.is_healed = world.weather.is_calm = world.http.is_calm = True
+        world.is_healed = world.page_faults.is_calm = world.http.is_calm = True
         self._let_gateways_find_out()
         world.network.heal_all()
         for replica in world.replicas.values():

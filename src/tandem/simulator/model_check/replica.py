@@ -24,7 +24,7 @@ from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
 from tandem.simulator.model_check.forks import Forks
 from tandem.simulator.model_check.replica_value import Cast, Draft, Numbered, SmallReplica, WorkerValue, frozen, thaw
-from tandem.simulator.model_check.transitions import HAPPENINGS
+from tandem.simulator.model_check.transitions import TRANSITIONS
 from tandem.simulator.oracle import Violation
 
 Move = tuple[Any, ...]  # what happens, and to what
@@ -113,7 +113,7 @@ class Stage:
     def _apply(self, index: int, move: Move) -> Outcome:
         replica = self.known.values[index]
         draft = self._draft(replica)
-        events = HAPPENINGS[move[0]](draft, *move[1:])
+        events = TRANSITIONS[move[0]](draft, *move[1:])
         fork, age_ns = replica.node, Nanos(draft.now - self.forks.forks[replica.node].now)
         if events is not None:
             fork, age_ns = self._step(draft, events), ZERO_NS

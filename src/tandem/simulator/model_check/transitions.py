@@ -221,7 +221,7 @@ def end_pull(draft: Draft, index: int) -> None:
     draft.inbox.append(TransferDrained(pull.request, pull.attempt, SHARD))
 
 
-HAPPENINGS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
+TRANSITIONS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
     "arrives": _arrives,
     "rendered": _rendered,
     "never comes": _never_comes,

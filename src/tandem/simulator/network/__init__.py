@@ -1,1 +1,1 @@
-"""What lies between the actors: links with latency and loss, HTTP over them, the weather of the data plane."""
+"""What lies between the actors: links with latency and loss, HTTP over them, the faults of the data plane."""

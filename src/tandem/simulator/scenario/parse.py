@@ -1,7 +1,7 @@
-"""Values in the words of a scenario, both ways: times, settings of a node, and the weather.
+"""Values in the words of a scenario, both ways: times, settings of a node, and chance.
 
-The weather is whatever of `Options` and `LinkSettings` goes wrong by chance, in one line `name=value ...`; what is not
-named in it does not happen. `jitter=on` makes durations uneven, `classes=F10` gives every life a clock of its own.
+Left to chance is whatever of `Options` and `LinkSettings` one line `name=value ...` says; what is not named in it does
+not happen. `jitter=on` makes durations uneven, `classes=F10` gives every life a clock of its own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -118,37 +118,37 @@ def json_word(value: object) -> str:
     return msgspec.json.encode(value).decode().replace(" ", "\\u0020")
 
 
-# --- weather ---------------------------------------------------------------------------------------------------------
+# --- chances ---------------------------------------------------------------------------------------------------------
 
 
-def parse_weather(words: Iterable[str]) -> tuple[Options, bool]:
+def parse_chances(words: Iterable[str]) -> tuple[Options, bool]:
     """(options of the world, whether durations are uneven)"""
     given = dict(word.split("=", 1) for word in words)
     has_jitter = given.pop("jitter", "off") == "on"
     classes = tuple(given.pop("classes", "").split(","))
     quiet = replace(quiet_options(), classes=classes)
-    options, links = _weather_fields(quiet), _weather_fields(quiet.links)
+    options, links = _chance_fields(quiet), _chance_fields(quiet.links)
     for name, text in given.items():
         if name in links:
             links[name] = _parse_like(links[name], name, text)
         elif name in options or name == "seed":
             options[name] = _parse_like(options.get(name, 0), name, text)
         else:
-            raise ValueError(f"no weather {name}")
+            raise ValueError(f"no chances {name}")
     return replace(quiet, links=LinkSettings(**links), **options), has_jitter
 
 
-def weather_words(options: Options) -> list[str]:
+def chance_words(options: Options) -> list[str]:
     """What goes wrong by chance under these options."""
     quiet = quiet_options()
     words = ["jitter=on", *(f"classes={name}" for name in (CLOCKS,) if name in options.classes)]
     for usual, real in ((quiet, options), (quiet.links, options.links)):
-        differing = {name: value for name, value in _weather_fields(real).items() if value != getattr(usual, name)}
-        words += [f"{name}={_weather_text(name, value)}" for name, value in differing.items()]
+        differing = {name: value for name, value in _chance_fields(real).items() if value != getattr(usual, name)}
+        words += [f"{name}={_chance_text(name, value)}" for name, value in differing.items()]
     return words
 
 
-def _weather_fields(settings: Options | LinkSettings) -> dict[str, Any]:
+def _chance_fields(settings: Options | LinkSettings) -> dict[str, Any]:
     names = [known.name for known in fields(settings) if known.name not in NO_WEATHER]
     values = {name: getattr(settings, name) for name in names}
     return {name: value for name, value in values.items() if _is_plain(value)}
@@ -170,7 +170,7 @@ def _parse_like(usual: object, name: str, text: str) -> Any:
     return int(text) if isinstance(usual, int) else float(text)
 
 
-def _weather_text(name: str, value: Any) -> str:
+def _chance_text(name: str, value: Any) -> str:
     if isinstance(value, tuple):
         return f"{ns_text(value[0])}..{ns_text(value[1])}"
     return ns_text(value) if name.endswith("_ns") else str(value)

@@ -20,9 +20,9 @@
     until 1s | idle                           # nothing is left to happen, or an hour is over
 
 There is no randomness in it: steady latencies, no loss. The checkers look on as in any simulation. Only a
-story that begins with its weather is left to chance, and to the same chance every time:
+story that begins with its chances is left to chance, and to the same chance every time:
 
-    weather seed=39 jitter=on loss=0.1        # fields of `Options` and `LinkSettings` by name
+    chances seed=39 jitter=on loss=0.1        # fields of `Options` and `LinkSettings` by name
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.report import trace_step
 from tandem.simulator.scenario.dump import holdings
-from tandem.simulator.scenario.parse import SMALL, parse_ns, parse_setting, parse_weather, quiet_options
+from tandem.simulator.scenario.parse import SMALL, parse_chances, parse_ns, parse_setting, quiet_options
 from tandem.simulator.scenario.prompts import Stories
 from tandem.simulator.workload import Ask
 from tandem.simulator.world import STEADY, Timing, World
@@ -82,8 +82,8 @@ class Scenario:
 
     def _command(self, words: list[str]) -> None:
         match words:
-            case ["weather", *settings] if not self.world.replicas:
-                options, has_jitter = parse_weather(settings)
+            case ["chances", *settings] if not self.world.replicas:
+                options, has_jitter = parse_chances(settings)
                 timing = Timing() if has_jitter else STEADY
                 self.world = World(options, timing=timing, trace=self._record, recount_every=1)
             case ["recount", "every", number, "events"]:
@@ -113,7 +113,7 @@ class Scenario:
                 world.num_planned += 1
                 return world.harm.heal
             case ["corrupt", count, "pages"]:
-                return lambda: setattr(world.weather, "pages_to_corrupt", int(count))
+                return lambda: setattr(world.page_faults, "pages_to_corrupt", int(count))
             case ["fail", count, "batches"]:
                 return lambda: setattr(world, "batches_to_fail", int(count))
             case [name, *what] if name in world.replicas:

@@ -25,7 +25,7 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
 from tandem.simulator.faults.fault_schedule import FaultSchedule
 from tandem.simulator.faults.options import Options
-from tandem.simulator.scenario.parse import json_word, ns_text, settings_words, weather_words
+from tandem.simulator.scenario.parse import chance_words, json_word, ns_text, settings_words
 from tandem.simulator.scenario.prompts import Namer
 from tandem.simulator.scenario.script import Happening, NodeLine, OrderLine, RequestLine, Script
 from tandem.simulator.world import World
@@ -160,14 +160,14 @@ class Tape:
         self.happenings.append(OrderLine(_rounded(now), (life.replica.name, "told", json_word(event))))
 
     def script(self) -> Script:
-        """What has happened so far. The weather is that of the seed."""
+        """What has happened so far. What is left to chance is that of the seed."""
         world, options = self.world, self.world.options
         happenings = [*self.happenings, *planned(options, world.heals_at)]
         if "F19" not in options.classes:  # some halves never understand each other
             happenings.append(OrderLine(_rounded(world.heals_at), ("heal",)))
         happenings = [line for line in happenings if line.at <= world.clock.time]
-        weather = (f"seed={options.seed}", *weather_words(options))
-        return Script(weather, self.nodes, tuple(sorted(happenings, key=lambda line: line.at)))
+        chances = (f"seed={options.seed}", *chance_words(options))
+        return Script(chances, self.nodes, tuple(sorted(happenings, key=lambda line: line.at)))
 
 
 def planned(options: Options, until_ns: int) -> list[Happening]:

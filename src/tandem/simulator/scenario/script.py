@@ -74,7 +74,7 @@ Happening = RequestLine | OrderLine
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    weather: tuple[str, ...] = ()  # name=value; empty: steady and quiet
+    chances: tuple[str, ...] = ()  # name=value; empty: steady and quiet
     nodes: tuple[NodeLine, ...] = ()
     happenings: tuple[Happening, ...] = ()
     recount_every: int = 1
@@ -86,8 +86,8 @@ class Script:
 
     def _lines(self) -> Iterator[str]:
         yield from (f"# {comment}" for comment in self.comments)
-        if self.weather:
-            yield " ".join(["weather", *self.weather])
+        if self.chances:
+            yield " ".join(["chances", *self.chances])
         yield from (node.text() for node in self.nodes)
         yield from (line.text() for line in sorted(self.happenings, key=lambda line: line.at))
         if self.recount_every > 1:

@@ -23,7 +23,7 @@ from tandem.simulator.world import RECOUNT_EVERY, World
 
 MAX_EVENTS = 1_500_000  # simulated while shrinking; about half a minute
 FIRST_DICE, MORE_DICE = 40, 4
-FAULTS_OF_CHANCE = ("F1", "F2", "F3", "F4", "F14", "F15", "F20")  # of the weather; they count as events
+FAULTS_OF_CHANCE = ("F1", "F2", "F3", "F4", "F14", "F15", "F20")  # of chance; they count as events
 COARSE_NS = (10 * MILLISECOND, MILLISECOND, MILLISECOND // 10)
 MAY_NOT_MATTER = ("priority", "timeout_ns", "eos_one_in", "tenant", "rank", "rendered_at", "prompt")  # of a request
 EVENTS_PER_RECOUNT = 30  # what one takes, in a full cluster
@@ -38,7 +38,7 @@ class Found:
     violation: Violation
     trace: tuple[str, ...]
     ended_at: int
-    num_by_chance: int  # faults that the weather brought
+    num_by_chance: int  # faults that chance brought
 
     @property
     def num_events(self) -> int:
@@ -157,9 +157,9 @@ class Shrinker:
 
     def _calm_down(self) -> None:
         """Everything at once, then one thing after another."""
-        if self._script.weather and not self._keep(replace(self._script, weather=())):
-            for word in self._script.weather[1:]:
-                self._keep(replace(self._script, weather=tuple(kept for kept in self._script.weather if kept != word)))
+        if self._script.chances and not self._keep(replace(self._script, chances=())):
+            for word in self._script.chances[1:]:
+                self._keep(replace(self._script, chances=tuple(kept for kept in self._script.chances if kept != word)))
 
     def _simplify(self) -> None:
         for node in self._script.nodes:
@@ -202,14 +202,14 @@ def _beginnings(script: Script, ended_at: int) -> Iterator[Script]:
     """The tape: calm and as it was, to the moment of the violation or until nothing is left to do."""
     for until in (ns_text(_milliseconds(ended_at + SLACK_NS)), "idle"):
         to_tell = replace(script, recount_every=RECOUNT_EVERY, until=until)
-        yield replace(to_tell, weather=())
+        yield replace(to_tell, chances=())
         yield from (_with_other_dice(to_tell, number) for number in range(0, FIRST_DICE, MORE_DICE))
 
 
 def _with_other_dice(script: Script, number: int) -> Script:
-    """The seed of the weather is its first word."""
-    seed = int(script.weather[0].removeprefix("seed="))
-    return replace(script, weather=(f"seed={seed + number}", *script.weather[1:]))
+    """The seed of chance is its first word."""
+    seed = int(script.chances[0].removeprefix("seed="))
+    return replace(script, chances=(f"seed={seed + number}", *script.chances[1:]))
 
 
 def _milliseconds(time_ns: int) -> int:
@@ -218,7 +218,7 @@ def _milliseconds(time_ns: int) -> int:
 
 
 def _tries(script: Script) -> list[Script]:
-    return [_with_other_dice(script, number) for number in range(MORE_DICE)] if script.weather else [script]
+    return [_with_other_dice(script, number) for number in range(MORE_DICE)] if script.chances else [script]
 
 
 def _names(line: Happening, name: str) -> bool:
