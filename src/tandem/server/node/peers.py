@@ -30,12 +30,13 @@ from typing import assert_never
 
 from msgspec import Struct
 
-from tandem.core.disagg.message_checks import Bounds, admitted, one_line
+from tandem.core.disagg.message_checks import Bounds, admitted
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.values import MILLISECOND, SECOND, Address, Incarnation, Nanos
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import READ_BYTES, ChannelClosed, MalformedFrame, receive_some, write_some
+from tandem.server.documents import one_line
 from tandem.server.node.candidates import Candidates, Endpoint
 from tandem.server.node.listener import Listener, Poller
 from tandem.server.node.session import (

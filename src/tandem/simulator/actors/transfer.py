@@ -66,7 +66,7 @@ class Pull:
     is_cancelled: bool = False
 
 
-class DataPlaneFaults(Protocol):
+class PageFaults(Protocol):
     """What the world does to the data plane."""
 
     def transit_ns(self, source: str, target: str) -> int | None:
@@ -108,7 +108,7 @@ class KvStore:
     memories: list[PageMemory]
     clock: Clock
     random: Random
-    page_faults: DataPlaneFaults
+    page_faults: PageFaults
     watcher: Watcher
     emit: Callable[[Event], None]
     find: Callable[[Incarnation], "KvStore | None"]  # the store of that very life, None when it has ended
