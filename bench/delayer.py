@@ -137,7 +137,7 @@ class ModelledWorker:
         self.executor = Executor(num_pages, PAGE_SIZE, 1, lambda *_: None)
 
     def seat(self, request: RequestId, prompt: tuple[int, ...], output: int) -> None:
-        self.executor.seat(request, Script(prompt, output, eos_one_in=0), bytes(16))
+        self.executor.add(request, Script(prompt, output, eos_one_in=0), bytes(16))
 
     def forget(self, requests: tuple[RequestId, ...]) -> None:
         self.executor.forget(requests)

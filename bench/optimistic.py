@@ -111,7 +111,7 @@ def measure(repetitions: int) -> tuple[float, list[dict[str, float | str]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=12)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -118,7 +118,7 @@ def measure(repetitions: int) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -119,7 +119,7 @@ def measure_bare(requests: int, tokens: int, chunk_bytes: int, pace_s: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--json", action="store_true")
