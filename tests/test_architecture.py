@@ -66,11 +66,12 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),
     ("core.scheduler", "core.scheduler"),
-    *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector")),
+    *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector", "worker_group")),
     ("sampling", "leaf"),
     ("pagehash", "leaf"),
     ("batch_tables", "leaf"),
     ("membership", "leaf"),
+    ("ranks", "leaf"),
     ("logtext", "leaf"),
     ("engine.attention.table", "leaf"),  # names: the flag's choices
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),

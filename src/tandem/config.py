@@ -12,20 +12,32 @@ from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
+from tandem.ranks import MAX_SHARDS
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
 
 
-def flag(default: Any, text: str, *, choices: tuple[str, ...] = (), metavar: str = "", is_secret: bool = False) -> Any:
-    """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown."""
-    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret}
+def flag(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    is_secret: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown.
+
+    aliases: other names of the flag, for people who come from other servers.
+    """
+    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret, "aliases": aliases}
     return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """One server: an API process, a node process and a worker process.
+    """One server: an API process, a node process, and its worker processes.
 
     A `bool` field with default False is a switch, another one can be negated. `None` means: derived, see the help text.
     """
@@ -63,6 +75,14 @@ class ServerConfig:
         DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)
     )
     cpu_threads: int = flag(0, "threads of the engine; 0: cores divided by the engines on this machine")
+    tp_size: int = flag(
+        1, "workers that share every layer (tensor parallel)", aliases=("--tp", "--tensor-parallel-size")
+    )
+    pp_size: int = flag(
+        1,
+        "stages that the layers are spread over, --tp-size workers each (pipeline parallel)",
+        aliases=("--pp", "--pipeline-parallel-size"),
+    )
     context_length: int | None = flag(None, "longest prompt plus output (default: the model's)", metavar="TOKENS")
     page_size: int = flag(16, "tokens per KV page")
     max_total_tokens: int | None = flag(
@@ -186,6 +206,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: not all(0 <= port < 1 << 16 for port in (c.port, c.disaggregation_bootstrap_port)),
         "--port and --disaggregation-bootstrap-port take 0 to 65535",
+    ),
+    Rule(
+        lambda c: min(c.tp_size, c.pp_size) < 1 or c.tp_size * c.pp_size > MAX_SHARDS,
+        f"--tp-size and --pp-size must be at least 1, and their product at most {MAX_SHARDS}",
+    ),
+    Rule(
+        lambda c: c.deterministic and c.tp_size * c.pp_size > 1,
+        "--deterministic is measured for one worker only: leave --tp-size and --pp-size out",
+    ),
+    Rule(
+        lambda c: c.device != "cpu" and c.tp_size * c.pp_size > 1,
+        "--tp-size and --pp-size need --device cpu: on other devices a server has one worker",
     ),
     Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),

@@ -41,8 +41,8 @@ class RecordingModule:
     module: Model
     batches: list[Tensor] = field(default_factory=list)
 
-    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        return self.module.forward(batch, attention)
+    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
+        return self.module.forward(batch, attention, hidden)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         self.batches.append(self.module.logits(batch, hidden).clone())

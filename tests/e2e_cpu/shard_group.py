@@ -1,18 +1,22 @@
-"""All shards of a model in one process: a thread each, and a group whose members meet at a barrier.
+"""All workers of a model in one process: a thread each. The shards of a stage meet at a barrier, stages have queues.
 
-A shard that fails breaks the barrier, so nobody waits for it.
+A worker that fails breaks its barrier, and nobody waits for long at a queue.
 """
 
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.engine.parallel import Shard
+from tandem.ranks import Rank, all_ranks
 
 Result = TypeVar("Result")
 MEETING_SECONDS = 60
@@ -73,5 +77,71 @@ def on_every_shard(size: int, program: Callable[[ThreadGroup], Result]) -> list[
         futures = [pool.submit(run, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]
+
+
+Mailboxes = defaultdict[tuple[str, int], "queue.Queue[Tensor]"]
+
+
+@dataclass
+class ThreadPipeline:
+    """A `Pipeline`."""
+
+    rank: Rank
+    mailboxes: Mailboxes
+    num_received: int = 0  # batches whose tokens were taken
+
+    @property
+    def stage(self) -> Shard:
+        return Shard(self.rank.pp_rank, self.rank.pp_size)
+
+    @property
+    def samples(self) -> bool:
+        return self.rank.samples
+
+    def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
+        hidden = self.mailboxes["hidden", self.rank.shard].get(timeout=MEETING_SECONDS)
+        assert (tuple(hidden.shape), hidden.dtype) == ((rows, features), dtype)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        self.mailboxes["hidden", self.rank.shard + self.rank.tp_size].put(hidden)
+
+    def send_tokens(self, tokens: np.ndarray) -> None:
+        for shard in range(self.rank.num_shards):
+            if shard != self.rank.shard:
+                self.mailboxes["tokens", shard].put(torch.from_numpy(tokens))
+
+    def receive_tokens(self, count: int) -> np.ndarray:
+        tokens = self.mailboxes["tokens", self.rank.shard].get(timeout=MEETING_SECONDS)
+        assert len(tokens) == count
+        self.num_received += 1
+        return tokens.numpy()
+
+
+def on_every_worker(
+    tp_size: int, pp_size: int, program: Callable[[ThreadGroup, ThreadPipeline], Result]
+) -> list[Result]:
+    """What the program returns on each, in order of shards. Raises what the first of them raises."""
+    mailboxes: Mailboxes = defaultdict(queue.Queue)
+    ranks = all_ranks(tp_size, pp_size)
+    for rank in ranks:
+        mailboxes["hidden", rank.shard], mailboxes["tokens", rank.shard] = queue.Queue(), queue.Queue()
+    meetings = [Meeting(tp_size) for _ in range(pp_size)]
+
+    def run(rank: Rank) -> Result:
+        meeting = meetings[rank.pp_rank]
+        try:
+            group = ThreadGroup(Shard(rank.tp_rank, tp_size), meeting)
+            return program(group, ThreadPipeline(rank, mailboxes))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        futures = [pool.submit(run, rank) for rank in ranks]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError | queue.Empty)):
         raise error
     return [future.result() for future in futures]

@@ -37,7 +37,7 @@ TEMPLATE = (
 )
 END = 1  # id of </s>
 WAITED_NS = Nanos(1_500_000_000)  # by who fails by script, on the peer "other"
-WORKER = wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})
+WORKERS = [wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})]
 REPLICA = wire.ReplicaInfo(Incarnation("one", "7"), "unified", "layout", {}, "127.0.0.1", 1, ())
 
 
@@ -193,7 +193,7 @@ def world(
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
     config = ServerConfig(model="toy", log_format="json", **named)  # type: ignore[arg-type]
     node = FakeNode(
-        script or says("ok"), answers={"worker": WORKER} | ({"metrics": {}} if answers is None else answers)
+        script or says("ok"), answers={"worker": WORKERS} | ({"metrics": {}} if answers is None else answers)
     )
     client = NodeClient(node, stall_timeout=config.stall_timeout)
     node.client = client

@@ -24,8 +24,9 @@ from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.flag_roles import NEEDS, ROLES, without_effect
 from tandem.server.node.peers import Heartbeat
 from tandem.server.node.settings import heartbeat, node_settings, optimistic_policy
+from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
-from tandem.server.wire import DataEndpoint, EngineReady
+from tandem.server.wire import DataEndpoint
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -50,7 +51,8 @@ def plain(*words: str) -> ServerConfig:
 
 def settings(config: ServerConfig) -> NodeSettings:
     launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
-    return node_settings(launch, EngineReady(100, 4096, "digest", {}, 512, DataEndpoint("", 0), 0.0))
+    shards = (DataEndpoint("", 0),) * config.tp_size * config.pp_size
+    return node_settings(launch, Engines(100, 4096, "digest", {}, 512, shards))
 
 
 def test_without_flags_the_configuration_is_the_default() -> None:

@@ -23,12 +23,14 @@ from tandem.core.events import (
 from tandem.core.request import Request
 from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId, ShardId
 from tandem.membership import ClusterSecret
+from tandem.ranks import all_ranks
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
 from tandem.server.node import driver
-from tandem.server.node.driver import Inbox, LocalPeerLost, Poller, drive
+from tandem.server.node.driver import Inbox, drive
 from tandem.server.node.injection import FailedTransfers
+from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers
 
 LAUNCH = LaunchBatch(BatchPlan(BatchId(1), 1, BatchKind.PREFILL))
@@ -61,22 +63,27 @@ class FakeNode:
 
 
 class Server:
-    """The node's loop in a thread, and the two processes beside it as channels of the test."""
+    """The node's loop in a thread, and the other processes as channels of the test."""
 
-    def __init__(self, node: FakeNode) -> None:
+    def __init__(self, node: FakeNode, *, tp_size: int = 1, pp_size: int = 1) -> None:
+        ranks = all_ranks(tp_size, pp_size)
         api, node_api = socket.socketpair()
-        node_worker, worker = socket.socketpair()
-        for sock in (api, worker):
+        pairs = [socket.socketpair() for _ in ranks]
+        for sock in (api, *(worker for _, worker in pairs)):
             sock.settimeout(5)
-        self.node_ends = (node_api, node_worker)
+        self.node_ends = (node_api, *(node_end for node_end, _ in pairs))
         self.node = node
         self.api: BlockingChannel[wire.NodeToApi] = BlockingChannel(api, wire.NodeToApi)
-        self.worker: BlockingChannel[wire.NodeToWorker] = BlockingChannel(worker, wire.NodeToWorker)
+        self.workers: list[BlockingChannel[wire.NodeToWorker]] = [
+            BlockingChannel(worker, wire.NodeToWorker) for _, worker in pairs
+        ]
+        self.worker = self.workers[0]
         poller, clock = Poller(), Clock()
         self.inbox = Inbox(
             poller=poller,
             api=PolledChannel(node_api, wire.ApiToNode),
-            worker=PolledChannel(node_worker, wire.WorkerToNode),
+            ranks=ranks,
+            workers=[PolledChannel(node_end, wire.WorkerToNode) for node_end, _ in pairs],
             clock=clock,
             failures=FailedTransfers(0.0),
         )
@@ -112,7 +119,8 @@ class Server:
         self.thread.join(5)
         assert not self.thread.is_alive()
         self.api.close()
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         for sock in self.node_ends:
             sock.close()
 
@@ -122,6 +130,13 @@ def receive(channel: "BlockingChannel[msgspec.Struct]", count: int) -> list[msgs
     while len(found) < count:
         found += channel.receive()
     return found
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def submit(number: int, *, prompt_bytes: int = 16) -> wire.Submit:
@@ -175,12 +190,9 @@ def test_the_question_for_the_pulse_is_passed_on_to_the_worker_whose_answers_are
     assert receive(server.worker, 1) == [wire.Ping()]
     server.worker.send(wire.Echo())
     server.worker.send(RETURNED)  # so that there is a step to wait for
-    deadline = time.monotonic() + 5
-    while not server.node.steps:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    eventually(lambda: server.node.steps)
     server.end()
-    assert server.inbox.echoes == 1
+    assert server.inbox.workers.echoes == 1
     assert server.node.steps == [(RETURNED,)]
 
 
@@ -189,9 +201,94 @@ def test_what_the_worker_counts_is_asked_of_it_and_its_answer_goes_to_the_api_wi
     server.api.send(wire.Query(3, "worker"))
     assert receive(server.worker, 1) == [wire.Query(3, "worker")]
     server.worker.send(wire.Answer(3, b"{}"))
-    assert receive(server.api, 1) == [wire.Answer(3, b"{}")]
+    assert receive(server.api, 1) == [wire.Answer(3, b"[{}]")]
     server.end()
     assert server.node.steps == []
+
+
+def test_every_worker_hears_everything_and_what_they_say_comes_when_all_have_said_it() -> None:
+    server = Server(FakeNode(lambda event: [LAUNCH] if isinstance(event, RequestArrived) else []), tp_size=2, pp_size=2)
+    sent = submit(1)
+    server.api.send(wire.SubmitAll((sent,)))
+    for worker in server.workers:
+        assert receive(worker, 2) == [sent.payload, LAUNCH]
+
+    last = server.workers[0]
+    server.api.send(wire.Query(3, "worker"))
+    for number, worker in enumerate(server.workers):
+        assert receive(worker, 1) == [wire.Query(3, "worker")]
+        if worker is not last:
+            worker.send(RETURNED)
+            worker.send(wire.Echo())
+            worker.send(wire.Answer(3, b"%d" % number))
+    last.send(wire.Answer(3, b"0"))
+
+    assert receive(server.api, 1) == [wire.Answer(3, b"[1,2,3,0]")]
+    assert server.node.steps == [(RequestArrived(sent.request),)], "one of them is still at it"
+    last.send(RETURNED)
+    eventually(lambda: len(server.node.steps) == 2)
+    assert server.node.steps[1] == (RETURNED,)
+    assert server.inbox.workers.echoes == 0
+    last.send(wire.Echo())
+    eventually(lambda: server.inbox.workers.echoes == 1)
+    server.end()
+
+
+def test_what_a_shard_says_of_its_transfers_is_passed_on_as_it_comes() -> None:
+    server = Server(FakeNode(), tp_size=2)
+    landed = [PagesLanded(RequestId(1), 1, ShardId(shard), 3) for shard in (1, 0)]
+    for event in landed:
+        server.workers[event.shard].send(event)
+        eventually(lambda event=event: (event,) in server.node.steps)
+    server.end()
+    assert server.node.steps == [(event,) for event in landed]
+
+
+def ready(layout: str = "digest", num_pages: int = 7) -> wire.EngineReady:
+    return wire.EngineReady(num_pages, 64, layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5), 0.1)
+
+
+def test_the_engines_are_ready_when_the_last_one_is_and_their_pages_are_one() -> None:
+    server = Server(FakeNode(), tp_size=2)
+    server.workers[1].send(ready())
+    server.workers[0].send(ready())
+    eventually(lambda: server.inbox.workers.engines is not None)
+    server.end()
+    engines = server.inbox.workers.engines
+    assert engines is not None
+    assert (engines.num_pages, engines.page_bytes, len(engines.shards)) == (7, 128, 2)
+
+
+@pytest.mark.parametrize("other", [ready("another"), ready(num_pages=8)])
+def test_workers_that_have_loaded_different_things_end_the_server(other: wire.EngineReady) -> None:
+    server = Server(FakeNode(), tp_size=2)
+    server.workers[0].send(ready())
+    eventually(lambda: not server.inbox.workers.engines and server.inbox.workers.num_ready == 1)
+    server.workers[1].send(other)
+    server.join()
+    assert server.loss is not None
+    assert (server.loss.who, server.loss.reason) == (
+        "worker TP1 PP0",
+        "worker TP1 PP0 has loaded another model than the other workers",
+    )
+
+
+def test_workers_that_have_parted_end_the_server() -> None:
+    server = Server(FakeNode(), pp_size=2)
+    server.workers[0].send(RETURNED)
+    server.workers[1].send(BatchReturned(BatchOutcome(BatchId(2), 2, b"", b"")))
+    server.join()
+    assert server.loss is not None
+    assert server.loss.reason == "the same batch is 1 and 2 on different workers"
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_each_worker_of_a_group_is_missed(shard: int) -> None:
+    server = Server(FakeNode(), pp_size=2)
+    server.workers[shard].close()
+    server.join()
+    assert server.loss is not None
+    assert (server.loss.who, server.loss.reason) == (f"worker TP0 PP{shard}", "")
 
 
 def test_a_transfer_that_is_to_fail_comes_to_the_node_as_a_failure() -> None:
@@ -251,12 +348,12 @@ def test_the_api_is_not_read_while_the_worker_does_not_read(monkeypatch: pytest.
     )
     sender.start()
     deadline = time.monotonic() + 5
-    while server.inbox.worker.pending_bytes < 1 << 20:
+    while server.inbox.workers.pending_bytes < 1 << 20:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     sender.join(0.2)
     assert sender.is_alive()
-    assert server.inbox.worker.pending_bytes < (1 << 20) + 4 * size
+    assert server.inbox.workers.pending_bytes < (1 << 20) + 4 * size
     payloads = receive(server.worker, count)
     assert [payload.request for payload in payloads if isinstance(payload, Payload)] == list(range(count))
     sender.join(5)

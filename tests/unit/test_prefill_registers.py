@@ -22,6 +22,7 @@ from tandem.core.request import Request
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId
 from tandem.membership import ClusterSecret
+from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.bootstrap import registration
@@ -86,7 +87,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
         node, api_end = socket.socketpair()
         with node, listening() as listeners:
             child = Child()
-            children = Children(child, child, api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
+            children = Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
             process = ApiProcess(config(), children, listeners)
             running = asyncio.create_task(process.run(FACTS, SECRET))
             async with httpx.AsyncClient(trust_env=False) as http:

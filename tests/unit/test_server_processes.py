@@ -63,7 +63,7 @@ def test_a_prefill_registers_with_its_own_bootstrap_server_and_announces_the_ran
     listeners = bind_listeners(config)
 
     async def story() -> dict[Room, int]:
-        process = ApiProcess(config, Children(None, None, None), listeners)  # type: ignore[arg-type]  # none are asked
+        process = ApiProcess(config, Children(None, (), (), None), listeners)  # type: ignore[arg-type]  # none are asked
         info = PrefillInfo(dp_size=1)
         replica = wire.ReplicaInfo(Incarnation("p", "1"), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=info)
         process._receive(wire.NodeReady(replica, num_pages=1, page_bytes=1))

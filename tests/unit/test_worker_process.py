@@ -16,6 +16,7 @@ from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.model_config import ModelError
+from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
@@ -24,6 +25,7 @@ from tandem.server.worker_process import Worker, layout_digest, pool_pages, star
 from tandem.transfer.port import Held
 
 PEER = Incarnation("peer", "3")
+ALONE = Rank()
 
 
 class FakeEngine:
@@ -76,15 +78,22 @@ class FakeTransfer:
 class Running:
     """A worker in a thread, and the node's end of its channel."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: Rank = ALONE) -> None:
         node, worker = socket.socketpair()
         node.settimeout(5)
+        self.failure: Exception | None = None
         self.engine, self.transfer = FakeEngine(), FakeTransfer()
         self.node: BlockingChannel[wire.WorkerToNode] = BlockingChannel(node, wire.WorkerToNode)
         own: BlockingChannel[wire.NodeToWorker] = BlockingChannel(worker, wire.NodeToWorker)
-        self.worker = Worker(self.engine, self.transfer, own)  # type: ignore[arg-type]
-        self.thread = threading.Thread(target=self.worker.run)
+        self.worker = Worker(rank, self.engine, self.transfer, own)  # type: ignore[arg-type]
+        self.thread = threading.Thread(target=self._run)
         self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.worker.run()
+        except Exception as error:
+            self.failure = error
 
     def send(self, *messages: wire.NodeToWorker) -> None:
         for message in messages:
@@ -136,6 +145,22 @@ def test_a_forward_that_raises_ends_its_batch_and_the_worker_goes_on() -> None:
     )
     assert isinstance(returned, BatchReturned)
     it.end()
+
+
+def test_a_forward_that_raises_ends_a_worker_that_has_others_beside_it() -> None:
+    it = Running(Rank(tp_rank=1, tp_size=2))
+    it.send(launch(2))
+    it.thread.join(5)
+    assert isinstance(it.failure, RuntimeError), "the others wait in the middle of this batch"
+    it.node.close()
+
+
+def test_each_worker_pulls_from_the_shard_of_its_own_number() -> None:
+    it = Running(Rank(1, 2, 1, 2))
+    shards = tuple(wire.DataEndpoint("10.0.0.2", port) for port in (6, 7, 8, 9))
+    it.send(wire.Reach(PEER, shards))
+    it.end()
+    assert it.transfer.calls == [(PEER, "10.0.0.2", 9, "")]
 
 
 def test_transfers_go_to_the_data_plane() -> None:

@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) ->
             options["metavar"] = field.metadata["metavar"] or None
         if field.metadata["choices"]:
             options["choices"] = field.metadata["choices"]
-        parser.add_argument(name, **options)
+        parser.add_argument(name, *field.metadata["aliases"], **options)
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:
@@ -120,13 +120,15 @@ def flags_page() -> str:
     for name, field in flags():
         kind = kind_of(field.name)
         choices = "{" + ",".join(field.metadata["choices"]) + "}" if field.metadata["choices"] else ""
+        names = ", ".join(f"`{alias}`" for alias in field.metadata["aliases"])
         value = "" if kind is bool else f" {choices or field.metadata['metavar'] or kind.__name__.upper()}"
         value += " ..." if kind is tuple and "nargs" in collected(field.name) else ""
         default = "-" if field.default in (None, ()) else f"`{field.default}`"
         if field.default in (True, False) and kind is bool:
             default = "on" if field.default else "off"
         servers = ROLES.get(name, "all")
-        lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {servers} | {field.metadata['help']} |")
+        meaning = field.metadata["help"] + (f"; also {names}" if names else "")
+        lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {servers} | {meaning} |")
     lines += [
         "",
         "## Environment",

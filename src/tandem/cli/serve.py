@@ -43,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     logs.set_up(config.log_format, process="api")
     try:
         listeners = bind_listeners(config)
-        if (warning := open_to_others(config)) is not None:
-            logger.warning(warning)
+        for warning in (open_to_others(config), more_workers_than_cores(config)):
+            if warning is not None:
+                logger.warning(warning)
         try:
             serve(with_ports(config, listeners), listeners, model)
         finally:
@@ -52,6 +53,17 @@ def run(args: argparse.Namespace) -> int:
     except ServerFailure as failure:
         raise CommandFailed(str(failure)) from failure
     return 0
+
+
+def more_workers_than_cores(config: ServerConfig) -> str | None:
+    """The sentence for the log, if there is reason for one."""
+    num_workers, num_cores = config.tp_size * config.pp_size, len(os.sched_getaffinity(0))
+    if num_workers <= num_cores:
+        return None
+    return (
+        f"{num_workers} workers (--tp-size {config.tp_size} x --pp-size {config.pp_size}) share {num_cores} cores: "
+        "they wait for each other and are slower than one"
+    )
 
 
 def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:

@@ -1,9 +1,9 @@
 """Whether a server makes progress: what its pulses say, tick by tick, and when one in which somebody hangs is over.
 
-Every tick the node is asked for its pulse, and the node asks its worker. Ticks are counted
+Every tick the node is asked for its pulse, and the node asks its workers. Ticks are counted
 
     of the node      while it does not answer
-    of the worker    while the node answers, and the worker does not: its reader does, whatever the engine computes
+    of the workers   while the node answers, and one of them does not: its reader does, whatever the engine computes
     of a batch       while the oldest launched iteration has not returned
 
 After `SICK_TICKS` the server calls itself unhealthy, after `TICKS` it ends. No clock is read: a server that is frozen
@@ -20,11 +20,12 @@ SICK_TICKS = TICKS // 2
 
 
 class ProgressReport(Struct, frozen=True):
-    """How far a node and its worker are. The same one twice means that nothing moves."""
+    """How far a node and its workers are. The same one twice means that nothing moves."""
 
     launched: int  # the last iteration
     oldest: int | None  # the first iteration that has not returned; None: all have
-    echoes: int  # how often the worker has answered
+    echoes: int  # how often the worker that has answered least has answered
+    slowest: str = "worker"  # its name
 
 
 class Stall(Struct, frozen=True):
@@ -32,6 +33,7 @@ class Stall(Struct, frozen=True):
     what: str
     ticks: int
     launched: int  # the last iteration heard of
+    name: str  # of the process
 
     @property
     def is_sick(self) -> bool:
@@ -44,7 +46,7 @@ class Stall(Struct, frozen=True):
 
     def describe(self, tick_s: float) -> str:
         return (
-            f"the {self.who} process hangs: {self.what} for {self.ticks * tick_s:.3g} s, "
+            f"the {self.name} process hangs: {self.what} for {self.ticks * tick_s:.3g} s, "
             f"the last iteration heard of is {self.launched}"
         )
 
@@ -75,8 +77,9 @@ class Liveness:
         ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
         launched = 0 if self._last is None else self._last.launched
         if ticks == self._node_ticks:
-            return Stall("node", "no answer", ticks, launched)
+            return Stall("node", "no answer", ticks, launched, "node")
+        name = "worker" if self._last is None else self._last.slowest
         if ticks == self._worker_ticks:
-            return Stall("worker", "no answer", ticks, launched)
+            return Stall("worker", "no answer", ticks, launched, name)
         oldest = None if self._last is None else self._last.oldest
-        return Stall("worker", f"iteration {oldest} has not returned", ticks, launched)
+        return Stall("worker", f"iteration {oldest} has not returned", ticks, launched, "worker")

@@ -1,4 +1,4 @@
-"""Runs `BatchPlan`s: one shard, one thread, synchronous. Decides nothing.
+"""Runs `BatchPlan`s: one worker's part of the model, one thread, synchronous. Decides nothing.
 
 What a plan does to tokens, page tables and the decode set is in `batch_tables.py`; here is the forward pass. A plan
 that speaks of pages or tokens that the engine does not have is a bug of the caller and raises; the requests of that
@@ -6,10 +6,16 @@ batch are then in an unknown state, all others are untouched.
 
 deterministic=True: the logits of a row depend on its own tokens only (see `rows.py`), provided that the libraries
 below do their part, which needs an environment (`determinism.py`) and is measured at start (`self_check.py`).
+
+Of several workers all run the same plans in the same order, and one samples. The others take its tokens as late as
+they can: a batch of prompts that had no part in the batch before begins while that one is on later stages. So the
+chunks of a prompt follow each other through the pipeline, and nothing is asked of anybody on the way.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -22,12 +28,24 @@ from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.kv_memory import KvMemory
+from tandem.engine.parallel import OneStage, Pipeline
 from tandem.engine.sampler import Draw, Sampled, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.weights import LoadedModel
 from tandem.sampling import Payload
 
+MOST_UNSETTLED = 8  # batches
 _EXTRA = msgspec.msgpack.Encoder()
+ONE_STAGE = OneStage()
+
+
+@dataclass(frozen=True, slots=True)
+class RunBatch:
+    """What a forward pass was about."""
+
+    spans: list[Span[Sequence]]
+    samplers: list[Sequence]
+    decodes: bool
 
 
 class Engine:
@@ -41,8 +59,12 @@ class Engine:
         num_pages: int,
         deterministic: bool = False,
         attention: str = DEFAULT_ATTENTION_BACKEND,
+        pipeline: Pipeline = ONE_STAGE,
     ) -> None:
-        """Raises ModelError for an attention backend that is not known or cannot do what this model needs."""
+        """`model` is the part of the stage that `pipeline` names.
+
+        Raises ModelError for an attention backend that is not known or cannot do what this model needs.
+        """
         open_attention = attention_backend(attention)
         self.model = model
         self.page_size = page_size
@@ -53,6 +75,8 @@ class Engine:
         self._batches = BatchBuilder(page_size=page_size, device=model.device, deterministic=deterministic)
         self._decode_set = DecodeSet()
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
+        self._pipeline = pipeline
+        self._unsettled: deque[RunBatch] = deque()  # whose tokens, sampled by another, were not needed yet
 
     def add(self, payload: Payload) -> None:
         """Make a request known. Must come before the first plan that names it.
@@ -63,6 +87,7 @@ class Engine:
 
     def forget(self, requests: Iterable[int]) -> None:
         """Drop tokens and tables, and the place in the decode set. Unknown requests are ignored."""
+        self._settle()
         self._tables.forget(requests)
 
     def close(self) -> None:
@@ -70,30 +95,73 @@ class Engine:
 
     @torch.inference_mode()
     def run(self, plan: BatchPlan) -> BatchOutcome:
-        """Apply the plan's changes, run the forward pass, sample. Raises only for bugs and for a failing device."""
+        """Apply the plan's changes, run the forward pass, sample. Where another worker samples, there are no tokens.
+
+        Raises only for bugs, for a failing device, and when another worker is gone.
+        """
         started = time.perf_counter_ns()
+        if not self._runs_ahead(plan):
+            self._settle()
         spans = self._tables.apply(plan)
-        samplers = self._tables.sampling(spans, decodes=plan.decodes)
-        sampled = self._forward(spans, samplers, decodes=plan.decodes)
+        batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
+        sampled = self._forward(batch)
+        if batch.samplers and sampled is None:
+            self._unsettled.append(batch)
+            return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(started))
+        sampled = sampled if sampled is not None else sample(torch.empty(0, 1), [], eos_ids=())
+        if batch.samplers:
+            self._pipeline.send_tokens(sampled.tokens)
         hashes = self._tables.finish(spans, sampled.tokens.tolist(), decodes=plan.decodes)
         return BatchOutcome(
             batch=plan.id,
             iteration=plan.iteration,
             tokens=sampled.tokens.astype("<i4").tobytes(),
             flags=sampled.flags,
-            hashes=tuple(hashes),
-            extras=tuple((samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
-            duration_ns=Nanos(time.perf_counter_ns() - started),
+            hashes=tuple(hashes) if self._pipeline.samples else (),
+            extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
+            duration_ns=since(started),
         )
 
-    def _forward(self, spans: list[Span[Sequence]], samplers: list[Sequence], *, decodes: bool) -> Sampled:
-        if not spans and not samplers:
-            return sample(torch.empty(0, 1), [], eos_ids=())
-        batch = self._batches.build(spans, self._decode_set if decodes else None)
-        self.kv.clear(batch.pages_to_clear)
-        self._attention.plan(batch)
-        logits = self.model.module.logits(batch, self.model.module.forward(batch, self._attention))
-        return sample(logits, [_draw(s) for s in samplers], eos_ids=self.model.eos_ids)
+    def _forward(self, batch: RunBatch) -> Sampled | None:
+        """The tokens, where they are sampled."""
+        if not batch.spans and not batch.samplers:
+            return None
+        model, pipeline = self.model.module, self._pipeline
+        rows = self._batches.build(batch.spans, self._decode_set if batch.decodes else None)
+        self.kv.clear(rows.pages_to_clear)
+        self._attention.plan(rows)
+        hidden = None
+        if pipeline.stage.rank > 0:
+            features = self.model.config.hidden_size
+            hidden = pipeline.receive_hidden(len(rows.token_ids), features, self.model.dtype)
+        hidden = model.forward(rows, self._attention, hidden)
+        if pipeline.stage.rank < pipeline.stage.size - 1:
+            pipeline.send_hidden(hidden)
+            return None
+        if not batch.samplers:
+            return None
+        logits = model.logits(rows, hidden)  # all shards of the stage have a part in them
+        if not pipeline.samples:
+            return None
+        return sample(logits, [_draw(s) for s in batch.samplers], eos_ids=self.model.eos_ids)
+
+    def _runs_ahead(self, plan: BatchPlan) -> bool:
+        """Whether this batch can begin without the tokens of those before it."""
+        if plan.decodes or plan.join or plan.leave or plan.grow or len(self._unsettled) == MOST_UNSETTLED:
+            return False
+        sampled = {sequence.request for batch in self._unsettled for sequence in batch.samplers}
+        return not any(row.request in sampled for row in plan.rows)
+
+    def _settle(self) -> None:
+        """Take the tokens of all batches that have run."""
+        while self._unsettled:
+            batch = self._unsettled.popleft()
+            tokens = self._pipeline.receive_tokens(len(batch.samplers))
+            self._tables.finish(batch.spans, tokens.tolist(), decodes=batch.decodes)
+
+
+def since(started: int) -> Nanos:
+    return Nanos(time.perf_counter_ns() - started)
 
 
 def _draw(sequence: Sequence) -> Draw:

@@ -1,16 +1,21 @@
-"""Tensor parallelism: which part of a layer is whose, and what the shards of a layer say to each other.
+"""Tensor and pipeline parallelism: which part of a model is whose, and what its workers say to each other.
 
 A shard computes with its heads, its part of the inner features and its part of the vocabulary. What is cut along the
 outputs needs nothing (each head attends for itself); what is cut along the inputs gives a part of every sum, which
 `all_reduce` adds up; what is cut along the vocabulary is put together by `all_gather`.
 
 Parts may be uneven: any number of heads can be spread over any smaller number of shards.
+
+Layers are spread over stages, each of which is cut into shards like that. A stage hands hidden states on to the next
+one; of all workers one samples, and tells the others the tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from tandem.engine.documents import ModelError
@@ -34,7 +39,7 @@ class Shard:
 class Group(Protocol):
     """The shards of one model, as one of them sees the others. Every shard makes the same calls in the same order.
 
-    What comes back has the same bits on every shard, or they would sample different tokens.
+    What comes back has the same bits on every shard, or they would sample different tokens. Raises WorkerGone.
     """
 
     @property
@@ -60,6 +65,60 @@ class OneShard:
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         return part
+
+
+class WorkerGone(Exception):
+    """Another worker of the replica does not answer any more; so this one has nothing left to do."""
+
+
+class Pipeline(Protocol):
+    """The stages of one model, as one worker sees them. Nothing is given to somebody who waits for something else:
+    who sends goes on at once, who receives takes things in the order in which they were sent. Raises WorkerGone.
+    """
+
+    @property
+    def stage(self) -> Shard: ...
+
+    @property
+    def samples(self) -> bool:
+        """Whether this worker is the one that draws the tokens."""
+        ...
+
+    def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
+        """[rows, features]: what the stage before has sent. Not on the first stage."""
+        ...
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """To the stage behind. Not on the last one. `hidden` is given away."""
+        ...
+
+    def send_tokens(self, tokens: np.ndarray) -> None:
+        """To all other workers, from the one that samples. tokens: [n] int32."""
+        ...
+
+    def receive_tokens(self, count: int) -> np.ndarray:
+        """[count] int32: what the one that samples has sent, batch by batch."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneStage:
+    """The pipeline of a worker that has nobody beside it."""
+
+    stage: Shard = Shard(0, 1)
+    samples: bool = True
+
+    def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
+        raise AssertionError("the only stage is the first one")
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        raise AssertionError("the only stage is the last one")
+
+    def send_tokens(self, tokens: np.ndarray) -> None:
+        pass
+
+    def receive_tokens(self, count: int) -> np.ndarray:
+        raise AssertionError("the only worker samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +153,10 @@ class HeadShard:
     @property
     def num_kv(self) -> int:
         return self.kv.stop - self.kv.start
+
+
+def layers_of(stage: Shard, num_layers: int) -> range:
+    """The layers of one pipeline stage. Raises ModelError for more stages than layers."""
+    if stage.size > num_layers:
+        raise ModelError(f"{num_layers} layers cannot be spread over {stage.size} pipeline stages; take fewer")
+    return range(num_layers)[stage.part(num_layers)]

@@ -21,11 +21,12 @@ from tandem.engine.kv_memory import KvShape
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
-from tandem.engine.parallel import Group, HeadShard, OneShard
+from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 READABLE_CHARS = 64  # a field of a layout is short
+WHOLE_MODEL = Shard(0, 1)
 STORED = ("F32", "BF16", "F16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
@@ -59,8 +60,10 @@ def load(
     device: str = "cpu",
     cache: DigestCache | None = None,
     group: Group | None = None,
+    stage: Shard = WHOLE_MODEL,
 ) -> LoadedModel:
-    """One shard of a model: the only one, or that of `group`. Digests and layout are those of the whole model.
+    """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
+    Digests and layout are those of the whole model.
 
     dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
 
@@ -73,7 +76,7 @@ def load(
     weight_bytes = _refuse_too_large(checkpoint, chosen, device)
     source = WeightSource(checkpoint, dtype=chosen, device=device)
     group = group if group is not None else OneShard()
-    module = build_of(config.architecture)(config, source, group)
+    module = build_of(config.architecture)(config, source, group, stage)
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
     copies = _untaken(checkpoint, source, config)
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
@@ -93,7 +96,7 @@ def load(
     return LoadedModel(
         config=config,
         module=module,
-        kv_shape=KvShape(config.num_layers, heads.num_kv, config.head_dim),
+        kv_shape=KvShape(len(layers_of(stage, config.num_layers)), heads.num_kv, config.head_dim),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
@@ -104,11 +107,17 @@ def load(
 class WeightSource:
     """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out."""
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, has_data: bool = True) -> None:
         self.dtype = dtype
         self.device = device
         self.taken: list[str] = []
         self._checkpoint = checkpoint
+        self._has_data = has_data
+
+    def elsewhere(self) -> "WeightSource":
+        other = WeightSource(self._checkpoint, dtype=self.dtype, device=self.device, has_data=False)
+        other.taken = self.taken  # one list: it tells of the whole model
+        return other
 
     def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
         stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
@@ -122,6 +131,8 @@ class WeightSource:
                 f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
             )
         self.taken.append(name)
+        if not self._has_data:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
         part = self._checkpoint.tensor(name)[rows]
         if part.ndim > 1:
             part = part[:, columns].contiguous()  # a part of the columns is copied; rows, and the whole, stay mapped

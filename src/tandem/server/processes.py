@@ -1,4 +1,4 @@
-"""The processes of one server: this one (HTTP), the node (decides) and the worker (computes, moves KV).
+"""The processes of one server: this one (HTTP), the node (decides) and its workers (compute, move KV).
 
 This process is the parent. The children are started as programs, not forked: a fork of a process with threads is a
 lottery. What they need they read from stdin as one JSON object (`Launch`); messages go over socket pairs. A child ends
@@ -6,6 +6,7 @@ with its parent, whatever ends that: the kernel is asked to kill it then, and it
 """
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import os
@@ -19,14 +20,17 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.values import Incarnation
 from tandem.engine import determinism
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
+from tandem.ranks import Rank, all_ranks
 
 PR_SET_PDEATHSIG = 1
+EXIT_WITH_OTHERS = 3  # of a worker that ends because another one of its replica is gone
+GROUP_HOST = "127.0.0.1"  # the workers of a replica are on one machine
 
 ChildName = Literal["node", "worker"]
 
@@ -41,6 +45,9 @@ class Launch(Struct, frozen=True):
     cpu_threads: int
     parent_pid: int
     cluster_secret: bytes = b""  # empty: this server exchanges no KV. Comes over stdin, which nobody else reads
+    rank: Rank = Rank()  # of a worker
+    group_host: str = ""  # where the workers of a replica meet, if it has several
+    group_port: int = 0
 
 
 class ServerFailure(Exception):
@@ -49,36 +56,43 @@ class ServerFailure(Exception):
 
 @dataclass(slots=True)
 class Children:
-    """The node and the worker, as this process holds them."""
+    """The node and the workers, as this process holds them."""
 
     node: subprocess.Popen[bytes]
-    worker: subprocess.Popen[bytes]
+    workers: tuple[subprocess.Popen[bytes], ...]  # in order of their shards
+    ranks: tuple[Rank, ...]  # of the workers
     channel: socket.socket  # to the node
+
+    @property
+    def all(self) -> tuple[subprocess.Popen[bytes], ...]:
+        return (self.node, *self.workers)
 
     def kill(self) -> None:
         """End them now and collect them. Safe to call at any time."""
-        for child in (self.node, self.worker):
+        for child in self.all:
             if child.poll() is None:
                 child.kill()
-        for child in (self.node, self.worker):
+        for child in self.all:
             child.wait()
 
-    def kill_one(self, name: ChildName) -> None:
-        """End this one now; `kill` or `wait` collects it."""
-        (self.node if name == "node" else self.worker).kill()
+    def kill_some(self, name: ChildName) -> None:
+        """End the node, or the workers, now; `kill` or `wait` collects them."""
+        for child in (self.node,) if name == "node" else self.workers:
+            child.kill()
 
     async def wait(self, timeout_s: float) -> None:
         """Give them time to end by themselves, then kill them."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while loop.time() < deadline and (self.node.poll() is None or self.worker.poll() is None):
+        while loop.time() < deadline and any(child.poll() is None for child in self.all):
             await asyncio.sleep(0.01)
         self.kill()
 
     def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
-        for name, child in (("worker", self.worker), ("node", self.node)):
-            if (code := child.poll()) is not None and code != 0:
+        named = [(rank.name, child) for rank, child in zip(self.ranks, self.workers, strict=True)]
+        for name, child in (*named, ("node", self.node)):
+            if (code := child.poll()) not in (None, 0, EXIT_WITH_OTHERS):
                 return f"the {name} process {describe_exit(code)}"
         return ""
 
@@ -93,18 +107,31 @@ def describe_exit(code: int) -> str:
 
 def start_children(launch: Launch) -> Children:
     """Call from the main thread: children die with the *thread* that started them."""
-    api_end, node_api_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    node_worker_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with node_api_end, node_worker_end, worker_end:
-        environment = worker_environment(launch.cpu_threads, deterministic=launch.config.deterministic)
-        worker = _start("worker_process", [worker_end], launch, environment)
+    ranks = all_ranks(launch.config.tp_size, launch.config.pp_size)
+    environment = worker_environment(launch.cpu_threads, deterministic=launch.config.deterministic)
+    started: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as ours:  # ends that the children have now
+        api_end, node_api_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.enter_context(node_api_end)
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in ranks]
+        for pair in pairs:
+            for end in pair:
+                ours.enter_context(end)
+        meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0))) if len(ranks) > 1 else None
+        if meeting is not None:
+            launch = structs.replace(launch, group_host=GROUP_HOST, group_port=meeting.getsockname()[1])
         try:
-            node = _start("node.process", [node_api_end, node_worker_end], launch, dict(os.environ))
+            for rank, (_, worker_end) in zip(ranks, pairs, strict=True):
+                ends = [worker_end, meeting] if meeting is not None and rank.shard == 0 else [worker_end]
+                started.append(_start("worker_process", ends, structs.replace(launch, rank=rank), environment))
+            node_ends = [node_api_end, *(node_end for node_end, _ in pairs)]
+            node = _start("node.process", node_ends, launch, dict(os.environ))
         except OSError:
-            worker.kill()
-            worker.wait()
+            for worker in started:
+                worker.kill()
+                worker.wait()
             raise
-    return Children(node, worker, api_end)
+    return Children(node, tuple(started), tuple(ranks), api_end)
 
 
 def _start(
@@ -149,10 +176,12 @@ def worker_environment(cpu_threads: int, *, deterministic: bool) -> dict[str, st
 
 
 def engine_threads(config: ServerConfig) -> int:
-    """Cores divided by the engines on this machine, of which `tandem up` and `tandem demo` tell in the environment."""
+    """Of each worker: cores divided by the workers of this server, and by the engines on this machine, of which
+    `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    return max(1, len(os.sched_getaffinity(0)) // int(environment_number(ENGINES)))
+    num_workers = config.tp_size * config.pp_size * int(environment_number(ENGINES))
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
 def read_launch() -> Launch:

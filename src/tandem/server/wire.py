@@ -12,11 +12,11 @@ from tandem.core import commands, events
 from tandem.core.request import Request
 from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
 from tandem.core.values import Address, Incarnation
+from tandem.ranks import MAX_SHARDS
 from tandem.sampling import Payload
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_SUBMIT_BYTES = 32 << 20  # of one `SubmitAll`: with what may wait already, the worker's channel still holds it
-MAX_SHARDS = 256  # of one replica
 
 # Of addresses and descriptions, which other servers write too (`documents.py`).
 Port = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -48,7 +48,7 @@ class Rendered(Struct, frozen=True, tag=True):
 
 
 class Query(Struct, frozen=True, tag=True):
-    """API -> node: one of `state`, `waits`, `metrics`, `flush`, `faults`, `pulse`, and `worker` for the worker."""
+    """API -> node: one of `state`, `waits`, `metrics`, `flush`, `faults`, `pulse`, and `worker` for all workers."""
 
     id: int
     what: str
@@ -60,7 +60,7 @@ class Answer(Struct, frozen=True, tag=True):
 
 
 class WorkerNumbers(Struct, frozen=True):
-    """The answer to `worker`: what this worker holds, counted by itself, and which one it is."""
+    """One of the list that answers `worker`: what a worker holds, counted by itself, and which one it is."""
 
     tp_rank: int
     pp_rank: int
@@ -138,10 +138,10 @@ class Disconnect(Struct, frozen=True, tag=True):
 
 
 class EngineReady(Struct, frozen=True, tag=True):
-    """worker -> node -> API: the model is loaded."""
+    """worker -> node: its part of the model is loaded."""
 
     num_pages: int
-    page_bytes: int
+    page_bytes: int  # of this worker's part of a page
     layout: str
     layout_fields: dict[str, str]
     vocab_size: int

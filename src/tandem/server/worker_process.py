@@ -10,6 +10,7 @@ A forward pass that raises is an event, not the end: the requests of that batch 
 import contextlib
 import gc
 import hashlib
+import importlib
 import logging
 import os
 import queue
@@ -17,6 +18,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,24 +28,25 @@ import torch
 from tandem.config import ServerConfig
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
-from tandem.core.values import Cause, ShardId, ceil_div
+from tandem.core.values import Cause, ceil_div
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
+from tandem.engine.parallel import Group, OneShard, OneStage, Pipeline, WorkerGone
 from tandem.engine.weights import LoadedModel
 from tandem.membership import ClusterSecret
+from tandem.ranks import Rank
 from tandem.sampling import Payload
 from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
-from tandem.server.processes import Launch, ServerFailure, read_launch
+from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, read_launch
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
 
-SHARD = ShardId(0)
 USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
 
 EngineWork = Payload | ForgetRequests | LaunchBatch
@@ -54,8 +58,10 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     """Pages of the KV pool. Raises ServerFailure when there is no room for one request, or less memory than asked for.
 
     Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
+    The workers of a replica share the machine's memory evenly.
     """
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes)
+    num_workers = config.tp_size * config.pp_size
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // num_workers
     fitting = pages_for_memory(model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_size)
@@ -65,7 +71,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
                 f"GiB that are there beside the weights; at most {fitting * config.page_size} tokens fit"
             )
     else:
-        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
+        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static) // num_workers
         budgeted = pages_for_memory(
             model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
         )
@@ -85,7 +91,8 @@ def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
     return {
         "protocol": f"{CONTROL_PROTOCOL}.{DATA_PROTOCOL}",
         "page_size": str(config.page_size),
-        "shards": "1",
+        "tp_size": str(config.tp_size),
+        "pp_size": str(config.pp_size),
         **model.layout_fields,
     }
 
@@ -99,8 +106,9 @@ class Worker:
     """Everything of this process once the model is loaded."""
 
     def __init__(
-        self, engine: Engine, transfer: KvTransfer | None, channel: BlockingChannel[wire.NodeToWorker]
+        self, rank: Rank, engine: Engine, transfer: KvTransfer | None, channel: BlockingChannel[wire.NodeToWorker]
     ) -> None:
+        self._rank = rank
         self._engine = engine
         self._transfer = transfer
         self._channel = channel
@@ -122,6 +130,8 @@ class Worker:
         try:
             return BatchReturned(self._engine.run(command.plan))
         except Exception as error:  # whatever torch raises: this batch's requests end, the others go on
+            if self._rank.num_shards > 1:
+                raise  # the others wait in the middle of this batch, or will
             logger.exception("batch %d failed", command.plan.iteration)
             return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, f"{type(error).__name__}: {error}")
 
@@ -144,7 +154,7 @@ class Worker:
             case Payload() | ForgetRequests() | LaunchBatch():
                 self._work.put(message)
             case wire.Reach(peer, shards):
-                end = shards[SHARD]  # the node has counted them
+                end = shards[self._rank.shard]  # the node has counted them
                 self._data_plane.connect(peer, end.host, end.port, end.unix)
             case wire.Disconnect(peer):
                 self._data_plane.disconnect(peer)
@@ -165,7 +175,7 @@ class Worker:
 
     def _numbers(self) -> wire.WorkerNumbers:
         held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
-        return wire.WorkerNumbers(tp_rank=0, pp_rank=0, dp_rank=0, numbers=held)
+        return wire.WorkerNumbers(tp_rank=self._rank.tp_rank, pp_rank=self._rank.pp_rank, dp_rank=0, numbers=held)
 
     @property
     def _data_plane(self) -> KvTransfer:
@@ -173,13 +183,40 @@ class Worker:
         return self._transfer
 
 
-def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker among those of its replica."""
+
+    group: Group
+    pipeline: Pipeline
+    least: Callable[[int], int]  # of what all of them call it with
+
+
+def join_replica(launch: Launch, listener_fd: int | None) -> Place:
+    """Returns when all are there. Raises ServerFailure. `listener_fd`: see `Peers`."""
+    if launch.rank.num_shards == 1:
+        return Place(OneShard(), OneStage(), lambda number: number)
+    # torch.distributed costs who has nobody to talk to a good part of its start.
+    process_group = importlib.import_module("tandem.engine.process_group")
+    try:
+        peers = process_group.Peers(
+            launch.rank, host=launch.group_host, port=launch.group_port, listener_fd=listener_fd
+        )
+    except (OSError, RuntimeError) as error:
+        raise ServerFailure(f"the workers of this replica do not find each other: {error}") from error
+    return Place(peers.group, peers.pipeline, peers.least)
+
+
+def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], listener_fd: int | None = None) -> None:
     """Load, say EngineReady, and run. Raises ModelError, ServerFailure, OSError."""
     config = launch.config
     began = time.monotonic()
     torch.set_num_threads(launch.cpu_threads)
-    model = weights.load(Path(launch.model_dir), dtype=config.dtype, device=config.device)
-    num_pages = pool_pages(config, model)
+    place = join_replica(launch, listener_fd)
+    model = weights.load(
+        Path(launch.model_dir), dtype=config.dtype, device=config.device, group=place.group, stage=place.pipeline.stage
+    )
+    num_pages = place.least(pool_pages(config, model))
     if config.deterministic:
         model = self_check.proven(
             model,
@@ -188,19 +225,7 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
             page_size=config.page_size,
             attention=config.attention_backend,
         )
-    try:
-        engine = Engine(
-            model,
-            page_size=config.page_size,
-            num_pages=num_pages,
-            deterministic=config.deterministic,
-            attention=config.attention_backend,
-        )
-    except OSError as error:
-        raise ServerFailure(
-            f"no memory for a KV pool of {num_pages * config.page_size} tokens ({error.strerror}); "
-            "lower --max-total-tokens or --mem-fraction-static"
-        ) from error
+    engine = open_engine(config, model, place.pipeline, num_pages)
     transfer = open_transfer(launch, engine, channel)
     fields = layout_fields(config, model)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
@@ -218,10 +243,28 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker]) -> None:
         )
         gc.collect()
         gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
-        Worker(engine, transfer, channel).run()
+        Worker(launch.rank, engine, transfer, channel).run()
     finally:
         if transfer is not None:
             transfer.close()
+
+
+def open_engine(config: ServerConfig, model: LoadedModel, pipeline: Pipeline, num_pages: int) -> Engine:
+    """Raises ServerFailure where there is no memory for the pool."""
+    try:
+        return Engine(
+            model,
+            page_size=config.page_size,
+            num_pages=num_pages,
+            deterministic=config.deterministic,
+            attention=config.attention_backend,
+            pipeline=pipeline,
+        )
+    except OSError as error:
+        raise ServerFailure(
+            f"no memory for a KV pool of {num_pages * config.page_size} tokens ({error.strerror}); "
+            "lower --max-total-tokens or --mem-fraction-static"
+        ) from error
 
 
 def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.NodeToWorker]) -> SockTransfer | None:
@@ -242,7 +285,7 @@ def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.
         engine.kv.page_bytes,
         incarnation=launch.incarnation,
         secret=ClusterSecret(launch.cluster_secret),
-        shard=SHARD,
+        shard=launch.rank.shard,
         host=numeric_host(launch.config.host),
         report=report,
     )
@@ -250,20 +293,23 @@ def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.
 
 def main() -> int:
     launch = read_launch()
-    logs.set_up(launch.config.log_format, process="worker")
-    channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(
-        socket.socket(fileno=int(sys.argv[1])), wire.NodeToWorker
-    )
+    name = launch.rank.name
+    logs.set_up(launch.config.log_format, process=name)
+    channel_fd, *listener_fd = map(int, sys.argv[1:])
+    channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(socket.socket(fileno=channel_fd), wire.NodeToWorker)
     try:
-        start(launch, channel)
+        start(launch, channel, listener_fd[0] if listener_fd else None)
     except ChannelClosed:
         return 1
+    except WorkerGone as error:
+        logger.info("ends with another worker of this replica: %s", error)
+        return EXIT_WITH_OTHERS  # no last words: why it all ends is said by, or seen of, the one that began
     except Exception as error:
         is_expected = isinstance(error, ModelError | ServerFailure | OSError | MemoryError)
         if not is_expected:
             logger.exception("the worker met an error of ours")
         with contextlib.suppress(ChannelClosed):  # nobody is there to hear it
-            channel.send(wire.Died("worker", str(error) if is_expected else f"{type(error).__name__}: {error}"))
+            channel.send(wire.Died(name, str(error) if is_expected else f"{type(error).__name__}: {error}"))
         return 1
     return 0
 

@@ -23,3 +23,7 @@ class Weights(Protocol):
         shape: of the whole tensor in the file. Raises ModelError for one that is missing or has another shape.
         """
         ...
+
+    def elsewhere(self) -> "Weights":
+        """The same checks, and no data: for the layers of other stages, which hold the model together all the same."""
+        ...

@@ -1,6 +1,6 @@
 """The port behind which a model computes, and how the model of an architecture is found.
 
-A model is built once per shard from what `config.json` says and the tensors of the checkpoint; it holds no state of
+A model is built once per worker from what `config.json` says and the tensors of the checkpoint; it holds no state of
 requests. KV is kept by the attention backend that is handed to `forward`, so the same model runs on every backend.
 """
 
@@ -14,21 +14,22 @@ from tandem.engine.batch import Batch
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.table import FAMILIES
-from tandem.engine.parallel import Group
+from tandem.engine.parallel import Group, Shard
 
 
 class Model(Protocol):
-    """One shard of a model."""
+    """One shard of one stage of a model."""
 
-    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
-        """Hidden states [n, hidden] of all rows behind the last layer, before the last norm; the same on every shard.
+    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
+        """Hidden states [n, hidden] of all rows behind this stage's layers, the same on every shard of it.
 
+        hidden: what the stage before has returned; None on the first stage, which begins with the tokens.
         `attention` has planned this batch, and is told every layer once, in order: so all KV of the batch is written.
         """
         ...
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """fp32 scores [outcome rows, vocab] from what `forward` returned, in the order of outcomes."""
+        """fp32 scores [outcome rows, vocab] from what `forward` returned on the last stage, in order of outcomes."""
         ...
 
     def first_layers(self, count: int) -> "Model":
@@ -43,8 +44,8 @@ class Model(Protocol):
 class Build(Protocol):
     """What the file of a family has under the name `build`."""
 
-    def __call__(self, config: ModelConfig, weights: Weights, group: Group) -> Model:
-        """Raises ModelError where tensors are missing, have other shapes, or cannot be cut into so many shards."""
+    def __call__(self, config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Model:
+        """Raises ModelError where tensors are missing (of any stage), have other shapes, or cannot be cut like that."""
         ...
 
 

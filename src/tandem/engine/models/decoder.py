@@ -20,7 +20,7 @@ from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.parallel import Group, HeadShard
+from tandem.engine.parallel import Group, HeadShard, Shard, layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A `Model`."""
+    """A `Model`. On a stage that is not the first, or not the last, the embedding, or norm and head, are empty."""
 
     embedding: VocabParallelEmbedding
     rotary: RotaryTable
@@ -62,9 +62,9 @@ class Decoder:
     norm: RMSNorm
     head: VocabParallelHead
 
-    def forward(self, batch: Batch, attention: AttentionBackend) -> Tensor:
+    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
         rows = batch.rows
-        x = self.embedding(batch.token_ids)
+        x = self.embedding(batch.token_ids) if hidden is None else hidden
         cos, sin = self.rotary.at(batch.positions, last_position=batch.last_position)
         for layer, block in enumerate(self.blocks):
             q, k, v = rows.apply(block.project, x, cos, sin)
@@ -145,19 +145,30 @@ class Loader:
         )
 
 
-def build_decoder(config: ModelConfig, weights: Weights, group: Group, block: Callable[[Loader], Block]) -> Decoder:
+def build_decoder(
+    config: ModelConfig, weights: Weights, group: Group, stage: Shard, block: Callable[[Loader], Block]
+) -> Decoder:
     """block: makes one from the tensors of its layer. Raises ModelError as `Build` says."""
+    own_layers = layers_of(stage, config.num_layers)
+    elsewhere = weights.elsewhere()
+    is_first, is_last = stage.rank == 0, stage.rank == stage.size - 1
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
-    loader = Loader(config, weights, group, heads)
+    here, there = (Loader(config, source, group, heads) for source in (weights, elsewhere))
     tokens = group.shard.part(config.vocab_size)
-    embedding = weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size, rows=tokens)
+    sizes = (config.vocab_size, config.hidden_size)
+    has_embedding = is_first or (is_last and config.tied_embeddings)
+    embedding = (weights if has_embedding else elsewhere).take("model.embed_tokens.weight", *sizes, rows=tokens)
     head = embedding
     if not config.tied_embeddings:
-        head = weights.take("lm_head.weight", config.vocab_size, config.hidden_size, rows=tokens)
+        head = (weights if is_last else elsewhere).take("lm_head.weight", *sizes, rows=tokens)
+    blocks = [
+        block((here if index in own_layers else there).at(f"model.layers.{index}"))
+        for index in range(config.num_layers)
+    ]
     return Decoder(
         embedding=VocabParallelEmbedding(embedding, tokens.start, group),
         rotary=RotaryTable(config.rope, head_dim=config.head_dim, dtype=weights.dtype, device=weights.device),
-        blocks=tuple(block(loader.at(f"model.layers.{index}")) for index in range(config.num_layers)),
-        norm=loader.norm("model.norm"),
+        blocks=tuple(blocks[own_layers.start : own_layers.stop]),
+        norm=(here if is_last else there).norm("model.norm"),
         head=VocabParallelHead(head, config.vocab_size, group),
     )

@@ -3,11 +3,11 @@
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
-from tandem.engine.parallel import Group
+from tandem.engine.parallel import Group, Shard
 
 
-def build(config: ModelConfig, weights: Weights, group: Group) -> Decoder:
-    return build_decoder(config, weights, group, block)
+def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
+    return build_decoder(config, weights, group, stage, block)
 
 
 def block(layer: Loader) -> Block:

@@ -212,17 +212,17 @@ class Ops:
             return {}
 
     async def _worker_numbers(self) -> dict[Ranks, dict[str, int]]:
-        """What the worker counts. None of a worker that does not answer, rather than made-up ones."""
+        """What the workers count. None while one of them does not answer, rather than made-up ones."""
         try:
             answer = await self._client.query("worker", timeout=WORKER_SECONDS)
         except Refusal:
             return {}
-        said = msgspec.json.decode(answer, type=wire.WorkerNumbers)
-        return {(said.tp_rank, said.pp_rank, said.dp_rank): said.numbers}
+        said = msgspec.json.decode(answer, type=list[wire.WorkerNumbers])
+        return {(one.tp_rank, one.pp_rank, one.dp_rank): one.numbers for one in said}
 
     async def metrics(self, request: Request) -> Response:
-        numbers, worker = await asyncio.gather(self.numbers(), self._worker_numbers())
-        page = self._exporter.render(numbers, worker)
+        numbers, workers = await asyncio.gather(self.numbers(), self._worker_numbers())
+        page = self._exporter.render(numbers, workers)
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:

@@ -215,7 +215,7 @@ class ApiProcess:
     def _hangs(self, who: ChildName, reason: str) -> None:
         """End it, which the others take for the loss that it is: they write what they still have, and end too."""
         self._lose(f"{reason} (--watchdog-timeout); start the server again")
-        self._children.kill_one(who)
+        self._children.kill_some(who)
 
     def _lose(self, reason: str) -> None:
         self._unregister()

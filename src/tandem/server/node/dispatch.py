@@ -20,7 +20,7 @@ class Tells(Protocol):
     def tell(self, who: Incarnation, message: Message) -> None: ...
 
 
-def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> None:
+def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells) -> None:
     """Raises ChannelFull when a process of this server does not keep up."""
     match command:
         case (
@@ -31,7 +31,7 @@ def dispatch(command: Command, *, api: Outlet, worker: Outlet, peers: Tells) -> 
             | commands.PullPages()
             | commands.CancelPull()
         ):
-            worker.send(command)
+            workers.send(command)
         case (
             commands.EmitTokens()
             | commands.StartRequest()

@@ -29,12 +29,14 @@ from tandem.core.settings import NodeSettings
 from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
 from tandem.membership import ClusterSecret, new_challenge
+from tandem.ranks import all_ranks
 from tandem.sampling import is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
-from tandem.server.node.driver import Inbox, LocalPeerLost, Observer, Poller, drive
+from tandem.server.node.driver import Inbox, Observer, drive
 from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
+from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.node.settings import heartbeat, node_settings
 from tandem.server.processes import Launch, ServerFailure, read_launch
@@ -79,17 +81,21 @@ class Questions:
     def _pulse(self) -> ProgressReport:
         window = self.node.state.inflight
         oldest = window[0].forward_iter if window else None
-        return ProgressReport(self.node.state.forward_ct, oldest, self.inbox.echoes)
+        workers = self.inbox.workers
+        return ProgressReport(self.node.state.forward_ct, oldest, workers.echoes, workers.slowest.name)
 
 
-def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
+def run(launch: Launch, *, api_fd: int, worker_fds: list[int]) -> None:
     """Until the API process says Shutdown. Raises LocalPeerLost, ServerFailure."""
     clock = MonotonicClock()
     poller = Poller()
     api: PolledChannel[wire.ApiToNode] = PolledChannel(socket.socket(fileno=api_fd), wire.ApiToNode)
-    worker: PolledChannel[wire.WorkerToNode] = PolledChannel(socket.socket(fileno=worker_fd), wire.WorkerToNode)
+    workers: list[PolledChannel[wire.WorkerToNode]] = [
+        PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode) for fd in worker_fds
+    ]
+    ranks = all_ranks(launch.config.tp_size, launch.config.pp_size)
     failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
-    inbox = Inbox(poller=poller, api=api, worker=worker, clock=clock, failures=failures)
+    inbox = Inbox(poller=poller, api=api, ranks=ranks, workers=workers, clock=clock, failures=failures)
     try:
         _run(launch, inbox, poller, clock)
     except LocalPeerLost as lost:
@@ -102,21 +108,22 @@ def run(launch: Launch, *, api_fd: int, worker_fd: int) -> None:
         _last_words(api, wire.Died("node", f"{type(error).__name__}: {error}"))
         raise
     finally:
-        _last_words(worker, wire.Shutdown())
+        for worker in workers:
+            _last_words(worker, wire.Shutdown())
 
 
 def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) -> None:
-    engine = inbox.wait_for_engine()
-    if engine is None:
+    engines = inbox.wait_for_engines()
+    if engines is None:
         return
-    settings = node_settings(launch, engine)
+    settings = node_settings(launch, engines)
     node = EngineNode(settings)
     peers = Peers(
         launch.incarnation,
-        engine.layout,
+        engines.layout,
         ClusterSecret(launch.cluster_secret or new_challenge()),  # who has no peers has a secret that nobody shares
-        shards=(engine.data,),
-        bounds=Bounds(1, engine.vocab_size, partial(is_score, vocab_size=engine.vocab_size)),
+        shards=engines.shards,
+        bounds=Bounds(len(engines.shards), engines.vocab_size, partial(is_score, vocab_size=engines.vocab_size)),
         poller=poller,
         report=inbox.report,
         reach=inbox.reach,
@@ -128,11 +135,11 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
     replica = wire.ReplicaInfo(
         incarnation=launch.incarnation,
         role=launch.config.role,
-        layout=engine.layout,
-        layout_fields=engine.layout_fields,
+        layout=engines.layout,
+        layout_fields=engines.layout_fields,
         control_host=host,
         control_port=peers.listen(host) if launch.config.role == "prefill" else 0,  # decode dials, prefill answers
-        shards=(engine.data,),
+        shards=engines.shards,
         http_port=launch.http_port,
         dp_rank=settings.dp_rank,
         prefill=settings.prefill_info,
@@ -149,7 +156,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
             shows_numbers=environment_switch(LOG_FORWARD_ITERS),
         )
     )
-    inbox.api.send(wire.NodeReady(replica, engine.num_pages, engine.page_bytes))
+    inbox.api.send(wire.NodeReady(replica, engines.num_pages, engines.page_bytes))
     inbox.flush()
     gc.collect()
     gc.freeze()  # what is here now stays; the collector need not look at it again
@@ -190,7 +197,7 @@ def main() -> int:
     launch = read_launch()
     logs.set_up(launch.config.log_format, process="node")
     try:
-        run(launch, api_fd=int(sys.argv[1]), worker_fd=int(sys.argv[2]))
+        run(launch, api_fd=int(sys.argv[1]), worker_fds=[int(fd) for fd in sys.argv[2:]])
     except (LocalPeerLost, ServerFailure):
         return 1  # the parent has been told and says it to the user
     except Exception:

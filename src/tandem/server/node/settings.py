@@ -25,28 +25,30 @@ from tandem.core.settings import (
     Role,
 )
 from tandem.core.values import MILLISECOND, SECOND, Nanos
-from tandem.server import wire
+from tandem.ranks import all_ranks
 from tandem.server.node.peers import Heartbeat
+from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
 
 DEFAULT_RETRIES = 3
 DEFAULT_ATTEMPTS = 1
 
 
-def node_settings(launch: Launch, engine: wire.EngineReady) -> NodeSettings:
+def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
     config = launch.config
     return NodeSettings(
         role=Role(config.role),
         incarnation=launch.incarnation,
-        num_pages=engine.num_pages,
+        num_pages=engines.num_pages,
         page_size=config.page_size,
-        layout=engine.layout,
+        layout=engines.layout,
+        shards=tuple(rank.shard for rank in all_ranks(config.tp_size, config.pp_size)),
         prefill_info=PrefillInfo(conflict=DpConflictPolicy(config.disaggregation_dp_rank_conflict)),
         force_query=environment_switch(FORCE_QUERY),
         max_running=config.max_running_requests,
         max_queued=config.max_queued_requests,
         chunk_tokens=config.chunked_prefill_size,
-        window_depth=1 if config.disable_overlap_schedule else 2,
+        window_depth=1 if config.disable_overlap_schedule else config.pp_size + 1,
         mixed_chunk=config.enable_mixed_chunk,
         delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
         prefix_cache=not config.disable_radix_cache and config.disaggregation_decode_enable_radix_cache is not False,

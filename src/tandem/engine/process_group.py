@@ -1,0 +1,158 @@
+"""The workers of one replica as processes: collectives of torch.distributed behind the ports of `parallel.py`.
+
+One static group, made at start; a worker that is gone ends all others, for nothing is ever sent anew. On CPU the
+backend is gloo, over TCP.
+
+A sum is taken in order of ranks, whatever its size and whoever takes it. (A ring that reduces by blocks would add the
+rows of a batch in an order that depends on their place in it.)
+"""
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # it is documented
+
+from tandem.engine.parallel import OneShard, Shard, WorkerGone
+from tandem.ranks import Rank, all_ranks
+
+JOIN_SECONDS = 300  # until all are there: the slowest has to import torch first
+SILENCE_DAYS = 365  # an idle server says nothing; who hangs is found by the watchdog
+INTERFACE = "GLOO_SOCKET_IFNAME"
+LOOPBACK = "lo"
+HIDDEN, TOKENS = 1, 2  # tags
+MOST_BATCHES_BEHIND = 64  # more than a worker may be behind another one, with all that the node launches ahead
+
+
+@contextlib.contextmanager
+def others_there() -> Iterator[None]:
+    """gloo says with a bare RuntimeError that a connection is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WorkerGone(str(error).splitlines()[0]) from error
+
+
+class TensorGroup:
+    """A `Group`: the shards of one stage."""
+
+    def __init__(self, shard: Shard, group: dist.ProcessGroup) -> None:
+        self.shard = shard
+        self._group = group
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        first, *others = self._gathered(part)
+        for other in others:
+            first += other
+        return first
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        width = max(sizes)
+        if part.shape[-1] < width:
+            part = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
+        parts = zip(self._gathered(part), sizes, strict=True)
+        return torch.cat([other[..., :size] for other, size in parts], dim=-1)
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.shard.size)]
+        with others_there():
+            dist.all_gather([_bytes(one) for one in found], _bytes(part.contiguous()), group=self._group)
+        return found
+
+
+class ProcessPipeline:
+    """A `Pipeline`. Things of one kind arrive in the order in which they were sent."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.stage = Shard(rank.pp_rank, rank.pp_size)
+        self.samples = rank.samples
+        ranks = all_ranks(rank.tp_size, rank.pp_size)
+        self._others = [other.shard for other in ranks if other != rank]
+        self._sampler = next(other.shard for other in ranks if other.samples)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # maybe not gone yet: the bytes must stay
+        self._most_sent = MOST_BATCHES_BEHIND * (len(self._others) + 1)
+
+    def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
+        hidden = torch.empty(rows, features, dtype=dtype)
+        self._receive(hidden, self.rank.shard - self.rank.tp_size, tag=HIDDEN)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        self._send(hidden.contiguous(), self.rank.shard + self.rank.tp_size, tag=HIDDEN)
+
+    def send_tokens(self, tokens: np.ndarray) -> None:
+        values = torch.from_numpy(tokens)
+        for other in self._others:
+            self._send(values, other, tag=TOKENS)
+
+    def receive_tokens(self, count: int) -> np.ndarray:
+        tokens = torch.empty(count, dtype=torch.int32)
+        self._receive(tokens, self._sampler, tag=TOKENS)
+        return tokens.numpy()
+
+    def _send(self, values: Tensor, to: int, *, tag: int) -> None:
+        with others_there():
+            if len(self._sent) == self._most_sent:  # the first of them was taken long ago
+                self._sent.popleft()[0].wait()
+            work = dist.isend(_bytes(values), dst=to, tag=tag)
+        assert work is not None, "this worker is a member of the group"
+        self._sent.append((work, values))
+
+    def _receive(self, values: Tensor, source: int, *, tag: int) -> None:
+        with others_there():
+            dist.recv(_bytes(values), src=source, tag=tag)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """A view: backends need not know the type."""
+    return values.view(-1).view(torch.uint8)
+
+
+class Peers:
+    """What a worker needs of the others of its replica."""
+
+    def __init__(self, rank: Rank, *, host: str, port: int, listener_fd: int | None) -> None:
+        """Returns when all are there. `listener_fd`: of the socket that listens at host:port, on the first worker.
+
+        Raises OSError or RuntimeError when they do not come.
+        """
+        os.environ.setdefault(INTERFACE, LOOPBACK)
+        is_master = listener_fd is not None
+        store = TCPStore(
+            host,
+            port,
+            rank.num_shards,
+            is_master,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=listener_fd,
+        )
+        dist.init_process_group(
+            "gloo", store=store, rank=rank.shard, world_size=rank.num_shards, timeout=timedelta(days=SILENCE_DAYS)
+        )
+        self._rank = rank
+        self.pipeline = ProcessPipeline(rank)
+        self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
+
+    def least(self, number: int) -> int:
+        """The least of what all workers call with; they all have to."""
+        value = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        return int(value)
+
+    def _tensor_group(self) -> TensorGroup:
+        found = None
+        for stage in range(self._rank.pp_size):  # all have to make all groups, in one order
+            first = stage * self._rank.tp_size
+            group = dist.new_group(list(range(first, first + self._rank.tp_size)))
+            if stage == self._rank.pp_rank:
+                found = group
+        assert isinstance(found, dist.ProcessGroup)
+        return TensorGroup(Shard(self._rank.tp_rank, self._rank.tp_size), found)

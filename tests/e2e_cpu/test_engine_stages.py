@@ -1,0 +1,172 @@
+"""Engines of several pipeline stages and shards run the plans of one engine and sample its tokens, once.
+
+All workers are threads of one process.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_world import EngineWorld, prompt_of
+from shard_group import ThreadGroup, ThreadPipeline, on_every_worker
+from tiny_models import make_llama, make_mistral, make_qwen2, make_qwen3
+
+from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.engine.engine import Engine
+from tandem.engine.model_config import ModelError
+from tandem.engine.parallel import Shard
+from tandem.engine.weights import load
+from tandem.sampling import Payload
+
+NUM_PAGES = 64
+SAMPLING = {"temperature": 0.9, "top_k": 20, "seed": 5, "repetition_penalty": 1.2, "logprobs": True}
+Story = list[Payload | BatchPlan | tuple[int, ...]]  # what the engine is told, in order
+Told = tuple[Story, list[BatchOutcome]]
+
+
+class Listener:
+    """Stands where the engine stands, and keeps what it is told and says."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.kv = engine, engine.kv
+        self.story: Story = []
+        self.outcomes: list[BatchOutcome] = []
+
+    def add(self, payload: Payload) -> None:
+        self.story.append(payload)
+        self.engine.add(payload)
+
+    def forget(self, requests: list[int]) -> None:
+        self.story.append(tuple(requests))
+        self.engine.forget(requests)
+
+    def run(self, plan: BatchPlan) -> BatchOutcome:
+        self.story.append(plan)
+        self.outcomes.append(self.engine.run(plan))
+        return self.outcomes[-1]
+
+
+def told_by_one(where: Path) -> Told:
+    """Prompts in chunks, two of them in one batch, decoding beside prompts, a retraction, a request that is forgotten
+    right after its token, and one that draws with penalties."""
+    world = EngineWorld(where, num_pages=NUM_PAGES)
+    listener = Listener(world.engine)
+    world.engine = listener  # type: ignore[assignment]  # it has all that is asked of it
+    first, second, third = world.add(prompt_of(50)), world.add(prompt_of(9)), world.add(prompt_of(33), **SAMPLING)
+    world.run((first, 0, 20))
+    world.run((first, 20, 50), (second, 0, 9))
+    world.run((third, 0, 16))
+    world.run((third, 16, 33))
+    world.run(decodes=True, join=[first, second])
+    fourth = world.add(prompt_of(12))
+    world.run((fourth, 0, 12), decodes=True, join=[third])
+    world.finish(fourth)
+    world.decode(2)
+    world.retract(second)
+    world.decode(1)
+    world.prefill(second, chunk=8)
+    world.run(decodes=True, join=[second])
+    world.decode(8)
+    world.finish(first)
+    world.decode(2)
+    return listener.story, listener.outcomes
+
+
+def run_story(where: Path, story: Story, group: ThreadGroup, pipeline: ThreadPipeline) -> list[BatchOutcome]:
+    engine = Engine(
+        load(where, group=group, stage=pipeline.stage), page_size=16, num_pages=NUM_PAGES, pipeline=pipeline
+    )
+    outcomes = []
+    for item in story:
+        match item:
+            case Payload():
+                engine.add(item)
+            case BatchPlan():
+                outcomes.append(engine.run(item))
+            case _:
+                engine.forget(item)
+    engine.close()
+    return outcomes
+
+
+FAMILIES: dict[str, Callable[[Path], object]] = {
+    "llama": lambda where: make_llama(where, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4),
+    "mistral": lambda where: make_mistral(where, num_hidden_layers=5, sliding_window=24),
+    "qwen2_untied": lambda where: make_qwen2(where, num_hidden_layers=4, tie_word_embeddings=False),
+    "qwen3": lambda where: make_qwen3(where, num_hidden_layers=6),
+}
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 2), (1, 4), (2, 2), (3, 3), (2, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_workers_together_sample_once_what_one_engine_samples(
+    tmp_path: Path, family: str, tp_size: int, pp_size: int
+) -> None:
+    FAMILIES[family](tmp_path)
+    story, expected = told_by_one(tmp_path)
+
+    workers = on_every_worker(
+        tp_size, pp_size, lambda group, pipeline: (pipeline.samples, run_story(tmp_path, story, group, pipeline))
+    )
+
+    for samples, outcomes in workers:
+        assert [o.iteration for o in outcomes] == [o.iteration for o in expected]
+        if samples:
+            assert [(o.tokens, o.flags, o.hashes) for o in outcomes] == [
+                (o.tokens, o.flags, o.hashes) for o in expected
+            ]
+            assert [[request for request, _ in o.extras] for o in outcomes] == [
+                [request for request, _ in o.extras] for o in expected
+            ]
+        else:
+            assert {(o.tokens, o.flags, o.hashes, o.extras) for o in outcomes} == {(b"", b"", (), ())}
+    assert [samples for samples, _ in workers].index(True) == tp_size * (pp_size - 1)
+
+
+def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: Path) -> None:
+    """The first stage asks for nobody's token until a batch needs it: then for all, in order."""
+    make_llama(tmp_path)
+    world = EngineWorld(tmp_path, num_pages=NUM_PAGES)
+    listener = Listener(world.engine)
+    world.engine = listener  # type: ignore[assignment]
+    requests = [world.add(prompt_of(20, seed=seed)) for seed in range(3)]
+    for request in requests:
+        world.prefill(request, chunk=16)
+    before_join = len(listener.outcomes)
+    world.run(decodes=True, join=requests)
+
+    def taken(group: ThreadGroup, pipeline: ThreadPipeline) -> list[int]:
+        engine = Engine(load(tmp_path, group=group, stage=pipeline.stage), page_size=16, num_pages=NUM_PAGES,
+                        pipeline=pipeline)  # fmt: skip
+        counts = []
+        for item in listener.story:
+            if isinstance(item, Payload):
+                engine.add(item)
+            elif isinstance(item, BatchPlan):
+                engine.run(item)
+                counts.append(pipeline.num_received)
+        return counts
+
+    first_stage, last_stage = on_every_worker(1, 2, taken)
+
+    assert first_stage == [0] * before_join + [3]
+    assert last_stage == [0] * (before_join + 1), "who samples asks nobody"
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
+def test_stages_hold_all_layers_once_and_only_the_ends_hold_the_vocabulary(tmp_path: Path, pp_size: int) -> None:
+    make_llama(tmp_path, num_hidden_layers=4, tie_word_embeddings=False)
+    whole = load(tmp_path)
+    stages = [load(tmp_path, stage=Shard(rank, pp_size)) for rank in range(pp_size)]
+
+    assert sum(stage.kv_shape.num_layers for stage in stages) == 4
+    assert [len(stage.module.blocks) for stage in stages] == [stage.kv_shape.num_layers for stage in stages]
+    assert [stage.module.embedding.weight.numel() > 0 for stage in stages] == [True] + [False] * (pp_size - 1)
+    assert [stage.module.head.weight.numel() > 0 for stage in stages] == [False] * (pp_size - 1) + [True]
+    assert all(stage.layout_fields == whole.layout_fields for stage in stages), "digests are those of the whole model"
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    make_llama(tmp_path, num_hidden_layers=2)
+    with pytest.raises(ModelError, match="2 layers cannot be spread over 3 pipeline stages; take fewer"):
+        load(tmp_path, stage=Shard(0, 3))

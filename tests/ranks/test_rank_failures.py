@@ -1,0 +1,118 @@
+"""The workers of a replica live and die together: whichever is lost, the server ends and says which one it was.
+
+And what cannot be spread over so many workers is refused before anything serves. Real processes.
+"""
+
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+from cluster import MODEL, HttpError, Server, bootstrap_port, children_of, cluster, eventually, halves, is_running
+
+from tandem.cli.fleet import Fleet, free_ports, serve_words
+
+PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+POOL = ("--max-total-tokens", "8192")
+
+
+def workers_of(server: Server) -> list[int]:
+    """In order of their shards, which is the order in which they were started."""
+    found = children_of(server.member.process.pid)
+    return [pid for pid in found if "worker_process" in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
+
+
+def error_line(server: Server) -> str:
+    (line,) = [line for line in server.log.splitlines() if line.startswith("tandem: error: ")]
+    return line
+
+
+@pytest.mark.parametrize(("words", "shard", "name"), [(("--tp", "2"), 1, "TP1 PP0"), (("--pp", "2"), 0, "TP0 PP0")])
+def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str], shard: int, name: str) -> None:
+    with cluster(unified=True, flags=[*POOL, *words]) as it:
+        server = it.unified
+        assert server is not None
+        children = children_of(server.member.process.pid)
+        stream = server.stream(PROMPT, max_new_tokens=4000, sampling_params={"ignore_eos": True})
+        assert stream.next() is not None
+        os.kill(workers_of(server)[shard], signal.SIGKILL)
+        error = stream.rest()[-1]["error"]
+        assert error["code"] == "worker_lost"
+        assert f"the worker {name} process was killed by signal SIGKILL" in error["message"]
+        eventually(lambda: server.member.process.poll() == 1)
+        assert f"the worker {name} process was killed" in error_line(server)
+        assert not any(is_running(child) for child in children)
+
+
+def test_a_worker_that_hangs_is_named_by_the_watchdog() -> None:
+    with cluster(unified=True, flags=[*POOL, "--pp", "2", "--watchdog-timeout", "3"]) as it:
+        server = it.unified
+        assert server is not None
+        server.generate(PROMPT, max_new_tokens=4)
+        os.kill(workers_of(server)[1], signal.SIGSTOP)
+        eventually(lambda: server.member.process.poll() == 1, within_s=60)
+        assert "the worker TP0 PP1 process hangs: no answer for 3 s" in error_line(server)
+
+
+def test_sides_that_are_cut_differently_are_refused_with_both_sizes_and_both_servers_live(tmp_path) -> None:
+    with halves(tmp_path, (*POOL, "--tp", "2"), POOL) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 31}
+        half = prefill.open_stream(PROMPT, timeout=20, **pair)
+        with pytest.raises(HttpError) as refused:
+            decode.generate(PROMPT, timeout=20, **pair)
+        half.close()
+        assert refused.value.error["code"] == "layout_mismatch"
+        assert "tp_size is 2 at prefill and 1 at decode" in refused.value.error["message"]
+        for server in (prefill, decode):
+            eventually(server.is_idle, what=server.state)
+            assert server.is_ready()
+
+
+@contextmanager
+def starting(tmp_path, *flags: str) -> Iterator[Server]:
+    """A server that was told to start, and is not waited for."""
+    (port,) = free_ports(1)
+    with Fleet(tmp_path, engines=1) as fleet:
+        yield Server(fleet.start("server", serve_words(MODEL, port, *POOL, *flags), port=port))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "reason"),
+    [
+        (("--tp", "16"), 1, "8 attention heads cannot be spread over 16 shards; take fewer"),
+        (("--pp", "5"), 1, "4 layers cannot be spread over 5 pipeline stages; take fewer"),
+        (("--tp", "0"), 2, "--tp-size and --pp-size must be at least 1, and their product at most 256"),
+        (("--tp", "2", "--deterministic"), 2, "--deterministic is measured for one worker only"),
+    ],
+)
+def test_what_cannot_be_spread_like_that_is_refused_in_one_line(
+    tmp_path, flags: Sequence[str], code: int, reason: str
+) -> None:
+    with starting(tmp_path, *flags) as server:
+        eventually(lambda: server.member.process.poll() is not None, within_s=90, what=lambda: server.log)
+        assert server.member.process.returncode == code
+        assert reason in error_line(server)
+
+
+def test_more_workers_than_cores_are_worth_a_warning(tmp_path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    with starting(tmp_path, "--tp", "4", "--pp", str(cores)) as server:
+        sizes = f"{4 * cores} workers (--tp-size 4 x --pp-size {cores}) share {cores} cores"
+        eventually(lambda: sizes in server.log, what=lambda: server.log)
+
+
+def test_a_worker_that_dies_while_it_loads_ends_the_start(tmp_path) -> None:
+    with starting(tmp_path, "--tp", "2") as server:
+        eventually(lambda: len(workers_of(server)) == 2)
+        children = children_of(server.member.process.pid)
+        os.kill(workers_of(server)[1], signal.SIGKILL)
+        eventually(lambda: server.member.process.poll() == 1, within_s=60, what=lambda: server.log)
+        assert re.search("the worker TP1 PP0 process was killed by signal SIGKILL", error_line(server))
+        assert not any(is_running(child) for child in children)

@@ -1,0 +1,108 @@
+"""However a model is spread over workers, it says the same tokens: tensor and pipeline parallel, alone and in pairs.
+
+Real processes with the bundled model; the reference is transformers. A sample of the combinations runs always, all of
+them with TANDEM_ALL_RANKS=1 (`make ranks`).
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from cluster import Cluster, Server, cluster, eventually
+from reference import CHUNK, ask_all, assert_same_tokens, greedy, load_model, real_prompts
+
+NUM_PROMPTS = 24
+FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
+NO_OVERLAP = ("--disable-overlap-schedule",)
+MIXED = ("--enable-mixed-chunk",)
+RETRY = ("--optimistic-prefill-policy", "retry")
+RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How a server is cut, and what else it is told."""
+
+    tp: int
+    pp: int
+    flags: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return ("--tp", str(self.tp), "--pp", str(self.pp), *self.flags)
+
+    def __str__(self) -> str:
+        return "-".join([f"tp{self.tp}", f"pp{self.pp}", *(flag.strip("-") for flag in self.flags)])
+
+
+UNIFIED = (Grid(2, 1), Grid(1, 2, MIXED))
+MORE_UNIFIED = (Grid(4, 1), Grid(1, 4), Grid(2, 2), Grid(2, 2, NO_OVERLAP), Grid(1, 4, NO_OVERLAP), Grid(2, 2, MIXED))
+PAIRS = ((Grid(2, 1), Grid(2, 1)), (Grid(1, 2, RETRY), Grid(1, 2)))
+MORE_PAIRS = (
+    (Grid(2, 2), Grid(2, 2)),
+    (Grid(4, 1), Grid(4, 1)),
+    (Grid(1, 4), Grid(1, 4)),
+    (Grid(1, 2), Grid(1, 2, NO_OVERLAP)),
+    (Grid(2, 2, RETRY), Grid(2, 2, MIXED)),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return real_prompts(NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def reference(model, prompts) -> list[list[int]]:
+    return greedy(model, prompts)
+
+
+@pytest.mark.parametrize("grid", UNIFIED + MORE_UNIFIED * RUNS_ALL, ids=str)
+def test_one_engine_of_several_workers_says_what_transformers_says(model, prompts, reference, grid: Grid) -> None:
+    with cluster(unified=True, flags=[*FLAGS, *grid.words]) as it:
+        assert it.unified is not None
+        assert_same_tokens(model, prompts, reference, ask_all(it.unified, prompts), path="unified")
+        assert_idle([it.unified])
+
+
+@pytest.mark.parametrize("pair", PAIRS + MORE_PAIRS * RUNS_ALL, ids=lambda pair: "--".join(map(str, pair)))
+def test_a_pair_of_several_workers_each_says_what_transformers_says(
+    model, prompts, reference, pair: tuple[Grid, Grid]
+) -> None:
+    prefill, decode = pair
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill.words, decode_flags=decode.words) as it:
+        assert it.router is not None
+        assert_same_tokens(model, prompts, reference, ask_all(it.router, prompts), path="remote")
+        assert_idle(it.servers)
+        assert_each_worker_counts_for_itself(it, prefill, decode)
+
+
+def assert_idle(servers: Sequence[Server]) -> None:
+    for server in servers:
+        eventually(server.is_idle, what=server.state)
+
+
+def assert_each_worker_counts_for_itself(it: Cluster, prefill: Grid, decode: Grid) -> None:
+    for server, grid in ((it.prefills[0], prefill), (it.decodes[0], decode)):
+        ranks = {(str(tp), str(pp)) for tp in range(grid.tp) for pp in range(grid.pp)}
+        for name in ("live_rooms", "pinned_pages", "open_transfers"):
+            assert worker_gauges(server, name) == dict.fromkeys(ranks, 0.0)
+
+
+def worker_gauges(server: Server, name: str) -> dict[tuple[str, str], float]:
+    """By TP and PP rank."""
+    with server.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith(f"tandem:worker_{name}{{"):
+            labels = dict(part.split("=") for part in line[line.index("{") + 1 : line.index("}")].split(","))
+            ranks = (labels["tp_rank"].strip('"'), labels["pp_rank"].strip('"'))
+            found[ranks] = float(line.rsplit(" ", 1)[1])
+    return found
