@@ -11,6 +11,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
+from tandem.core.settings import MAX_DP_SIZE
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.ranks import MAX_SHARDS
 
@@ -82,6 +83,17 @@ class ServerConfig:
         1,
         "stages that the layers are spread over, --tp-size workers each (pipeline parallel)",
         aliases=("--pp", "--pipeline-parallel-size"),
+    )
+    dp_size: int = flag(
+        1,
+        "replicas of the model behind this one address, --tp-size x --pp-size workers each (data parallel)",
+        aliases=("--dp", "--data-parallel-size"),
+    )
+    load_balance_method: str = flag(
+        "auto",
+        "how a request finds its replica, unless it says routed_dp_rank; auto: a prefill server goes by the room, "
+        "others take turns",
+        choices=("auto", "round_robin", "follow_bootstrap_room", "total_requests", "total_tokens"),
     )
     context_length: int | None = flag(None, "longest prompt plus output (default: the model's)", metavar="TOKENS")
     page_size: int = flag(16, "tokens per KV page")
@@ -185,6 +197,11 @@ class ServerConfig:
     def model_name(self) -> str:
         return self.served_model_name or self.model
 
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute, in all replicas."""
+        return self.tp_size * self.pp_size * self.dp_size
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -211,13 +228,18 @@ RULES: tuple[Rule, ...] = (
         lambda c: min(c.tp_size, c.pp_size) < 1 or c.tp_size * c.pp_size > MAX_SHARDS,
         f"--tp-size and --pp-size must be at least 1, and their product at most {MAX_SHARDS}",
     ),
+    Rule(lambda c: not 1 <= c.dp_size <= MAX_DP_SIZE, f"--dp-size must be at least 1 and at most {MAX_DP_SIZE}"),
+    Rule(
+        lambda c: c.load_balance_method == "follow_bootstrap_room" and c.disaggregation_mode == "null",
+        "--load-balance-method follow_bootstrap_room is for prefill and decode servers: others see no room",
+    ),
     Rule(
         lambda c: c.deterministic and c.tp_size * c.pp_size > 1,
         "--deterministic is measured for one worker only: leave --tp-size and --pp-size out",
     ),
     Rule(
-        lambda c: c.device != "cpu" and c.tp_size * c.pp_size > 1,
-        "--tp-size and --pp-size need --device cpu: on other devices a server has one worker",
+        lambda c: c.device != "cpu" and c.num_workers > 1,
+        "--tp-size, --pp-size and --dp-size need --device cpu: on other devices a server has one worker",
     ),
     Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),

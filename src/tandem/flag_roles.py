@@ -65,7 +65,8 @@ class Need:
 
 
 NEEDS: tuple[Need, ...] = (
-    Need("--disaggregation-dp-rank-conflict", lambda c: False, "needs several DP ranks: this server has one"),
+    Need("--disaggregation-dp-rank-conflict", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
+    Need("--load-balance-method", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need(
         "--disaggregation-park-max-tokens",
         lambda c: optimistic_wishes(c) <= {"park"},

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
-from tandem.server.api.openapi import BOUNDS, openapi_document
+from tandem.server.api.openapi import bounds, openapi_document
 
 NUMBERS = {
     "num_running_reqs": 2,
@@ -36,12 +36,12 @@ def test_health_follows_readiness_and_draining() -> None:
 def test_health_tells_which_process_makes_no_progress() -> None:
     w = world()
     with w.http() as http:
-        w.client.trouble = "the worker process hangs"
+        w.client.ranks[0].trouble = "the worker process hangs"
         for path in ("/health", "/ready", "/health_generate"):
             answer = http.get(path)
             assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the worker process hangs")
         assert http.get("/server_info").json()["status"] == "not_ready"
-        w.client.trouble = ""
+        w.client.ranks[0].trouble = ""
         assert http.get("/health").status_code == 200
     assert w.node.submits == []
 
@@ -270,8 +270,8 @@ def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:
 def test_the_bounds_in_the_schema_are_those_of_the_server() -> None:
     steps = {"minimum": -1, "maximum": 1, "exclusiveMinimum": 0}
     with world(says("x")).http() as http:
-        for name, bounds in BOUNDS.items():
-            for bound, value in bounds.items():
+        for name, limits in bounds(dp_size=1).items():
+            for bound, value in limits.items():
                 beyond, within = value + steps[bound], value + (0.5 if bound == "exclusiveMinimum" else 0)
                 assert status_with(http, name, beyond) == 400, (name, beyond)
                 assert status_with(http, name, within) == 200, (name, within)

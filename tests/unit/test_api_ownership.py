@@ -356,7 +356,7 @@ class linked:
 
 def fill(client: NodeClient) -> None:
     """More than the kernel takes while nobody reads."""
-    channel = client._port.channel  # type: ignore[attr-defined]  # a NodeLink
+    channel = client.ranks[0].port.channel  # type: ignore[attr-defined]  # a NodeLink
     while not channel._transport.get_write_buffer_size():
         channel.send_always(events.DrainRequested())
 

@@ -13,6 +13,7 @@ from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
 from tandem.core.settings import (
     DelayerSettings,
     DpConflictPolicy,
+    LoadBalanceMethod,
     LoadFailurePolicy,
     LocalPrefill,
     NodeSettings,
@@ -146,7 +147,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-local-prefill", "some", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "9", "--disaggregation-mode", "decode", "--strict-remote"], "forbids"),
         (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "decode"], "for prefill servers"),
-        (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "prefill"], "this server has one"),
+        (["--disaggregation-dp-rank-conflict", "fail", "--disaggregation-mode", "prefill"], "needs several DP ranks"),
         (["--disaggregation-park-max-tokens", "9", *PREFILL, "--optimistic-prefill-retries", "2"], "nothing else is"),
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "1"], "1 holds nothing back"),
         (["--mem-fraction-static", "0.2", "--max-total-tokens", "64"], "beside --max-total-tokens"),
@@ -307,6 +308,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         metadata_slots=10,
         load_failure=LoadFailurePolicy.FAIL,
         stall_timeout_ns=2 * SECOND,
+        prefill_info=PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN),
     )
 
 

@@ -111,7 +111,7 @@ def level_of(names: list[str]) -> str:
 @cache
 def is_process_test(path: str) -> bool:
     """By where it is and by what it does: some tests beside those of processes start none."""
-    is_there = path.startswith(("tests/e2e_cpu/", "tests/chaos/"))
+    is_there = path.startswith(("tests/e2e_cpu/", "tests/chaos/", "tests/ranks/"))
     return is_there and STARTS_PROCESSES.search((ROOT / path).read_text()) is not None
 
 

@@ -116,11 +116,11 @@ def test_a_configuration_shows_no_keys() -> None:
 def test_the_children_of_a_server_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bytes] = []
 
-    def start(launch: Launch) -> None:
+    def start(launch: Launch, _listeners: object) -> None:
         told.append(msgspec.json.encode(launch))
         raise ServerFailure("nothing is started here")
 
-    monkeypatch.setattr("tandem.cli.serve.start_children", start)
+    monkeypatch.setattr("tandem.cli.serve.start_replicas", start)
     words = ["serve", "tandem/mini", "--port", "0", "--api-key", SECRET, "--admin-api-key", SECRET]
     assert cli.main(words) == 1
     (launch,) = told

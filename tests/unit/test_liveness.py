@@ -8,6 +8,8 @@ from api_fakes import REPLICA, FakeNode, says
 from tandem.core.stall_detector import SICK_TICKS, TICKS, Liveness, ProgressReport
 from tandem.server import wire
 from tandem.server.api.client import NodeClient
+from tandem.server.api.hosts import Hosts
+from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.watchdog import Watchdog
 
 
@@ -77,11 +79,11 @@ class Pulses(FakeNode):
 
 
 def fired_at(pulses: Iterator[ProgressReport], *, timeout_s: float = 0.3) -> tuple[list[tuple[str, str]], list[str]]:
-    """What the watchdog says in the end, and what troubles the client told of until then."""
+    """What the watchdog says in the end, and what troubles of the rank were told of until then."""
     told: list[tuple[str, str]] = []
     troubles: list[str] = []
 
-    class Client(NodeClient):
+    class Rank(NodeRank):
         @property
         def trouble(self) -> str:
             return troubles[-1] if troubles else ""
@@ -93,9 +95,10 @@ def fired_at(pulses: Iterator[ProgressReport], *, timeout_s: float = 0.3) -> tup
     async def story() -> None:
         node = Pulses(says("x"))
         node.pulses = pulses
-        node.client = client = Client(node, stall_timeout=1.0)
+        node.client = client = NodeClient(node, stall_timeout=1.0)
+        client.ranks = [rank := Rank(0, node, Hosts())]
         client.receive(wire.NodeReady(REPLICA, 10, 10))
-        await Watchdog(client, timeout_s=timeout_s, fire=lambda who, reason: told.append((who, reason))).run()
+        await Watchdog(rank, timeout_s=timeout_s, fire=lambda who, reason: told.append((who, reason))).run()
 
     asyncio.run(story())
     return told, troubles

@@ -30,7 +30,7 @@ from tandem.server.api.cluster_auth import signed_write
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.process import ApiProcess
 from tandem.server.channel import frame
-from tandem.server.processes import Children, Listeners, ServerFailure, bind_listeners
+from tandem.server.processes import Children, Listeners, Replicas, ServerFailure, bind_listeners
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 FACTS = ModelFacts(str(MINI), ["LlamaForCausalLM"], "llama", 8192, 16, 512, frozenset({2}), "float32")
@@ -88,7 +88,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
         with node, listening() as listeners:
             child = Child()
             children = Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
-            process = ApiProcess(config(), children, listeners)
+            process = ApiProcess(config(), Replicas(lambda _: children, 1), listeners)
             running = asyncio.create_task(process.run(FACTS, SECRET))
             async with httpx.AsyncClient(trust_env=False) as http:
                 await story(Server(process, listeners, node, child, http), running)

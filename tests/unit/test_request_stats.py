@@ -121,7 +121,7 @@ def test_a_scrape_works_while_the_node_does_not() -> None:
 
 def test_the_nodes_histograms_are_exported_as_histograms() -> None:
     node = {"wait_bucket{le=0}": 3, "wait_bucket{le=5}": 4, "wait_bucket{le=+Inf}": 6, "wait_count": 6, "wait_sum": 50}
-    text = Exporter(RequestStats(), model_name="toy", engine_type="unified").render({**node, "idle": 1}).decode()
+    text = Exporter(RequestStats(), model_name="toy", engine_type="unified").render({0: {**node, "idle": 1}}).decode()
     assert "# TYPE sglang:wait histogram" in text
     found = {name: value for name, value in scrape(text).items() if "wait" in name or "idle" in name}
     assert found == {

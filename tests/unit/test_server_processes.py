@@ -15,6 +15,7 @@ from tandem.server.api.bootstrap import monotonic_now
 from tandem.server.api.process import ApiProcess
 from tandem.server.processes import (
     Children,
+    Replicas,
     ServerFailure,
     bind_listeners,
     describe_exit,
@@ -63,12 +64,13 @@ def test_a_prefill_registers_with_its_own_bootstrap_server_and_announces_the_ran
     listeners = bind_listeners(config)
 
     async def story() -> dict[Room, int]:
-        process = ApiProcess(config, Children(None, (), (), None), listeners)  # type: ignore[arg-type]  # none are asked
+        children = Children(None, (), (), None)  # type: ignore[arg-type]  # none are asked
+        process = ApiProcess(config, Replicas(lambda _: children, 1), listeners)
         info = PrefillInfo(dp_size=1)
         replica = wire.ReplicaInfo(Incarnation("p", "1"), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=info)
-        process._receive(wire.NodeReady(replica, num_pages=1, page_bytes=1))
-        process._receive(AnnounceDpRank(Room(7), 0))
-        process._receive(AnnounceDpRank(Room(8), 1))  # a rank that nobody has: refused, and no harm done
+        process._receive(0, wire.NodeReady(replica, num_pages=1, page_bytes=1))
+        process._receive(0, AnnounceDpRank(Room(7), 0))
+        process._receive(0, AnnounceDpRank(Room(8), 1))  # a rank that nobody has: refused, and no harm done
         return process._registry.ranks_of([Room(7), Room(8)], monotonic_now())
 
     try:

@@ -24,7 +24,7 @@ from tandem.server.processes import (
     cluster_secret,
     engine_threads,
     new_incarnation,
-    start_children,
+    start_replicas,
 )
 
 logger = logging.getLogger("tandem.serve")
@@ -57,12 +57,13 @@ def run(args: argparse.Namespace) -> int:
 
 def more_workers_than_cores(config: ServerConfig) -> str | None:
     """The sentence for the log, if there is reason for one."""
-    num_workers, num_cores = config.tp_size * config.pp_size, len(os.sched_getaffinity(0))
-    if num_workers <= num_cores:
+    num_cores = len(os.sched_getaffinity(0))
+    if config.num_workers <= num_cores:
         return None
+    sizes = f"--tp-size {config.tp_size} x --pp-size {config.pp_size} x --dp-size {config.dp_size}"
     return (
-        f"{num_workers} workers (--tp-size {config.tp_size} x --pp-size {config.pp_size}) share {num_cores} cores: "
-        "they wait for each other and are slower than one"
+        f"{config.num_workers} workers ({sizes}) share {num_cores} cores: "
+        "they wait for each other and are slower than fewer"
     )
 
 
@@ -76,23 +77,22 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
     """Until a signal comes. Raises ServerFailure."""
     secret = cluster_secret(config)
     keys.forget_environment()  # which the children inherit
-    children = start_children(
-        Launch(
-            config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
-            model_dir=model.model_path,
-            incarnation=new_incarnation(listeners),
-            http_port=listeners.http_port,
-            cpu_threads=engine_threads(config),
-            parent_pid=os.getpid(),
-            cluster_secret=b"" if secret is None else secret.raw,
-        )
+    launch = Launch(
+        config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
+        model_dir=model.model_path,
+        incarnation=new_incarnation(listeners),
+        http_port=listeners.http_port,
+        cpu_threads=engine_threads(config),
+        parent_pid=os.getpid(),
+        cluster_secret=b"" if secret is None else secret.raw,
     )
+    replicas = start_replicas(launch, listeners)
     try:
         # Why not at the top: a second of imports during which the children already load the model.
         api_process = importlib.import_module("tandem.server.api.process")
-        api_process.run_api(config, children, listeners, model, secret)
+        api_process.run_api(config, replicas, listeners, model, secret)
     finally:
-        children.kill()
+        replicas.kill()
 
 
 def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:

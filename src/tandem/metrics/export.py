@@ -19,6 +19,7 @@ from tandem.metrics.request_stats import Histogram, RequestStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Ranks = tuple[int, int, int]  # TP, PP, DP
+Labels = tuple[str, str, str, str, str]  # values of LABELS
 LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank")
 KEY = re.compile(r"^([A-Za-z_][\w:]*?)(?:\{([^}]*)\})?$")
 
@@ -48,6 +49,12 @@ HELP = {
 }
 
 
+def buckets_of(name: str, node: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(bound, count) of a histogram among a node's numbers, in their order."""
+    found = [(parse_key(key), value) for key, value in node.items()]
+    return [(labels["le"], value) for (bucket, labels), value in found if bucket == name + "_bucket"]
+
+
 class Exporter:
     """Renders one server's metrics with its labels."""
 
@@ -56,10 +63,15 @@ class Exporter:
         self._server = (model_name, engine_type)
         self._labels = (*self._server, "0", "0", "0")
 
-    def render(self, node: Mapping[str, float], workers: Mapping[Ranks, Mapping[str, float]] | None = None) -> bytes:
-        """The whole page. `node` is the node's mapping at this moment, `workers` are those who could be asked."""
+    def render(
+        self,
+        nodes: Mapping[int, Mapping[str, float]],
+        workers: Mapping[Ranks, Mapping[str, float]] | None = None,
+    ) -> bytes:
+        """The whole page. `nodes` are the mappings of the nodes at this moment, by DP rank; `workers` by all ranks.
+        Of both those who could be asked."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Page([*self._edge(), *self._node(node), *self._workers(workers or {})]))
+        registry.register(Page([*self._edge(), *self._nodes(nodes), *self._workers(workers or {})]))
         return generate_latest(registry)
 
     def _edge(self) -> Iterable[Metric]:
@@ -85,11 +97,21 @@ class Exporter:
             "tandem:requests_path", "Requests by where their prompt's KV came from.", "path", stats.paths
         )
 
-    def _node(self, node: Mapping[str, float]) -> Iterable[Metric]:
+    def _nodes(self, nodes: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
+        for dp_rank, node in nodes.items():
+            self._node(families, (*self._server, "0", "0", str(dp_rank)), node)
+        yield from families.values()
+
+    def _node(self, families: dict[str, Metric], own: Labels, node: Mapping[str, float]) -> None:
+        """Add what one node counts. own: the values of `LABELS` for it."""
         histograms = dict.fromkeys(key.partition("_bucket{")[0] for key in node if "_bucket{" in key)
         for name in histograms:
-            families[name] = self._node_histogram(name, node)
+            family = families.get(name)
+            if family is None:
+                text = HELP.get(name, name.replace("_", " ") + ".")
+                family = families[name] = HistogramMetricFamily("sglang:" + name, text, labels=LABELS)
+            family.add_metric(own, buckets_of(name, node), node[name + "_sum"])  # type: ignore[attr-defined]  # as above
         for key, value in node.items():
             name, labels = parse_key(key)
             if name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") in histograms:
@@ -100,8 +122,7 @@ class Exporter:
                 full = name if ":" in name else "sglang:" + name
                 text = HELP.get(name, name.replace("_", " ") + ".")
                 family = families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
-            family.add_metric((*self._labels, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
-        yield from families.values()
+            family.add_metric((*own, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
 
     def _workers(self, workers: Mapping[Ranks, Mapping[str, float]]) -> Iterable[Metric]:
         for name in dict.fromkeys(name for numbers in workers.values() for name in numbers):
@@ -110,13 +131,6 @@ class Exporter:
                 if name in numbers:
                     family.add_metric((*self._server, *map(str, ranks)), numbers[name])
             yield family
-
-    def _node_histogram(self, name: str, node: Mapping[str, float]) -> Metric:
-        found = [(parse_key(key), value) for key, value in node.items()]
-        buckets = [(labels["le"], value) for (bucket, labels), value in found if bucket == name + "_bucket"]
-        family = HistogramMetricFamily("sglang:" + name, HELP.get(name, name.replace("_", " ") + "."), labels=LABELS)
-        family.add_metric(self._labels, buckets, node[name + "_sum"])
-        return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, text, labels=LABELS)

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,7 +46,8 @@ class Launch(Struct, frozen=True):
     cpu_threads: int
     parent_pid: int
     cluster_secret: bytes = b""  # empty: this server exchanges no KV. Comes over stdin, which nobody else reads
-    rank: Rank = Rank()  # of a worker
+    dp_rank: int = 0  # of the replica
+    rank: Rank = Rank()  # of a worker, in its replica
     group_host: str = ""  # where the workers of a replica meet, if it has several
     group_port: int = 0
 
@@ -180,8 +182,12 @@ def engine_threads(config: ServerConfig) -> int:
     `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    num_workers = config.tp_size * config.pp_size * int(environment_number(ENGINES))
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return max(1, len(os.sched_getaffinity(0)) // (config.num_workers * int(environment_number(ENGINES))))
+
+
+def process_name(launch: Launch, name: str) -> str:
+    """For log lines: with the DP rank where there are several."""
+    return name if launch.config.dp_size == 1 else f"{name} DP{launch.dp_rank}"
 
 
 def read_launch() -> Launch:
@@ -270,6 +276,47 @@ def cluster_secret(config: ServerConfig) -> ClusterSecret | None:
         raise ServerFailure(str(error)) from error
 
 
-def new_incarnation(listeners: Listeners) -> Incarnation:
-    """Of a server that starts now. Host and port are its name for people; its identity is random."""
-    return Incarnation(f"{socket.gethostname()}:{listeners.http_port}", secrets.token_hex(16))
+def new_incarnation(listeners: Listeners, dp_rank: int = 0) -> Incarnation:
+    """Of a replica that starts now. Host, port and rank are its name for people; its identity is random."""
+    rank = f"/dp{dp_rank}" if dp_rank else ""
+    return Incarnation(f"{socket.gethostname()}:{listeners.http_port}{rank}", secrets.token_hex(16))
+
+
+class Replicas:
+    """The replicas of this server, one for each DP rank. Each start of one is another life, with its own identity."""
+
+    def __init__(self, start: Callable[[int], Children], dp_size: int) -> None:
+        """Starts all of them; `start` gets a DP rank. Call from the main thread, as `start_children`."""
+        self._start = start
+        self.children: list[Children] = []
+        try:
+            for dp_rank in range(dp_size):
+                self.children.append(start(dp_rank))
+        except OSError:
+            self.kill()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.children)
+
+    def restart(self, dp_rank: int) -> None:
+        """End this replica, whatever is left of it, and start it anew. Call from the main thread."""
+        self.children[dp_rank].kill()
+        self.children[dp_rank] = self._start(dp_rank)
+
+    def kill(self) -> None:
+        """End them all now and collect them. Safe to call at any time."""
+        for children in self.children:
+            children.kill()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Give all of them time to end by themselves, then kill them."""
+        await asyncio.gather(*(children.wait(timeout_s) for children in self.children))
+
+
+def start_replicas(launch: Launch, listeners: Listeners) -> Replicas:
+    def start(dp_rank: int) -> Children:
+        incarnation = new_incarnation(listeners, dp_rank)
+        return start_children(structs.replace(launch, dp_rank=dp_rank, incarnation=incarnation))
+
+    return Replicas(start, launch.config.dp_size)

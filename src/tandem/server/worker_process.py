@@ -42,7 +42,7 @@ from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
-from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, read_launch
+from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, process_name, read_launch
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
@@ -58,10 +58,9 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     """Pages of the KV pool. Raises ServerFailure when there is no room for one request, or less memory than asked for.
 
     Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
-    The workers of a replica share the machine's memory evenly.
+    The workers of a server share the machine's memory evenly.
     """
-    num_workers = config.tp_size * config.pp_size
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // num_workers
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers
     fitting = pages_for_memory(model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_size)
@@ -71,7 +70,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
                 f"GiB that are there beside the weights; at most {fitting * config.page_size} tokens fit"
             )
     else:
-        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static) // num_workers
+        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static) // config.num_workers
         budgeted = pages_for_memory(
             model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
         )
@@ -106,9 +105,16 @@ class Worker:
     """Everything of this process once the model is loaded."""
 
     def __init__(
-        self, rank: Rank, engine: Engine, transfer: KvTransfer | None, channel: BlockingChannel[wire.NodeToWorker]
+        self,
+        rank: Rank,
+        engine: Engine,
+        transfer: KvTransfer | None,
+        channel: BlockingChannel[wire.NodeToWorker],
+        *,
+        dp_rank: int = 0,
     ) -> None:
         self._rank = rank
+        self._dp_rank = dp_rank
         self._engine = engine
         self._transfer = transfer
         self._channel = channel
@@ -175,7 +181,7 @@ class Worker:
 
     def _numbers(self) -> wire.WorkerNumbers:
         held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
-        return wire.WorkerNumbers(tp_rank=self._rank.tp_rank, pp_rank=self._rank.pp_rank, dp_rank=0, numbers=held)
+        return wire.WorkerNumbers(self._rank.tp_rank, self._rank.pp_rank, self._dp_rank, held)
 
     @property
     def _data_plane(self) -> KvTransfer:
@@ -243,7 +249,7 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], listener_
         )
         gc.collect()
         gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
-        Worker(launch.rank, engine, transfer, channel).run()
+        Worker(launch.rank, engine, transfer, channel, dp_rank=launch.dp_rank).run()
     finally:
         if transfer is not None:
             transfer.close()
@@ -294,7 +300,7 @@ def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.
 def main() -> int:
     launch = read_launch()
     name = launch.rank.name
-    logs.set_up(launch.config.log_format, process=name)
+    logs.set_up(launch.config.log_format, process=process_name(launch, name))
     channel_fd, *listener_fd = map(int, sys.argv[1:])
     channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(socket.socket(fileno=channel_fd), wire.NodeToWorker)
     try:

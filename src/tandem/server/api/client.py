@@ -1,8 +1,9 @@
-"""The API process's side of the node: who waits for tokens, and who is told.
+"""The API process's side of the nodes: who waits for tokens, and who is told.
 
-Everything here runs on the event loop. `NodeClient` owns the live requests: it numbers them, hands arriving tokens to
-the `Generation` that asked for them, and makes sure that each ends exactly once: by the node's terminal message, by
-the loss of the node, or, should the node keep silent past the deadline, by its own word.
+Everything here runs on the event loop. `NodeClient` owns the live requests: it numbers them, gives each to a DP rank
+(`core/dp_dispatch.py`), hands arriving tokens to the `Generation` that asked for them, and makes sure that each ends
+exactly once: by its node's terminal message, by the loss of that node, or, should the node keep silent past the
+deadline, by its own word.
 
 A request lives inside a `with NodeClient.running(...)` block and nowhere else. What the block may fail at later, it
 fails at with an owner; what could fail before (numbers that do not fit, names in use) fails before the node knows.
@@ -16,35 +17,23 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from tandem.core import commands, events
 from tandem.core.commands import Path
 from tandem.core.disagg.messages import SHUTTING_DOWN
+from tandem.core.dp_dispatch import NO_ROOM, Loads, Newcomer, Refused, dispatch
 from tandem.core.request import Request
+from tandem.core.settings import LoadBalanceMethod
 from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
 from tandem.server import wire
-from tandem.server.api.bootstrap_client import BootstrapClient
-from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import Hosts
+from tandem.server.api.node_rank import QUERY_SECONDS, NodePort, NodeRank
 
 SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
 SWEEP_SECONDS = 0.25
-QUERY_SECONDS = 5.0
 
 logger = logging.getLogger("tandem.client")
-
-
-class NodePort(Protocol):
-    """The way to the node process. Its messages come back through `NodeClient.receive`."""
-
-    def send(self, message: wire.ApiToNode) -> None:
-        """Does not block and keeps the order; never raises for a node that is gone.
-
-        Encodes the whole message before it sends any of it. Of a `SubmitAll` that the node cannot take it raises
-        `Refusal`; then nothing was sent.
-        """
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +41,7 @@ class Live:
     """One request from submission to its terminal message. `tokens` and `extras` hold what nobody has taken yet."""
 
     request: Request
+    rank: NodeRank
     names: tuple[str, ...]  # the rids under which it can be aborted
     generation: "Generation"
     give_up_ns: int  # on time.monotonic_ns: by then the node must have spoken
@@ -60,6 +50,7 @@ class Live:
     extras: list[bytes] = field(default_factory=list)  # extras[i] belongs to tokens[i]; shorter when the last have none
     started: commands.StartRequest | None = None
     ended: commands.FinishRequest | commands.FailRequest | None = None
+    num_tokens: int = 0  # that have come
     is_told: bool = False  # the node knows that nobody wants more tokens
     render_at: int | None = None  # the node wants its prompt of this time, in Unix seconds
     is_changed: bool = False
@@ -105,33 +96,50 @@ class Generation:
 
 
 class NodeClient:
-    """Talks to one node. `stall_timeout` in seconds bounds the gap between two tokens."""
+    """Talks to the nodes of all DP ranks. `stall_timeout` in seconds bounds the gap between two tokens.
 
-    def __init__(self, port: NodePort, *, stall_timeout: float, hosts: Hosts | None = None) -> None:
-        self.node: wire.NodeReady | None = None  # None until the node is ready, and again when it is gone
-        self.loss = ""  # why the node is gone
-        self.trouble = ""  # which process of this server makes no progress, in words; empty: all do
+    method: how a request finds its rank, unless it names one.
+    """
+
+    def __init__(
+        self,
+        *ports: NodePort,
+        stall_timeout: float,
+        hosts: Hosts | None = None,
+        method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN,
+    ) -> None:
+        """One port for each DP rank, in order."""
+        self.ranks = [NodeRank(dp_rank, port, hosts or Hosts()) for dp_rank, port in enumerate(ports)]
         self.is_draining = False
-        self._port = port
+        self.has_started = False  # every rank has been ready once
+        self._method = method if len(ports) > 1 else LoadBalanceMethod.ROUND_ROBIN  # needs nothing of a request
+        self._next_rank = 0
         self._stall_ns = int(stall_timeout * SECOND)
         self._request_ids = itertools.count(1)
-        self._query_ids = itertools.count(1)
         self._live: dict[int, Live] = {}
         self._named: dict[str, list[Live]] = {}
-        self._queries: dict[int, asyncio.Future[bytes]] = {}
-        self._bootstraps = BootstrapClient(hosts or Hosts(), own=self._own_replica, report=port.send)
         self._sweeper: asyncio.TimerHandle | None = None
         self._succeeded: tuple[Path, int] | None = None  # the last request that got its tokens, and when
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
+    def there(self) -> list[NodeRank]:
+        """The ranks whose node is ready."""
+        return [rank for rank in self.ranks if rank.node is not None]
+
+    @property
+    def node(self) -> wire.NodeReady | None:
+        """What the nodes have in common; None while none is ready."""
+        return next((rank.node for rank in self.ranks if rank.node is not None), None)
+
+    @property
     def is_ready(self) -> bool:
-        return self.node is not None and not self.is_draining
+        return self.has_started and self.node is not None and not self.is_draining
 
     @property
     def is_healthy(self) -> bool:
-        return self.is_ready and not self.trouble
+        return self.is_ready and any(rank.is_active for rank in self.ranks)
 
     @property
     def num_live(self) -> int:
@@ -153,15 +161,16 @@ class NodeClient:
         self.check_there()
 
     def check_there(self) -> None:
-        """Raises `Refusal` while there is no node."""
-        if self.node is None:
-            raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
+        """Raises `Refusal` while there is no node, and at the start while one is missing."""
+        if self.node is None or not self.has_started:
+            for rank in self.ranks:
+                rank.check_there()
 
     def check_healthy(self) -> None:
-        """Raises `Refusal` while nothing can be accepted, or a process of this server makes no progress."""
+        """Raises `Refusal` while nothing can be accepted, or in no rank all processes make progress."""
         self.check_acceptable()
-        if self.trouble:
-            raise Refusal(Problem.NODE_SILENT, self.trouble)
+        if not self.is_healthy:
+            raise Refusal(Problem.NODE_SILENT, next(rank.trouble for rank in self.there))
 
     def last_success(self) -> tuple[Path, int] | None:
         """The path of the last request that got its tokens, canaries aside, and nanoseconds since; None: none yet."""
@@ -172,41 +181,90 @@ class NodeClient:
 
     @contextmanager
     def running(
-        self, submits: Sequence[wire.Submit], names: Sequence[tuple[str, ...]], *, is_canary: bool = False
+        self,
+        submits: Sequence[wire.Submit],
+        names: Sequence[tuple[str, ...]],
+        *,
+        routed: Sequence[int | None] = (),
+        is_canary: bool = False,
     ) -> Iterator[Generation]:
-        """Have the node run these requests, all or none, until the block is left: what has not ended then is aborted.
+        """Have nodes run these requests, all or none, until the block is left: what has not ended then is aborted.
 
-        `names[i]` are the rids by which the i-th can be aborted. Raises `Refusal` when nothing can be accepted or a
-        rid is live already; then the node hears of that only.
+        `names[i]` are the rids by which the i-th can be aborted, `routed[i]` is the DP rank that it asks for. Raises
+        `Refusal` when nothing can be accepted or a rid is live already; then the nodes hear of that only.
         """
         generation = Generation()
-        now_ns = time.monotonic_ns()
-        for submit, group in zip(submits, names, strict=True):
-            give_up_ns = now_ns + submit.request.timeout_ns + SILENCE_GRACE_NS
-            generation.lives.append(Live(submit.request, group, generation, give_up_ns, is_canary))
-        self._submit(submits, generation.lives)
+        self._submit(submits, names, routed or [None] * len(submits), generation, is_canary=is_canary)
         try:
             yield generation
         finally:
             for live in generation.lives:
                 self.abort(live)
 
-    def _submit(self, submits: Sequence[wire.Submit], lives: Sequence[Live]) -> None:
+    def _submit(
+        self,
+        submits: Sequence[wire.Submit],
+        names: Sequence[tuple[str, ...]],
+        routed: Sequence[int | None],
+        generation: Generation,
+        *,
+        is_canary: bool,
+    ) -> None:
         self.check_there()
         try:
             self.check_acceptable()
-            self._check_names({name for live in lives for name in live.names})
-            self._port.send(wire.SubmitAll(tuple(submits)))
+            self._check_names({name for group in names for name in group})
+            ranks = self._ranks_for([submit.request for submit in submits], routed, is_canary=is_canary)
+            self._send(submits, ranks)
         except Refusal as refusal:
-            self._decline([submit.request for submit in submits], refusal)
+            self._decline([submit.request for submit in submits], routed, refusal)
             raise
-        for live in lives:
+        now_ns = time.monotonic_ns()
+        for submit, rank, group in zip(submits, ranks, names, strict=True):
+            give_up_ns = now_ns + submit.request.timeout_ns + SILENCE_GRACE_NS
+            live = Live(submit.request, rank, group, generation, give_up_ns, is_canary)
+            generation.lives.append(live)
             self._live[live.request.id] = live
             for name in live.names:
                 self._named.setdefault(name, []).append(live)
+            rank.num_requests += 1
+            rank.num_tokens += submit.request.prompt_len
         self._idle.clear()
         if self._sweeper is None:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def _ranks_for(
+        self, requests: Sequence[Request], routed: Sequence[int | None], *, is_canary: bool
+    ) -> list[NodeRank]:
+        """Raises `Refusal`; nothing has changed then. A canary takes any rank."""
+        # Where in every rank something hangs, each still gets its own: it may go on.
+        usable = [rank for rank in self.ranks if rank.is_active] or self.there
+        loads = Loads(tuple(rank.load(is_active=rank in usable) for rank in self.ranks), self._next_rank)
+        found: list[NodeRank] = []
+        for request, wanted in zip(requests, routed, strict=True):
+            newcomer = Newcomer(request.prompt_len, request.room, wanted)
+            method = LoadBalanceMethod.TOTAL_REQUESTS if is_canary else self._method
+            chosen, loads = dispatch(newcomer, loads, method)
+            if isinstance(chosen, Refused):
+                if chosen.reason == NO_ROOM:
+                    raise invalid("bootstrap_room", chosen.reason)
+                raise Refusal(Problem.NOT_READY, chosen.reason)
+            found.append(self.ranks[chosen.rank])
+        self._next_rank = loads.next_rank
+        return found
+
+    def _send(self, submits: Sequence[wire.Submit], ranks: Sequence[NodeRank]) -> None:
+        """Raises `Refusal` when a node cannot take its share; those that have taken theirs are told to end it."""
+        taken: list[tuple[NodeRank, wire.Submit]] = []
+        for rank in dict.fromkeys(ranks):
+            share = tuple(submit for submit, at in zip(submits, ranks, strict=True) if at is rank)
+            try:
+                rank.port.send(wire.SubmitAll(share))
+            except Refusal:
+                for other, submit in taken:
+                    other.port.send(events.AbortRequested(submit.request.id))
+                raise
+            taken += [(rank, submit) for submit in share]
 
     def _check_names(self, names: Iterable[str]) -> None:
         for name in names:
@@ -215,18 +273,24 @@ class NodeClient:
                     Problem.DUPLICATE_RID, f"rid {name!r} is in use by a request that is still running", param="rid"
                 )
 
-    def _decline(self, requests: Sequence[Request], refusal: Refusal) -> None:
-        """The other half of a request must not wait for one that never was."""
+    def _decline(self, requests: Sequence[Request], routed: Sequence[int | None], refusal: Refusal) -> None:
+        """The other half of a request must not wait for one that never was. It looks for it on the rank that would
+        have had it."""
         code = refusal.failure.code
         cause = code if isinstance(code, Cause) else Cause.PEER_ABORTED
-        for request in requests:
-            if request.room is not None:
-                self._port.send(events.RequestRefused(request, cause, refusal.failure.message))
+        for request, wanted in zip(requests, routed, strict=True):
+            if request.room is None:
+                continue
+            try:
+                (rank,) = self._ranks_for([request], [wanted], is_canary=False)
+            except Refusal:
+                rank = self.there[0]
+            rank.port.send(events.RequestRefused(request, cause, refusal.failure.message))
 
     def rendered(self, live: Live, submit: wire.Submit) -> None:
         """The prompt that the node has asked for."""
         if live.ended is None:
-            self._port.send(wire.Rendered(submit))
+            live.rank.port.send(wire.Rendered(submit))
 
     def abort(self, live: Live, cause: Cause = Cause.ABORTED) -> bool:
         """Nobody wants this request any more. Its terminal message still comes. False if it was told to end before."""
@@ -234,14 +298,14 @@ class NodeClient:
             return False
         live.is_told = True
         live.give_up_ns = time.monotonic_ns() + self._stall_ns
-        self._port.send(events.AbortRequested(live.request.id, cause))
+        live.rank.port.send(events.AbortRequested(live.request.id, cause))
         return True
 
     def stop(self, live: Live) -> None:
         """Its text is complete: a stop string was found. Its terminal message still comes."""
         if live.ended is None and not live.is_told:
             live.is_told = True
-            self._port.send(events.StopMatched(live.request.id))
+            live.rank.port.send(events.StopMatched(live.request.id))
 
     def abort_named(self, rid: str) -> int:
         """Abort by exact rid; the number of requests that were told to end."""
@@ -256,54 +320,60 @@ class NodeClient:
         """Accept nothing any more; what runs goes on. `wait_idle` says when it has ended."""
         if not self.is_draining:
             self.is_draining = True
-            self._port.send(events.DrainRequested())
+            self._tell_all(events.DrainRequested())
 
     def change_hooks(self, force_retry_prob: float | None, failure_prob: float | None) -> None:
         """From here on the test hooks work with these probabilities; None: as before. Raises `Refusal`."""
         self.check_there()
         if force_retry_prob is not None:
-            self._port.send(events.HooksChanged(force_retry_prob))
+            self._tell_all(events.HooksChanged(force_retry_prob))
         if failure_prob is not None:
-            self._port.send(wire.FailTransfers(failure_prob))
+            self._tell_all(wire.FailTransfers(failure_prob))
+
+    def _tell_all(self, message: wire.ApiToNode) -> None:
+        for rank in self.ranks:
+            rank.port.send(message)
 
     async def wait_idle(self) -> None:
         await self._idle.wait()
 
-    def lose(self, reason: str) -> None:
-        """The node is gone, with everything it ran."""
-        self.node = None
-        self.loss = reason
-        for live in list(self._live.values()):
+    def lose(self, reason: str, dp_rank: int | None = None) -> None:
+        """The node of this rank, or that of every rank, is gone, with everything it ran."""
+        gone = self.ranks if dp_rank is None else [self.ranks[dp_rank]]
+        for rank in gone:
+            rank.lose(reason)
+        for live in [live for live in self._live.values() if live.rank in gone]:
             self._end(live, commands.FailRequest(live.request.id, Cause.WORKER_LOST, "node", reason))
-        for answer in self._queries.values():
-            if not answer.done():
-                answer.set_exception(Refusal(Problem.NODE_SILENT, f"the node is gone: {reason}"))
 
     async def close(self) -> None:
         """End what runs on the event loop on behalf of this client."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None
-        await self._bootstraps.close()
+        for rank in self.ranks:
+            await rank.close()
 
     async def query(self, what: str, *, timeout: float = QUERY_SECONDS) -> bytes:
-        """Ask the node for one of `wire.Query`'s documents (JSON). Raises `Refusal` when it does not answer."""
+        """As `NodeRank.query`, of the first rank that is there."""
         self.check_there()
-        query_id = next(self._query_ids)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
-        self._port.send(wire.Query(query_id, what))
-        try:
-            return await asyncio.wait_for(answer, timeout)
-        except TimeoutError:
-            raise Refusal(Problem.NODE_SILENT, f"the node did not answer within {timeout:g} s") from None
-        finally:
-            del self._queries[query_id]
+        return await self.there[0].query(what, timeout=timeout)
 
-    # messages from the node
+    async def query_all(self, what: str, *, timeout: float = QUERY_SECONDS) -> dict[int, bytes]:
+        """What each rank answers, by its number. Those are missing that do not answer."""
+        there = self.there
+        answers = await asyncio.gather(*(rank.query(what, timeout=timeout) for rank in there), return_exceptions=True)
+        found: dict[int, bytes] = {}
+        for rank, answer in zip(there, answers, strict=True):
+            if isinstance(answer, bytes):
+                found[rank.dp_rank] = answer
+            elif not isinstance(answer, Refusal):
+                raise answer
+        return found
 
-    def receive(self, message: wire.NodeToApi) -> None:
-        """Take one message of the node. Late news about a request that has ended changes nothing."""
+    # messages from the nodes
+
+    def receive(self, message: wire.NodeToApi, dp_rank: int = 0) -> None:
+        """Take one message of a rank's node. Late news about a request that has ended changes nothing."""
         match message:
             case commands.EmitTokens():
                 self._take_tokens(message)
@@ -318,21 +388,11 @@ class NodeClient:
                 if (live := self._live.get(message.request)) is not None:
                     live.render_at = message.rendered_at
                     live.generation.note(live)
-            case wire.Answer():
-                answer = self._queries.get(message.id)
-                if answer is not None and not answer.done():
-                    answer.set_result(message.body)
-            case commands.LearnPeer():
-                self._bootstraps.learn(message.address, message.dp_rank)
-            case commands.AskDpRank():
-                self._bootstraps.ask_rank(message.address, message.room)
-            case wire.NodeReady():
-                self.node = message
+            case wire.Answer() | commands.LearnPeer() | commands.AskDpRank() | wire.NodeReady():
+                self.ranks[dp_rank].receive(message)
+                self.has_started = self.has_started or len(self.there) == len(self.ranks)
             case wire.Died():
-                self.lose(f"{message.who}: {message.reason}")
-
-    def _own_replica(self) -> wire.ReplicaInfo | None:
-        return None if self.node is None else self.node.replica
+                self.lose(f"{message.who}: {message.reason}", dp_rank)
 
     def _take_tokens(self, message: commands.EmitTokens) -> None:
         tokens = array("i")
@@ -344,6 +404,8 @@ class NodeClient:
             if live is None:
                 continue
             live.tokens.append(token)
+            live.num_tokens += 1
+            live.rank.num_tokens += 1
             live.give_up_ns = give_up_ns
             if not live.is_changed:
                 live.generation.note(live)
@@ -357,6 +419,8 @@ class NodeClient:
         if isinstance(terminal, commands.FinishRequest) and not live.is_canary:
             self._succeeded = (terminal.path, time.monotonic_ns())
         del self._live[live.request.id]
+        live.rank.num_requests -= 1
+        live.rank.num_tokens -= live.request.prompt_len + live.num_tokens
         for name in live.names:
             self._named[name].remove(live)
             if not self._named[name]:
@@ -371,7 +435,7 @@ class NodeClient:
         now_ns = time.monotonic_ns()
         for live in [live for live in self._live.values() if live.give_up_ns < now_ns]:
             request, cause = live.request.id, Cause.DEADLINE_EXCEEDED
-            self._port.send(events.AbortRequested(request, cause))
+            live.rank.port.send(events.AbortRequested(request, cause))
             self._end(live, commands.FailRequest(request, cause, "node", "the node kept silent"))
         if self._live:
             self._sweeper = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)

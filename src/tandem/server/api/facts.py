@@ -39,5 +39,6 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         max_samples=config.max_queued_requests,
         bootstrap_port=config.disaggregation_bootstrap_port,
         is_strict_remote=config.strict_remote,
+        dp_size=config.dp_size,
         keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

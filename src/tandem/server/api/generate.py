@@ -168,7 +168,7 @@ class GenerateReply:
             "completion_tokens": sample.text.num_tokens,
             "cached_tokens": sample.cached_tokens,
             "weight_version": "default",
-            "dp_rank": 0,
+            "dp_rank": sample.live.rank.dp_rank,
             "e2e_latency": (until_ns - sample.arrival_ns) / 1e9,
             "path": sample.path,
         }

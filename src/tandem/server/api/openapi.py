@@ -59,12 +59,6 @@ OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     ),
     "/abort_request": (AbortBody, {"rid": TEXT, "abort_all": {"const": True}}, "Abort by exact rid."),
 }
-ONLY_ZERO: Schema = {"minimum": 0, "maximum": 0}
-BOUNDS: dict[str, Schema] = {  # of numbers whose type allows more than this server does today
-    "priority": ONLY_ZERO,
-    "routed_dp_rank": ONLY_ZERO,
-    "data_parallel_rank": ONLY_ZERO,
-}
 ROOM: Schema = {  # without which a prefill does nothing
     "type": "object",
     "required": ["bootstrap_room"],
@@ -88,14 +82,21 @@ READS = {
 }
 
 
+def bounds(dp_size: int) -> dict[str, Schema]:
+    """Of numbers whose type allows more than this server does."""
+    rank: Schema = {"minimum": 0, "maximum": dp_size - 1}
+    return {"priority": {"minimum": 0, "maximum": 0}, "routed_dp_rank": rank, "data_parallel_rank": rank}
+
+
 @cache
-def openapi_document(role: str) -> Schema:
+def openapi_document(role: str, dp_size: int = 1) -> Schema:
+    narrower = bounds(dp_size)
     kinds = [Routing, StreamOptions, NativeSampling, *(kind for kind, _, _ in (GENERATION | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         drop_refused(components[kind.__name__], kind)
         for name, schema in components[kind.__name__]["properties"].items():
-            set_bounds(schema, BOUNDS.get(name, {}))
+            set_bounds(schema, narrower.get(name, {}))
     paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
     paths["/v1/models/{id}"]["get"]["parameters"] = [
         {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}

@@ -13,12 +13,14 @@ from starlette.routing import Route
 from tandem import __version__
 from tandem.config import ServerConfig, public_settings
 from tandem.core.commands import FailRequest
+from tandem.core.dp_dispatch import method_for
+from tandem.core.settings import LoadBalanceMethod, Role
 from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
 from tandem.sampling import SamplingParams
 from tandem.server import wire
 from tandem.server.api.body import AbortBody, decode_body
 from tandem.server.api.client import NodeClient
-from tandem.server.api.errors import Failure, Refusal, failure_of, invalid
+from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.openapi import openapi_document
@@ -39,6 +41,7 @@ HEALTH_NS = 20_000_000_000
 PROBE_NS = 1_000_000_000  # between the starts of two probes of the engine
 FRESH_NS = 10_000_000_000  # so long a success speaks for the path that it took
 WORKER_SECONDS = 1.0  # for what a worker counts; it answers at once or is stuck
+Numbers = dict[str, float]  # what one node counts
 DIALECT = "sglang"  # as model cards say it: gateways read there how to pair a prefill with a decode
 
 
@@ -154,10 +157,6 @@ class Ops:
 
     async def server_info(self, request: Request) -> Response:
         """Settings without keys, and what gateways read at registration."""
-        numbers = await self.numbers()
-        state = dict(numbers)
-        if "gen_throughput" in numbers:
-            state["last_gen_throughput"] = numbers["gen_throughput"]
         return json_response(
             public_settings(self._config)
             | {
@@ -168,15 +167,12 @@ class Ops:
                 "model_type": self._model.model_type,
                 "context_length": self._model.context_length,
                 "dtype": self._model.dtype,
-                "tp_size": 1,
-                "pp_size": 1,
-                "dp_size": 1,
-                "load_balance_method": "follow_bootstrap_room",
+                "load_balance_method": self._method(),
                 "disaggregation_bootstrap_port": self._limits.bootstrap_port,
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
                 "status": "ready" if self._client.is_healthy else "not_ready",
-                "internal_states": [state],
+                "internal_states": [internal_state(numbers) for numbers in (await self.numbers()).values()],
             }
         )
 
@@ -197,27 +193,22 @@ class Ops:
         )
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._limits.role))
+        return json_response(openapi_document(self._limits.role, self._limits.dp_size))
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages
 
     # load
 
-    async def numbers(self) -> dict[str, float]:
-        """The node's own numbers; none when it cannot be asked, so that a scrape never fails with it."""
-        try:
-            return msgspec.json.decode(await self._client.query("metrics"), type=dict[str, float])
-        except Refusal:
-            return {}
+    async def numbers(self) -> dict[int, Numbers]:
+        """The nodes' own numbers by DP rank; none of one that cannot be asked, so that a scrape never fails with it."""
+        answers = await self._client.query_all("metrics")
+        return {dp_rank: msgspec.json.decode(answer, type=Numbers) for dp_rank, answer in answers.items()}
 
     async def _worker_numbers(self) -> dict[Ranks, dict[str, int]]:
-        """What the workers count. None while one of them does not answer, rather than made-up ones."""
-        try:
-            answer = await self._client.query("worker", timeout=WORKER_SECONDS)
-        except Refusal:
-            return {}
-        said = msgspec.json.decode(answer, type=list[wire.WorkerNumbers])
+        """What the workers count. None of a rank whose workers do not all answer, rather than made-up ones."""
+        answers = await self._client.query_all("worker", timeout=WORKER_SECONDS)
+        said = [one for body in answers.values() for one in msgspec.json.decode(body, type=list[wire.WorkerNumbers])]
         return {(one.tp_rank, one.pp_rank, one.dp_rank): one.numbers for one in said}
 
     async def metrics(self, request: Request) -> Response:
@@ -226,61 +217,55 @@ class Ops:
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
-        if request.query_params.get("dp_rank", "0") != "0":
-            raise invalid("dp_rank", "this replica has 1 data-parallel rank, number 0")
+        loads = await self._loads()
+        wanted = request.query_params.get("dp_rank")
+        if wanted is not None:
+            loads = [load for load in loads if str(load["dp_rank"]) == wanted]
+            if not loads:
+                raise invalid("dp_rank", f"there is no rank {wanted}: this server has {len(self._client.ranks)}")
         if request.query_params.get("format") == "prometheus":
             return await self.metrics(request)
-        load = await self._load()
         return json_response(
             {
                 "timestamp": time.time(),
                 "version": __version__,
-                "dp_rank_count": 1,
-                "loads": [load],
-                "aggregate": {name: value for name, value in load.items() if name != "dp_rank"},
+                "dp_rank_count": len(self._client.ranks),
+                "loads": loads,
+                "aggregate": aggregate(loads),
             }
         )
 
     async def load_list(self, request: Request) -> Response:
-        load = await self._load()
         return json_response(
             [
                 {
-                    "dp_rank": 0,
+                    "dp_rank": load["dp_rank"],
                     "num_reqs": load["num_total_reqs"],
                     "num_waiting_reqs": load["num_waiting_reqs"],
                     "num_tokens": load["num_used_tokens"],
                 }
+                for load in await self._loads()
             ]
         )
 
-    async def _load(self) -> dict[str, float]:
-        """Raises `Refusal` when the node does not answer: a made-up zero would draw traffic here.
+    async def _loads(self) -> list[Numbers]:
+        """Of every rank that answers. Raises `Refusal` when none does: a made-up zero would draw traffic here."""
+        self._client.check_there()
+        found = [load_of(dp_rank, numbers) for dp_rank, numbers in (await self.numbers()).items()]
+        if not found:
+            raise Refusal(Problem.NODE_SILENT, "the node did not answer")
+        return found
 
-        Counts are integers, since gateways parse them as such.
-        """
-        numbers = msgspec.json.decode(await self._client.query("metrics"), type=dict[str, float])
-        running = int(numbers.get("num_running_reqs", 0))
-        waiting = int(
-            numbers.get("num_prefill_bootstrap_queue_reqs", 0)
-            - numbers.get("tandem:num_prefill_early_reqs", 0)  # they run
-            + max(numbers.get("num_queue_reqs", 0), numbers.get("num_decode_prealloc_queue_reqs", 0))  # they overlap
-            + numbers.get("num_decode_transfer_queue_reqs", 0)
-        )
-        return {
-            "dp_rank": 0,
-            "num_running_reqs": running,
-            "num_waiting_reqs": waiting,
-            "num_total_reqs": running + waiting,
-            "num_used_tokens": int(numbers.get("num_used_tokens", 0)),
-            "max_total_num_tokens": int(numbers.get("max_total_num_tokens", 0)),
-            "token_usage": numbers.get("token_usage", 0),
-        }
+    def _method(self) -> str:
+        """As gateways and other servers read it."""
+        if self._limits.dp_size == 1:
+            return LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
+        return method_for(LoadBalanceMethod(self._config.load_balance_method), Role(self._config.role))
 
     # orders
 
     async def flush_cache(self, request: Request) -> Response:
-        await self._client.query("flush")
+        await self._client.query_all("flush")
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def abort_request(self, request: Request) -> Response:
@@ -293,10 +278,51 @@ class Ops:
         return json_response({"aborted": self._client.abort_named(body.rid)})
 
     async def waits(self, request: Request) -> Response:
-        return Response(await self._client.query("waits"), media_type="application/json")
+        return await self._documents("waits")
 
     async def state(self, request: Request) -> Response:
-        return Response(await self._client.query("state"), media_type="application/json")
+        return await self._documents("state")
+
+    async def _documents(self, what: str) -> Response:
+        """What the only node says, or a list of what the nodes of all DP ranks say."""
+        if self._limits.dp_size == 1:
+            return Response(await self._client.query(what), media_type="application/json")
+        self._client.check_there()
+        answers = await self._client.query_all(what)
+        return Response(b"[" + b",".join(answers.values()) + b"]", media_type="application/json")
+
+
+def internal_state(numbers: Numbers) -> Numbers:
+    """Of one DP rank, under the names that gateways read."""
+    has_throughput = "gen_throughput" in numbers
+    return numbers | ({"last_gen_throughput": numbers["gen_throughput"]} if has_throughput else {})
+
+
+def load_of(dp_rank: int, numbers: Numbers) -> Numbers:
+    """Counts are integers, since gateways parse them as such."""
+    running = int(numbers.get("num_running_reqs", 0))
+    waiting = int(
+        numbers.get("num_prefill_bootstrap_queue_reqs", 0)
+        - numbers.get("tandem:num_prefill_early_reqs", 0)  # they run
+        + max(numbers.get("num_queue_reqs", 0), numbers.get("num_decode_prealloc_queue_reqs", 0))  # they overlap
+        + numbers.get("num_decode_transfer_queue_reqs", 0)
+    )
+    return {
+        "dp_rank": dp_rank,
+        "num_running_reqs": running,
+        "num_waiting_reqs": waiting,
+        "num_total_reqs": running + waiting,
+        "num_used_tokens": int(numbers.get("num_used_tokens", 0)),
+        "max_total_num_tokens": int(numbers.get("max_total_num_tokens", 0)),
+        "token_usage": numbers.get("token_usage", 0),
+    }
+
+
+def aggregate(loads: list[Numbers]) -> Numbers:
+    """Sums over ranks; of a share the mean."""
+    names = [name for name in loads[0] if name != "dp_rank"]
+    total: Numbers = {name: sum(load[name] for load in loads) for name in names}
+    return total | {"token_usage": total["token_usage"] / len(loads)}
 
 
 def check_model(name: str | None, config: ServerConfig) -> None:

@@ -1,11 +1,12 @@
-"""The API process: HTTP on an event loop, in front of the node. Parent of the other two; its end is the server's end.
+"""The API process: HTTP on an event loop, in front of the nodes. Parent of the others; its end is the server's end.
 
-start     the children load while this process reads the tokenizer; the ports listen when the node is ready,
+start     the children load while this process reads the tokenizer; the ports listen when all nodes are ready,
           the bootstrap server's before the one whose /health says so
 SIGTERM   /health says 503 and nothing new is accepted; what runs may finish within --drain-timeout; exit 0
 again     exit at once
-a child hangs   /health says 503, later the child is killed (`watchdog.py`)
-a child dies    every live request ends with `worker_lost`, then exit 1 with one line that says why
+a child hangs   its rank takes no more requests, later the child is killed (`watchdog.py`)
+a child dies    every live request of its rank ends with `worker_lost`. The only rank: exit 1 with one line that says
+                why. One of several: the others serve, it is started anew
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import os
 import signal
 import socket
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any  # what a coroutine is sent and gives back while it runs
@@ -26,6 +28,8 @@ from starlette.types import ASGIApp
 from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.commands import AnnounceDpRank
+from tandem.core.dp_dispatch import method_for
+from tandem.core.settings import LoadBalanceMethod, Role
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
@@ -38,14 +42,17 @@ from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http1 import Http1, uvicorn_config
+from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
-from tandem.server.processes import ChildName, Children, Listeners, ServerFailure
+from tandem.server.processes import ChildName, Children, Listeners, Replicas, ServerFailure
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
+RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
+READY_POLL_S = 0.05
 OBITUARY_S = 1.0  # until the kernel has told how a child ended
 
 logger = logging.getLogger("tandem.api")
@@ -80,21 +87,36 @@ class QuietServer(uvicorn.Server):
         yield
 
 
+@dataclass
+class Restart:
+    """Of one DP rank."""
+
+    task: asyncio.Task[None]
+    attempt: int
+    is_loading: bool = False  # the new processes are there; not ready yet
+
+
 class ApiProcess:
     """One life of one server, from the start of its children to their end."""
 
-    def __init__(self, config: ServerConfig, children: Children, listeners: Listeners) -> None:
+    def __init__(self, config: ServerConfig, replicas: Replicas, listeners: Listeners) -> None:
         self._config = config
-        self._children = children
+        self._replicas = replicas
         self._listeners = listeners
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
-        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loss: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
-        self._watching: asyncio.Task[None] | None = None
+        self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
+        self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._registry = Registry()
-        self._link = NodeLink()
-        self._client = NodeClient(self._link, stall_timeout=config.stall_timeout, hosts=Hosts.of(config))
+        self._links = [NodeLink() for _ in range(config.dp_size)]
+        self._client = NodeClient(
+            *self._links,
+            stall_timeout=config.stall_timeout,
+            hosts=Hosts.of(config),
+            method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
+        )
 
     async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:
         """Until a signal ends it. Raises ServerFailure. `secret`: the cluster's, None for a server without peers."""
@@ -102,9 +124,8 @@ class ApiProcess:
         for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._signalled)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._link.channel = await open_channel(
-            self._children.channel, wire.NodeToApi, receive=self._receive, closed=self._channel_closed
-        )
+        for dp_rank in range(len(self._replicas)):
+            await self._meet(dp_rank)
         try:
             tokenizer = load_tokenizer(model)
             if self._listeners.bootstrap is not None:
@@ -118,7 +139,8 @@ class ApiProcess:
             if self._ready.is_set():
                 gc.collect()
                 gc.freeze()  # what is here now stays; the collector need not look at it again
-                self._watch()
+                for dp_rank in range(len(self._replicas)):
+                    self._watch(dp_rank)
                 print(ready_line(self._config, self._listeners), flush=True)
                 await self._wait_for(self._stop.wait())
             self._client.drain()
@@ -139,27 +161,43 @@ class ApiProcess:
             self._client.lose(reason)
             raise ServerFailure(reason)
 
+    async def _meet(self, dp_rank: int) -> None:
+        """Open the channel to the node of this rank, which has just been started."""
+        children = self._replicas.children[dp_rank]
+        self._links[dp_rank].channel = await open_channel(
+            children.channel,
+            wire.NodeToApi,
+            receive=partial(self._receive, dp_rank),
+            closed=lambda _reason: self._lose(dp_rank, "", children),
+        )
+
     async def _cause_of_loss(self) -> str:
+        dp_rank, said = self._loss.result()
+        return await self._reason(dp_rank, said)
+
+    async def _reason(self, dp_rank: int, said: str) -> str:
         """What was said last, or else what the kernel knows."""
-        said = self._loss.result()
         loop = asyncio.get_running_loop()
+        children = self._replicas.children[dp_rank]
         deadline = loop.time() + OBITUARY_S
-        while not said and not self._children.exit_reason() and loop.time() < deadline:
+        while not said and not children.exit_reason() and loop.time() < deadline:
             await asyncio.sleep(0.01)
-        return said or self._children.exit_reason() or "a process of this server ended without a word; see its log"
+        return said or children.exit_reason() or "a process of this server ended without a word; see its log"
 
     async def _end(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (*self._watching.values(), *(restart.task for restart in self._restarts.values())):
+            task.cancel()
         for server, _ in self._servers:
             server.should_exit = True
         for _, task in self._servers:
             await asyncio.wait([task])
         await self._client.close()
-        self._link.send(wire.Shutdown())
-        await self._children.wait(EXIT_GRACE_S if self._ready.is_set() else 0)
-        if self._link.channel is not None:
-            self._link.channel.close()
+        for link in self._links:
+            link.send(wire.Shutdown())
+        await self._replicas.wait(EXIT_GRACE_S if self._ready.is_set() else 0)
+        for link in self._links:
+            if link.channel is not None:
+                link.channel.close()
 
     def _open(self, app: ASGIApp, listener: socket.socket, *, http: type[Http1] = Http1) -> None:
         config = uvicorn_config(app, drain_seconds=FLUSH_S, http=http)
@@ -168,25 +206,27 @@ class ApiProcess:
         task.add_done_callback(partial(self._task_ended, "HTTP server"))
         self._servers.append((server, task))
 
-    def _watch(self) -> None:
-        watchdog = Watchdog(self._client, timeout_s=self._config.watchdog_timeout, fire=self._hangs)
-        self._watching = asyncio.get_running_loop().create_task(watchdog.run())
-        self._watching.add_done_callback(partial(self._task_ended, "watchdog"))
+    def _watch(self, dp_rank: int) -> None:
+        rank = self._client.ranks[dp_rank]
+        watchdog = Watchdog(rank, timeout_s=self._config.watchdog_timeout, fire=partial(self._hangs, dp_rank))
+        self._watching[dp_rank] = asyncio.get_running_loop().create_task(watchdog.run())
+        self._watching[dp_rank].add_done_callback(partial(self._task_ended, "watchdog"))
 
     # -- what comes --------------------------------------------------------------------------------------------------
 
-    def _receive(self, message: wire.NodeToApi) -> None:
+    def _receive(self, dp_rank: int, message: wire.NodeToApi) -> None:
         match message:
             case wire.Died():
-                self._lose(message.reason)
+                self._lose(dp_rank, message.reason, self._replicas.children[dp_rank])
             case wire.NodeReady():
-                self._client.receive(message)
+                self._client.receive(message, dp_rank)
                 self._register(message.replica)
-                self._ready.set()
+                if self._client.has_started:
+                    self._ready.set()
             case AnnounceDpRank():
                 self._announce(message)
             case _:
-                self._client.receive(message)
+                self._client.receive(message, dp_rank)
 
     def _register(self, replica: wire.ReplicaInfo) -> None:
         """With our own bootstrap server: the same registry that answers decode."""
@@ -194,7 +234,8 @@ class ApiProcess:
             return
         outcome = self._registry.register(registration(replica), is_own=True)
         if isinstance(outcome, Rejected):
-            self._lose(f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}")
+            reason = f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}"
+            self._end_with(replica.dp_rank, reason)
 
     def _announce(self, command: AnnounceDpRank) -> None:
         outcome = self._registry.announce(command.room, command.dp_rank, monotonic_now())
@@ -202,30 +243,70 @@ class ApiProcess:
             logger.warning("room %d is not announced: %s", command.room, outcome.reason)
 
     def _unregister(self) -> None:
-        if self._client.node is not None:
-            self._registry.unregister(self._client.node.replica.incarnation)
+        for rank in self._client.there:
+            self._unregister_rank(rank)
 
-    def _channel_closed(self, _reason: str) -> None:
-        self._lose("")
+    def _unregister_rank(self, rank: NodeRank) -> None:
+        if rank.node is not None:
+            self._registry.unregister(rank.node.replica.incarnation)
 
     def _task_ended(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._lose(f"the {name} ended: {error}")
+            self._end_with(0, f"the {name} ended: {error}")
 
-    def _hangs(self, who: ChildName, reason: str) -> None:
+    def _hangs(self, dp_rank: int, who: ChildName, reason: str) -> None:
         """End it, which the others take for the loss that it is: they write what they still have, and end too."""
-        self._lose(f"{reason} (--watchdog-timeout); start the server again")
-        self._children.kill_some(who)
+        children = self._replicas.children[dp_rank]
+        self._lose(dp_rank, f"{reason} (--watchdog-timeout); start the server again", children)
+        children.kill_some(who)
 
-    def _lose(self, reason: str) -> None:
+    # -- a rank that is lost -----------------------------------------------------------------------------------------
+
+    def _lose(self, dp_rank: int, reason: str, children: Children) -> None:
+        """The only rank takes the server with it, and so does one that has never been ready; another comes back."""
+        if children is not self._replicas.children[dp_rank]:
+            return  # it has been replaced already
+        if len(self._replicas) == 1 or not self._ready.is_set():
+            self._end_with(dp_rank, reason)
+        elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
+            before = self._restarts.get(dp_rank)
+            attempt = 0 if before is None else before.attempt + 1
+            task = asyncio.get_running_loop().create_task(self._restart(dp_rank, reason, attempt))
+            task.add_done_callback(partial(self._task_ended, "restart of a replica"))
+            self._restarts[dp_rank] = Restart(task, attempt)
+
+    async def _restart(self, dp_rank: int, said: str, attempt: int) -> None:
+        """End what is left of the replica, and start it anew, the sooner the longer it has served."""
+        rank = self._client.ranks[dp_rank]
+        self._unregister_rank(rank)
+        reason = await self._reason(dp_rank, said)
+        self._client.lose(f"DP rank {dp_rank}: {reason}", dp_rank)
+        if (watching := self._watching.pop(dp_rank, None)) is not None:
+            watching.cancel()
+        logger.warning("DP rank %d is lost: %s; starting it again", dp_rank, reason)
+        link = self._links[dp_rank]
+        if link.channel is not None:
+            link.channel.close()
+        await asyncio.sleep(min(RESTART_MAX_S, RESTART_S * 2**attempt))
+        self._replicas.restart(dp_rank)
+        self._restarts[dp_rank].is_loading = True
+        await self._meet(dp_rank)
+        while rank.node is None:  # should it die instead, `_lose` starts the next attempt
+            await asyncio.sleep(READY_POLL_S)
+        del self._restarts[dp_rank]
+        self._watch(dp_rank)
+        logger.info("DP rank %d serves again", dp_rank)
+
+    def _end_with(self, dp_rank: int, reason: str) -> None:
+        """The server ends."""
         self._unregister()
         if not self._loss.done():
-            self._loss.set_result(reason)
+            self._loss.set_result((dp_rank, reason))
 
     def _signalled(self) -> None:
         if self._stop.is_set():
             logger.warning("second signal: ending at once")
-            self._children.kill()
+            self._replicas.kill()
             os._exit(1)
         logger.info("draining: at most %g s, a second signal ends it at once", self._config.drain_timeout)
         self._stop.set()
@@ -244,15 +325,15 @@ def load_tokenizer(model: ModelFacts) -> Tokenizer:
 
 
 def run_api(
-    config: ServerConfig, children: Children, listeners: Listeners, model: ModelFacts, secret: ClusterSecret | None
+    config: ServerConfig, replicas: Replicas, listeners: Listeners, model: ModelFacts, secret: ClusterSecret | None
 ) -> None:
     """Serve until a signal comes. Raises ServerFailure. Nothing is left running afterwards."""
 
     async def run() -> None:
-        await ApiProcess(config, children, listeners).run(model, secret)
+        await ApiProcess(config, replicas, listeners).run(model, secret)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `run` hears them: half an event loop cannot end well
     try:
         asyncio.run(run())
     finally:
-        children.kill()
+        replicas.kill()

@@ -222,7 +222,8 @@ class TokenResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `Refusal` when the node cannot be asked. Otherwise all that runs has ended, or has been told to."""
         submits, names = zip(*((one.submit, one.ask.names) for one in self._prepared), strict=True)
-        with self._client.running(submits, names) as generation:
+        routed = [one.ask.dp_rank for one in self._prepared]
+        with self._client.running(submits, names, routed=routed) as generation:
             self._watch_over(generation)
             watch = asyncio.create_task(self._watch_client(receive))
             try:

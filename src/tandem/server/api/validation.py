@@ -56,6 +56,7 @@ class ModelLimits(Struct, frozen=True):
     bootstrap_port: int
     is_strict_remote: bool  # decode: no prompt is computed here
     keys: HashKeys
+    dp_size: int = 1
 
 
 class Prompt(Struct, frozen=True):
@@ -98,6 +99,7 @@ class SampleRequest(Struct, frozen=True):
     pair: Pair
     tenant: str
     timeout_ns: int  # from arrival
+    dp_rank: int | None = None  # of this server, that the request asks for
 
 
 # numbers
@@ -211,7 +213,7 @@ def ask_all(
     """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none."""
     check_samples(prompts, all_params, limits)
     check_priority(routing)
-    check_dp_ranks(routing)
+    dp_ranks = check_dp_ranks(routing, [params.n for params in all_params], limits)
     pairs = check_pairs(routing, [params.n for params in all_params], limits)
     rids = check_rids(routing.rid, len(prompts), own_rid)
     group = (routing.rid,) if isinstance(routing.rid, str) and routing.rid else ()
@@ -235,6 +237,7 @@ def ask_all(
                     pair=pair,
                     tenant=tenant,
                     timeout_ns=timeout_ns,
+                    dp_rank=dp_ranks[len(asks)],
                 )
             )
     if len({ask.rid for ask in asks}) < len(asks):
@@ -325,13 +328,19 @@ def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[st
     return rids
 
 
-def check_dp_ranks(routing: Routing) -> None:
-    """Of this server. The prefill's is a matter between the two nodes (`core.pd.dp_rank`)."""
-    for param in ("routed_dp_rank", "data_parallel_rank"):
-        value = getattr(routing, param)
-        for rank in value if isinstance(value, list) else [value]:
-            if rank not in (None, 0):
-                raise invalid(param, f"there is no rank {rank}: this replica has 1 data-parallel rank")
+def check_dp_ranks(routing: Routing, samples: Sequence[int], limits: ModelLimits) -> list[int | None]:
+    """Of this server, one per sample. The prefill's is a matter between the two nodes (`core/disagg/dp_rank.py`)."""
+    found: list[int | None] = [None] * sum(samples)
+    for param in ("data_parallel_rank", "routed_dp_rank"):
+        for index, rank in enumerate(per_sample(getattr(routing, param), samples, param)):
+            if rank is None:
+                continue
+            if rank >= limits.dp_size:
+                raise invalid(param, f"there is no rank {rank}: this server has {limits.dp_size}, numbered from 0")
+            if found[index] not in (None, rank):
+                raise invalid(param, f"is {rank}, data_parallel_rank {found[index]}: leave one out")
+            found[index] = rank
+    return found
 
 
 # pairing

@@ -1,4 +1,4 @@
-"""Asks the node for its pulse, tick by tick, and ends a server in which a process hangs.
+"""Asks the node of a DP rank for its pulse, tick by tick, and has a rank ended in which a process hangs.
 
 What the pulses mean is decided in `core/stall_detector.py`; here are the timer, the questions, and whom to tell.
 """
@@ -9,16 +9,16 @@ from collections.abc import Callable
 import msgspec
 
 from tandem.core.stall_detector import TICKS, Liveness, ProgressReport, Stall
-from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
+from tandem.server.api.node_rank import NodeRank
 from tandem.server.processes import ChildName
 
 
 class Watchdog:
     """`fire` is called once, with who hangs and the line for the user."""
 
-    def __init__(self, client: NodeClient, *, timeout_s: float, fire: Callable[[ChildName, str], None]) -> None:
-        self._client = client
+    def __init__(self, rank: NodeRank, *, timeout_s: float, fire: Callable[[ChildName, str], None]) -> None:
+        self._rank = rank
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / TICKS
         self._fire = fire
@@ -35,14 +35,14 @@ class Watchdog:
                     asked = asyncio.ensure_future(self._ask())
                 else:
                     liveness.tick(None)
-                self._client.trouble = self._trouble(liveness.longest)
+                self._rank.trouble = self._trouble(liveness.longest)
         finally:
             asked.cancel()
-        self._fire(liveness.longest.who, self._client.trouble)
+        self._fire(liveness.longest.who, self._rank.trouble)
 
     async def _ask(self) -> ProgressReport | None:
         try:
-            return msgspec.json.decode(await self._client.query("pulse", timeout=self._timeout_s), type=ProgressReport)
+            return msgspec.json.decode(await self._rank.query("pulse", timeout=self._timeout_s), type=ProgressReport)
         except Refusal:
             return None
 

@@ -39,7 +39,7 @@ from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.node.settings import heartbeat, node_settings
-from tandem.server.processes import Launch, ServerFailure, read_launch
+from tandem.server.processes import Launch, ServerFailure, process_name, read_launch
 
 logger = logging.getLogger("tandem.node")
 
@@ -195,7 +195,7 @@ def _last_words(channel: PolledChannel, message: msgspec.Struct) -> None:  # of 
 
 def main() -> int:
     launch = read_launch()
-    logs.set_up(launch.config.log_format, process="node")
+    logs.set_up(launch.config.log_format, process=process_name(launch, "node"))
     try:
         run(launch, api_fd=int(sys.argv[1]), worker_fds=[int(fd) for fd in sys.argv[2:]])
     except (LocalPeerLost, ServerFailure):

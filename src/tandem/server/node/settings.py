@@ -14,9 +14,11 @@ from tandem.config import (
     local_prefill_tokens,
     optimistic_wishes,
 )
+from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import (
     DelayerSettings,
     DpConflictPolicy,
+    LoadBalanceMethod,
     LoadFailurePolicy,
     LocalPrefill,
     NodeSettings,
@@ -43,7 +45,10 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         page_size=config.page_size,
         layout=engines.layout,
         shards=tuple(rank.shard for rank in all_ranks(config.tp_size, config.pp_size)),
-        prefill_info=PrefillInfo(conflict=DpConflictPolicy(config.disaggregation_dp_rank_conflict)),
+        dp_rank=launch.dp_rank,
+        prefill_info=PrefillInfo(
+            config.dp_size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)
+        ),
         force_query=environment_switch(FORCE_QUERY),
         max_running=config.max_running_requests,
         max_queued=config.max_queued_requests,
@@ -69,6 +74,10 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         else LoadFailurePolicy(config.kv_load_failure_policy),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
     )
+
+
+def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
+    return method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role))
 
 
 def delayer_settings(config: ServerConfig) -> DelayerSettings:

@@ -1,0 +1,140 @@
+"""Several replicas behind one address: who gets a request, what each of them tells, and one that is lost comes back."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from cluster import Cluster, HttpError, Server, children_of, cluster, eventually
+
+FLAGS = ("--max-total-tokens", "8192")
+PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Cluster]:
+    """Both sides have two DP ranks; rooms name the rank of neither."""
+    with cluster(
+        prefills=1,
+        decodes=1,
+        unified=True,
+        flags=FLAGS,
+        prefill_flags=("--dp", "2", "--load-balance-method", "round_robin"),
+        decode_flags=("--data-parallel-size", "2"),
+    ) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Server]:
+    with cluster(unified=True, flags=[*FLAGS, "--dp-size", "2"]) as it:
+        assert it.unified is not None
+        yield it.unified
+
+
+def ranks_of(answers: list[dict]) -> Counter[int]:
+    return Counter(answer["meta_info"]["dp_rank"] for answer in answers)
+
+
+def test_every_rank_of_both_sides_says_what_one_engine_says(pair: Cluster) -> None:
+    assert pair.router is not None
+    assert pair.unified is not None
+    router = pair.router
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer["output_ids"] == pair.unified.generate(prompt, max_new_tokens=12)["output_ids"]
+        assert answer["meta_info"]["path"] == "remote"
+    assert ranks_of(answers) == {0: 12, 1: 12}
+    for rank in (0, 1):
+        assert f"node DP{rank}] Prefill batch" in pair.prefills[0].log
+    for server in pair.servers:
+        eventually(lambda server=server: is_idle(server), what=lambda server=server: server.get("/debug/state"))
+
+
+def is_idle(server: Server) -> bool:
+    states = server.get("/debug/state")
+    return not any(any(state["queues"].values()) for state in (states if isinstance(states, list) else [states]))
+
+
+def test_a_request_that_names_its_rank_gets_it(replicas: Server) -> None:
+    for field in ("routed_dp_rank", "data_parallel_rank"):
+        answers = [replicas.generate(PROMPTS[0], max_new_tokens=2, **{field: 1}) for _ in range(3)]
+        assert ranks_of(answers) == {1: 3}
+    with pytest.raises(HttpError) as refused:
+        replicas.generate(PROMPTS[0], routed_dp_rank=2)
+    assert (refused.value.status, refused.value.error["param"]) == (400, "routed_dp_rank")
+    with pytest.raises(HttpError) as refused:
+        replicas.generate(PROMPTS[0], routed_dp_rank=1, data_parallel_rank=0)
+    assert refused.value.status == 400
+
+
+def test_loads_metrics_and_orders_speak_of_every_rank(replicas: Server) -> None:
+    first, second = replicas.get("/v1/loads")["loads"]
+    assert (first["dp_rank"], second["dp_rank"]) == (0, 1)
+    assert replicas.get("/v1/loads?dp_rank=1")["loads"][0]["dp_rank"] == 1
+    assert [load["dp_rank"] for load in replicas.get("/get_load")] == [0, 1]
+    info = replicas.get("/server_info")
+    assert (info["dp_size"], info["load_balance_method"], len(info["internal_states"])) == (2, "round_robin", 2)
+    with replicas.open("GET", "/metrics") as reply:
+        page = reply.read().decode()
+    for rank in (0, 1):
+        assert any(
+            line.startswith("sglang:num_running_reqs{") and f'dp_rank="{rank}"' in line for line in page.splitlines()
+        )
+
+    for rank in (0, 1):
+        replicas.generate(PROMPTS[5], max_new_tokens=2, routed_dp_rank=rank)
+        again = replicas.generate(PROMPTS[5], max_new_tokens=2, routed_dp_rank=rank)
+        assert again["meta_info"]["cached_tokens"] > 0
+    with replicas.open("POST", "/flush_cache") as reply:
+        assert reply.status == 200
+    for rank in (0, 1):
+        found = replicas.generate(PROMPTS[5], max_new_tokens=2, routed_dp_rank=rank)
+        assert found["meta_info"]["cached_tokens"] == 0, f"rank {rank} was told to flush"
+
+
+def test_an_order_to_end_reaches_the_rank_that_has_the_request(replicas: Server) -> None:
+    streams = [
+        replicas.stream(PROMPTS[rank], max_new_tokens=4000, rid=f"r{rank}", routed_dp_rank=rank,
+                        sampling_params={"ignore_eos": True})
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for stream in streams:
+        assert stream.next() is not None
+    for rank in (0, 1):
+        assert replicas.call("POST", "/abort_request", {"rid": f"r{rank}"}) == {"aborted": 1}
+    for stream in streams:
+        assert "abort" in json.dumps(stream.rest()[-1])
+
+
+def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Server) -> None:
+    tokens = replicas.generate(PROMPTS[0], max_new_tokens=8)["output_ids"]
+    stream = replicas.stream(PROMPTS[1], max_new_tokens=4000, routed_dp_rank=1, sampling_params={"ignore_eos": True})
+    assert stream.next() is not None
+    os.kill(worker_of(replicas, 1), signal.SIGKILL)
+    assert stream.rest()[-1]["error"]["code"] == "worker_lost"
+
+    meanwhile = [replicas.generate(PROMPTS[0], max_new_tokens=8) for _ in range(4)]
+    assert all(answer["output_ids"] == tokens for answer in meanwhile)
+    assert replicas.is_ready()
+    eventually(lambda: len(replicas.get("/v1/loads")["loads"]) == 2, within_s=60, what=lambda: replicas.log[-2000:])
+    back = replicas.generate(PROMPTS[0], max_new_tokens=8, routed_dp_rank=1)
+    assert (back["output_ids"], back["meta_info"]["dp_rank"]) == (tokens, 1)
+    assert "DP rank 1 is lost: the worker process was killed by signal SIGKILL" in replicas.log
+    eventually(lambda: "DP rank 1 serves again" in replicas.log)
+
+
+def worker_of(server: Server, dp_rank: int) -> int:
+    """Replicas are started in order, each with its worker first."""
+    workers = [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]
+    return workers[dp_rank]
+
+
+def command_of(pid: int) -> str:
+    with open(f"/proc/{pid}/cmdline") as file:
+        return file.read()
