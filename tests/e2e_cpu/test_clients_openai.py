@@ -6,13 +6,12 @@ by logprob. The SDK retries nothing here, so that every failure is seen.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from functools import cache
 from typing import Any  # the SDK's parameters
 
 import openai
 import pytest
-from cluster import MODEL, Cluster, Server, cluster, eventually
-from gateway import sglang_router
+from cluster import MODEL, Cluster, Server, eventually
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 FOREVER = {"ignore_eos": True}
@@ -29,17 +28,15 @@ GAUGES = (
 
 
 @pytest.fixture(scope="module")
-def it() -> Iterator[Cluster]:
-    # Deterministic: then "the same tokens" has no exception for near-ties, whatever else was in the batch.
-    with cluster(prefills=1, decodes=1, unified=True, flags=["--deterministic"]) as it:
-        yield it
+def it(common: Cluster) -> Cluster:
+    return common
 
 
 @pytest.fixture(scope="module")
-def servers(it: Cluster) -> dict[str, Server]:
+def servers(it: Cluster, common_gateway: Server) -> dict[str, Server]:
     assert it.router is not None
     assert it.unified is not None
-    return {"tandem router": it.router, "sglang-router": sglang_router(it), "unified": it.unified}
+    return {"tandem router": it.router, "sglang-router": common_gateway, "unified": it.unified}
 
 
 @pytest.fixture(params=["tandem router", "sglang-router"])
@@ -57,8 +54,14 @@ def reference(servers: dict[str, Server]) -> openai.OpenAI:
     return sdk(servers["unified"])
 
 
+@cache
+def client_of(url: str) -> openai.OpenAI:
+    """Making one takes longer than most requests."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+
+
 def sdk(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return client_of(server.url)
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> ChatCompletion:
@@ -371,11 +374,10 @@ def test_many_at_once_all_get_the_answer_of_one_engine(front: Server, reference:
 @pytest.mark.parametrize("name", ["tandem router", "unified"])
 def test_an_answer_on_a_kept_connection_does_not_wait_to_be_acknowledged(servers: dict[str, Server], name: str) -> None:
     """With Nagle's algorithm on, its body would leave 40 ms after its head, when the client's delayed ACK comes."""
-    with sdk(servers[name]) as client:
-        times = []
-        for _ in range(8):
-            began = time.perf_counter()
-            with pytest.raises(openai.BadRequestError):
-                chat(client, max_tokens=0)
-            times.append(time.perf_counter() - began)
+    client, times = sdk(servers[name]), []
+    for _ in range(8):
+        began = time.perf_counter()
+        with pytest.raises(openai.BadRequestError):
+            chat(client, max_tokens=0)
+        times.append(time.perf_counter() - began)
     assert min(times[1:]) < 0.03

@@ -8,7 +8,6 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any  # JSON documents
 
 import pytest
@@ -26,15 +25,13 @@ BOUND_S = 25.0  # for an error: what a gateway needs to see that a server is gon
 
 
 @pytest.fixture(scope="module")
-def it() -> Iterator[Cluster]:
-    # Deterministic: then "the same tokens" has no exception for near-ties, whatever else was in the batch.
-    with cluster(prefills=1, decodes=1, unified=True, flags=["--deterministic"]) as it:
-        yield it
+def it(common: Cluster) -> Cluster:
+    return common
 
 
 @pytest.fixture(scope="module")
-def gateway(it: Cluster) -> Server:
-    return sglang_router(it)
+def gateway(common_gateway: Server) -> Server:
+    return common_gateway
 
 
 @pytest.fixture

@@ -43,10 +43,10 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def unified() -> Iterator[Server]:
-    with cluster(unified=True, flags=["--deterministic", "--chunked-prefill-size", "64"]) as it:
-        assert it.unified is not None
-        yield it.unified
+def unified(common: Cluster) -> Server:
+    """Its chunks are longer than those of the pairs, which changes no bit."""
+    assert common.unified is not None
+    return common.unified
 
 
 @pytest.fixture(scope="module")
