@@ -78,22 +78,34 @@ def test_a_prefill_elsewhere_is_used_if_its_network_is_allowed_and_refused_by_bo
             assert (status, error["code"], error["param"]) == (400, "invalid_value", "bootstrap_host")
 
 
-def test_a_server_that_listens_everywhere_is_found_at_any_address_of_its_machine(tmp_path: Path) -> None:
-    own = own_address("IPv4")
-    secret = secret_flags(tmp_path)
-    of_prefill, of_decode = ("--host", "0.0.0.0", *secret), ("--disaggregation-allow", f"{own}/32", *secret)
-    with halves(tmp_path, of_prefill, of_decode) as (prefill, decode):
-        reply = through_both(prefill, decode, pair_with(prefill, host=own))
-        assert reply["meta_info"]["path"] == "remote"
+@pytest.fixture(scope="module")
+def everywhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """A prefill that listens on every address, and a decode that computes up to 20 tokens itself."""
+    folder = tmp_path_factory.mktemp("everywhere")
+    secret = secret_flags(folder)
+    of_decode = ("--disaggregation-allow", f"{own_address('IPv4')}/32", "--disaggregation-local-prefill", "20", *secret)
+    with halves(folder, ("--host", "0.0.0.0", *secret), of_decode) as found:
+        yield found
 
 
-def test_what_is_short_is_computed_by_decode_and_prefill_ends_well_without_a_token(tmp_path: Path) -> None:
-    with halves(tmp_path, (), ("--disaggregation-local-prefill", "20")) as (prefill, decode):
-        pair, short = pair_with(prefill), "Tom has 3"
-        with prefill.open("POST", "/generate", {"text": short, **pair}) as half:
-            assert decode.generate(short, max_new_tokens=4, timeout=20, **pair)["meta_info"]["path"] == "local"
-            assert (half.status, json.loads(half.read())["output_ids"]) == (200, [])
-        assert through_both(prefill, decode, pair_with(prefill))["meta_info"]["path"] == "remote"
+def test_a_server_that_listens_everywhere_is_found_at_any_address_of_its_machine(
+    everywhere: tuple[Server, Server],
+) -> None:
+    prefill, decode = everywhere
+    reply = through_both(prefill, decode, pair_with(prefill, host=own_address("IPv4")))
+    assert reply["meta_info"]["path"] == "remote"
+
+
+def test_what_is_short_is_computed_by_decode_and_prefill_ends_well_without_a_token(
+    everywhere: tuple[Server, Server],
+) -> None:
+    prefill, decode = everywhere
+    pair, short = pair_with(prefill), "Tom has 3"
+    with prefill.open("POST", "/generate", {"text": short, **pair}) as half:
+        assert decode.generate(short, max_new_tokens=4, timeout=20, **pair)["meta_info"]["path"] == "local"
+        assert (half.status, json.loads(half.read())["output_ids"]) == (200, [])
+    decode.open("POST", "/flush_cache").close()  # of what the test before may have left of the long prompt
+    assert through_both(prefill, decode, pair_with(prefill))["meta_info"]["path"] == "remote"
 
 
 def worker_numbers(server: Server) -> dict[str, float]:

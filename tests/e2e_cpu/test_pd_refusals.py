@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import MODEL, SECRET, START_S, HttpError, bootstrap_port, eventually, halves, secret_flags
+from cluster import MODEL, SECRET, START_S, Cluster, HttpError, bootstrap_port, eventually, halves, secret_flags
 from safetensors.numpy import load_file, save_file
 
 import tandem
@@ -69,18 +69,18 @@ def test_weights_that_differ_in_one_element_and_a_promise_of_one_side_only_are_r
     assert "deterministic is on, " in error["message"]
 
 
-def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_computes_the_prompt(tmp_path: Path) -> None:
-    with halves(tmp_path) as (prefill, decode):
-        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill)}
-        held = prefill.open_stream(PROMPT, timeout=60, rid="twice", bootstrap_room=41, **pair)
-        assert held.getresponse().status == 200
-        with pytest.raises(HttpError) as refused:
-            prefill.generate(PROMPT, rid="twice", bootstrap_room=42, **pair)
-        assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_rid")
-        answer = decode.generate(PROMPT, timeout=20, bootstrap_room=42, **pair)
-        assert answer["meta_info"]["path"] == "fallback"
-        held.close()
-        eventually(prefill.is_idle, what=prefill.state)
+def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_computes_the_prompt(common: Cluster) -> None:
+    prefill, decode = common.prefills[0], common.decodes[0]
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill)}
+    held = prefill.open_stream(PROMPT, timeout=60, rid="twice", bootstrap_room=41, **pair)
+    assert held.getresponse().status == 200
+    with pytest.raises(HttpError) as refused:
+        prefill.generate(PROMPT, rid="twice", bootstrap_room=42, **pair)
+    assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_rid")
+    answer = decode.generate(PROMPT, timeout=20, bootstrap_room=42, **pair)
+    assert answer["meta_info"]["path"] == "fallback"
+    held.close()
+    eventually(prefill.is_idle, what=prefill.state)
 
 
 def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
@@ -124,13 +124,12 @@ def test_nobody_can_take_over_the_route_of_a_prefill(tmp_path: Path) -> None:
         prefill_half.close()
 
 
-def test_on_loopback_a_write_proves_the_secret_of_this_user(tmp_path: Path) -> None:
-    with halves(tmp_path) as (prefill, _):
-        port = bootstrap_port(prefill)
-        room = {"bootstrap_room": 5, "dp_rank": 0}
-        status, answer = call(port, "POST", "/register_dp_rank", room, {})
-        assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
-        assert written(port, "POST", "/register_dp_rank", room, user_secret(os.environ).raw) == (200, b"OK")
+def test_on_loopback_a_write_proves_the_secret_of_this_user(common: Cluster) -> None:
+    port = bootstrap_port(common.prefills[0])
+    room = {"bootstrap_room": 5, "dp_rank": 0}
+    status, answer = call(port, "POST", "/register_dp_rank", room, {})
+    assert (status, json.loads(answer)["error"]["code"]) == (401, "unsigned")
+    assert written(port, "POST", "/register_dp_rank", room, user_secret(os.environ).raw) == (200, b"OK")
 
 
 def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:

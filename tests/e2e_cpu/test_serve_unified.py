@@ -217,7 +217,7 @@ def start_alone(folder: Path) -> tuple[Fleet, Server]:
     return fleet, Server(fleet.start("unified", serve_words("tandem/mini", port), port=port))
 
 
-def test_while_the_model_is_loaded_health_says_503(tmp_path: Path) -> None:
+def test_while_the_model_is_loaded_health_says_503_and_sigterm_lets_a_running_stream_finish(tmp_path: Path) -> None:
     fleet, server = start_alone(tmp_path)
     with fleet:
         eventually(lambda: is_open(server.member.port))
@@ -227,6 +227,23 @@ def test_while_the_model_is_loaded_health_says_503(tmp_path: Path) -> None:
         assert early.value.status == 503
         fleet.wait_ready(timeout_s=60)
         assert server.open("GET", "/health").status == 200
+        drains_when_it_has_finished(server)
+
+
+def drains_when_it_has_finished(server: Server) -> None:
+    """And refuses what comes after the signal."""
+    process = server.member.process
+    stream = server.stream(PROMPT, max_new_tokens=300, sampling_params=FOREVER)
+    assert stream.next() is not None
+    children = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: server.open("GET", "/health").status == 503)
+    with pytest.raises(HttpError) as refused:
+        server.generate(PROMPT)
+    assert refused.value.status == 503
+    assert len(stream.rest()[-1]["output_ids"]) == 300
+    assert process.wait(20) == 0
+    assert not any(map(is_running, children))
 
 
 def test_sigterm_while_the_model_is_loaded_ends_it_cleanly(tmp_path: Path) -> None:
@@ -240,38 +257,6 @@ def test_sigterm_while_the_model_is_loaded_ends_it_cleanly(tmp_path: Path) -> No
         assert process.wait(10) == 0
         assert not any(map(is_running, children))
         assert "Traceback" not in server.log
-
-
-def test_sigterm_lets_a_running_stream_finish_and_refuses_new_ones() -> None:
-    with cluster(unified=True) as it:
-        assert it.unified is not None
-        server, process = it.unified, it.unified.member.process
-        stream = server.stream(PROMPT, max_new_tokens=300, sampling_params=FOREVER)
-        first = stream.next()
-        assert first is not None
-        children = children_of(process.pid)
-        process.send_signal(signal.SIGTERM)
-        eventually(lambda: server.open("GET", "/health").status == 503)
-        with pytest.raises(HttpError) as refused:
-            server.generate(PROMPT)
-        assert refused.value.status == 503
-        assert len(stream.rest()[-1]["output_ids"]) == 300
-        assert process.wait(20) == 0
-        assert not any(map(is_running, children))
-
-
-def test_a_second_signal_ends_it_at_once() -> None:
-    with cluster(unified=True) as it:
-        assert it.unified is not None
-        server, process = it.unified, it.unified.member.process
-        stream = server.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
-        assert stream.next() is not None
-        children = children_of(process.pid)
-        process.send_signal(signal.SIGINT)
-        eventually(lambda: server.open("GET", "/health").status == 503)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 1
-        eventually(lambda: not any(map(is_running, children)))
 
 
 def test_a_worker_that_dies_ends_its_requests_with_a_cause_and_the_server() -> None:
@@ -289,12 +274,26 @@ def test_a_worker_that_dies_ends_its_requests_with_a_cause_and_the_server() -> N
         assert not is_running(node)
 
 
-def test_children_do_not_outlive_a_parent_that_is_killed() -> None:
-    with cluster(unified=True) as it:
-        assert it.unified is not None
-        process = it.unified.member.process
+def test_children_do_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Nobody has told them anything yet: it is the kernel that ends them, whatever they are doing."""
+    fleet, server = start_alone(tmp_path)
+    with fleet:
+        process = server.member.process
+        eventually(lambda: len(children_of(process.pid)) == 2)
         children = children_of(process.pid)
-        assert len(children) == 2
         process.kill()
         process.wait()
         eventually(lambda: not any(map(is_running, children)))
+
+
+def test_a_second_signal_ends_it_at_once(server: Server) -> None:
+    """The last test of this server."""
+    process = server.member.process
+    stream = server.stream(PROMPT, max_new_tokens=1500, sampling_params=FOREVER)
+    assert stream.next() is not None
+    children = children_of(process.pid)
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: server.open("GET", "/health").status == 503)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 1
+    eventually(lambda: not any(map(is_running, children)))

@@ -1,6 +1,6 @@
 """A process of a server that hangs: the server says that it is unwell, then ends and says why; its partners go on.
 
-Real processes, stopped by SIGSTOP. The servers are started for each test: most end in it.
+Real processes, stopped by SIGSTOP. Tests in which a server ends start their own, or are the last that use it.
 """
 
 import os
@@ -27,6 +27,12 @@ def alone(*flags: str) -> Iterator[Server]:
     with cluster(unified=True, flags=[*FLAGS, *flags]) as it:
         assert it.unified is not None
         yield it.unified
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with alone() as found:
+        yield found
 
 
 def stop(server: Server, module: str) -> int:
@@ -85,37 +91,35 @@ def test_health_turns_before_a_server_with_a_hanging_process_ends_with_the_cause
         assert replayed.steps > 0
 
 
-def test_a_request_that_waits_for_a_hanging_worker_ends_with_that_cause() -> None:
-    with alone() as server:
-        stream = server.stream(PROMPT, max_new_tokens=2000, sampling_params={"ignore_eos": True})
-        assert stream.next() is not None
-        stop(server, "worker_process")
-        error = stream.rest()[-1]["error"]
-        assert error["code"] == "worker_lost"
-        assert "the worker process hangs" in error["message"]
-        assert health(server, "/health_generate")[0] in (0, 503)
+def test_a_server_that_was_frozen_as_a_whole_goes_on(server: Server) -> None:
+    tokens = server.generate(PROMPT)["output_ids"]
+    pids = [server.member.process.pid, *children_of(server.member.process.pid)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(TIMEOUT_S + 1)  # there is nothing to wait for: what has to pass is time
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert server.generate(PROMPT)["output_ids"] == tokens
+    assert health(server) == (200, "")
 
 
-def test_a_server_that_was_frozen_as_a_whole_goes_on() -> None:
-    with alone() as server:
-        tokens = server.generate(PROMPT)["output_ids"]
-        pids = [server.member.process.pid, *children_of(server.member.process.pid)]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(TIMEOUT_S + 1)  # there is nothing to wait for: what has to pass is time
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        assert server.generate(PROMPT)["output_ids"] == tokens
-        assert health(server) == (200, "")
+def test_a_worker_that_goes_on_in_time_makes_the_server_well_again(server: Server) -> None:
+    child = stop(server, "worker_process")
+    eventually(lambda: health(server)[0] == 503)
+    os.kill(child, signal.SIGCONT)
+    eventually(lambda: health(server)[0] == 200)
+    assert server.generate(PROMPT)["meta_info"]["path"] == "unified"
 
 
-def test_a_worker_that_goes_on_in_time_makes_the_server_well_again() -> None:
-    with alone() as server:
-        child = stop(server, "worker_process")
-        eventually(lambda: health(server)[0] == 503)
-        os.kill(child, signal.SIGCONT)
-        eventually(lambda: health(server)[0] == 200)
-        assert server.generate(PROMPT)["meta_info"]["path"] == "unified"
+def test_a_request_that_waits_for_a_hanging_worker_ends_with_that_cause(server: Server) -> None:
+    """The last test of this server, which ends in it."""
+    stream = server.stream(PROMPT, max_new_tokens=2000, sampling_params={"ignore_eos": True})
+    assert stream.next() is not None
+    stop(server, "worker_process")
+    error = stream.rest()[-1]["error"]
+    assert error["code"] == "worker_lost"
+    assert "the worker process hangs" in error["message"]
+    assert health(server, "/health_generate")[0] in (0, 503)
 
 
 def test_partners_of_a_server_with_a_hanging_worker_end_with_a_named_cause() -> None:
