@@ -36,14 +36,16 @@ class Part:
 
 
 PARTS = (
-    Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 120),
+    Part("engine", ("unit/test_engine", "e2e_cpu/test_engine"), 150),
     Part("units, laws, scenarios", ("unit/", "laws/", "scenarios/"), 60),
-    Part("processes and clients", ("e2e_cpu/",), 420),
+    Part("clients", ("e2e_cpu/test_clients",), 60),
+    Part("processes", ("e2e_cpu/",), 300),
+    Part("ranks", ("ranks/",), 240),
     Part("fuzz", ("fuzz/",), 30),
-    Part("chaos", ("chaos/",), 180),
-    Part("mutants in real servers", ("mutants/test_real_server",), 120),
+    Part("chaos", ("chaos/",), 60),
+    Part("mutants in real servers", ("mutants/test_real_server",), 60),
     Part("breaks of one line", ("mutants/test_lines",), 20),
-    Part("simulation", ("simulator/", "mutants/"), 200),
+    Part("simulation", ("simulator/", "mutants/"), 150),
     Part("rest", ("",), 60),
 )
 

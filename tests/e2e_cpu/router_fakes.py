@@ -125,6 +125,10 @@ class FakeWorker:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread = ServerThread(self._app, listener)
 
+    def tell_to_end(self) -> None:
+        assert self._thread is not None
+        self._thread.tell_to_stop(kill=True)
+
     def kill(self) -> None:
         assert self._thread is not None
         self._thread.stop(kill=True)
@@ -231,9 +235,12 @@ class ServerThread:
         for connection in list(self._server.server_state.connections):
             connection.transport.abort()
 
-    def stop(self, *, kill: bool = False) -> None:
+    def tell_to_stop(self, *, kill: bool = False) -> None:
         self._server.force_exit = kill
-        self._server.should_exit = True
+        self._server.should_exit = True  # of which it hears within a tenth of a second
+
+    def stop(self, *, kill: bool = False) -> None:
+        self.tell_to_stop(kill=kill)
         self._thread.join(PATIENCE_SECONDS)
         assert not self._thread.is_alive()
         self._listener.close()
@@ -274,6 +281,9 @@ def fleet(prefills: int = 1, decodes: int = 1, **settings: Any) -> Iterator[Flee
         yield made
         eventually(made.is_idle, "an idle router")
     finally:
+        thread.tell_to_stop()
+        for worker in workers[0] + workers[1]:
+            worker.tell_to_end()
         thread.stop()
         for worker in workers[0] + workers[1]:
             worker.kill()

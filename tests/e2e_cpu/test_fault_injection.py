@@ -14,10 +14,13 @@ from cluster import Cluster, HttpError, Server, cluster, eventually
 from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.core.events import HooksChanged, TransferFailed
 from tandem.core.scheduler.node import EngineNode
+from tandem.server.api.errors import RULES
 from tandem.server.node.flight import replayed_steps, segments_of
 
 FLAGS = ["--enable-fault-injection", "--deterministic"]
 NUM_REQUESTS = 8
+SCORES = {"return_logprob": True, "top_logprobs_num": 2}
+CODES = {code.value for code in RULES}
 
 
 def prompt(number: int) -> list[int]:
@@ -60,7 +63,7 @@ def answers(it: Cluster, *, first: int = 0, count: int = NUM_REQUESTS) -> list[d
     def ask(number: int) -> dict[str, Any]:
         assert it.router is not None
         try:
-            return it.router.generate(prompt(number), max_new_tokens=8, rid=f"request-{number}")
+            return it.router.generate(prompt(number), max_new_tokens=8, rid=f"request-{number}", **SCORES)
         except HttpError as failure:
             return failure.error
 
@@ -121,6 +124,23 @@ def test_when_every_transfer_fails_and_must_not_every_request_ends_with_the_code
     set_failures(servers, 0.0)
     _, paths = tokens_and_paths(answers(failing))
     assert paths == {"remote"}
+    flush(failing)
+
+
+def test_without_recompute_the_survivors_are_right_and_the_rest_has_a_code(it: Cluster, failing: Cluster) -> None:
+    flush(it)
+    expected = answers(it, count=16)
+    set_failures(failing.servers, 0.5)
+    found = answers(failing, count=16)
+    set_failures(failing.servers, 0.0)
+    for ours, theirs in zip(found, expected, strict=True):
+        if "code" in ours:
+            assert ours["code"] in CODES
+            continue
+        assert (ours["output_ids"], ours["meta_info"]["path"]) == (theirs["output_ids"], "remote")
+        for scores in ("output_token_logprobs", "output_top_logprobs"):
+            assert ours["meta_info"][scores] == theirs["meta_info"][scores]
+    assert any("code" in reply for reply in found), "no transfer failed"
     flush(failing)
 
 

@@ -123,6 +123,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
         yield found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def half_sent(pair: tuple[Server, Server]) -> Iterator[socket.socket]:
+    """A write to prefill's bootstrap server that never goes on, while the tests of this file pass."""
+    with socket.create_connection(("127.0.0.1", bootstrap_port(pair[0])), timeout=60) as sock:
+        sock.sendall(b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        yield sock
+
+
 def processes(server: Server) -> list[int]:
     process_id = server.member.process.pid
     return sorted([process_id, *children_of(process_id)])
@@ -215,11 +223,8 @@ def test_a_prefill_is_told_nothing_by_hostile_documents(
     assert is_healthy(prefill)
 
 
-def test_a_half_sent_write_costs_its_connection_and_nothing_else(pair: tuple[Server, Server]) -> None:
-    prefill, _ = pair
-    port = bootstrap_port(prefill)
-    sent = b"POST /query_dp_ranks HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:
-        sock.sendall(sent)
-        assert sock.recv(100).startswith(b"HTTP/1.1 503")
-    assert is_healthy(prefill)
+def test_a_half_sent_write_costs_its_connection_and_nothing_else(
+    pair: tuple[Server, Server], half_sent: socket.socket
+) -> None:
+    assert half_sent.recv(100).startswith(b"HTTP/1.1 503")
+    assert is_healthy(pair[0])

@@ -12,8 +12,9 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from cluster import children_of, eventually, is_open, is_running
+from cluster import Cluster, children_of, eventually, is_open, is_running
 
+from tandem.cli import demo
 from tandem.cli.fleet import free_ports
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
@@ -29,9 +30,10 @@ def run_tandem(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_demo_prints_one_document_that_says_the_tokens_are_the_same() -> None:
-    demo = run_tandem("demo", "--json", "--prompt", "Anna has 5 books and gets 3 more. How many books does she have?")
-    assert demo.returncode == 0, demo.stderr
-    document = json.loads(demo.stdout)
+    question = "Anna has 5 books and gets 3 more. How many books does she have?"
+    shown = run_tandem("demo", "--json", "--prompt", question)
+    assert shown.returncode == 0, shown.stderr
+    document = json.loads(shown.stdout)
     assert set(document) == {"path", "kv_bytes", "tokens", "unified_tokens", "identical", "ttft_ms", "ttft_ledger"}
     assert document["path"] == "remote"
     assert document["kv_bytes"] > 0
@@ -40,11 +42,13 @@ def test_the_demo_prints_one_document_that_says_the_tokens_are_the_same() -> Non
     assert 0 < sum(document["ttft_ledger"].values()) <= document["ttft_ms"]
 
 
-def test_the_demo_tells_a_human_what_happened() -> None:
-    demo = run_tandem("demo")
-    assert demo.returncode == 0, demo.stderr
+def test_the_demo_tells_a_human_what_happened(common: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert common.router is not None
+    assert common.unified is not None
+    demo.compare(common.router.member, common.unified.member, demo.PROMPT, demo.Screen(is_quiet=False))
+    shown = capsys.readouterr().out
     for fact in ("path     remote", "KiB of KV moved", "ttft ", "decode_transferred", "gives the same ", "#### 168"):
-        assert fact in demo.stdout
+        assert fact in shown
 
 
 def descendants(process_id: int) -> list[int]:
@@ -72,8 +76,15 @@ def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path)
         up.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("words", [["demo"], ["up", "--port", "0"], ["serve", "tandem/mini", "--port", "0"]])
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [  # what a fleet does with a signal, and what a server does: each with both
+        (["demo"], signal.SIGINT),
+        (["up", "--port", "0"], signal.SIGTERM),
+        (["serve", "tandem/mini", "--port", "0"], signal.SIGINT),
+        (["serve", "tandem/mini", "--port", "0"], signal.SIGTERM),
+    ],
+)
 def test_a_command_that_is_told_to_end_while_it_starts_leaves_nothing_running(
     words: list[str], number: signal.Signals, tmp_path: Path
 ) -> None:

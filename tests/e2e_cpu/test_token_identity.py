@@ -55,7 +55,7 @@ def test_kv_bytes_are_the_pages_of_the_prompt_and_decode_computes_none_of_it(pro
 
 def test_sampled_tokens_are_the_same_for_a_seed(prompts, servers: Cluster) -> None:
     sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "sampling_seed": 11}
-    some = prompts[5:45]
+    some = prompts[5:25]
     unified = [answer["output_ids"] for answer in ask_all(servers.unified, some, **sampling)]
     apart = [answer["output_ids"] for answer in ask_all(servers.router, some, **sampling)]
     assert len({tuple(tokens) for tokens in unified}) > 1

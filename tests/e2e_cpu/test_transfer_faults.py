@@ -20,7 +20,7 @@ from tandem.transfer import protocol
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
-ABORTS = int(os.environ.get("TANDEM_TEST_ABORTS", "1500"))
+ABORTS = int(os.environ.get("TANDEM_TEST_ABORTS", "500"))
 DECODE_SIDE = Incarnation("decode", "1")
 
 

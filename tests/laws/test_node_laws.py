@@ -24,7 +24,7 @@ def live(chosen: dict, script: list[tuple[str, int]]) -> Life:
     return life
 
 
-@settings(max_examples=150)
+@settings(max_examples=max(100, settings.default.max_examples))
 @given(chosen=lives, script=scripts([*USUAL, *USUAL, *FAULTS]))
 def test_whatever_happens_every_request_ends_with_the_right_tokens_and_nothing_is_kept(
     chosen: dict, script: list[tuple[str, int]]

@@ -292,7 +292,7 @@ def test_only_challenges_of_proved_writes_are_remembered_and_in_bounded_number(
 ) -> None:
     monkeypatch.setattr(cluster_auth, "MAX_SPENT", 3)
     it = Bootstrap(replica())
-    for _ in range(100):
+    for _ in range(10):
         it.unsigned("POST", "/register_dp_rank", ROOM)
         it.write("POST", "/register_dp_rank", ROOM, forged(it)["another secret"])
     assert len(it.guard._spent) == 0

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,19 +36,22 @@ DOCS = Path(__file__).parents[2] / "docs"
 PREFILL = ("--disaggregation-mode", "prefill")
 
 
+@cache
+def parser() -> cli.Parser:
+    """Making it takes longer than all that it parses here."""
+    made = cli.Parser(prog="tandem serve", allow_abbrev=False)
+    made.add_argument("model")
+    add_flags(made)
+    return made
+
+
 def parse(*words: str) -> ServerConfig:
-    parser = cli.Parser(prog="tandem serve", allow_abbrev=False)
-    parser.add_argument("model")
-    add_flags(parser)
-    return config_of(parser.parse(["some/model", *words]))
+    return config_of(parser().parse(["some/model", *words]))
 
 
 def plain(*words: str) -> ServerConfig:
     """The words as they are, whatever rules they break."""
-    parser = cli.Parser(prog="tandem serve", allow_abbrev=False)
-    parser.add_argument("model")
-    add_flags(parser)
-    return ServerConfig("some/model", **values_of(parser.parse(["some/model", *words]), ServerConfig))
+    return ServerConfig("some/model", **values_of(parser().parse(["some/model", *words]), ServerConfig))
 
 
 def settings(config: ServerConfig) -> NodeSettings:

@@ -66,11 +66,16 @@ def _run(prompt: str, screen: Screen) -> dict[str, Any]:
         router = start_pd(fleet, MODEL, prefills=1, decodes=1, router_port=router_port)
         unified = fleet.start("unified", serve_words(MODEL, unified_port), port=unified_port)
         fleet.wait_ready(timeout_s=START_S, tell=lambda member: screen.say(f"  {member.name:<10} {member.url}"))
-        body = chat_prompt(unified, prompt)
-        screen.say(f"\n{prompt}\n")
-        first = ask(router, body, screen)
-        screen.say()
-        second = ask(unified, body, Screen(is_quiet=True))
+        return compare(router, unified, prompt, screen)
+
+
+def compare(router: Member, unified: Member, prompt: str, screen: Screen) -> dict[str, Any]:
+    """The document of `--json`; the screen shows it as it comes about."""
+    body = chat_prompt(unified, prompt)
+    screen.say(f"\n{prompt}\n")
+    first = ask(router, body, screen)
+    screen.say()
+    second = ask(unified, body, Screen(is_quiet=True))
     document = report(first, second)
     screen.say("\n" + page(document))
     return document
@@ -124,7 +129,6 @@ def events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def report(first: Answer, second: Answer) -> dict[str, Any]:
-    """The document of `--json`."""
     return {
         "path": first.meta["path"],
         "kv_bytes": first.meta["kv_bytes"],
