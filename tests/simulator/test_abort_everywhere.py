@@ -43,17 +43,21 @@ def lose_all_peers(world: World, life: Life) -> list[Event]:
 
 
 def play_with(script: str, at_step: int, name: str, meddle: Meddle) -> int:
-    """Play a story in which `name` gets extra events after the step number `at_step`; returns the number of steps."""
+    """Play a story in which `name` gets extra events after the step number `at_step`; returns the number of steps.
+
+    Counted are its own and those of the other role. What another replica of its own role does is not about it.
+    """
     scenario = Scenario()
     scenario.read(script)
     world, steps = scenario.world, 0
-    record = world.trace
+    record, role = world.trace, world.replicas[name].role
 
     def look(now, life, events, commands) -> None:  # type: ignore[no-untyped-def]
         nonlocal steps
         record(now, life, events, commands)
-        steps += 1
-        if steps == at_step:
+        counts = life.replica.name == name or life.replica.role is not role
+        steps += counts
+        if counts and steps == at_step:
             target = world.replicas[name].life
             for event in meddle(world, target):
                 world.push(target, event)

@@ -12,7 +12,7 @@ from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
 from tandem.simulator.workload import Ask
 
-SECONDS = float(os.environ.get("HUNT_SECONDS", "15"))
+SECONDS = float(os.environ.get("HUNT_SECONDS", "10"))
 CORPUS = Path(__file__).with_name("corpus.txt")
 
 

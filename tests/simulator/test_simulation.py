@@ -15,6 +15,16 @@ from tandem.simulator.report import SeedResult
 from tandem.simulator.world import World
 
 SEEDS = range(1000, 1040)
+RICH = (
+    27,
+    48,
+    58,
+    47,
+    31,
+    25,
+    8,
+    46,
+)  # which reach all of COVERAGE; others follow when a change has moved what they do
 
 
 COVERAGE = (  # what a simulation never reaches, it does not check
@@ -116,8 +126,8 @@ def test_nodes_that_are_replaced_by_their_snapshots_change_nothing(seed: int) ->
 
 
 def test_many_processes_give_what_one_gives() -> None:
-    alone = [run_seed(seed) for seed in range(40, 64)]
-    assert list(run_seeds(40, 24)) == alone
+    alone = [run_seed(seed) for seed in range(40, 50)]
+    assert list(run_seeds(40, 10)) == alone
 
 
 def test_rare_states_are_reached() -> None:
@@ -134,7 +144,9 @@ def test_rare_states_are_reached() -> None:
                     reached[f"{life.replica.role} failed: {command.cause}"] += 1
                     reached[f"ended while waiting for {command.stage}"] += 1
 
-    for seed in range(60):
+    for seed in dict.fromkeys((*RICH, *range(60))):
+        if all(reached[state] for state in COVERAGE):
+            break
         world = World(draw_options(seed), trace=look)
         world.schedule_all()
         world.run()
