@@ -130,7 +130,7 @@ def decode_arriving() -> Scene:
 
 
 def fail_transfer(scene: Scene) -> None:
-    attempt = scene.here.progress(scene.request).receiver.attempt
+    attempt = scene.here.progress(scene.request).side.attempt
     failed = TransferFailed(scene.request, attempt, ShardId(0), Cause.CORRUPT_PAGES, "digests differ")
     scene.world.send(scene.here, failed)
     scene.world.run()

@@ -122,10 +122,10 @@ class Half:
 
     def landed(self, number: int = 1) -> int:
         progress = self.node.state.requests.get(RequestId(number))
-        if progress is None or progress.receiver is None:
+        arrival = progress.side.arrival if progress is not None else None
+        if arrival is None:
             return 0
-        receiver = progress.receiver
-        report = receiver.reports.get(ShardId(0))
+        report = arrival.reports.get(ShardId(0))
         return report.landed if report is not None else 0
 
     def has_finished(self, number: int) -> bool:

@@ -8,6 +8,7 @@ from core_driver import assert_nothing_is_held
 from core_scripts import STRANGER, USUAL, Life, lives, scripts
 from tandem.core.disagg.message_checks import Bounds, admitted
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import PeerSaid
 from tandem.core.values import Cause, Incarnation, Nanos, Room
 
@@ -67,9 +68,9 @@ def fitted(life: Life, message: Message, which: int) -> Message:
         return structs.replace(message, attempt=1 + which % 3, **fields)
     if isinstance(message, Offer):
         receivers = [
-            progress.receiver
+            progress.side
             for progress in life.decode.state.requests.values()
-            if progress.receiver is not None and progress.request.room == message.room
+            if isinstance(progress.side, DecodeSide) and progress.request.room == message.room
         ]
         if receivers:
             end, count = receivers[0], which % 3

@@ -143,7 +143,7 @@ def test_what_prefill_computes_while_its_pages_are_read_is_forward_time_on_decod
     prefill.holds.add(BatchReturned)
     _left, right = world.pair(prefill, decode, prompt_len=(4 + 2 * has_cached_prefix) * 32)
     world.run()
-    assert bool(decode.progress(right).receiver.offered) is has_cached_prefix
+    assert bool(decode.progress(right).side.offered) is has_cached_prefix
     for duration in chunks:
         world.now += duration
         prefill.release(BatchReturned)

@@ -6,6 +6,7 @@ import pytest
 
 from core_driver import World, assert_nothing_is_held
 from core_scenes import SCENES, TIMEOUT_NS
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Nanos
@@ -53,7 +54,7 @@ def test_each_request_is_counted_in_the_queues_of_its_state_and_in_no_other(name
     expected: Counter[str] = Counter()
     for progress in scene.here.node.state.requests.values():
         role = name[0] if progress.request.room is not None else "unified"
-        if progress.sender is not None and not progress.sender.is_ready:
+        if isinstance(progress.side, PrefillSide) and progress.side.reader is None:
             role = "early"
         expected.update(QUEUES.get((role, progress.state), ()))
     found = inspect.gauges(scene.here.node)

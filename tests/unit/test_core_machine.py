@@ -5,6 +5,7 @@ from enum import Enum
 
 import pytest
 
+from tandem.core.disagg.sides import Local
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState, TransferTrigger
 from tandem.core.machine import IllegalTransition, Machine
 from tandem.core.request import Request
@@ -111,7 +112,7 @@ def test_a_request_can_end_in_every_state_that_is_alive() -> None:
 def test_every_wait_has_a_name() -> None:
     request = Request(RequestId(1), "r", 16, (), 1, Nanos(1))
     for state in State:
-        waiting_for = Progress(request, state, Nanos(0), Nanos(0), Nanos(1), 16).waiting_for
+        waiting_for = Progress(request, Local(), state, Nanos(0), Nanos(0), Nanos(1), 16).waiting_for
         assert (waiting_for is None) == (state is State.DONE)
         assert waiting_for is None or waiting_for in WaitingFor
 

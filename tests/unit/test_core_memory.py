@@ -80,7 +80,7 @@ def test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed() -> Non
     prefill = world.prefill(chunk_tokens=512, optimistic="retry", optimistic_retries=3)
     left = world.submit(prefill, prompt_len=64, room=7)
     world.run()
-    assert prefill.progress(left).prefill_retry_count > 0
+    assert prefill.progress(left).side.prefill_retry_count > 0
     assert (prefill.state.counters.input_tokens, prefill.state.counters.hit_tokens) == (64, 0)
     assert inspect.gauges(prefill.node)["cache_hit_rate"] == 0.0
     world.submit(prefill, prompt_len=64, room=8)  # three of its four pages are there, and it computes the rest

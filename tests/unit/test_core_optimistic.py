@@ -27,7 +27,7 @@ def withheld(policy: str, **settings: object) -> tuple[World, Replica, Replica, 
 
 def retries(replica: Replica, request: int) -> int | None:
     progress = replica.state.requests.get(request)
-    return progress.prefill_retry_count if progress is not None else None
+    return progress.side.prefill_retry_count if progress is not None else None
 
 
 def held_pages(replica: Replica) -> int:
@@ -50,7 +50,7 @@ def test_off_computes_nothing_and_holds_nothing() -> None:
 def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_cached() -> None:
     _, prefill, _, left, _ = withheld("retry", optimistic_retries=2)
     assert prefill.state_of(left) is State.BOOTSTRAPPING
-    assert prefill.progress(left).prefill_retry_count == 2
+    assert prefill.progress(left).side.prefill_retry_count == 2
     assert held_pages(prefill) == 0
     assert len(prefill.state.tree.nodes) > 0
     assert prefill.state.results.owners == {}
@@ -142,7 +142,7 @@ def test_retry_gives_back_at_a_chunk_boundary_and_continues_where_the_cache_ends
     world.run()
     starts = [row.start for plan in prefill.plans() for row in plan.rows]
     assert starts == [0, 32, 64, 96]
-    assert prefill.progress(left).prefill_retry_count == 3
+    assert prefill.progress(left).side.prefill_retry_count == 3
 
 
 def test_a_chunk_that_is_in_flight_when_pages_go_back_is_cached_too() -> None:
@@ -296,7 +296,7 @@ def test_not_even_a_cached_prefix_is_handed_out_in_a_forced_attempt() -> None:
     left = world.submit(prefill, prompt_len=100, room=room)
     world.run_until(lambda: retries(prefill, left) == 0 and prefill.state_of(left) is State.COMPUTING)
     assert prefill.progress(left).computed > 0
-    assert prefill.progress(left).sender.is_ready
+    assert prefill.progress(left).side.is_ready
     assert len(prefill.said(PublishPages)) == before
     world.run()
     assert decode.tokens[right] == expected_tokens(100, 4, seed=1)

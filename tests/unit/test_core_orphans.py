@@ -54,7 +54,7 @@ class Transfer:
         assert self.decode.state_of(self.right) is State.ARRIVING
         self.landed = {event.shard: event for event in take(self.decode, PagesLanded)}
         assert set(self.landed) == set(SHARDS)
-        self.attempt = self.decode.progress(self.right).receiver.attempt
+        self.attempt = self.decode.progress(self.right).side.attempt
 
     def tell(self, replica: Replica, event: Event) -> None:
         self.world.step(replica, [event])

@@ -199,7 +199,7 @@ def test_after_ready_was_taken_another_prompt_is_refused() -> None:
     world, prefill, decode, left, right = meet(times=(THERE, THERE))
     prefill.holds.add(BatchReturned)
     world.run()
-    assert prefill.progress(left).sender.is_ready
+    assert prefill.progress(left).side.is_ready
     ready = decode.said(Ready)[0]
     world.send(prefill, PeerSaid(decode.name, changed(ready, rendered_at=999, prompt_digest=b"another")))
     world.run()

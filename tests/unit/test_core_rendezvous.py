@@ -500,7 +500,7 @@ def test_a_word_or_a_read_renews_the_lease(sign_of_life: type) -> None:
             world.send(prefill, PageRead(left, ShardId(0)))
         world.advance(SECOND)
     assert prefill.state_of(left) is State.SENDING
-    assert prefill.progress(left).sender.state >= TransferState.WAITING_FOR_INPUT
+    assert prefill.progress(left).side.state >= TransferState.WAITING_FOR_INPUT
 
 
 def test_saying_the_last_offer_again_does_not_renew_the_lease() -> None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from tandem.core.batch import TokenFlag
 from tandem.core.commands import CancelPull, Command, FailRequest, FinishRequest, Path, RenderAgain, RevokePages, Tell
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release
+from tandem.core.disagg.sides import DecodeSide, PrefillSide
 from tandem.core.events import (
     BatchFailed,
     BatchReturned,
@@ -78,15 +79,15 @@ class Watch:
                     yield "decode learns of a peer's next life"
                 self.incarnations[(life.replica.name, address.host)] = peer.id
             case PeerLost(peer):
-                if any(p.receiver is not None and p.receiver.peer == peer for p in state.requests.values()):
+                if any(isinstance(p.side, DecodeSide) and p.side.peer == peer for p in state.requests.values()):
                     yield "a lost peer is still somebody's"
             case PagesLanded(request, attempt, shard, _):
                 progress = state.requests.get(request)
                 if progress is None or progress.state is State.DRAINING:
                     yield "pages land after the end"
-                elif progress.receiver is None or progress.receiver.attempt != attempt:
+                elif not isinstance(progress.side, DecodeSide) or progress.side.attempt != attempt:
                     yield "pages land after the transfer was given up"
-                elif shard > 0 and 0 not in progress.receiver.reports:
+                elif shard > 0 and progress.side.arrival is not None and 0 not in progress.side.arrival.reports:
                     yield "a later shard lands first"
             case TransferFailed(request, _, shard):
                 progress = state.requests.get(request)
@@ -122,15 +123,15 @@ class Watch:
                     yield "READY overtakes its request"
                 if progress is not None and progress.state is State.DRAINING:
                     yield "READY after the end"
-                sender = progress.sender if progress is not None else None
-                if sender is not None and sender.peer not in (None, message.source):
+                reader = progress.side.reader if progress and isinstance(progress.side, PrefillSide) else None
+                if reader is not None and reader.peer != message.source:
                     yield "a second decode says READY"
             case Offer():
-                if progress is None or progress.receiver is None:
+                if progress is None or not isinstance(progress.side, DecodeSide):
                     yield "an OFFER that nobody wants"
-                elif message.attempt != progress.receiver.attempt:
+                elif message.attempt != progress.side.attempt:
                     yield "an OFFER of another attempt"
-                elif message.first_page > progress.receiver.offered:
+                elif message.first_page > progress.side.offered:
                     yield "an OFFER after a gap"
             case Release(outcome=outcome):
                 if progress is None and message.room in state.stash:
@@ -162,8 +163,8 @@ class Watch:
                 yield "READY for another incarnation is rejected"
             case Tell(_, Release(outcome="aborted", room=room)):
                 progress = life.node.state.requests.get(life.node.state.rooms.get(room, RequestId(-1)))
-                receiver = progress.receiver if progress is not None else None
-                if receiver is not None and any(report.landed for report in receiver.reports.values()):
+                arrival = progress.side.arrival if progress and isinstance(progress.side, DecodeSide) else None
+                if arrival is not None and any(report.landed for report in arrival.reports.values()):
                     yield "a transfer is given up after pages have landed"
             case RevokePages(request) if request in life.node.state.requests:
                 yield "an end waits for readers"
@@ -227,13 +228,14 @@ def of_queue(queue: Iterable[Progress], rows: dict[RequestId, int]) -> Iterator[
     for progress in queue:
         if is_behind and progress.id in rows:
             yield "no result slot is left, with a holder behind"
-        if is_behind and progress.sender is not None and progress.sender.is_ready:
+        if is_behind and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
             yield "no result slot is left, with a READY one behind"
         is_behind = is_behind or progress.blocked_on is WaitingFor.METADATA_SLOT
 
 
 def of_request(life: Life, progress: Progress) -> Iterator[str]:
-    settings, retries = life.settings, progress.prefill_retry_count
+    settings = life.settings
+    retries = progress.side.prefill_retry_count if isinstance(progress.side, PrefillSide) else 0
     if settings.optimistic is OptimisticPolicy.RETRY and retries >= settings.optimistic_retries:
         yield "the retry budget is exhausted"
     if progress.retractions == 2:
@@ -244,7 +246,7 @@ def of_request(life: Life, progress: Progress) -> Iterator[str]:
         yield "who is pushed back waits for a batch"
     if progress.state is State.PARKED and retries:
         yield "a request is parked a second time"
-    if progress.receiver is not None and progress.receiver.unanswered > 1:
+    if isinstance(progress.side, DecodeSide) and progress.side.search.unanswered > 1:
         yield "a bootstrap server knows nobody, twice"
 
 

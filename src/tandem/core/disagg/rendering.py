@@ -4,7 +4,7 @@ A chat template may ask for the time. A router that stamps it into both bodies m
 takes its own clock, and the prompts may differ. Decode's counts, because its tokens are the answer: READY carries the
 time. A prefill with another prompt gives back what it has computed, waits in the bootstrap queue until its edge has
 rendered again (`RenderAgain`, `PromptRendered`), and goes on with that prompt. Once: if the prompts still differ, they
-do not mean the same request. READY is kept in the `Sender` meanwhile, so `sender.ready` says that this goes on.
+do not mean the same request. READY is kept in the `PrefillSide` meanwhile, so `side.ready` says that this goes on.
 """
 
 from itertools import takewhile
@@ -14,7 +14,7 @@ from msgspec import structs
 from tandem.core.commands import RenderAgain, Tell
 from tandem.core.disagg import prefill_side
 from tandem.core.disagg.messages import Ready
-from tandem.core.disagg.transfer_state import Sender, TransferState
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import NodeState, enter, too_long
@@ -23,20 +23,19 @@ from tandem.core.values import Cause, Incarnation
 
 def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     """READY has come. One of another time waits for the prompt; all others are `prefill.on_ready`'s."""
-    request = node.rooms.get(ready.room)
-    progress = node.requests.get(request) if request is not None else None
-    sender = progress.sender if progress is not None else None
-    if progress is None or sender is None:
+    progress = node.in_room(ready.room)
+    side = progress.side if progress is not None else None
+    if progress is None or not isinstance(side, PrefillSide):
         prefill_side.on_ready(node, peer, ready)
     elif has_ended(progress) and differs_in_time(node, progress.request, peer, ready):
         tombstone = node.tombstones.get(ready.room)
         if tombstone is not None:
             node.out.append(Tell(peer, tombstone))  # and not that the prompts differ, which no fallback would mend
-    elif not has_ended(progress) and sender.ready is not None:
-        keep_newest(sender, peer, ready)
-    elif not has_ended(progress) and may_render(sender) and differs_in_time(node, progress.request, peer, ready):
-        sender.ready = ready
-        render_again(node, progress)
+    elif not has_ended(progress) and side.ready is not None:
+        side.ready = newest(side.ready, peer, ready)
+    elif not has_ended(progress) and may_render(side) and differs_in_time(node, progress.request, peer, ready):
+        side.ready = ready
+        render_again(node, progress, side, ready)
     else:
         prefill_side.on_ready(node, peer, ready)
 
@@ -49,30 +48,26 @@ def differs_in_time(node: NodeState, request: Request, peer: Incarnation, ready:
     return is_for_us and has_times and ready.prompt_digest != request.prompt_digest
 
 
-def may_render(sender: Sender) -> bool:
+def may_render(side: PrefillSide) -> bool:
     """Once, and only while nobody was promised the KV of the prompt as it is."""
-    return sender.state is TransferState.BOOTSTRAPPING and not sender.is_rendered_anew
+    return not side.is_ready and not side.is_rendered_anew
 
 
-def keep_newest(sender: Sender, peer: Incarnation, ready: Ready) -> None:
+def newest(kept: Ready, peer: Incarnation, ready: Ready) -> Ready:
     """What this decode said last counts when the prompt is here. Others are not listened to until then."""
-    kept = sender.ready
-    assert kept is not None
-    if (kept.source, kept.source, kept.attempt) == (peer, ready.source, ready.attempt):
-        sender.ready = ready
+    is_same = (kept.source, kept.source, kept.attempt) == (peer, ready.source, ready.attempt)
+    return ready if is_same else kept
 
 
-def render_again(node: NodeState, progress: Progress) -> None:
+def render_again(node: NodeState, progress: Progress, side: PrefillSide, ready: Ready) -> None:
     """Ask the edge as soon as no batch knows the request; whoever gives its pages back asks when it has done so."""
-    assert progress.sender is not None
-    assert progress.sender.ready is not None
     if progress.state in (State.COMPUTING, State.PARKED):
-        prefill_side.give_back(node, progress, "rendered")
+        prefill_side.give_back(node, progress, side, "rendered")
     elif progress.state is not State.RETRACTING:
         if progress.state is State.QUEUED:
             node.results.maybe_release_metadata_buffer(progress.id)
             enter(node, progress, Trigger.FALL_BACK)
-        node.out.append(RenderAgain(progress.id, progress.sender.ready.rendered_at))
+        node.out.append(RenderAgain(progress.id, ready.rendered_at))
 
 
 def on_rendered(node: NodeState, rendered: Request) -> None:
@@ -81,14 +76,14 @@ def on_rendered(node: NodeState, rendered: Request) -> None:
     if progress is None:
         node.forgotten.append(rendered.id)  # it ended meanwhile, and the workers have got tokens for it
         return
-    sender = progress.sender
-    if sender is None or sender.ready is None or progress.state is not State.BOOTSTRAPPING:
+    side = progress.side
+    if not isinstance(side, PrefillSide) or side.ready is None or progress.state is not State.BOOTSTRAPPING:
         return  # a duplicate
     complaint = too_long(node, rendered)
     if complaint is not None:
-        prefill_side.fail(node, progress, Cause.PROMPT_TOO_LONG, complaint)
+        prefill_side.fail(node, progress, side, Cause.PROMPT_TOO_LONG, complaint)
         return
-    ready, sender.ready, sender.is_rendered_anew = sender.ready, None, True
+    ready, side.ready, side.is_rendered_anew = side.ready, None, True
     take_prompt(node, progress, rendered)
     prefill_side.on_ready(node, ready.source, ready)
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from tandem.core.disagg import decode_side, prefill_side
-from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor
+from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
+from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.state import NodeState, enter, lacks_page, pages_for, take_pages
 from tandem.core.values import RequestId, ceil_div
 
@@ -34,9 +35,9 @@ def admit(node: NodeState) -> None:
         if early_lacks is not None and is_early(progress):
             progress.blocked_on = early_lacks
             continue
-        if progress.receiver is not None and decode_side.prefers_local(node, progress, backlog):
-            decode_side.compute_here(node, progress)
-        if progress.receiver is None and backlog >= enough:
+        if isinstance(progress.side, DecodeSide) and decode_side.prefers_local(node, progress, backlog):
+            decode_side.compute_here(node, progress, progress.side)
+        if not isinstance(progress.side, DecodeSide) and backlog >= enough:
             progress.blocked_on = WaitingFor.WINDOW
             return
         blocked_on = try_admit(node, progress, reserve.pages(node, progress))
@@ -65,11 +66,7 @@ def candidates(node: NodeState) -> list[RequestId]:
 
 
 def has_taker(progress: Progress) -> bool:
-    return progress.sender is not None and progress.sender.is_ready
-
-
-def is_early(progress: Progress) -> bool:
-    return progress.sender is not None and not progress.sender.is_ready
+    return isinstance(progress.side, PrefillSide) and progress.side.is_ready
 
 
 def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor | None:
@@ -77,7 +74,7 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
     if node.num_slots_used >= node.settings.max_running and not may_push(node, progress):
         return WaitingFor.SLOT
     keeps_row = progress.id in node.results.owners  # from an earlier attempt
-    if progress.sender is not None and not ensure_metadata_buffer(node, progress):
+    if isinstance(progress.side, PrefillSide) and not ensure_metadata_buffer(node, progress):
         return WaitingFor.METADATA_SLOT
     has_pages = reserve_pages(node, progress, reserve)
     while not has_pages and may_push(node, progress):
@@ -86,12 +83,14 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
         if not keeps_row:
             node.results.maybe_release_metadata_buffer(progress.id)
         return WaitingFor.PAGES
-    if progress.receiver is not None:
-        decode_side.await_arrival(node, progress)
-    else:
-        enter(node, progress, Trigger.COMPUTE)
-        if progress.sender is not None:
-            prefill_side.publish(node, progress)  # a cached prefix need not wait for the first chunk
+    match progress.side:
+        case DecodeSide() as side:
+            decode_side.await_arrival(node, progress, side)
+        case PrefillSide() as side:
+            enter(node, progress, Trigger.COMPUTE)
+            prefill_side.publish(node, progress, side)  # a cached prefix need not wait for the first chunk
+        case Local():
+            enter(node, progress, Trigger.COMPUTE)
     return None
 
 
@@ -110,7 +109,7 @@ def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     """Pages for all known tokens. At least one token has to be computed here, unless the rest comes from a peer."""
     length = progress.length
-    matchable = length if progress.receiver is not None else length - 1
+    matchable = length if isinstance(progress.side, DecodeSide) else length - 1
     is_alone = node.num_slots_used == 0
     if not take_pages(
         node,
@@ -149,6 +148,6 @@ class Reserve:
 
 def expected_tokens(node: NodeState, progress: Progress) -> int:
     """Tokens that a request is assumed to emit here still. A prefill half emits none."""
-    if progress.sender is not None:
+    if isinstance(progress.side, PrefillSide):
         return 0
     return min(progress.request.max_new_tokens - progress.generated, node.settings.reserved_decode_tokens)

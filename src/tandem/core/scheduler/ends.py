@@ -2,8 +2,9 @@
 
 from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
+from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.request_state import Progress, has_ended
-from tandem.core.scheduler.state import NodeState, checkpoint, end, schedule
+from tandem.core.scheduler.state import NodeState, checkpoint, end, failure, schedule
 from tandem.core.values import Cause, RequestId
 
 
@@ -24,10 +25,13 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
 
 def fail(node: NodeState, progress: Progress, cause: Cause, detail: str = "") -> None:
     """One named cause; the peer is told."""
-    if progress.sender is not None:
-        prefill_side.fail(node, progress, cause, detail)
-    else:
-        decode_side.fail(node, progress, cause, detail)
+    match progress.side:
+        case PrefillSide() as side:
+            prefill_side.fail(node, progress, side, cause, detail)
+        case DecodeSide() as side:
+            decode_side.fail(node, progress, side, cause, detail)
+        case Local():
+            end(node, progress, failure(node, progress, cause, detail or progress.first_cause))
 
 
 def give_up(node: NodeState, request: RequestId, cause: Cause) -> None:
@@ -53,9 +57,12 @@ def expire(node: NodeState, progress: Progress) -> None:
         before = "" if progress.first_cause.startswith(Cause.DEADLINE_EXCEEDED) else progress.first_cause
         fail(node, progress, Cause.DEADLINE_EXCEEDED, f"{waited}; before: {before}" if before else waited)
         return
-    if progress.sender is not None:
-        prefill_side.on_timer(node, progress)
-    elif progress.receiver is not None:
-        decode_side.on_timer(node, progress)
+    match progress.side:
+        case PrefillSide() as side:
+            prefill_side.on_timer(node, progress, side)
+        case DecodeSide() as side:
+            decode_side.on_timer(node, progress, side)
+        case Local():
+            pass
     if not has_ended(progress):
         schedule(node, progress)

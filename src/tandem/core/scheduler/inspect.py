@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 from tandem.core.disagg.decode_side import key
+from tandem.core.disagg.sides import AnySide, DecodeSide
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode
-from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has_ended
+from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has_ended, is_early
 from tandem.core.scheduler.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
@@ -21,7 +22,7 @@ def gauges(node: EngineNode) -> dict[str, float]:
     state = node.state
     queues, pool, counters = state.queues, state.pool, state.counters
     unready = [p.state for p in state.requests.values() if waits_for_ready(p)]
-    receivers = [p for p in state.requests.values() if p.receiver is not None]
+    decode_sides = [p for p in state.requests.values() if isinstance(p.side, DecodeSide)]
     used = pool.num_pages - pool.num_free - state.tree.num_evictable
     page_size = state.settings.page_size
     numbers: dict[str, float] = {
@@ -36,7 +37,7 @@ def gauges(node: EngineNode) -> dict[str, float]:
         "num_prefill_bootstrap_queue_reqs": len(unready),
         "tandem:num_prefill_early_reqs": unready.count(State.COMPUTING),
         "num_prefill_inflight_queue_reqs": len(queues[State.SENDING]),
-        "num_decode_prealloc_queue_reqs": sum(p.state in (State.BOOTSTRAPPING, State.QUEUED) for p in receivers),
+        "num_decode_prealloc_queue_reqs": sum(p.state in (State.BOOTSTRAPPING, State.QUEUED) for p in decode_sides),
         "num_decode_transfer_queue_reqs": len(queues[State.ARRIVING]) + len(queues[State.RECOVERING]),
         "num_bootstrap_failed_reqs_total": counters.bootstrap_failed,
         "num_transfer_failed_reqs_total": counters.transfer_failed,
@@ -51,7 +52,7 @@ def gauges(node: EngineNode) -> dict[str, float]:
 
 
 def waits_for_ready(progress: Progress) -> bool:
-    return progress.sender is not None and not progress.sender.is_ready and not has_ended(progress)
+    return is_early(progress) and not has_ended(progress)
 
 
 def delayer_numbers(delayer: DelayerState, settings: DelayerSettings) -> dict[str, float]:
@@ -92,7 +93,8 @@ def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
     """Every request that is not running: what it waits for, who owns that, since when, until when (seconds)."""
     shown: list[dict[str, object]] = []
     for progress in node.state.requests.values():
-        if progress.waiting_for is None or progress.state is State.RUNNING:
+        waiting_for = progress.waiting_for
+        if waiting_for is None or progress.state is State.RUNNING:
             continue
         shown.append(
             {
@@ -100,8 +102,8 @@ def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
                 "rid": progress.request.rid,
                 "room": progress.request.room,
                 "state": str(progress.state),
-                "waiting_for": str(progress.waiting_for),
-                "owner": wait_owner(progress),
+                "waiting_for": str(waiting_for),
+                "owner": wait_owner(progress.side, waiting_for),
                 "age_seconds": (now - progress.entered_at) / SECOND,
                 "deadline_in_seconds": None if has_ended(progress) else (progress.deadline - now) / SECOND,
             }
@@ -113,15 +115,13 @@ OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.DRAIN: "worker"}  # of this
 PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
 
 
-def wait_owner(progress: Progress) -> str:
+def wait_owner(side: AnySide, waiting_for: WaitingFor) -> str:
     """Who ends this wait: the peer, or the bootstrap server that is asked for it; this server's worker, or its node."""
-    assert progress.waiting_for is not None
-    if progress.waiting_for not in PEER_WAITS:
-        return OWN_WAITS.get(progress.waiting_for, "node")
-    half = progress.receiver if progress.receiver is not None else progress.sender
-    if half is not None and half.peer is not None:
-        return half.peer.name
-    return "decode" if progress.receiver is None else f"bootstrap server {key(progress.receiver.address)}"
+    if waiting_for not in PEER_WAITS:
+        return OWN_WAITS.get(waiting_for, "node")
+    if side.counterpart is not None:
+        return side.counterpart.name
+    return f"bootstrap server {key(side.address)}" if isinstance(side, DecodeSide) else "decode"
 
 
 def state(node: EngineNode) -> dict[str, object]:

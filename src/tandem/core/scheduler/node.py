@@ -1,8 +1,8 @@
 """The step: drain events, settle, expire, admit, plan. One for all roles and modes.
 
 There is no loop per mode here. Normal and overlapped execution differ in `window_depth`; unified, prefill and decode
-differ in what a request carries: a room without a peer has a `Sender`, a room with a peer has a `Receiver`, a request
-with neither is computed and decoded here.
+differ in what a request carries: one with a room and no peer has a `PrefillSide`, one with a room and a peer has a
+`DecodeSide`, and one with neither is `Local`, computed and decoded here.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ from tandem.core.commands import (
     Tell,
 )
 from tandem.core.disagg import decode_side, prefill_side, rendering
+from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import SHUTTING_DOWN, Abort, Offer, Ready, Release
+from tandem.core.disagg.sides import AnySide, DecodeSide, Local, PrefillSide
 from tandem.core.events import (
     AbortRequested,
     BatchFailed,
@@ -54,6 +56,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.admission import admit
 from tandem.core.scheduler.batch_planner import plan
 from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
+from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
@@ -174,31 +177,38 @@ def arrive(node: NodeState, request: Request) -> None:
         decline_room(node, request, cause, detail)
         node.forgotten.append(request.id)
         return
-    deadline = Nanos(node.now + request.timeout_ns)
-    progress = Progress(
-        request, State.QUEUED, node.now, node.now, deadline, request.prompt_len, hashes=list(request.page_hashes)
-    )
+    side = create_side(node, request)
+    state = State.QUEUED if isinstance(side, Local) else State.BOOTSTRAPPING
+    deadline, hashes = Nanos(node.now + request.timeout_ns), list(request.page_hashes)
+    progress = Progress(request, side, state, node.now, node.now, deadline, request.prompt_len, hashes=hashes)
     node.requests[request.id] = progress
-    if request.room is None:
-        progress.path = Path.UNIFIED if node.settings.role == "unified" else Path.LOCAL
-        node.queues[State.QUEUED][request.id] = None
-    elif request.peer is None:
-        await_ready(node, progress)
-    else:
-        progress.state = State.BOOTSTRAPPING
-        node.queues[State.BOOTSTRAPPING][request.id] = None
-        decode_side.create_receiver(node, progress)
+    node.queues[state][request.id] = None
+    match side:
+        case Local():
+            progress.path = Path.UNIFIED if node.settings.role == "unified" else Path.LOCAL
+        case PrefillSide():
+            await_ready(node, progress, side)
+        case DecodeSide():
+            decode_side.open_room(node, progress, side)
+        case _:
+            assert_never(side)
     schedule(node, progress)
 
 
-def await_ready(node: NodeState, progress: Progress) -> None:
-    """A prefill half: into the bootstrap queue, and on at once if READY is here or the policy does not wait for it."""
-    progress.state = State.BOOTSTRAPPING
-    node.queues[State.BOOTSTRAPPING][progress.id] = None
-    stashed = prefill_side.create_sender(node, progress)
+def create_side(node: NodeState, request: Request) -> AnySide:
+    if request.room is None:
+        return Local()
+    if request.peer is None:
+        return prefill_side.create_side(node, request, request.room)
+    return decode_side.create_side(node, request, request.room, request.peer)
+
+
+def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
+    """On at once if READY is here or the policy does not wait for it."""
+    stashed = prefill_side.open_room(node, progress, side)
     if stashed is not None:
         hear(node, stashed.peer, stashed.message)
-    if progress.state is State.BOOTSTRAPPING and prefill_side.may_start(node, progress):
+    if progress.state is State.BOOTSTRAPPING and prefill_side.may_start(node, progress, side):
         enter(node, progress, Trigger.PEER_READY)
 
 
@@ -228,7 +238,7 @@ def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -
             node.out.append(Tell(from_peer.peer, abort))
     else:
         abort = Release(room, node.settings.incarnation, "aborted", cause, detail=detail)
-        decode_side.tell_prefill(node, request, abort)
+        decode_side.tell_prefill(node, request.peer, RequestFacts(room, request.dp_rank_hint), abort)
     record_closed_room(node, room, abort)
 
 
@@ -296,11 +306,11 @@ def settle_prompt_row(
     checkpoint(node, progress)
     if flags & TokenFlag.INVALID:
         fail(node, progress, Cause.INVALID_LOGITS, "logits are not finite")
-    elif progress.sender is not None:
+    elif isinstance(progress.side, PrefillSide):
         if is_last:
-            prefill_side.after_prompt(node, progress, token=token, flags=flags, extra=extra)
+            prefill_side.after_prompt(node, progress, progress.side, token=token, flags=flags, extra=extra)
         else:
-            prefill_side.after_chunk(node, progress)
+            prefill_side.after_chunk(node, progress, progress.side)
     elif is_last:
         enter(node, progress, Trigger.RUN)
         if take_token(node, progress, emitted, token, flags, extra):
@@ -312,7 +322,10 @@ def settle_late(node: NodeState, progress: Progress) -> None:
     if has_ended(progress):
         forget_if_drained(node, progress)
     elif progress.state is State.RETRACTING:
-        prefill_side.finish_give_back(node, progress)
+        if isinstance(progress.side, PrefillSide):
+            prefill_side.finish_give_back(node, progress, progress.side)
+        else:
+            finish_retraction(node, progress)
 
 
 def take_token(node: NodeState, progress: Progress, emitted: Emission, token: bytes, flags: int, extra: bytes) -> bool:
@@ -399,17 +412,17 @@ def hear(node: NodeState, peer: Incarnation, message: Ready | Offer | Release | 
 
 def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     """A request can run when its KV has arrived; its first token is the one that prefill sampled."""
-    progress = node.requests.get(request) if request is not None else None
-    if progress is None or progress.state is not State.ARRIVING or not decode_side.is_landed(node, progress):
+    landed = decode_side.commit_if_landed(node, request)
+    if landed is None:
         return
-    token, flags, extra = decode_side.commit(node, progress)
+    progress, first = landed
     enter(node, progress, Trigger.RUN)
     checkpoint(node, progress)
     emitted = Emission()
-    goes_on = take_token(node, progress, emitted, token, flags, extra)
+    goes_on = take_token(node, progress, emitted, first.token, first.flags, first.extra)
     emitted.flush(node)
     if goes_on:
-        join_decode_set(node, progress, token=token)
+        join_decode_set(node, progress, token=first.token)
 
 
 def lose_peer(node: NodeState, event: PeerLost) -> None:
@@ -424,16 +437,15 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
     for progress in list(node.requests.values()):
         if has_ended(progress):
             continue
-        if progress.sender is not None and progress.sender.counterpart == event.peer:
-            prefill_side.fail(node, progress, event.cause, f"decode {gone}")
-        elif is_awaited(progress, event.peer):
-            decode_side.fail_transfer(node, progress, event.cause, f"prefill {gone}")
-
-
-def is_awaited(progress: Progress, peer: Incarnation) -> bool:
-    """Does this request still want KV from that peer?"""
-    wants = progress.state in (State.QUEUED, State.ARRIVING)
-    return wants and progress.receiver is not None and progress.receiver.peer == peer
+        if progress.side.counterpart != event.peer:
+            continue
+        match progress.side:
+            case PrefillSide() as side:
+                prefill_side.fail(node, progress, side, event.cause, f"decode {gone}")
+            case DecodeSide() as side if progress.state in (State.QUEUED, State.ARRIVING):  # it still wants KV from it
+                decode_side.fail_transfer(node, progress, side, event.cause, f"prefill {gone}")
+            case _:
+                pass
 
 
 def drained(node: NodeState, request: RequestId, shard: ShardId) -> None:

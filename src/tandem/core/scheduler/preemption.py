@@ -6,9 +6,9 @@ always stays, so that somebody can finish and give its pages back.
 
 from collections.abc import Sequence
 
-from tandem.core.disagg.prefill_side import give_back
-from tandem.core.scheduler.request_state import Progress
-from tandem.core.scheduler.state import NodeState, checkpoint, leave_decode_set
+from tandem.core.disagg.sides import Local
+from tandem.core.scheduler.request_state import Progress, Trigger
+from tandem.core.scheduler.state import NodeState, checkpoint, enter, give_back_if_idle, leave_decode_set
 
 
 def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
@@ -27,7 +27,13 @@ def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
 def retract(node: NodeState, progress: Progress) -> None:
     checkpoint(node, progress)
     leave_decode_set(node, progress)
-    progress.receiver = None  # its KV had arrived and was released: from here on it is computed here
+    progress.side = Local()  # if KV had arrived it was released: from here on it is computed here
     progress.retractions += 1
     node.counters.retractions += 1
-    give_back(node, progress, "retracted")
+    enter(node, progress, Trigger.GIVE_BACK)
+    finish_retraction(node, progress)
+
+
+def finish_retraction(node: NodeState, progress: Progress) -> None:
+    if give_back_if_idle(node, progress):
+        enter(node, progress, Trigger.REQUEUE, first=True)

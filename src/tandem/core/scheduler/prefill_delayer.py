@@ -16,6 +16,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from tandem.core.commands import GatherSnapshot
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.events import SnapshotsGathered
 from tandem.core.scheduler.delayer_policy import RankLoad, agree, expected_batch, remember_batch
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor
@@ -172,4 +173,4 @@ def is_fresh(progress: Progress) -> bool:
 
 def is_about_to_decode(progress: Progress) -> bool:
     """The last chunk of its prompt is launched, and what comes after runs here."""
-    return progress.launched >= progress.length and progress.sender is None
+    return progress.launched >= progress.length and not isinstance(progress.side, PrefillSide)

@@ -1,5 +1,8 @@
 """Where a request is: the lifecycle table, and the record that one node keeps for it until nothing of it is left.
 
+What every request has is in `Progress`: its tokens, pages, batches and deadlines. What it is beside, local or one side
+of a disaggregated pair, is its `side` (`disagg.sides`), exactly one at any time.
+
 A request's state is also its queue: the node keeps one ordered table per state, so a request cannot be in two.
 """
 
@@ -8,7 +11,8 @@ from enum import Enum, StrEnum
 
 from tandem.core.batch import Row
 from tandem.core.commands import Path
-from tandem.core.disagg.transfer_state import Receiver, Sender
+from tandem.core.disagg.messages import Ready
+from tandem.core.disagg.sides import AnySide, DecodeSide, PeerSearch, PrefillSide
 from tandem.core.machine import Machine
 from tandem.core.request import Request
 from tandem.core.values import ZERO_NS, BatchId, Nanos, PageHash, PageId, RequestId, ShardId
@@ -101,7 +105,6 @@ class WaitingFor(StrEnum):
 
 
 _WAITS = {
-    State.BOOTSTRAPPING: WaitingFor.PEER,
     State.QUEUED: WaitingFor.PAGES,
     State.COMPUTING: WaitingFor.WINDOW,
     State.ARRIVING: WaitingFor.LANDING,
@@ -119,6 +122,7 @@ class Progress:
     """Mutable; owned by one node. Token counts are of this request's own sequence."""
 
     request: Request
+    side: AnySide
     state: State
     arrived_at: Nanos
     entered_at: Nanos  # this state
@@ -139,20 +143,15 @@ class Progress:
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
     kv_pages: int = 0  # pulled from a peer
     is_counted: bool = False  # its prompt is in the hit rate
-    prefill_retry_count: int = 0  # times its pages were given back before READY
-    yields: int = 0  # those of them under pressure
     retractions: int = 0
     path: Path = Path.LOCAL
     blocked_on: WaitingFor | None = None  # why the last admission did not take it, or the gate does not let it begin
-    sender: Sender | None = None
-    receiver: Receiver | None = None
     computing_since: Nanos = ZERO_NS
     stages: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
     drains: dict[ShardId, None] = field(
         default_factory=dict[ShardId, None]
     )  # have not answered CancelPull or RevokePages
-    give_back_reason: str = ""
-    first_cause: str = ""
+    first_cause: str = ""  # why no KV has come from a peer
     timer_at: Nanos | None = None  # its earliest entry in the timer heap
 
     @property
@@ -163,11 +162,20 @@ class Progress:
     def waiting_for(self) -> WaitingFor | None:
         if self.state in (State.QUEUED, State.COMPUTING) and self.blocked_on is not None:
             return self.blocked_on
-        if self.state is State.BOOTSTRAPPING and self.receiver is not None and self.receiver.asks_rank:
-            return WaitingFor.DP_RANK
-        if self.state is State.BOOTSTRAPPING and self.sender is not None and self.sender.ready is not None:
-            return WaitingFor.RENDERING
+        if self.state is State.BOOTSTRAPPING:
+            match self.side:
+                case DecodeSide(search=PeerSearch(asks_rank=True)):
+                    return WaitingFor.DP_RANK
+                case PrefillSide(ready=Ready()):
+                    return WaitingFor.RENDERING
+                case _:
+                    return WaitingFor.PEER
         return _WAITS.get(self.state)
+
+
+def is_early(progress: Progress) -> bool:
+    """A prefill side to which no decode has said READY: nobody waits for it yet."""
+    return isinstance(progress.side, PrefillSide) and not progress.side.is_ready
 
 
 def has_ended(progress: Progress) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 from tandem.core.batch import Join
 from tandem.core.commands import Command, FailRequest, FinishRequest, ForgetRequests
 from tandem.core.disagg.messages import Abort, Ready, Release
+from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
 from tandem.core.kv.pool import PagePool
@@ -135,6 +136,10 @@ class NodeState:
         """The requests in one state, in order of entry."""
         return [self.requests[request] for request in self.queues[state]]
 
+    def in_room(self, room: Room) -> Progress | None:
+        request = self.rooms.get(room)
+        return self.requests.get(request) if request is not None else None
+
 
 def enter(node: NodeState, progress: Progress, trigger: Trigger, *, first: bool = False) -> None:
     """Move a request along the lifecycle table; `first` puts it at the head of the new queue."""
@@ -178,7 +183,7 @@ def charge(node: NodeState, progress: Progress, stage: str | None) -> None:
     since, progress.entered_at = progress.entered_at, node.now
     if stage is None or progress.generated:
         return
-    side = "decode" if progress.receiver is not None else "prefill"
+    side = "decode" if isinstance(progress.side, DecodeSide) else "prefill"
     add_stage(progress, f"{side}_{stage}", Nanos(node.now - since))
 
 
@@ -252,6 +257,16 @@ def give_back_pages(node: NodeState, progress: Progress) -> None:
     progress.inserted = progress.synced_pages = progress.computed = progress.launched = 0
 
 
+def give_back_if_idle(node: NodeState, progress: Progress) -> bool:
+    """Pages go to the prefix tree as soon as no batch writes them, or else stay: False."""
+    if progress.in_flight:
+        return False
+    checkpoint(node, progress)  # chunks that returned meanwhile
+    give_back_pages(node, progress)
+    progress.length = progress.request.prompt_len + progress.generated
+    return True
+
+
 def lacks_page(node: NodeState, progress: Progress) -> bool:
     """Of a running request: its next token's input has no page yet."""
     return progress.length + progress.pending > len(progress.pages) * node.settings.page_size
@@ -297,8 +312,7 @@ def leave_decode_set(node: NodeState, progress: Progress) -> None:
 
 def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
     """The cause in full: in which wait, for how long, on whom."""
-    sender, receiver = progress.sender, progress.receiver
-    known = sender.counterpart if sender is not None else receiver.peer if receiver is not None else None
+    known = progress.side.counterpart
     peer = known.name if known is not None else ""
     stage = str(progress.waiting_for or progress.state)
     return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
@@ -349,24 +363,24 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
     """When this request wants attention although nothing happens."""
     if progress.state in (State.DRAINING, State.DONE):
         return None
-    times = [progress.deadline]
-    if progress.receiver is not None:
-        if progress.state is State.BOOTSTRAPPING:
-            times.append(progress.receiver.ask_at)
-        elif progress.state is State.ARRIVING:
-            times.append(progress.receiver.resend_at)
-            if progress.receiver.arrival_until is not None:
-                times.append(progress.receiver.arrival_until)
-    if progress.sender is not None and not progress.sender.is_ready:
-        if progress.sender.bootstrap_until is not None:
-            times.append(progress.sender.bootstrap_until)
-        if progress.sender.is_announced:
-            times.append(progress.sender.resend_at)
-    elif progress.sender is not None:
-        times.append(progress.sender.lease_until)
-        if progress.state is State.SENDING:
-            times.append(progress.sender.resend_at)
-    return min(times)
+    return min([progress.deadline, *(time for time in side_timers(progress) if time is not None)])
+
+
+def side_timers(progress: Progress) -> tuple[Nanos | None, ...]:
+    """When its side of a pair has something to say again, or has waited long enough."""
+    match progress.side, progress.state:
+        case DecodeSide(search=search), State.BOOTSTRAPPING:
+            return (search.ask_at,)
+        case DecodeSide(arrival=Arrival() as arrival), State.ARRIVING:
+            return arrival.resend_at, arrival.until
+        case PrefillSide(reader=None) as side, _:
+            return side.bootstrap_until, side.announce_at
+        case PrefillSide(reader=Reader() as reader), State.SENDING:
+            return reader.lease_until, reader.resend_at
+        case PrefillSide(reader=Reader() as reader), _:
+            return (reader.lease_until,)
+        case _:
+            return ()
 
 
 def schedule(node: NodeState, progress: Progress) -> None:

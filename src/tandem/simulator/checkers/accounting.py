@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from tandem.core.commands import FinishRequest, Path, StartRequest
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
 from tandem.core.settings import Role
@@ -95,7 +96,9 @@ class Gauges:
         early = Counter(
             progress.state
             for progress in state.requests.values()
-            if progress.sender is not None and not progress.sender.is_ready and progress.state is not State.DRAINING
+            if isinstance(progress.side, PrefillSide)
+            and progress.side.reader is None
+            and progress.state is not State.DRAINING
         )
         counted = {
             "num_running_reqs": states[State.RUNNING] + states[State.COMPUTING],

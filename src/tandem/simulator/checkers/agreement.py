@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, LaunchBatch, RevokePages, Tell
 from tandem.core.disagg.messages import Ready
+from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import Event, ReadsDrained, SnapshotsGathered, TransferDrained, TransferFailed
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.request_state import State
@@ -113,10 +114,9 @@ class OneVerdict:
     def failed(self, life: Life, event: TransferFailed) -> None:
         """After the step: whoever was waiting for these pages does so no more."""
         progress = life.node.state.requests.get(event.request)
-        receiver = progress.receiver if progress is not None else None
-        if progress is None or receiver is None or progress.state is not State.ARRIVING:
+        if progress is None or progress.state is not State.ARRIVING or not isinstance(progress.side, DecodeSide):
             return
-        if receiver.attempt == event.attempt and event.shard in life.settings.shards:
+        if progress.side.attempt == event.attempt and event.shard in life.settings.shards:
             raise Violation(self.id, f"{where(life, progress.id)}: shard {event.shard} has failed, and it waits on")
 
     def forgot(self, life: Life, command: ForgetRequests) -> None:

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any  # machines of any state and trigger type
 
 from tandem.core.commands import RenderAgain
+from tandem.core.disagg.sides import Local, PrefillSide
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE, Progress, State, WaitingFor
@@ -38,15 +39,21 @@ class StateChanges:
         before, after = self.seen.get(life.incarnation, {}), {}
         moves: list[Move] = []
         for request, progress in life.node.state.requests.items():
-            end = progress.sender or progress.receiver
-            now = after[request] = (progress.state, end.state if end is not None else None)
+            side = progress.side
+            now = after[request] = (progress.state, None if isinstance(side, Local) else side.state)
             known = before.get(request)
             if known == now:
                 continue
             if known is None:
                 moves.append((progress, None))
                 continue
-            self._check(life, request, known, now, self.reach_of_sender if progress.sender else self.reach_of_receiver)
+            self._check(
+                life,
+                request,
+                known,
+                now,
+                self.reach_of_sender if isinstance(side, PrefillSide) else self.reach_of_receiver,
+            )
             if known[0] is not now[0]:
                 moves.append((progress, known[0]))
         self.seen[life.incarnation] = after
@@ -127,8 +134,9 @@ class Retries:
         if settings.optimistic is not OptimisticPolicy.RETRY:
             return
         for progress in life.node.state.requests.values():
-            if progress.prefill_retry_count > settings.optimistic_retries + 1:
-                raise Violation(self.id, f"{where(life, progress.id)} was retried {progress.prefill_retry_count} times")
+            retries = progress.side.prefill_retry_count if isinstance(progress.side, PrefillSide) else 0
+            if retries > settings.optimistic_retries + 1:
+                raise Violation(self.id, f"{where(life, progress.id)} was retried {retries} times")
 
 
 class PingPong:
@@ -210,4 +218,4 @@ class QueueOrder:
 
 
 def is_early(progress: Progress) -> bool:
-    return progress.sender is not None and not progress.sender.is_ready
+    return isinstance(progress.side, PrefillSide) and progress.side.reader is None

@@ -2,8 +2,10 @@
 
 from tandem.core.commands import Effects, PullPages, Tell
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release
+from tandem.core.disagg.sides import AnySide, PrefillSide
 from tandem.core.events import Event
-from tandem.core.values import SECOND, Nanos
+from tandem.core.scheduler.request_state import has_ended
+from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import Watched, where
@@ -63,9 +65,16 @@ class WellFormed:
 
     def recount(self, life: Life) -> None:
         for progress in life.node.state.requests.values():
-            for end in (progress.sender, progress.receiver):
-                if end is not None and end.peer is not None and end.peer.name not in self.world.replicas:
-                    raise Violation(self.id, f"{where(life, progress.id)} is paired with {end.peer}")
+            peer = bound_peer(progress.side)
+            if peer is not None and peer.name not in self.world.replicas:
+                raise Violation(self.id, f"{where(life, progress.id)} is paired with {peer}")
+
+
+def bound_peer(side: AnySide) -> Incarnation | None:
+    """Whom a side exchanges pages with, or will. Not who has said a READY that waits to be checked."""
+    if isinstance(side, PrefillSide):
+        return side.reader.peer if side.reader is not None else None
+    return side.counterpart
 
 
 def malformed(message: Message) -> str | None:
@@ -128,7 +137,8 @@ class OwnClock:
         now = life.node.state.now
         for progress in life.node.state.requests.values():
             times = [progress.deadline, progress.arrived_at, progress.entered_at]
-            if progress.sender is not None and progress.sender.is_ready:
-                times += [progress.sender.lease_until, progress.sender.resend_at]
+            reader = progress.side.reader if isinstance(progress.side, PrefillSide) else None
+            if reader is not None and not has_ended(progress):
+                times += [reader.lease_until, reader.resend_at]
             if any(abs(time - now) > LONGEST_NS for time in times):
                 raise Violation(self.id, f"{where(life, progress.id)} has times of another clock at {now}: {times}")

@@ -4,6 +4,7 @@ from itertools import chain
 
 from tandem.core.commands import Tell
 from tandem.core.disagg.messages import Offer
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import where
@@ -88,7 +89,7 @@ class RowsNeverBlock:
                 is_behind = True
             elif progress.blocked_on is not None or not is_behind:
                 return
-            elif progress.entered_at < state.now and progress.sender is not None and progress.sender.is_ready:
+            elif progress.entered_at < state.now and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
                 raise Violation(
                     self.id, f"{where(life, request)} stands behind one that lacks a row, and is not looked at"
                 )

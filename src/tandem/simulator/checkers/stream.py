@@ -3,6 +3,7 @@
 from collections import defaultdict
 
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartRequest
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, RequestId
 from tandem.simulator.actors.replica import Life
@@ -96,7 +97,7 @@ class Stream:
         """A token that was made and never left is seen here, when nothing of its request follows."""
         for progress in life.node.state.requests.values():
             half = life.halves.get(progress.id)
-            if half is not None and progress.sender is None and progress.generated != half.tokens:
+            if half is not None and not isinstance(progress.side, PrefillSide) and progress.generated != half.tokens:
                 raise Violation(
                     self.id,
                     f"{where(life, progress.id)} has made {progress.generated} tokens, and {half.tokens} have left",

@@ -4,7 +4,7 @@ reads of pages by somebody who knows all about them but the secret of their gran
 from random import Random
 
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
-from tandem.core.disagg.transfer_state import Receiver
+from tandem.core.disagg.sides import DecodeSide
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, PageId, Room
 from tandem.simulator.actors.replica import Life
 
@@ -24,13 +24,13 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
                 held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4), rendered_at=attempt,
             )  # fmt: skip
             return STRANGER, ready
-        case 1 if (end := _receiver(life, room)) is not None:  # a forged result behind the pages of the real prefill
+        case 1 if (end := _decode_side(life, room)) is not None:  # a forged result behind the pages of the real prefill
             row = ResultSlot(room, random.randbytes(4), 0, b"", 0)
             digests = secrets = tuple(b"" for _ in life.settings.shards)
             source, total = end.peer or claimed, end.total_pages
             offer = Offer(room, end.attempt, source, end.offered, (), (), digests, secrets, Nanos(SECOND), total, row)
             return STRANGER, offer
-        case 4 if (end := _receiver(life, room)) is not None and end.peer is not None:
+        case 4 if (end := _decode_side(life, room)) is not None and end.peer is not None:
             return end.peer, _misfitting_offer(random, room, end, end.peer, len(life.settings.shards))
         case 1:
             num_pages = random.randrange(0, 4)
@@ -62,7 +62,7 @@ def read_without_secret(life: Life, room: Room) -> None:
                     store.end_read(grant, PageId(page), generation, shard, bytes(16))
 
 
-def _misfitting_offer(random: Random, room: Room, end: Receiver, peer: Incarnation, num_shards: int) -> Offer:
+def _misfitting_offer(random: Random, room: Room, end: DecodeSide, peer: Incarnation, num_shards: int) -> Offer:
     """What the right prefill would say if it had lost its mind: for this room and attempt, and the sizes are wrong."""
     count = random.randrange(1, 4)
     short, long = random.choice(((1, 0), (0, 1), (0, 0)))
@@ -74,8 +74,8 @@ def _misfitting_offer(random: Random, room: Room, end: Receiver, peer: Incarnati
     return Offer(room, end.attempt, peer, first, pages, generations, digests, secrets, Nanos(SECOND), total)
 
 
-def _receiver(life: Life, room: Room) -> Receiver | None:
+def _decode_side(life: Life, room: Room) -> DecodeSide | None:
     """The decode end of this room, if it is here: a liar who has listened knows what fits."""
     state = life.node.state
     progress = state.requests.get(state.rooms[room]) if room in state.rooms else None
-    return progress.receiver if progress is not None else None
+    return progress.side if progress is not None and isinstance(progress.side, DecodeSide) else None

@@ -27,8 +27,17 @@ UNREAD_OF_REQUESTS = (
     "kv_pages",
     "first_cause",
 )
+PARTS_OF_SIDES = ("reader", "search", "arrival")
 ONCE_OR_NEVER = ("ready_at", "offered_at", "result_at", "computed_at")  # whether it was matters, when does not
-MOMENTS = ("deadline", "timer_at", "lease_until", "resend_at", "ask_at", "expires_at")  # 0: not set; past: due
+MOMENTS = (
+    "deadline",
+    "timer_at",
+    "lease_until",
+    "resend_at",
+    "announce_at",
+    "ask_at",
+    "expires_at",
+)  # 0: not set; past: due
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +84,10 @@ def world_state(snapshot: bytes, now: Nanos) -> bytes:
         for name in UNREAD_OF_REQUESTS:
             del progress[name]
         _count_from(now, progress)
-        for end in (progress["sender"], progress["receiver"]):
-            if end is not None:
-                _count_from(now, end)
-                for name in ONCE_OR_NEVER:
-                    end[name] = bool(end.get(name))
+        side = progress["side"]
+        for record in (side, *filter(None, map(side.get, PARTS_OF_SIDES))):
+            _count_from(now, record)
+            record |= {name: bool(record[name]) for name in ONCE_OR_NEVER if name in record}
     for stashed in plain["stash"].values():
         _count_from(now, stashed)
     plain["asked"] = {address: at - now for address, at in plain["asked"].items()}

@@ -55,7 +55,7 @@ def retraction_resets_the_first_token_clock() -> Iterator[None]:
 
 @mutant(6, "S31")
 def sizes_of_an_offer_are_not_checked() -> Iterator[None]:
-    with replaced(decode_side, "misfit", lambda node_state, receiver, offer: None):
+    with replaced(decode_side, "misfit", lambda node_state, arrival, offer: None):
         yield
 
 
@@ -63,11 +63,11 @@ def sizes_of_an_offer_are_not_checked() -> Iterator[None]:
 def lease_is_told_as_a_time() -> Iterator[None]:
     original = prefill_side.offer
 
-    def offer(node_state, one, *, first_page):
-        original(node_state, one, first_page=first_page)
+    def offer(node_state, one, side, reader, *, first_page):
+        original(node_state, one, side, reader, first_page=first_page)
         told = node_state.out[-1]
         assert isinstance(told, Tell)
-        message = structs.replace(told.message, lease_ns=one.sender.lease_until)
+        message = structs.replace(told.message, lease_ns=reader.lease_until)
         node_state.out[-1] = Tell(told.peer, message)
 
     with replaced(prefill_side, "offer", offer):

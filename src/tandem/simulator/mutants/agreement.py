@@ -5,7 +5,7 @@ from typing import Any  # whatever the core hands over
 
 from msgspec import structs
 
-from tandem.core.disagg import decode_side, transfer_state
+from tandem.core.disagg import decode_side, sides
 from tandem.core.router import routed_request
 from tandem.core.scheduler import batch_planner, delayer_policy
 from tandem.core.values import ShardId
@@ -39,13 +39,13 @@ def node_takes_its_decode_set_for_sorted() -> Iterator[None]:
 
 @mutant(6, "S22")
 def failure_of_a_later_shard_is_not_heard() -> Iterator[None]:
-    original = transfer_state.Receiver.hear
+    original = sides.Arrival.hear
 
-    def hear(receiver: Any, shard: ShardId, report: Any) -> None:
+    def hear(arrival: Any, shard: ShardId, report: Any) -> None:
         if report.failure is None or shard == 0:
-            original(receiver, shard, report)
+            original(arrival, shard, report)
 
-    with replaced(transfer_state.Receiver, "hear", hear):
+    with replaced(sides.Arrival, "hear", hear):
         yield
 
 
@@ -53,8 +53,8 @@ def failure_of_a_later_shard_is_not_heard() -> Iterator[None]:
 def ready_goes_to_the_prefill_that_was_learned_last() -> Iterator[None]:
     original = decode_side.meet
 
-    def meet(node_state, one, known):
-        original(node_state, one, list(node_state.peers.values())[-1])
+    def meet(node_state, one, side, known):
+        original(node_state, one, side, list(node_state.peers.values())[-1])
 
     with replaced(decode_side, "meet", meet):
         yield

@@ -27,8 +27,8 @@ def pages_freed_with_a_batch_in_flight() -> Iterator[None]:
 def source_pages_freed_without_waiting_for_readers() -> Iterator[None]:
     original = prefill_side.revoke
 
-    def revoke(node_state, gone):
-        original(node_state, gone)
+    def revoke(node_state, gone, side):
+        original(node_state, gone, side)
         gone.drains = {}
 
     with replaced(prefill_side, "revoke", revoke):
@@ -43,7 +43,7 @@ def owner_ignores_the_secret_of_a_grant() -> Iterator[None]:
 
 @mutant(19, "S3")
 def end_revokes_nothing() -> Iterator[None]:
-    with replaced(prefill_side, "revoke", lambda node_state, gone: None):
+    with replaced(prefill_side, "revoke", lambda node_state, gone, side: None):
         yield
 
 
@@ -51,8 +51,8 @@ def end_revokes_nothing() -> Iterator[None]:
 def destination_pages_freed_without_waiting_for_the_transfer() -> Iterator[None]:
     original = decode_side.abandon_transfer
 
-    def abandon_transfer(node_state, gone, cause, detail):
-        original(node_state, gone, cause, detail)
+    def abandon_transfer(node_state, gone, side, cause, detail):
+        original(node_state, gone, side, cause, detail)
         gone.drains = {}
 
     with replaced(decode_side, "abandon_transfer", abandon_transfer):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from tandem.core.disagg.sides import Local, PrefillSide
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler import admission, node, preemption, request_state, state
 from tandem.core.scheduler.request_state import State
@@ -19,7 +20,11 @@ def who_lacks_a_row_stops_everybody_behind() -> Iterator[None]:
         chosen = original(node_state)
         rows = node_state.results
         for index, request in enumerate(chosen):
-            if node_state.requests[request].sender is not None and request not in rows.owners and not rows.free_rows:
+            if (
+                isinstance(node_state.requests[request].side, PrefillSide)
+                and request not in rows.owners
+                and not rows.free_rows
+            ):
                 return chosen[: index + 1]
         return chosen
 
@@ -43,7 +48,7 @@ def resumed_request_gives_way_at_once() -> Iterator[None]:
     original = node.settle_prompt_row
 
     def settle_prompt_row(node_state, one, emitted, is_last, token, flags, extra):
-        is_resumed = is_last and one.retractions and one.sender is None and one.state is State.COMPUTING
+        is_resumed = is_last and one.retractions and isinstance(one.side, Local) and one.state is State.COMPUTING
         if is_resumed and node_state.decode_set and node_state.pool.num_free == 0:
             state.enter(node_state, one, request_state.Trigger.RUN)
             preemption.retract(node_state, one)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from tandem.core.commands import Tell
 from tandem.core.disagg import rendering
 from tandem.core.disagg.messages import Abort
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.values import Cause
 from tandem.simulator.mutants.base import mutant, replaced
 
@@ -19,9 +20,9 @@ def another_time_is_another_prompt() -> Iterator[None]:
 def decode_is_told_to_give_up_while_its_prompt_is_rendered() -> Iterator[None]:
     original = rendering.render_again
 
-    def render_again(node_state, one):
-        original(node_state, one)
-        me, ready = node_state.settings.incarnation, one.sender.ready
+    def render_again(node_state, one, side, ready):
+        original(node_state, one, side, ready)
+        me = node_state.settings.incarnation
         abort = Abort(ready.room, me, Cause.PROTOCOL, "decode means another prompt")
         node_state.out.append(Tell(ready.source, abort))
 
@@ -34,9 +35,9 @@ def ready_said_again_asks_again() -> Iterator[None]:
     original = rendering.on_ready
 
     def on_ready(node_state, peer, ready):
-        request = node_state.rooms.get(ready.room)
-        if request is not None and (end := node_state.requests[request].sender) is not None:
-            end.ready = None
+        one = node_state.in_room(ready.room)
+        if one is not None and isinstance(one.side, PrefillSide):
+            one.side.ready = None
         original(node_state, peer, ready)
 
     with replaced(rendering, "on_ready", on_ready):

@@ -6,7 +6,7 @@ from typing import Any  # functions of the core, of any shape
 from msgspec import structs
 
 from tandem.core.commands import Tell
-from tandem.core.disagg import decode_side, optimistic_prefill, prefill_side, transfer_state
+from tandem.core.disagg import decode_side, optimistic_prefill, prefill_side, sides
 from tandem.core.disagg.messages import Release
 from tandem.core.scheduler import node, preemption, state
 from tandem.simulator.mutants.base import mutant, replaced
@@ -14,39 +14,41 @@ from tandem.simulator.mutants.base import mutant, replaced
 
 @mutant(4, "S4", "S5", "S19")
 def decode_starts_before_the_last_page_has_landed() -> Iterator[None]:
-    def is_complete(receiver, shards):
-        landed = [report.landed for report in receiver.reports.values()]
-        return receiver.result is not None and min(landed, default=0) >= receiver.total_pages - receiver.held_pages - 1
+    def landed_result(arrival, shards):
+        landed = [report.landed for report in arrival.reports.values()]
+        return arrival.result if min(landed, default=0) >= arrival.num_wanted - 1 else None
 
-    with replaced(transfer_state.Receiver, "is_complete", is_complete):
+    with replaced(sides.Arrival, "landed_result", landed_result):
         yield
 
 
 @mutant(4, "S4", "S5", "S19")
 def fastest_shard_decides() -> Iterator[None]:
-    def is_complete(receiver, shards):
-        landed = [report.landed for report in receiver.reports.values()]
-        return receiver.result is not None and max(landed, default=0) >= receiver.total_pages - receiver.held_pages
+    def landed_result(arrival, shards):
+        landed = [report.landed for report in arrival.reports.values()]
+        return arrival.result if max(landed, default=0) >= arrival.num_wanted else None
 
-    with replaced(transfer_state.Receiver, "is_complete", is_complete):
+    with replaced(sides.Arrival, "landed_result", landed_result):
         yield
 
 
 @mutant(1, "L5")
 def release_is_forgotten() -> Iterator[None]:
-    original = decode_side.commit
+    original = decode_side.commit_if_landed
 
-    def commit(node_state, arrived):
-        row = original(node_state, arrived)
+    def commit_if_landed(node_state, request):
+        landed = original(node_state, request)
+        if landed is None:
+            return None
         node_state.out = [
             command
             for command in node_state.out
             if not (isinstance(command, Tell) and isinstance(command.message, Release))
         ]
         node_state.tombstones.clear()
-        return row
+        return landed
 
-    with replaced(decode_side, "commit", commit):
+    with replaced(decode_side, "commit_if_landed", commit_if_landed):
         yield
 
 
@@ -65,9 +67,8 @@ def offer_of_a_stranger_is_taken() -> Iterator[None]:
 def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
     original = prefill_side.refuse
 
-    def refuse(node_state, one, ready):
-        digest = one.request.prompt_digest
-        return original(node_state, one, structs.replace(ready, prompt_digest=digest))
+    def refuse(node_state, request, reader, ready):
+        return original(node_state, request, reader, structs.replace(ready, prompt_digest=request.prompt_digest))
 
     with replaced(prefill_side, "refuse", refuse):
         yield
@@ -78,9 +79,9 @@ def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
     original = preemption.retract
 
     def retract(node_state, one):
-        receiver = one.receiver
+        side = one.side
         original(node_state, one)
-        one.receiver = receiver
+        one.side = side
 
     with replaced(preemption, "retract", retract):
         yield
@@ -120,8 +121,8 @@ def result_row_of_another_request_is_offered() -> Iterator[None]:
     original = prefill_side.timed_result
     last: list[Any] = []
 
-    def timed_result(one, sender):
-        row = original(one, sender)
+    def timed_result(*times, **moments):
+        row = original(*times, **moments)
         last.append(row)
         other = last[-2] if len(last) > 1 else row
         return prefill_side.ResultSlot(row.room, other.token, other.flags, other.extra, other.cached_tokens)
@@ -134,10 +135,10 @@ def result_row_of_another_request_is_offered() -> Iterator[None]:
 def every_answer_makes_decode_ask_again() -> Iterator[None]:
     original = decode_side.ask_rank
 
-    def ask_rank(node_state, waiting):
-        if waiting.receiver.rank_asked % decode_side.RELEARN_EVERY == decode_side.RELEARN_EVERY - 1:
-            decode_side.ask_who(node_state, waiting.receiver.address, None)
-        original(node_state, waiting)
+    def ask_rank(node_state, waiting, side):
+        if side.search.rank_asked % decode_side.RELEARN_EVERY == decode_side.RELEARN_EVERY - 1:
+            decode_side.ask_who(node_state, side.address, None)
+        original(node_state, waiting, side)
 
     with replaced(decode_side, "ask_rank", ask_rank):
         yield

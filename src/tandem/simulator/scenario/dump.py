@@ -7,6 +7,7 @@
 
 from collections.abc import Iterator
 
+from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
 from tandem.core.scheduler.state import NodeState
@@ -34,15 +35,18 @@ def _held(node: NodeState, progress: Progress) -> Iterator[str]:
         yield "a result slot"
     if progress.in_flight:
         yield _count(progress.in_flight, "batch", "batches") + " under way"
-    sender, receiver = progress.sender, progress.receiver
-    if progress.state is State.DRAINING:
+    peer = progress.side.counterpart
+    if progress.state is State.DRAINING or peer is None:
         return
-    if sender is not None and (peer := sender.counterpart) is not None:
-        offered = sender.offered - sender.held_pages
-        what = f"{_count(offered, 'page')} offered to" if offered else "READY of"
-        yield f"{what} {peer.name}.{peer.id}"
-    if receiver is not None and receiver.pulling and progress.state is State.ARRIVING:
-        yield f"a pull from {receiver.peer.name}.{receiver.peer.id}" if receiver.peer is not None else "a pull"
+    match progress.side:
+        case PrefillSide(reader=reader):
+            offered = reader.offered - reader.held_pages if reader is not None else 0
+            what = f"{_count(offered, 'page')} offered to" if offered else "READY of"
+            yield f"{what} {peer.name}.{peer.id}"
+        case DecodeSide(arrival=Arrival(pulling=True)) if progress.state is State.ARRIVING:
+            yield f"a pull from {peer.name}.{peer.id}"
+        case _:
+            pass
 
 
 def _wait(progress: Progress) -> str:
