@@ -93,7 +93,7 @@ def test_reports_of_different_attempts_cannot_be_joined() -> None:
 
 
 def fold(said: Said, *, attempt: int) -> dict[ShardId, ShardReport]:
-    """As a `Receiver` does: one report per shard, and other attempts are none of its affair."""
+    """As an `Arrival` does: one report per shard, and other attempts are none of its affair."""
     reports: dict[ShardId, ShardReport] = {}
     for shard, report in said:
         if report.attempt == attempt:

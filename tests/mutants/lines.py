@@ -399,7 +399,7 @@ BREAKS = (
     Break(
         "rank_is_not_announced",
         "core/disagg/prefill_side.py",
-        "node.out.append(AnnounceDpRank(room, node.settings.dp_rank))",
+        "node.out.append(AnnounceDpRank(side.room, node.settings.dp_rank))",
         "pass",
         "unit/test_core_dp_ranks.py::test_any_route_is_announced_and_asked_for_where_rooms_do_not_tell",
     ),

@@ -9,7 +9,7 @@ Who proves the cluster's secret may speak; what it says may still be wrong. Thre
 
 The simulator sends its hostile messages through the same function. What fits into these bounds and does not fit the
 request (another prompt, more pages than it has, an earlier attempt) is decided where the request is known:
-`sched.prefill.refuse`, `sched.decode.misfit`.
+`prefill_side.refuse`, `decode_side.misfit`.
 """
 
 from collections.abc import Callable, Sequence

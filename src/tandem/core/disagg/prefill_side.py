@@ -383,13 +383,12 @@ def timed_result(
 
 
 def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
-    """A shard cannot hand its pages out."""
-    found = read_by_peer(node.requests.get(event.request))
-    if found is None:
+    """A shard cannot hand its pages out, or could not be bootstrapped."""
+    progress = node.requests.get(event.request)
+    side = progress.side if progress is not None else None
+    if progress is None or not isinstance(side, PrefillSide) or has_ended(progress) or event.attempt != side.attempt:
         return
-    progress, side, reader = found
-    if event.attempt == reader.attempt:
-        fail(node, progress, side, event.cause, f"shard {event.shard}: {event.detail}")
+    fail(node, progress, side, event.cause, f"shard {event.shard}: {event.detail}")
 
 
 def on_page_read(node: NodeState, event: PageRead) -> None:

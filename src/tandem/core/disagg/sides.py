@@ -96,6 +96,11 @@ class PrefillSide(Struct, tag="prefill"):
             return self.ready.source
         return self.reader.peer if self.reader is not None else None
 
+    @property
+    def attempt(self) -> int:
+        """Of the READY that is checked; 0 before, for what fails without one."""
+        return self.reader.attempt if self.reader is not None else 0
+
     def move(self, trigger: TransferTrigger) -> None:
         self.state = SENDER.next(self.state, trigger)
 

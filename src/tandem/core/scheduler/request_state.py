@@ -105,6 +105,7 @@ class WaitingFor(StrEnum):
 
 
 _WAITS = {
+    State.BOOTSTRAPPING: WaitingFor.PEER,
     State.QUEUED: WaitingFor.PAGES,
     State.COMPUTING: WaitingFor.WINDOW,
     State.ARRIVING: WaitingFor.LANDING,
@@ -162,15 +163,13 @@ class Progress:
     def waiting_for(self) -> WaitingFor | None:
         if self.state in (State.QUEUED, State.COMPUTING) and self.blocked_on is not None:
             return self.blocked_on
-        if self.state is State.BOOTSTRAPPING:
-            match self.side:
-                case DecodeSide(search=PeerSearch(asks_rank=True)):
-                    return WaitingFor.DP_RANK
-                case PrefillSide(ready=Ready()):
-                    return WaitingFor.RENDERING
-                case _:
-                    return WaitingFor.PEER
-        return _WAITS.get(self.state)
+        match self.state, self.side:
+            case State.BOOTSTRAPPING, DecodeSide(search=PeerSearch(asks_rank=True)):
+                return WaitingFor.DP_RANK
+            case State.BOOTSTRAPPING, PrefillSide(ready=Ready()):
+                return WaitingFor.RENDERING
+            case state, _:
+                return _WAITS.get(state)
 
 
 def is_early(progress: Progress) -> bool:

@@ -30,7 +30,7 @@ from tandem.server.channel import HEAD_BYTES, append_frame
 from tandem.server.node.record_folder import RecordFolder
 from tandem.server.wire import MAX_FRAME_BYTES
 
-FORMAT = 2
+FORMAT = 3
 SEGMENTS = 4  # that fit into the bound
 FLUSH_NS = 1 * SECOND  # at most so much is lost when the process is killed
 

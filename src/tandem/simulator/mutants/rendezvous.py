@@ -76,14 +76,23 @@ def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
 
 @mutant(46, "S14", "L5", "S13", "S19", "L1", "L7")
 def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
-    original = preemption.retract
+    """And what had come before its retraction counts as if it came again."""
+    original, original_wait = preemption.retract, decode_side.await_arrival
 
     def retract(node_state, one):
         side = one.side
         original(node_state, one)
         one.side = side
 
-    with replaced(preemption, "retract", retract):
+    def await_arrival(node_state, one, side):
+        before = side.arrival
+        original_wait(node_state, one, side)
+        if before is not None:
+            side.arrival.reports, side.arrival.pulling = before.reports, before.pulling
+            side.arrival.result, side.arrival.result_at = before.result, before.result_at
+            side.arrival.offered_at = before.offered_at
+
+    with replaced(preemption, "retract", retract), replaced(decode_side, "await_arrival", await_arrival):
         yield
 
 
