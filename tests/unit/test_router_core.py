@@ -20,7 +20,6 @@ from tandem.core.router.messages import (
     Finish,
     Forward,
     ForwardRejection,
-    Half,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
@@ -29,6 +28,7 @@ from tandem.core.router.messages import (
     RouteCause,
     RouterCommand,
     RouterEvent,
+    Side,
     WorkerProbed,
 )
 from tandem.core.router.routed_request import ExchangeSettings
@@ -38,7 +38,7 @@ from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Work
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 
-P, D = Half.PREFILL, Half.DECODE
+P, D = Side.PREFILL, Side.DECODE
 R = RequestId(1)
 TIMEOUT = Nanos(10 * SECOND)
 ENDS = (Finish, Fail, ForwardRejection)
@@ -119,7 +119,7 @@ def only_dispatch(commands: list[RouterCommand]) -> DispatchPair:
     return command
 
 
-def broken(half: Half, attempt: int = 1) -> HalfFailed:
+def broken(half: Side, attempt: int = 1) -> HalfFailed:
     return HalfFailed(R, attempt, half, Failure.BROKEN, "gone")
 
 
@@ -228,19 +228,19 @@ def test_after_the_last_retry_the_client_gets_what_the_worker_said() -> None:
     assert world.tell(HalfRejected(R, 2, P, 503)) == [CancelHalf(R, 2, D), ForwardRejection(R, 2, P)]
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", Side)
 @pytest.mark.parametrize(("status", "is_retryable"), [(500, True), (500, None), (502, True), (429, True)])
-def test_what_says_that_it_may_be_tried_again_is(half: Half, status: int, is_retryable: bool | None) -> None:
+def test_what_says_that_it_may_be_tried_again_is(half: Side, status: int, is_retryable: bool | None) -> None:
     world = World()
     world.ask()
     assert world.tell(HalfRejected(R, 1, half, status, is_retryable)) == [CancelHalf(R, 1, half.other)]
     assert only_dispatch(world.sleep(0.05)).attempt == 2
 
 
-@pytest.mark.parametrize("half", Half)
+@pytest.mark.parametrize("half", Side)
 @pytest.mark.parametrize(("status", "is_retryable"), [(500, False), (502, False), (400, False), (400, None)])
 def test_what_says_that_it_may_not_be_tried_again_is_the_answer(
-    half: Half, status: int, is_retryable: bool | None
+    half: Side, status: int, is_retryable: bool | None
 ) -> None:
     world = World()
     world.ask()
@@ -249,7 +249,7 @@ def test_what_says_that_it_may_not_be_tried_again_is_the_answer(
 
 
 def test_a_4xx_of_either_half_is_the_answer() -> None:
-    for half in Half:
+    for half in Side:
         world = World()
         world.ask()
         assert world.tell(HalfRejected(R, 1, half, 400)) == [CancelHalf(R, 1, half.other), ForwardRejection(R, 1, half)]
@@ -434,7 +434,7 @@ def test_a_list_of_prompts_gets_a_room_each() -> None:
 class Watched:
     """What an observer of the commands knows of one request."""
 
-    halves: dict[Half, str] = field(default_factory=dict)  # open | head | ended | closed
+    halves: dict[Side, str] = field(default_factory=dict)  # open | head | ended | closed
     attempt: int = 0
     forwarded: bool = False
     ended: int = 0
@@ -544,7 +544,7 @@ def play(seed: int, retries: int) -> None:
 
     for _ in range(retries + 2):
         for request, seen in observer.requests.items():
-            tell(*(HalfEnded(RequestId(request), seen.attempt, half) for half in Half))
+            tell(*(HalfEnded(RequestId(request), seen.attempt, half) for half in Side))
         look(world.sleep(6))
     assert [request for request, seen in observer.requests.items() if seen.ended != 1] == []
     assert world.router.num_active() == world.router.num_live_rooms() == 0

@@ -9,13 +9,15 @@ from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
 from tandem.core.values import Nanos, RequestId
 
 
-class Half(StrEnum):
+class Side(StrEnum):
+    """Of a disaggregated pair; a request has a half on each."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
     @property
-    def other(self) -> "Half":
-        return Half.DECODE if self is Half.PREFILL else Half.PREFILL
+    def other(self) -> "Side":
+        return Side.DECODE if self is Side.PREFILL else Side.PREFILL
 
 
 class Failure(StrEnum):
@@ -63,7 +65,7 @@ class HalfAnswered(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
 
 
 class DecodeSpoke(Struct, frozen=True, tag=True):
@@ -78,7 +80,7 @@ class HalfEnded(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
     has_error: bool = False  # of prefill: it says that the transfer failed
 
 
@@ -87,7 +89,7 @@ class HalfRejected(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
     status: int
     is_retryable: bool | None = None  # as its body says; None: it does not, and the status tells
 
@@ -95,7 +97,7 @@ class HalfRejected(Struct, frozen=True, tag=True):
 class HalfFailed(Struct, frozen=True, tag=True):
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
     failure: Failure
     detail: str = ""
 
@@ -126,7 +128,7 @@ class CancelHalf(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
 
 
 class Forward(Struct, frozen=True, tag=True):
@@ -148,7 +150,7 @@ class ForwardRejection(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    half: Half
+    half: Side
 
 
 class Fail(Struct, frozen=True, tag=True):

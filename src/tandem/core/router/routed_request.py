@@ -41,7 +41,6 @@ from tandem.core.router.messages import (
     Finish,
     Forward,
     ForwardRejection,
-    Half,
     HalfAnswered,
     HalfEnded,
     HalfEvent,
@@ -49,6 +48,7 @@ from tandem.core.router.messages import (
     HalfRejected,
     RouteCause,
     RouterCommand,
+    Side,
 )
 from tandem.core.router.pairing import Pair
 from tandem.core.router.worker_registry import Worker, WorkerId
@@ -95,22 +95,22 @@ class RoutedRequest:
     phase: Phase = Phase.BACKOFF
     attempt: int = 0
     pair: Pair | None = None
-    halves: dict[Half, HalfState] = field(default_factory=dict[Half, HalfState])
+    halves: dict[Side, HalfState] = field(default_factory=dict[Side, HalfState])
     wake_at: Nanos | None = None
     is_aborted: bool = False
 
-    def is_open(self, half: Half) -> bool:
+    def is_open(self, half: Side) -> bool:
         return self.halves.get(half) in OPEN
 
-    def worker(self, half: Half) -> Worker:
+    def worker(self, half: Side) -> Worker:
         assert self.pair is not None
-        return self.pair.prefill if half is Half.PREFILL else self.pair.decode
+        return self.pair.prefill if half is Side.PREFILL else self.pair.decode
 
     def open_workers(self) -> list[WorkerId]:
-        return [self.worker(half).id for half in Half if self.is_open(half)]
+        return [self.worker(half).id for half in Side if self.is_open(half)]
 
-    def open_half_at(self, worker: WorkerId) -> Half | None:
-        return next((half for half in Half if self.is_open(half) and self.worker(half).id == worker), None)
+    def open_half_at(self, worker: WorkerId) -> Side | None:
+        return next((half for half in Side if self.is_open(half) and self.worker(half).id == worker), None)
 
     def wants_pair(self, now: Nanos) -> bool:
         return self.phase is Phase.BACKOFF and self.wake_at is not None and self.wake_at <= now < self.deadline
@@ -122,13 +122,13 @@ class RoutedRequest:
         self.attempt += 1
         self.pair = pair
         self.phase = Phase.TRYING
-        self.halves = {Half.PREFILL: HalfState.SENT, Half.DECODE: HalfState.SENT}
+        self.halves = {Side.PREFILL: HalfState.SENT, Side.DECODE: HalfState.SENT}
         self.wake_at = Nanos(self.deadline + self.settings.grace_ns)
         return [DispatchPair(self.request, self.attempt, pair, Nanos(self.deadline - now))]
 
     def handle(self, event: HalfEvent, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
         """What a half has done. `has_other(worker)`: a live pair without this worker exists."""
-        half = Half.DECODE if isinstance(event, DecodeSpoke) else event.half
+        half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
         if event.attempt != self.attempt or not self.is_open(half):
             return []
         match event:
@@ -188,32 +188,32 @@ class RoutedRequest:
             return "retry_backoff"
         if self.phase is Phase.FORWARDING:
             return "stream"
-        if self.halves.get(Half.PREFILL) is HalfState.SENT:
+        if self.halves.get(Side.PREFILL) is HalfState.SENT:
             return "prefill_head"
-        return "prefill_body" if self.halves.get(Half.DECODE) is HalfState.ENDED else "decode_head"
+        return "prefill_body" if self.halves.get(Side.DECODE) is HalfState.ENDED else "decode_head"
 
-    def _answered(self, half: Half) -> None:
+    def _answered(self, half: Side) -> None:
         self.halves[half] = HalfState.ANSWERED
-        if half is Half.DECODE and self.phase is Phase.TRYING:
+        if half is Side.DECODE and self.phase is Phase.TRYING:
             self.wake_at = None  # there is a first token: decode's stall timeout takes over
 
     def _spoke(self) -> list[RouterCommand]:
-        self._answered(Half.DECODE)
+        self._answered(Side.DECODE)
         if self.phase is not Phase.TRYING or self.merges:
             return []
         self.phase = Phase.FORWARDING
         return [Forward(self.request, self.attempt)]
 
-    def _ended(self, half: Half, has_error: bool, now: Nanos) -> list[RouterCommand]:
+    def _ended(self, half: Side, has_error: bool, now: Nanos) -> list[RouterCommand]:
         self.halves[half] = HalfState.ENDED
-        if half is Half.PREFILL and not has_error and not self.streams and self.wake_at is not None:
+        if half is Side.PREFILL and not has_error and not self.streams and self.wake_at is not None:
             self.wake_at = max(self.wake_at, Nanos(now + self.settings.document_ns))
         is_last = not self.is_open(half.other)
         if self.phase is Phase.TRYING and self.merges:
             return self._merge(half, now)
-        if self.phase is Phase.LINGERING or (half is Half.DECODE and is_last):
+        if self.phase is Phase.LINGERING or (half is Side.DECODE and is_last):
             return [*self._catch_up(), *self._end(Finish(self.request))]
-        if half is Half.PREFILL:
+        if half is Side.PREFILL:
             return []
         commands = self._catch_up()
         self.phase = Phase.LINGERING
@@ -224,14 +224,14 @@ class RoutedRequest:
         """An answer that ended without a byte is forwarded as it is."""
         return [Forward(self.request, self.attempt)] if self.phase is Phase.TRYING else []
 
-    def _merge(self, half: Half, now: Nanos) -> list[RouterCommand]:
+    def _merge(self, half: Side, now: Nanos) -> list[RouterCommand]:
         if all(state is HalfState.ENDED for state in self.halves.values()):
             return [Forward(self.request, self.attempt, merged=True), *self._end(Finish(self.request))]
-        if half is Half.DECODE:
+        if half is Side.DECODE:
             self.wake_at = Nanos(max(self.deadline, now + self.settings.linger_ns))
         return []
 
-    def _rejected(self, half: Half, event: HalfRejected, now: Nanos) -> list[RouterCommand]:
+    def _rejected(self, half: Side, event: HalfRejected, now: Nanos) -> list[RouterCommand]:
         self.halves[half] = HalfState.CLOSED
         if self._is_answered_without(half):
             return self._end_lingering()
@@ -242,7 +242,7 @@ class RoutedRequest:
         return self._end(answer)
 
     def _failed(
-        self, half: Half, event: HalfFailed, now: Nanos, has_other: Callable[[WorkerId], bool]
+        self, half: Side, event: HalfFailed, now: Nanos, has_other: Callable[[WorkerId], bool]
     ) -> list[RouterCommand]:
         had_head = self.halves[half] is HalfState.ANSWERED
         stage = "stream" if self.phase is Phase.FORWARDING else f"{half}_{'body' if had_head else 'head'}"
@@ -253,14 +253,14 @@ class RoutedRequest:
         failure = Fail(self.request, CAUSES[event.failure], stage, f"{half} worker {worker.url}: {event.detail}")
         if self.phase is Phase.FORWARDING:
             return self._end(failure)
-        if half is Half.PREFILL and had_head and not self.merges and not has_other(worker.id):
+        if half is Side.PREFILL and had_head and not self.merges and not has_other(worker.id):
             return []  # rule 3
         return self._retry(now, failure)
 
-    def _is_answered_without(self, half: Half) -> bool:
+    def _is_answered_without(self, half: Side) -> bool:
         """Decode has its first token, so whatever becomes of prefill makes no difference."""
-        has_token = self.halves[Half.DECODE] in (HalfState.ANSWERED, HalfState.ENDED)
-        return half is Half.PREFILL and has_token and not self.merges
+        has_token = self.halves[Side.DECODE] in (HalfState.ANSWERED, HalfState.ENDED)
+        return half is Side.PREFILL and has_token and not self.merges
 
     def _end_lingering(self) -> list[RouterCommand]:
         return self._end(Finish(self.request)) if self.phase is Phase.LINGERING else []
@@ -285,7 +285,7 @@ class RoutedRequest:
         return [*commands, last]
 
     def _cancel_open(self) -> list[RouterCommand]:
-        cancelled = [half for half in Half if self.is_open(half)]
+        cancelled = [half for half in Side if self.is_open(half)]
         for half in cancelled:
             self.halves[half] = HalfState.CLOSED
         return [CancelHalf(self.request, self.attempt, half) for half in cancelled]

@@ -28,7 +28,6 @@ from tandem.core.router.messages import (
     Finish,
     Forward,
     ForwardRejection,
-    Half,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
@@ -36,6 +35,7 @@ from tandem.core.router.messages import (
     Probe,
     RouterCommand,
     RouterEvent,
+    Side,
     WorkerProbed,
 )
 from tandem.core.router.pairing import num_prompts
@@ -72,7 +72,7 @@ class UpstreamCall:
 
     call: "Call"
     attempt: int
-    half: Half
+    half: Side
     worker: Worker
     sent_at: Nanos
     task: asyncio.Task[None] | None = None
@@ -94,7 +94,7 @@ class Call:
     merges: bool
     names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
-    legs: dict[Half, UpstreamCall] = field(default_factory=dict[Half, UpstreamCall])  # of the latest attempt
+    legs: dict[Side, UpstreamCall] = field(default_factory=dict[Side, UpstreamCall])  # of the latest attempt
 
 
 class RouterShell:
@@ -186,7 +186,7 @@ class RouterShell:
         content = with_fields(own, call.content)
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
         now = Nanos(time.monotonic_ns())
-        for half, worker in ((Half.PREFILL, sent.pair.prefill), (Half.DECODE, sent.pair.decode)):
+        for half, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             leg = UpstreamCall(call, sent.attempt, half, worker, now)
             call.legs[half] = leg
             leg.task = self._spawn(self._run(leg, content, headers))
@@ -196,18 +196,18 @@ class RouterShell:
         leg.task.cancel()
 
     def _forward(self, call: Call, merged: bool) -> None:
-        leg = call.legs[Half.DECODE]
+        leg = call.legs[Side.DECODE]
         if leg.pipe is not None:
             self._resolve(call, Stream(leg.status, leg.headers, leg.pipe))
             return
         body = bytes(leg.body)
         if merged:
-            body = merge_input_logprobs(prefill=bytes(call.legs[Half.PREFILL].body), decode=body)
+            body = merge_input_logprobs(prefill=bytes(call.legs[Side.PREFILL].body), decode=body)
         self._resolve(call, Document(leg.status, leg.headers, body))
 
     def _end(self, request: RequestId, outcome: Outcome) -> None:
         call = self._calls.pop(request)
-        decode = call.legs.get(Half.DECODE)
+        decode = call.legs.get(Side.DECODE)
         if decode is not None and decode.pipe is not None:
             decode.pipe.end(outcome if isinstance(outcome, Fail) else None)
         self._resolve(call, outcome)
@@ -244,7 +244,7 @@ class RouterShell:
             await collect(response, leg.body, REJECTION_BYTES_MAX)
             said = retryable_of(bytes(leg.body))
             self.tell(HalfRejected(leg.call.id, leg.attempt, leg.half, leg.status, said))
-        elif leg.half is Half.PREFILL:
+        elif leg.half is Side.PREFILL:
             await self._listen_to_prefill(leg, response)
         elif response.headers.get("content-type", "").startswith("text/event-stream"):
             await self._listen_to_stream(leg, response)

@@ -20,10 +20,8 @@ from tandem.core.router.messages import (
     Probe,
     RouterCommand,
     RouterEvent,
+    Side,
     WorkerProbed,
-)
-from tandem.core.router.messages import (
-    Half as Side,
 )
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES

@@ -20,9 +20,7 @@ from tandem.core.router.messages import (
     HalfFailed,
     HalfRejected,
     RouterEvent,
-)
-from tandem.core.router.messages import (
-    Half as Side,
+    Side,
 )
 from tandem.core.router.router import Router
 from tandem.core.settings import Role
