@@ -29,6 +29,7 @@ from tandem.core.commands import (
 from tandem.core.commands import (
     Path as KvPath,
 )
+from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import BatchReturned, Event, FlushRequested, PeerLearned, PeerSaid, RequestArrived
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
@@ -122,10 +123,10 @@ class Half:
 
     def landed(self, number: int = 1) -> int:
         progress = self.node.state.requests.get(RequestId(number))
-        arrival = progress.side.arrival if progress is not None else None
-        if arrival is None:
+        side = progress.side if progress is not None else None
+        if not isinstance(side, DecodeSide) or side.arrival is None:
             return 0
-        report = arrival.reports.get(ShardId(0))
+        report = side.arrival.reports.get(ShardId(0))
         return report.landed if report is not None else 0
 
     def has_finished(self, number: int) -> bool:
