@@ -87,6 +87,8 @@ INVARIANTS: tuple[Row, ...] = (
     Row("S32", "pages are shared only within a tenant", "checkers.pages:TenantsApart"),
     Row("S33", "a restored node decides the same", "checkers.outside:SameAfterRestore"),
     Row("S34", "a node knows no clock but its own", "checkers.outside:OwnClock"),
+    Row("S35", "what an operator orders is done: caches flushed, hooks changed", "checkers.orders:Orders"),
+    Row("S36", "a connection that is back ends nothing, and READY is said again", "checkers.orders:Returns"),
     Row("L1", "every request ends by its deadline + 1 s", "checkers.liveness:Deadlines"),
     Row("L2", "after its end a request's resources come back", "checkers.liveness:Releases"),
     Row("L3", "the delayer holds nobody beyond its bounds", "checkers.agreement:DelayIsBounded"),
@@ -139,6 +141,17 @@ FAULTS: tuple[Row, ...] = (
     Row("F20", "what devices and sockets refuse; logits that are not finite", "world:World"),
     Row("F21", "servers that come late, are drained, return or not", "faults.fault_injector:FaultInjector.drain"),
     Row("F22", "nodes replaced by their own snapshot", "faults.fault_injector:FaultInjector.swap_for_snapshot"),
+    Row(
+        "F23",
+        "connections that break and come back within their time or not, or go silent",
+        "faults.fault_injector:FaultInjector.flicker",
+    ),
+    Row(
+        "F24",
+        "operators: caches flushed, hooks changed, restarts at once; an edge that refuses by itself",
+        "faults.fault_injector:FaultInjector.change_hooks",
+    ),
+    Row("F25", "requests that do not fit, short timeouts of the rendezvous", "workload:enlarge"),
 )
 
 

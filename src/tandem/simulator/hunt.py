@@ -13,6 +13,7 @@ from secrets import randbelow
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.coverage import Watch
 from tandem.simulator.faults.options import draw_options
+from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult, trace_step
 from tandem.simulator.world import World
@@ -33,19 +34,22 @@ def run_seed(
     *,
     watches: bool = False,
 ) -> SeedResult:
-    """One seed to its end, to `until_ns`, or to its first violation. It may write a trace, or watch for rare states."""
+    """One seed to its end, to `until_ns`, or to its first violation. It may write a trace, or watch for what occurs."""
     world = World(draw_options(seed))
-    watch = Watch(world)
+    watch, occurrences = Watch(world), Occurrences()
     if write_trace is not None:
         world.trace = partial(_write_step, write_trace)
     elif watches:
         world.trace = watch.look
+        world.occurrences = occurrences
     invariant = detail = ""
     try:
         world.schedule_all()
         world.run(until_ns)
     except Violation as violation:
         invariant, detail = violation.invariant, violation.detail
+    occurrences.see_answers(world.page_faults.answers)
+    occurrences.see_codes(world.edge.codes)
     return SeedResult(
         seed=seed,
         invariant=invariant,
@@ -58,6 +62,7 @@ def run_seed(
         faults=dict(world.faults),
         log_hash=world.log.hexdigest(),
         rare=tuple(sorted(watch.reached)),
+        occurred=dict(occurrences.counts),
     )
 
 

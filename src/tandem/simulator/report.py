@@ -77,6 +77,9 @@ class SeedResult:
     faults: dict[str, int] = field(default_factory=dict)
     log_hash: str = ""
     rare: tuple[str, ...] = ()  # states that it has reached, where that was asked (`coverage.py`)
+    occurred: dict[str, int] = field(
+        default_factory=dict
+    )  # how often, by name, where that was asked (`occurrences.py`)
 
     @property
     def line(self) -> str:

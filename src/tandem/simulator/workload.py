@@ -46,7 +46,12 @@ class Ask:
     loses_half: bool = False  # that gateway sends one of the two halves only
     routed_rank: int | None = None  # `routed_dp_rank`: for the server that gets it
     prefill_rank: int | None = None  # `disagg_prefill_dp_rank`: where decode is to look for it
+    named_as: int | None = None  # its `rid` is that of this earlier request
     shown: ShownTime | None = None  # its prompt shows the time, so `script` is what it would be without
+
+    @property
+    def rid(self) -> str:
+        return f"rid-{self.index if self.named_as is None else self.named_as}"
 
     def script_at(self, rendered_at: int, role: Role) -> Script:
         """What it asks of a server of this role that renders it at this time."""
@@ -141,3 +146,22 @@ def show_times(asks: list[Ask], random: Random, *, share: float, hostility: floa
     for ask in asks:
         if random.random() < share and not ask.repeats_room:
             ask.shown = draw_shown_time(random, hostility=hostility)
+
+
+def repeat_names(asks: list[Ask], random: Random, *, share: float) -> None:
+    """Clients that think of the same name as another one shortly before."""
+    for ask in asks:
+        if ask.index and random.random() < share:
+            ask.named_as = random.randrange(max(0, ask.index - 3), ask.index)
+
+
+def enlarge(asks: list[Ask], random: Random, *, share: float, num_tokens: int) -> None:
+    """Prompts that do not fit `num_tokens`, the KV of the largest server, and answers that outgrow it."""
+    for ask in asks:
+        if random.random() >= share or ask.repeats_room:
+            continue
+        prompt, size = ask.script.prompt, num_tokens + random.randrange(1, 1 + num_tokens)
+        if random.random() < 0.5:
+            ask.script = Script((prompt * size)[:size], ask.script.max_new_tokens, ask.script.eos_one_in)
+        else:
+            ask.script = Script(prompt, size, 0)

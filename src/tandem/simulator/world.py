@@ -43,6 +43,7 @@ from tandem.core.events import (
     PeerLost,
     PromptRendered,
     RequestArrived,
+    RequestRefused,
 )
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
@@ -69,9 +70,11 @@ from tandem.simulator.faults.options import ALONE, Options
 from tandem.simulator.network.data_plane_faults import DataPlaneFaults
 from tandem.simulator.network.http import Http
 from tandem.simulator.network.links import Network
+from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.renderings import WallClocks
-from tandem.simulator.workload import Ask, Workload, plain_ask, route_asks, show_times
+from tandem.simulator.workload import Ask, Workload, enlarge, plain_ask, repeat_names, route_asks, show_times
+from tandem.transfer.protocol import Status
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
 MAX_EVENTS = 1_000_000  # hundreds of times what a seed takes
@@ -79,7 +82,7 @@ QUIET_NS = 5 * SECOND  # after the last end: late copies of messages still come
 RECOUNT_EVERY = 256
 YEAR_NS = 365 * 24 * 3600 * SECOND
 MAX_DRIFT_PPM = 200
-FROM_THE_EDGE = (RequestArrived, PromptRendered)  # they come once, behind the worker's tokens
+FROM_THE_EDGE = (RequestArrived, RequestRefused, PromptRendered)  # they come once, behind the worker's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ Trace = Callable[[int, Life, tuple[Event, ...], tuple[Command, ...]], None]
 class World:
     options: Options
     trace: Trace | None = None
+    occurrences: Occurrences | None = None  # None: nobody wants to know what has occurred
     timing: Timing = Timing()
     recount_every: int = RECOUNT_EVERY  # events
     swap_every: int = 0  # replace each node by its own snapshot every so many steps; must change nothing
@@ -141,8 +145,10 @@ class World:
         settings = replace(self.options.links)  # healing changes it
         self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
         self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
+        self.http.silent_share = self.options.http_silences
         self.page_faults = DataPlaneFaults(self.random, self.options, self.network, timing.page_digest, self.count)
         self.edge = Edge(self, self.random, WallClocks(seed), Random(f"rendering {seed}"), timing.render)
+        self.edge.refuses = self.options.edge_refuses
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
         self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
@@ -218,6 +224,9 @@ class World:
             hostility=options.hostility,
         )
         show_times(asks, Random(f"shown times {seed}"), share=options.timed_share, hostility=options.hostility)
+        repeat_names(asks, Random(f"names {seed}"), share=options.repeated_names)
+        num_tokens = max(each.num_pages * each.page_size for each in (options.prefill, options.decode))
+        enlarge(asks, Random(f"misfits {seed}"), share=options.misfits, num_tokens=num_tokens)
         for ask in asks:
             self.edge.num_to_come += 1
             self.clock.at(ask.arrives_at, self._ask, ask)
@@ -368,11 +377,15 @@ class World:
         self.log_step(life.replica.name, now, events, effects.commands, effects.wake_at)
         if self.trace is not None:
             self.trace(self.clock.time, life, events, effects.commands)
+        if self.occurrences is not None:
+            self.occurrences.see_transfers(life)
         wake_at = effects.wake_at
         return effects.commands, life.local_clock.when(wake_at) if wake_at is not None else None
 
     def log_step(self, name: str, now: Nanos, events: Any, commands: Any, wake_at: int | None) -> None:
         self.log.update(self.encoder.encode((now, name, events, commands, wake_at)))
+        if self.occurrences is not None:
+            self.occurrences.see_step(events, commands)
 
     def _sleep(self, life: Life, wake_at: int | None) -> None:
         life.wake_at = wake_at
@@ -559,9 +572,13 @@ class World:
         life = replica.life if replica is not None else None
         return life if life is not None and life.incarnation == incarnation else None
 
-    def find_store(self, incarnation: Incarnation) -> KvStore | None:
-        life = self.find(incarnation)
-        return life.store if life is not None else None
+    def find_store(self, incarnation: Incarnation) -> KvStore | Status | None:
+        """Of that very life; OTHER_INCARNATION where another one listens in its place, None where nobody does."""
+        replica = self.replicas.get(incarnation.name)
+        life = replica.life if replica is not None else None
+        if life is None:
+            return None
+        return life.store if life.incarnation == incarnation else Status.OTHER_INCARNATION
 
     def step_if_due(self, life: Life) -> None:
         if life.is_alive and life.is_step_due:

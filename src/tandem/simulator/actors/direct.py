@@ -17,7 +17,7 @@ from tandem.simulator.actors.edge import BOOTSTRAP_PORT, Edge
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.clock import Clock
-from tandem.simulator.faults.hostile import made_up_message, read_without_secret
+from tandem.simulator.faults.hostile import made_up_message, read_wrongly
 from tandem.simulator.faults.options import Options
 from tandem.simulator.oracle import Script
 from tandem.simulator.workload import Ask, plain_ask
@@ -108,6 +108,8 @@ class DirectClients:
         life = None
         if server.is_up:
             life = server.choose(len(ask.script.prompt), room, ask.routed_rank, self.world.clock.time)
+        if isinstance(life, Life) and (status := edge.refuse(exchange, life, server, room, peer)) is not None:
+            life = status
         if isinstance(life, Life):
             edge.submit(exchange, life, room, peer, listener=self)
         elif self.random.random() < 0.7:  # mostly the gateway takes the other half back, sometimes it dies first
@@ -149,7 +151,7 @@ class DirectClients:
             told = life.hear(liar, message)
             if told is not None:
                 self.world.push(life, told)
-            read_without_secret(life, exchange.room)
+            read_wrongly(life, exchange.room)
 
     def disconnect(self, share: float) -> None:
         """Many clients leave in the same instant."""

@@ -4,25 +4,29 @@ An edge cannot lose what its own node says, and its clients' deaths do not harm 
 who asked is up to the asker: see `direct.py` and `gateway.py`.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
 from tandem.core.commands import FinishRequest
-from tandem.core.events import AbortRequested, Event, PromptRendered, RequestArrived, StopMatched
+from tandem.core.disagg.messages import SHUTTING_DOWN
+from tandem.core.events import AbortRequested, Event, PromptRendered, RequestArrived, RequestRefused, StopMatched
 from tandem.core.request import Request
 from tandem.core.settings import Role
-from tandem.core.values import MILLISECOND, Address, Nanos, RequestId, Room
+from tandem.core.values import MILLISECOND, Address, Cause, Nanos, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.simulator.actors.clients import Half, Listener, RoutedRequest
 from tandem.simulator.actors.replica import Life, Replica
-from tandem.simulator.actors.servers import server_of
+from tandem.simulator.actors.servers import HTTP_CONFLICT, HTTP_UNAVAILABLE, Server, server_of
 from tandem.simulator.clock import Clock
 from tandem.simulator.renderings import WallClocks
+from tandem.simulator.workload import Ask
 
 BOOTSTRAP_PORT = 8998
 RENDERING_NS = 2 * MILLISECOND
 SECRET = b"simulation"
+DUPLICATE_RID = "duplicate_rid"
 
 
 class Surroundings(Protocol):
@@ -47,6 +51,8 @@ class Edge:
     num_open: int = 0  # halves without an end
     num_to_come: int = 0  # asks and submissions that are still on the clock
     last_end_at: int = 0
+    refuses: bool = False  # what it can refuse by itself; otherwise all of it comes before the node
+    codes: Counter[str] = field(default_factory=Counter)  # of `docs/errors.md`, with which edges have ended requests
 
     def submit(
         self,
@@ -60,17 +66,29 @@ class Edge:
         is_given_up: bool = False,
     ) -> Half:
         """One half has reached its rank: worker first, then the node. `is_given_up`: its sender has gone already."""
+        timeout_ns = exchange.ask.timeout_ns if timeout_ns is None else timeout_ns
+        half = self._new_half(exchange, life, room, timeout_ns, listener)
+        half.must_finish = exchange.ask.must_finish
+        half.abort_sent_at = self.world.clock.time if is_given_up else None
+        life.halves[half.request] = half
+        exchange.halves.append(half)
+        self.num_open += 1
+        self.world.push(life, RequestArrived(self._seat(half, life, peer, timeout_ns)))
+        self.world.watch_deadline(life, half)
+        return half
+
+    def _new_half(
+        self, exchange: RoutedRequest, life: Life, room: Room | None, timeout_ns: int, listener: Listener | None
+    ) -> Half:
         ask, replica, now = exchange.ask, life.replica, self.world.clock.time
-        timeout_ns = ask.timeout_ns if timeout_ns is None else timeout_ns
-        request = RequestId(len(life.halves) + 1)
         pauses_before_ns = replica.pauses_ns - max(0, replica.paused_until - now)
         rendered_at = self._time_for(exchange, server_of(replica.name))
-        half = Half(
+        return Half(
             exchange,
             ask,
             replica.role,
             replica.name,
-            request,
+            life.next_request_id(),
             room,
             now,
             now + timeout_ns,
@@ -79,14 +97,35 @@ class Edge:
             ask.script_at(rendered_at, replica.role),
             listener,
         )
-        half.must_finish = ask.must_finish
-        half.abort_sent_at = now if is_given_up else None
-        life.halves[request] = half
-        exchange.halves.append(half)
-        self.num_open += 1
-        self.world.push(life, RequestArrived(self._seat(half, life, peer, timeout_ns)))
-        self.world.watch_deadline(life, half)
-        return half
+
+    def refuse(
+        self, exchange: RoutedRequest, life: Life, server: Server, room: Room | None, peer: Address | None
+    ) -> int | None:
+        """The status with which the edge of a server refuses a half by itself, or None.
+
+        The node hears of it for the sake of the other half, which must not wait for one that never was.
+        """
+        refusal = self._refusal(exchange.ask, server) if self.refuses else None
+        if refusal is None:
+            return None
+        code, cause, detail, status = refusal
+        self.codes[code] += 1
+        if room is not None:
+            half = self._new_half(exchange, life, room, exchange.ask.timeout_ns, None)
+            request = self._request(half, life, peer, exchange.ask.timeout_ns)
+            self.world.push(life, RequestRefused(request, cause, detail))
+        life.num_refused += 1
+        return status
+
+    def _refusal(self, ask: Ask, server: Server) -> tuple[str, Cause, str, int] | None:
+        """(code, what the node hears, detail, status), as `server/api/client.py` has it."""
+        if server.is_draining:
+            return Cause.DRAINING, Cause.DRAINING, SHUTTING_DOWN, HTTP_UNAVAILABLE
+        lives = [rank.life for rank in server.ranks if rank.life is not None]
+        if any(half.is_open and half.ask.rid == ask.rid for life in lives for half in life.halves.values()):
+            detail = f"rid {ask.rid!r} is in use by a request that is still running"
+            return DUPLICATE_RID, Cause.PEER_ABORTED, detail, HTTP_CONFLICT
+        return None
 
     def _time_for(self, exchange: RoutedRequest, server: str) -> int:
         """One time per request and server: the stamp of its router, or the server's own clock."""
@@ -98,12 +137,16 @@ class Edge:
 
     def _seat(self, half: Half, life: Life, peer: Address | None, timeout_ns: int) -> Request:
         """The worker gets the prompt; the request for the node."""
+        root = root_hash(secret=SECRET, tenant=half.ask.tenant)
+        life.executor.add(half.request, half.script, root)
+        return self._request(half, life, peer, timeout_ns)
+
+    def _request(self, half: Half, life: Life, peer: Address | None, timeout_ns: int) -> Request:
         ask, script = half.ask, half.script
         root = root_hash(secret=SECRET, tenant=ask.tenant)
-        life.executor.add(half.request, script, root)
         return Request(
             id=half.request,
-            rid=f"rid-{ask.index}",
+            rid=ask.rid,
             prompt_len=len(script.prompt),
             page_hashes=tuple(prompt_hashes(root, script.prompt, page_size=life.settings.page_size)),
             max_new_tokens=script.max_new_tokens,

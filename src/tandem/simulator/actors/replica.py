@@ -41,6 +41,7 @@ class Life:
     work: deque[BatchPlan | tuple[RequestId, ...]] = field(default_factory=deque)  # batches, and requests to forget
     is_working: bool = False
     halves: dict[RequestId, Half] = field(default_factory=dict)
+    num_refused: int = 0  # by its edge: they have had ids, too
     vitals: Vitals = field(default_factory=Vitals)
     twin: EngineNode | None = None  # restored from a snapshot of `node`; has to decide the same
     twin_steps: int = 0  # how long they still run side by side
@@ -48,6 +49,9 @@ class Life:
     @property
     def is_alive(self) -> bool:
         return self.replica.life is self
+
+    def next_request_id(self) -> RequestId:
+        return RequestId(len(self.halves) + self.num_refused + 1)
 
     def hear(self, peer: Incarnation, message: Message) -> PeerSaid | None:
         """What the node is told when `peer` says this: it comes through the same door as in a server."""

@@ -19,6 +19,7 @@ from tandem.simulator.clock import LocalClock
 LOADS_EVERY_NS = 100 * MILLISECOND  # how old the loads may be by which requests are spread
 NO_LOADS = Loads(())
 HTTP_BAD_REQUEST = 400
+HTTP_CONFLICT = 409
 HTTP_UNAVAILABLE = 503
 
 

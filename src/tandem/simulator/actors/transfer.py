@@ -25,6 +25,7 @@ from tandem.core.values import SECOND, Cause, Incarnation, PageId, RequestId, Sh
 from tandem.simulator.actors.executor import PageMemory, digest
 from tandem.simulator.clock import Clock
 from tandem.transfer import grants as granting
+from tandem.transfer.protocol import REFUSALS, Status
 
 PAGE_READ_INTERVAL_NS = SECOND
 LOOK_EVERY_NS = SECOND // 5  # whether a peer that was out of reach is there again
@@ -79,6 +80,10 @@ class PageFaults(Protocol):
 
     def corrupts(self) -> bool: ...
 
+    def answered(self, status: Status) -> None:
+        """The owner of a page has said this to who wants to read it."""
+        ...
+
     def digest_ns(self, num_pages: int) -> int: ...
 
     def page_read_ns(self) -> int: ...
@@ -111,7 +116,7 @@ class KvStore:
     page_faults: PageFaults
     watcher: Watcher
     emit: Callable[[Event], None]
-    find: Callable[[Incarnation], "KvStore | None"]  # the store of that very life, None when it has ended
+    find: Callable[[Incarnation], "KvStore | Status | None"]  # of that very life; another one refuses; None: nobody
     grants: dict[tuple[int, RequestId, int], Grant] = field(default_factory=dict)
     pulls: dict[tuple[RequestId, int], Pull] = field(default_factory=dict)
     digesting_until: dict[ShardId, int] = field(default_factory=dict)  # per shard: one thread, in order of the commands
@@ -193,19 +198,27 @@ class KvStore:
         if not any(grant.num_reading):
             self.grants = {key: other for key, other in self.grants.items() if other is not grant}
 
-    def begin_read(self, room: int, page: int, generation: int, shard: ShardId, secret: bytes) -> Grant | Cause:
-        """Whether whoever presents `secret` may read `page` now. A granted read is counted until `end_read`."""
+    def begin_read(self, room: int, page: int, generation: int, shard: ShardId, secret: bytes) -> Grant | Status | None:
+        """Whether whoever presents `secret` may read `page` now. A granted read is counted until `end_read`.
+
+        None: nobody answers, since the worker has died.
+        """
         if shard in self.dead:
-            return Cause.PEER_LOST
+            return None
+        answer = self._grant_read(room, page, generation, shard, secret)
+        self.page_faults.answered(Status.OK if isinstance(answer, Grant) else answer)
+        return answer
+
+    def _grant_read(self, room: int, page: int, generation: int, shard: ShardId, secret: bytes) -> Grant | Status:
         for (granted_room, _, _), grant in self.grants.items():
             is_meant = granted_room == room and granting.opens(secret, grant.secrets[shard])
             if is_meant and not grant.is_revoked and page in grant.generations:
                 if grant.generations[page] != generation:
-                    return Cause.CORRUPT_PAGES
+                    return Status.WRONG_GENERATION
                 grant.num_reading[shard] += 1
                 self._tell_read(grant, shard)
                 return grant
-        return Cause.LEASE_EXPIRED
+        return Status.NOT_GRANTED
 
     def end_read(self, grant: Grant, page: PageId, generation: int, shard: ShardId, secret: bytes) -> list[int]:
         contents = self.memories[shard].copy_out(page)
@@ -286,8 +299,10 @@ class KvStore:
 
     def _begin(self, pull: Pull, stream: Stream, give_up_at: int) -> None:
         source = self.find(pull.command.peer)
-        if source is None:
-            self._fail(pull, stream, Cause.PEER_LOST, "peer is gone")
+        if not isinstance(source, KvStore):
+            if source is not None:
+                self.page_faults.answered(source)
+            self._refused(pull, stream, source, "peer is gone")
             return
         if source.is_frozen:
             self._wait_for(source, pull, stream, give_up_at)
@@ -295,8 +310,8 @@ class KvStore:
         page, generation, _, _ = stream.wanted[stream.landed]
         secret = pull.command.secrets[stream.shard]
         grant = source.begin_read(pull.command.room, page, generation, stream.shard, secret)
-        if isinstance(grant, Cause):
-            self._fail(pull, stream, grant, "not granted")
+        if not isinstance(grant, Grant):
+            self._refused(pull, stream, grant, "not granted")
             return
         duration_ns = self.page_faults.page_read_ns() * source.slowness.get(stream.shard, 1.0)
         self.clock.after(duration_ns, self._end, pull, stream, source, grant, give_up_at)
@@ -344,6 +359,10 @@ class KvStore:
             stream.landed += 1
             self._tell(PagesLanded(pull.command.request, pull.command.attempt, stream.shard, stream.landed))
             self._next_page(pull, stream)
+
+    def _refused(self, pull: Pull, stream: Stream, answer: Status | None, detail: str) -> None:
+        """What a refusal means for the transfer is the product's table. None: nobody answers any more."""
+        self._fail(pull, stream, REFUSALS[answer][0] if answer is not None else Cause.PEER_LOST, detail)
 
     def _fail(self, pull: Pull, stream: Stream, cause: Cause, detail: str) -> None:
         if pull.is_cancelled:

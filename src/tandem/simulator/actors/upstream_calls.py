@@ -27,6 +27,7 @@ from tandem.core.settings import Role
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT, Edge
+from tandem.simulator.actors.replica import Life
 from tandem.simulator.actors.servers import HTTP_UNAVAILABLE, Server
 from tandem.simulator.clock import Clock
 from tandem.simulator.network.http import CONNECT_NS, Http, Way
@@ -136,11 +137,13 @@ class UpstreamCall:
         room = sent.pair.rooms[0]
         status = gateway.draw_error()
         life = status or self.server.choose(len(ask.script.prompt), room, ask.routed_rank, world.clock.time)
+        peer = None if self.side is Side.PREFILL else Address(sent.pair.prefill.host, BOOTSTRAP_PORT)
+        exchange, timeout_ns = self.caller.exchange, sent.timeout_ns
+        if isinstance(life, Life):
+            life = world.edge.refuse(exchange, life, self.server, room, peer) or life
         if isinstance(life, int):
             self._reject(life)
             return
-        peer = None if self.side is Side.PREFILL else Address(sent.pair.prefill.host, BOOTSTRAP_PORT)
-        exchange, timeout_ns = self.caller.exchange, sent.timeout_ns
         self.half = world.edge.submit(
             exchange, life, room, peer, timeout_ns=timeout_ns, listener=self, is_given_up=self.is_over
         )
@@ -197,6 +200,7 @@ class UpstreamCall:
     def replica_died(self, half: Half) -> None:
         """The API process of a server with more ranks lives on, and says so; otherwise the connection breaks."""
         if self.server.is_up:
+            self.gateway.world.edge.codes[Cause.WORKER_LOST] += 1
             if self.is_head_sent:
                 self._say(self._heard_end, Cause.WORKER_LOST)
             else:

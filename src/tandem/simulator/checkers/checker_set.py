@@ -53,6 +53,7 @@ from tandem.simulator.checkers.liveness import (
     Waits,
     WorksWhenHealed,
 )
+from tandem.simulator.checkers.orders import Orders, Returns
 from tandem.simulator.checkers.outside import OneDispatch, OwnClock, SameAfterRestore, WellFormed
 from tandem.simulator.checkers.pages import (
     FreedPages,
@@ -97,6 +98,8 @@ class Checkers:
     refusals: Refusals = field(default_factory=Refusals)
     no_new_work: NoNewWork = field(default_factory=NoNewWork)
     bounds: Bounds = field(default_factory=Bounds)
+    orders: Orders = field(default_factory=Orders)
+    returns: Returns = field(default_factory=Returns)
     one_sequence: OneSequence = field(default_factory=OneSequence)
     same_set: SameSet = field(default_factory=SameSet)
     one_verdict: OneVerdict = field(default_factory=OneVerdict)
@@ -202,7 +205,10 @@ class Checkers:
         for event in events:
             if isinstance(event, TransferFailed):
                 self.one_verdict.failed(life, event)
+        self.refusals.heard(life, events)
         self.no_new_work.heard(life, events)
+        self.orders.after_step(life, events)
+        self.returns.after_step(life, events, commands)
         self.vetoes.heard(life, events)
         self.vetoes.after_step(life)
         self.delay_bound.after_step(life, events, num_launched)

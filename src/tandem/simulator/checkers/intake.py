@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from tandem.core.commands import FailRequest
-from tandem.core.events import DrainRequested, Event, RequestArrived
+from tandem.core.events import DrainRequested, Event, RequestArrived, RequestRefused
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import Cause, Incarnation, RequestId
+from tandem.core.values import Cause, Incarnation, RequestId, Room
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import End, where
 from tandem.simulator.oracle import Violation
@@ -24,7 +24,7 @@ class Refusals:
         half, state = life.halves[command.request], life.node.state
         if command.request in state.requests or command.request in state.results.owners:
             raise Violation(self.id, f"{where(life, command.request)} is refused and is still here")
-        if half.room is None or half.room in state.rooms or len(state.tombstones) >= state.settings.tombstones:
+        if half.room is None or may_be_unanswered(life, half.room):
             return
         if sum(other.room == half.room for other in life.halves.values()) > 1:
             return  # a room that was used twice: the other use may have had its answer
@@ -32,6 +32,22 @@ class Refusals:
             raise Violation(
                 self.id, f"{where(life, half.request)} is refused, and room {half.room} will not be answered"
             )
+
+    def heard(self, life: Life, events: Sequence[Event]) -> None:
+        """What the edge has refused by itself."""
+        for event in events:
+            if isinstance(event, RequestRefused):
+                room = event.request.room
+                if room is not None and room not in life.node.state.tombstones and not may_be_unanswered(life, room):
+                    raise Violation(
+                        self.id, f"{where(life)}: the edge has refused room {room}, and it will not be answered"
+                    )
+
+
+def may_be_unanswered(life: Life, room: Room) -> bool:
+    """The room is another request's, or so many have ended that some are forgotten."""
+    state = life.node.state
+    return room in state.rooms or len(state.tombstones) >= state.settings.tombstones
 
 
 class NoNewWork:

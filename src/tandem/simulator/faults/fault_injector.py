@@ -5,11 +5,11 @@ that has more lives on with the others. A replica of several shards has one brai
 replica is lost, a moment later. What only hangs is found by the watchdog of its server.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-from tandem.core.events import DrainRequested, Event
+from tandem.core.events import DrainRequested, Event, FlushRequested, HooksChanged, PeerLost, PeerReturned
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import SECOND, ShardId
 from tandem.simulator.actors.bootstraps import Bootstraps
@@ -29,6 +29,7 @@ QUIET_NS = 5 * SECOND  # late copies of messages still come
 HOST_SHARE = 0.3  # of dead servers: nothing answers in their place
 LONGEST_RESTART_NS = 60 * SECOND
 DRAIN_NS = 30 * SECOND  # for a replica that drains; then it is killed
+RETURN_NS = 2 * SECOND  # how long a broken connection may take to return; as in `server/node/peers.py`, a test compares
 
 
 class Victim(Protocol):
@@ -67,6 +68,14 @@ class Victim(Protocol):
     def count(self, fault: str) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
+class Break:
+    """A connection between two lives that has broken."""
+
+    ends: tuple[Life, Life]
+    is_lost: bool = False  # they have given up on it
+
+
 @dataclass(slots=True)
 class FaultInjector:
     """The `Target` of the fault schedule."""
@@ -76,6 +85,7 @@ class FaultInjector:
     hosts: Random  # whether a server dies with its host
     supervisor: Random  # when a server that ended by itself is started again
     clock: Clock
+    breaks: dict[tuple[str, str], Break] = field(default_factory=dict)
 
     def _ranks_of(self, name: str) -> list[Replica]:
         world = self.world
@@ -156,6 +166,7 @@ class FaultInjector:
             self._thaw(life.replica)
         life.replica.life = None
         world.network.drop_stalled(life.replica.name)
+        self._forget_breaks(life)
         world.edge.see_death(life)
         for other in world.replicas.values():
             if other.life is not None:
@@ -330,6 +341,68 @@ class FaultInjector:
         server = self.world.servers.get(place)
         return list(dict.fromkeys([place, *(rank.name for rank in server.ranks)])) if server is not None else [place]
 
+    def flicker(self, source: str, target: str, *, down_ns: int) -> None:
+        """The connection between each two of their ranks breaks, and is there again after `down_ns`.
+
+        Both ends hear that it is back, or after `RETURN_NS` that the other is lost.
+        """
+        world = self.world
+        for left, right in self._links(source, target):
+            ends = self._life_at(left), self._life_at(right)
+            if ends[0] is None or ends[1] is None or (left, right) in self.breaks or (right, left) in self.breaks:
+                continue
+            world.count("F23")
+            broken = self.breaks[(left, right)] = Break((ends[0], ends[1]))
+            world.network.break_off(left, right)
+            self.clock.after(RETURN_NS, self._give_up, broken)
+            self.clock.after(down_ns, self._connect, left, right, broken)
+
+    def _life_at(self, name: str) -> Life | None:
+        replica = self.world.replicas.get(name)
+        return replica.life if replica is not None else None
+
+    def _give_up(self, broken: Break) -> None:
+        if broken in self.breaks.values():
+            broken.is_lost = True
+            self._tell_ends(broken, PeerLost)
+
+    def _connect(self, left: str, right: str, broken: Break) -> None:
+        if self.breaks.get((left, right)) is not broken:
+            return
+        del self.breaks[(left, right)]
+        self.world.network.connect(left, right)
+        if not broken.is_lost:
+            self._tell_ends(broken, PeerReturned)
+
+    def _forget_breaks(self, life: Life) -> None:
+        """The next life at this place makes connections of its own."""
+        for (left, right), broken in list(self.breaks.items()):
+            if life in broken.ends:
+                del self.breaks[(left, right)]
+                self.world.network.connect(left, right)
+
+    def _tell_ends(self, broken: Break, event: type[PeerLost | PeerReturned]) -> None:
+        """A life that has ended meanwhile does not return; who talked to it hears of that by itself."""
+        left, right = broken.ends
+        if left.is_alive and right.is_alive:
+            self.world.push(left, event(right.incarnation))
+            self.world.push(right, event(left.incarnation))
+
+    # -- operators
+
+    def flush(self, name: str) -> None:
+        """Of every rank: cached pages that nobody holds."""
+        self._tell_ranks(name, FlushRequested())
+
+    def change_hooks(self, name: str, *, force_retry_prob: float) -> None:
+        self._tell_ranks(name, HooksChanged(force_retry_prob))
+
+    def _tell_ranks(self, name: str, event: Event) -> None:
+        for replica in self._ranks_of(name):
+            if replica.life is not None:
+                self.world.count("F24")
+                self.world.push(replica.life, event)
+
     # -- clients
 
     def disconnect(self, share: float) -> None:
@@ -354,6 +427,8 @@ class FaultInjector:
         world.num_planned -= 1
         world.is_healed = world.page_faults.is_calm = world.http.is_calm = True
         self._let_gateways_find_out()
+        for (left, right), broken in list(self.breaks.items()):
+            self._connect(left, right, broken)
         world.network.heal_all()
         for replica in world.replicas.values():
             replica.slowdown = 1.0

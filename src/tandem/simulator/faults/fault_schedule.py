@@ -10,7 +10,7 @@ from random import Random
 from typing import Protocol
 
 from tandem.core.settings import Role
-from tandem.core.values import SECOND
+from tandem.core.values import MILLISECOND, SECOND
 from tandem.simulator.actors.servers import rank_names
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
@@ -81,6 +81,12 @@ class Target(Protocol):
 
     def disconnect(self, share: float) -> None: ...
 
+    def flicker(self, source: str, target: str, *, down_ns: int) -> None: ...
+
+    def flush(self, name: str) -> None: ...
+
+    def change_hooks(self, name: str, *, force_retry_prob: float) -> None: ...
+
     def swap_for_snapshot(self, name: str) -> None: ...
 
 
@@ -92,11 +98,16 @@ class FaultSchedule:
     random: Random
     options: Options
     cast: Cast = field(init=False)
-    hangs: Random = field(init=False)  # a stream of their own: most seeds have none, and go on as without
+    # Streams of their own: most seeds have none of these, and go on as without.
+    hangs: Random = field(init=False)
+    flickers: Random = field(init=False)
+    operators: Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.cast = cast_of(self.options)
         self.hangs = Random(f"hangs {self.options.seed}")
+        self.flickers = Random(f"flickers {self.options.seed}")
+        self.operators = Random(f"operators {self.options.seed}")
 
     def schedule(self, until_ns: int) -> None:
         if "F21" in self.options.classes and self.random.random() < 0.5:
@@ -108,6 +119,12 @@ class FaultSchedule:
         if "F9" in self.options.classes and self.hangs.random() < HANG_SHARE:
             for _ in range(self.hangs.randrange(1, 4)):
                 self.target.clock.at(self.hangs.randrange(until_ns), self._hang)
+        if "F23" in self.options.classes:
+            for _ in range(self.flickers.randrange(5, 40)):
+                self.target.clock.at(self.flickers.randrange(until_ns), self._flicker)
+        if "F24" in self.options.classes:
+            for _ in range(self.operators.randrange(3, 15)):
+                self.target.clock.at(self.operators.randrange(until_ns), self._operate)
 
     def _plans(self) -> list[tuple[str, int, Callable[[], None]]]:
         draw = self.random.randrange
@@ -178,3 +195,20 @@ class FaultSchedule:
         what, name = draw.choice(tuple(Hang)), draw.choice(self.cast.ranks)
         duration_ns = FOR_GOOD_NS if draw.random() < 0.5 else int(self.options.watchdog_ns * draw.uniform(0.1, 1.2))
         self.target.hang(name, what, duration_ns=duration_ns)
+
+    def _flicker(self) -> None:
+        """Mostly the connection is back before its ends give up on it."""
+        draw, cast = self.flickers, self.cast
+        left, right = draw.choice(cast.servers_of(Role.PREFILL)), draw.choice(cast.servers_of(Role.DECODE))
+        self.target.flicker(left, right, down_ns=int(6 * SECOND * 10 ** draw.uniform(-3.0, 0.0)))
+
+    def _operate(self) -> None:
+        draw = self.operators
+        name = draw.choice(self.cast.server_names)
+        match draw.randrange(3):
+            case 0:
+                self.target.flush(name)
+            case 1:
+                self.target.change_hooks(name, force_retry_prob=draw.choice((0.0, 0.3, 1.0)))
+            case _:  # its peers find the next life at its address before they hear that this one is over
+                self.target.crash(name, down_ns=draw.randrange(5 * MILLISECOND))

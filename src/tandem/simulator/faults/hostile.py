@@ -1,12 +1,14 @@
 """What nobody who keeps the protocol would do: messages from a stranger, or malformed, about rooms that exist, and
-reads of pages by somebody who knows all about them but the secret of their grant."""
+reads of pages by somebody who knows all about them but the secret of their grant, or their generation."""
 
+from itertools import product
 from random import Random
 
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, PageId, Room
 from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.transfer import Grant
 
 STRANGER = Incarnation("stranger", "1")
 
@@ -49,17 +51,17 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             return STRANGER, Abort(room, claimed, random.choice(tuple(Cause)), "made up")
 
 
-def read_without_secret(life: Life, room: Room) -> None:
-    """Ask every shard for every page of this room, under the right generation and with the secret of nobody."""
+def read_wrongly(life: Life, room: Room) -> None:
+    """Ask every shard for every page of this room: with the secret of nobody, and for another generation with the right
+    one."""
     store = life.store
-    for (granted_room, _, _), known in list(store.grants.items()):
-        if granted_room != room:
-            continue
+    granted = [known for (granted_room, _, _), known in store.grants.items() if granted_room == room]
+    for known, shard in product(granted, life.settings.shards):
         for page, generation in list(known.generations.items()):
-            for shard in life.settings.shards:
-                grant = store.begin_read(room, page, generation, shard, bytes(16))
-                if not isinstance(grant, Cause):
-                    store.end_read(grant, PageId(page), generation, shard, bytes(16))
+            grant = store.begin_read(room, page, generation, shard, bytes(16))
+            store.begin_read(room, page, generation + 1, shard, known.secrets[shard])
+            if isinstance(grant, Grant):
+                store.end_read(grant, PageId(page), generation, shard, bytes(16))
 
 
 def _misfitting_offer(random: Random, room: Room, end: DecodeSide, peer: Incarnation, num_shards: int) -> Offer:

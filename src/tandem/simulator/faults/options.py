@@ -10,15 +10,15 @@
     F7  one shard or DP rank dies               requests; logits that are not finite
     F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
     F9  slow executors, slow shards, and    F22 nodes replaced by their own snapshot
-        processes or batches that hang
-    F10 clocks that began elsewhere, and drift
-    F11 few metadata slots
-    F12 few pages
+        processes or batches that hang      F23 connections that break and come back, or go silent
+    F10 clocks that began elsewhere, drift  F24 operators at work: caches flushed, hooks changed, restarts; an edge that
+    F11 few metadata slots                      refuses by itself
+    F12 few pages                           F25 requests that do not fit, a rendezvous with short timeouts
 
 What the classes do at moments is `fault_schedule.py`; everything else is a distribution that is drawn here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from msgspec import structs
@@ -65,8 +65,12 @@ CLASSES = (
     "F20",
     "F21",
     "F22",
+    "F23",
+    "F24",
+    "F25",
 )
 RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probability; 0.5 otherwise
+RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
 ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
@@ -106,6 +110,10 @@ class Options:
     watchdog_ns: int = 30 * SECOND  # of every server
     io_failure: float = 0.0  # share of messages, of publishing and of pulling
     timed_share: float = 0.0  # of the requests: their prompts show the time
+    http_silences: float = 0.0  # share of what is said between routers and servers
+    edge_refuses: bool = False  # a server's edge says itself that it drains, or that a name is in use
+    repeated_names: float = 0.0  # share of requests with the name of an earlier one
+    misfits: float = 0.0  # share of requests whose prompt or answer is larger than all pages together
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
         """After healing: of every other probe, where some requests show the time."""
@@ -136,10 +144,13 @@ def draw_options(seed: int) -> Options:
     delayers = Random(f"delayer {seed}")
     prefill = structs.replace(prefill, delayer=_draw_delayer(delayers))
     decode = structs.replace(decode, delayer=_draw_delayer(delayers))
+    if "F25" in classes:
+        timeouts = Random(f"rendezvous timeouts {seed}")
+        prefill, decode = _with_rendezvous_timeouts(prefill, timeouts), _with_rendezvous_timeouts(decode, timeouts)
     ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
     prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
     server_counts = (1, 2, 2, 2, 3) if prefill_info.dp_size == decode_info.dp_size == 1 else (1, 2, 2)
-    return Options(
+    options = Options(
         seed=seed,
         classes=classes,
         num_prefills=random.choice(server_counts),
@@ -169,6 +180,22 @@ def draw_options(seed: int) -> Options:
         watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
         io_failure=routers.uniform(0.0, 0.01) if "F20" in classes else 0.0,
         timed_share=Random(f"times {seed}").choice((0.0, 0.0, 0.0, 0.8)),
+        http_silences=Random(f"silences {seed}").uniform(0.0, 0.02) if "F23" in classes else 0.0,
+        edge_refuses="F24" in classes,
+        repeated_names=0.1 if "F24" in classes else 0.0,
+        misfits=0.1 if "F25" in classes else 0.0,
+    )
+    if "F24" in classes and Random(f"slow reads {seed}").random() < 0.5:  # so that what operators do meets transfers
+        options = replace(options, page_read_ns=(20 * MILLISECOND, 200 * MILLISECOND))
+    return options
+
+
+def _with_rendezvous_timeouts(settings: NodeSettings, random: Random) -> NodeSettings:
+    """They end a wait before the deadline of its request, and leave a healthy pair the time that it takes."""
+    return structs.replace(
+        settings,
+        bootstrap_timeout_ns=Nanos(random.randrange(3 * SECOND, 10 * SECOND)),
+        waiting_timeout_ns=Nanos(random.randrange(3 * SECOND, 10 * SECOND)),
     )
 
 

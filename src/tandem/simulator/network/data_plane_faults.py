@@ -1,12 +1,14 @@
 """What the data plane meets: how long pages take, which ones arrive corrupted, how late a cancelled one still comes."""
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from tandem.core.values import SECOND
 from tandem.simulator.faults.options import Options
 from tandem.simulator.network.links import Network
+from tandem.transfer.protocol import Status
 
 
 @dataclass(slots=True)
@@ -20,6 +22,7 @@ class DataPlaneFaults:
     count: Callable[[str], None]  # a fault of this class has happened
     is_calm: bool = False  # healed: nothing goes wrong any more
     pages_to_corrupt: int = 0  # the next so many, by order of a scenario
+    answers: Counter[Status] = field(default_factory=Counter)
 
     def transit_ns(self, source: str, target: str) -> int | None:
         return None if self.network.is_cut(source, target) else self.network.latency_ns()
@@ -36,6 +39,9 @@ class DataPlaneFaults:
             self.count("F14")
             return True
         return False
+
+    def answered(self, status: Status) -> None:
+        self.answers[status] += 1
 
     def digest_ns(self, num_pages: int) -> int:
         return num_pages * self.random.randrange(*self.page_digest_ns)

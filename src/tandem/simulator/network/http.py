@@ -44,6 +44,7 @@ class Http:
     random: Random
     count: Callable[[str], None]  # a fault of this class has happened
     break_share: float = 0.0  # of what is said: the connection breaks instead
+    silent_share: float = 0.0  # of what is said: nothing arrives any more, and nobody is told
     is_calm: bool = False  # healed: nothing breaks any more
 
     def say(self, way: Way, action: Callable[..., None], *arguments: Any) -> None:
@@ -53,6 +54,10 @@ class Http:
         if self.break_share and not self.is_calm and self.random.random() < self.break_share:
             self.count("F1")
             self._break(way)
+        elif self.silent_share and not self.is_calm and self.random.random() < self.silent_share:
+            self.count("F23")
+            way.is_broken = True
+            way.waiting.clear()
         elif way.waiting:
             way.waiting.append((action, arguments))
         elif self.network.is_cut(way.source, way.target):

@@ -1,8 +1,8 @@
 """The network between replicas: latency, loss, duplicates, clogs and partitions, as distributions.
 
 Within a live connection messages arrive in order. A short partition only delays them, as TCP would; a long one breaks
-the connection: what was under way is lost and both ends learn that the other is lost. Copies of old messages may come
-back much later, in any order.
+the connection: what was under way is lost and both ends learn that the other is lost. A connection may also break at
+once and be made again, which both ends learn. Copies of old messages may come back much later, in any order.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,8 @@ class Link:
     """One direction between two replicas."""
 
     is_cut: bool = False
+    is_broken: bool = False  # no connection: what is said is lost
+    num_breaks: int = 0
     last_arrival: int = 0  # nothing overtakes within a connection
     stalled: list[tuple[Incarnation, Incarnation, Message]] = field(default_factory=list)
 
@@ -78,6 +80,8 @@ class Network:
             self.clock.after(
                 self.random.randrange(settings.duplicate_delay_ns), self._redeliver, source, target, message
             )
+        if link.is_broken:
+            return
         if link.is_cut:
             link.stalled.append((source, target, message))
             return
@@ -86,7 +90,22 @@ class Network:
             self.count("F2")
             delay_ns += self.random.randrange(settings.clog_ns)
         link.last_arrival = max(link.last_arrival + 1, self.clock.time + delay_ns)
-        self.clock.at(link.last_arrival, self.deliver, source, target, message)
+        self.clock.at(link.last_arrival, self._deliver, link, link.num_breaks, source, target, message)
+
+    def break_off(self, left: str, right: str) -> None:
+        """The connection breaks, in both directions: what is under way is lost, and so is what is said until `connect`.
+
+        Whoever orders it tells both ends.
+        """
+        for link in (self.link(left, right), self.link(right, left)):
+            link.is_broken = True
+            link.num_breaks += 1
+            link.stalled.clear()
+
+    def connect(self, left: str, right: str) -> None:
+        for link in (self.link(left, right), self.link(right, left)):
+            link.is_broken = False
+            link.last_arrival = self.clock.time
 
     def cut(self, source: str, target: str) -> None:
         """One direction. Both ends learn of it when it lasts too long."""
@@ -108,7 +127,7 @@ class Network:
         stalled, link.stalled = link.stalled, []
         for origin, destination, message in stalled:
             link.last_arrival = max(link.last_arrival + 1, self.clock.time + self.latency_ns())
-            self.clock.at(link.last_arrival, self.deliver, origin, destination, message)
+            self.clock.at(link.last_arrival, self._deliver, link, link.num_breaks, origin, destination, message)
 
     def heal_all(self) -> None:
         """No new faults from here on, nor messages that take a hundred times as long; copies under way still come."""
@@ -130,6 +149,10 @@ class Network:
         self.link(source, target).stalled.clear()
         self.lose(source, target)
         self.lose(target, source)
+
+    def _deliver(self, link: Link, num_breaks: int, source: Incarnation, target: Incarnation, message: Message) -> None:
+        if link.num_breaks == num_breaks:
+            self.deliver(source, target, message)
 
     def _redeliver(self, source: Incarnation, target: Incarnation, message: Message) -> None:
         """A copy from an earlier connection: in no order with anything else."""

@@ -29,7 +29,8 @@ SMALL = NodeSettings(
 CLOCKS = "F10"
 GIVEN_BY_THE_LINE = ("role", "incarnation")
 UNITS = (("ms", MILLISECOND), ("us", 1000), ("ns", 1), ("s", SECOND))
-ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "error_heads")  # a scenario has no routers
+# A scenario has no routers.
+ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "http_silences", "error_heads")
 NO_WEATHER = (
     "seed",
     "num_prefills",
@@ -37,6 +38,8 @@ NO_WEATHER = (
     "num_unified",
     "num_shards",
     "hostility",
+    "repeated_names",
+    "misfits",
     *ROUTED,
 )  # lines of their own
 

@@ -13,7 +13,7 @@
     at 5ms prefill-0 drain 2s | bootstrap crash [2s] | shard crash [2s] | shard 1 slow 20 [2s]
     at 5ms decode-0 told {"type":"..."}       # any event of the core, without blanks
     at 5ms decode-0 look                      # what its node holds, as lines of the trace
-    at 5ms cut prefill-0 decode-0 [2s] | heal prefill-0 decode-0
+    at 5ms cut prefill-0 decode-0 [2s] | heal prefill-0 decode-0 | break prefill-0 decode-0 1s   # back after 1 s
     at 5ms heal                               # everything; when all is quiet, every pair has to answer once more
     at 5ms corrupt 1 pages | fail 1 batches
     recount every 256 events                  # without this line after every one
@@ -107,6 +107,8 @@ class Scenario:
                 return lambda: world.harm.partition(source, target, duration_ns=parse_ns(duration))
             case ["cut", source, target]:
                 return lambda: world.harm.cut(source, target)
+            case ["break", source, target, duration]:
+                return lambda: world.harm.flicker(source, target, down_ns=parse_ns(duration))
             case ["heal", source, target]:
                 return lambda: world.harm.mend(source, target)
             case ["heal"]:

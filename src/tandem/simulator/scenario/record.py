@@ -16,6 +16,7 @@ from tandem.core.events import (
     HooksChanged,
     PeerSaid,
     RequestArrived,
+    RequestRefused,
     StopMatched,
 )
 from tandem.core.request import Request
@@ -81,6 +82,15 @@ class Diary:
     def disconnect(self, share: float) -> None:
         """The nodes hear it as aborts."""
 
+    def flicker(self, source: str, target: str, *, down_ns: int) -> None:
+        self._note("break", source, target, _short(down_ns))
+
+    def flush(self, name: str) -> None:
+        """The nodes hear it."""
+
+    def change_hooks(self, name: str, *, force_retry_prob: float) -> None:
+        """The nodes hear it."""
+
     def swap_for_snapshot(self, name: str) -> None:
         self._note(name, "swap")
 
@@ -114,7 +124,7 @@ class Tape:
                     self._note_client(now, life, "abort", request)
                 case StopMatched(request):
                     self._note_client(now, life, "stop", request)
-                case FlushRequested() | HooksChanged():
+                case FlushRequested() | HooksChanged() | RequestRefused():
                     self._note_told(now, life, event)
                 case PeerSaid(peer) if peer.name not in self.world.replicas:
                     self._note_told(now, life, event)

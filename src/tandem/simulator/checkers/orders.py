@@ -1,0 +1,69 @@
+"""What comes to a node from its own edge and from its connections, and has to be done in that very step."""
+
+from collections.abc import Iterator, Sequence
+
+from tandem.core.commands import Command, FailRequest, Tell
+from tandem.core.disagg.messages import Abort, Ready, Release
+from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, TransferFailed
+from tandem.core.scheduler.request_state import State
+from tandem.core.values import Cause, Incarnation
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.checkers.base import where
+from tandem.simulator.oracle import Violation
+
+
+class Orders:
+    """After a flush no page is cached that nobody holds; after a change of the hooks they are as they were ordered."""
+
+    id = "S35"
+
+    def after_step(self, life: Life, events: Sequence[Event]) -> None:
+        state = life.node.state
+        if any(isinstance(event, FlushRequested) for event in events) and len(set(map(type, events))) == 1:
+            left = state.tree.num_evictable  # other events may end a request, whose pages are cached from then on
+            if left:
+                raise Violation(self.id, f"{where(life)} is flushed and keeps {left} cached pages that nobody holds")
+        ordered = [event.force_retry_prob for event in events if isinstance(event, HooksChanged)]
+        if ordered and state.settings.force_retry_prob != ordered[-1]:
+            raise Violation(
+                self.id, f"{where(life)} forces {state.settings.force_retry_prob:g} of all retries, not {ordered[-1]:g}"
+            )
+
+
+class Returns:
+    """What was said before may be lost, so READY is said again; nothing that the peer has or is to give is lost."""
+
+    id = "S36"
+
+    def after_step(self, life: Life, events: Sequence[Event], commands: Sequence[Command]) -> None:
+        back = [event.peer for event in events if isinstance(event, PeerReturned)]
+        if not back:
+            return
+        said = {
+            command.message.room
+            for command in commands
+            if isinstance(command, Tell) and isinstance(command.message, Ready)
+        }
+        for progress in life.node.state.live(State.ARRIVING):
+            receiver = progress.receiver
+            if receiver is not None and receiver.peer in back and progress.request.room not in said:
+                raise Violation(
+                    self.id,
+                    f"{where(life, progress.id)}: the connection to {receiver.peer} is back, and READY is not said",
+                )
+        if any(isinstance(event, PeerLost | TransferFailed) for event in events):
+            return
+        for peer in losses(commands):
+            raise Violation(self.id, f"{where(life)}: {peer} is given up in the step in which {back} are back")
+
+
+def losses(commands: Sequence[Command]) -> Iterator[Incarnation | str]:
+    """Whom a node says that it has lost."""
+    for command in commands:
+        match command:
+            case FailRequest(cause=Cause.PEER_LOST, peer=peer):
+                yield peer
+            case Tell(peer, Release(cause=Cause.PEER_LOST) | Abort(cause=Cause.PEER_LOST)):
+                yield peer
+            case _:
+                pass
