@@ -3,8 +3,9 @@
 #   make test     the whole test suite
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
-#   make hunt     try all breaks of one line and all mutants of real servers, some minutes; then simulate new seeds for
-#                 HUNT_SECONDS or to Ctrl+C; what breaks an invariant is shrunk to a scenario
+#   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
+#                 in a thousand new seeds, some minutes each; then simulate new seeds for HUNT_SECONDS or to Ctrl+C; what
+#                 breaks an invariant is shrunk to a scenario
 #   make chaos  real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
@@ -81,6 +82,7 @@ check: $(INSTALLED)
 
 hunt: $(INSTALLED)
 	@TANDEM_ALL_LINES=1 TANDEM_ALL_MUTANTS=1 $(BIN)/python -m pytest tests/mutants/test_lines.py tests/mutants/test_real_server.py
+	@TANDEM_ALL_EVENTS=1 $(BIN)/python -m pytest tests/simulator/test_event_coverage.py
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
 chaos: $(INSTALLED)

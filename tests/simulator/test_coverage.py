@@ -7,6 +7,7 @@ import pytest
 from tandem.cli.main import main
 from tandem.simulator.coverage import RATE_MAX, RATE_MIN, load, table
 from tandem.simulator.hunt import run_seed
+from tandem.simulator.occurrences import every_name
 
 NEIGHBOURS = 8  # seeds after the recorded one: a change of the core may move the moment at which a state comes up
 MUST_BE_RECORDED = (
@@ -62,3 +63,5 @@ def test_simulate_prints_the_rare_states_on_request(capsys: pytest.CaptureFixtur
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 1
     assert all(name in printed.err for name in MUST_BE_RECORDED)
+    assert all(f"  {name}" in printed.err for name in every_name())
+    assert "  Status NOT_A_MEMBER: never" in printed.err

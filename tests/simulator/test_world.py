@@ -5,16 +5,25 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from tandem.core.router.router import Router
+from tandem.core.commands import Command
+from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, RequestRefused
+from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.router import Router, RouterSettings
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
-from tandem.core.values import SECOND, Cause, ShardId
-from tandem.server.api.errors import RULES
+from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, ShardId
+from tandem.server.api.errors import RULES, Problem
+from tandem.server.node import peers
+from tandem.simulator.actors.edge import DUPLICATE_RID
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.servers import HTTP_CONFLICT
 from tandem.simulator.actors.upstream_calls import FINAL, OTHER_STATUS, STATUS
+from tandem.simulator.faults.fault_injector import RETURN_NS
 from tandem.simulator.oracle import Script
 from tandem.simulator.scenario.parse import SMALL, quiet_options
 from tandem.simulator.workload import Ask
 from tandem.simulator.world import World
 
+PATIENT = RouterSettings(ExchangeSettings(retries=0))
 RANKS = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN)
 
 
@@ -153,3 +162,102 @@ def test_a_server_that_is_scaled_down_stays_away_and_the_last_one_does_not() -> 
     world.run(world.clock.time + 10 * SECOND)
     assert [server.is_gone for server in world.servers.values() if server.role is Role.PREFILL] == [True, False]
     assert world.servers["prefill-1"].is_up
+
+
+# --- connections that break, and what edge and operators say ---------------------------------------------------------
+
+
+def told(world: World, *kinds: type) -> list[tuple[str, Event]]:
+    """What the nodes hear of these kinds from here on, as it comes."""
+    heard: list[tuple[str, Event]] = []
+
+    def look(now: int, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
+        heard.extend((life.replica.name, event) for event in events if isinstance(event, kinds))
+
+    world.trace = look
+    return heard
+
+
+def test_a_connection_has_as_long_to_return_as_in_the_product() -> None:
+    assert RETURN_NS == peers.RETURN_NS
+
+
+def test_a_connection_that_is_back_in_time_is_told_to_both_ends_and_ends_nothing() -> None:
+    world = a_world()
+    heard = told(world, PeerReturned, PeerLost)
+    ask(world)
+    world.harm.flicker("prefill-0", "decode-0", down_ns=RETURN_NS - MILLISECOND)
+    assert outcome(world) == "finished"
+    expected = {
+        "prefill-0": PeerReturned(Incarnation("decode-0", "1")),
+        "decode-0": PeerReturned(Incarnation("prefill-0", "1")),
+    }
+    assert len(heard) == 2
+    assert dict(heard) == expected
+    assert {half.terminal.path for half in world.edge.exchanges[0].halves} == {"remote"}  # type: ignore[union-attr]
+
+
+def test_a_connection_that_stays_away_is_a_lost_peer_on_both_ends() -> None:
+    world = a_world()
+    heard = told(world, PeerReturned, PeerLost)
+    world.harm.flicker("prefill-0", "decode-0", down_ns=RETURN_NS + MILLISECOND)
+    world.run(world.clock.time + 10 * SECOND)
+    expected = {
+        "prefill-0": PeerLost(Incarnation("decode-0", "1")),
+        "decode-0": PeerLost(Incarnation("prefill-0", "1")),
+    }
+    assert len(heard) == 2
+    assert dict(heard) == expected
+
+
+def test_a_life_that_ends_while_its_connection_is_broken_does_not_return() -> None:
+    world = a_world()
+    heard = told(world, PeerReturned)
+    world.harm.flicker("prefill-0", "decode-0", down_ns=SECOND)
+    world.harm.crash("decode-0", down_ns=MILLISECOND)
+    world.run(world.clock.time + 10 * SECOND)
+    assert heard == []
+
+
+def test_healing_brings_broken_connections_back() -> None:
+    world = a_world()
+    heard = told(world, PeerReturned, PeerLost)
+    world.harm.flicker("prefill-0", "decode-0", down_ns=5 * SECOND)
+    world.num_planned += 1
+    world.harm.heal()
+    world.run(world.clock.time + 10 * SECOND)
+    assert [type(event) for _, event in heard] == [PeerReturned, PeerReturned]
+
+
+def test_operators_reach_every_rank_of_a_server() -> None:
+    world = a_world(prefill_info=RANKS)
+    heard = told(world, FlushRequested, HooksChanged)
+    world.harm.flush("prefill-0")
+    world.harm.change_hooks("prefill-0", force_retry_prob=0.5)
+    world.run(world.clock.time + SECOND)
+    for name in ("prefill-0/0", "prefill-0/1"):
+        assert [event for told_to, event in heard if told_to == name] == [FlushRequested(), HooksChanged(0.5)]
+    assert len(heard) == 4
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_edge_that_drains_refuses_by_itself_and_its_node_tells_the_other_half(refuses: bool) -> None:
+    world = a_world(edge_refuses=refuses, num_prefills=1, num_decodes=1, router=PATIENT)
+    heard = told(world, RequestRefused)
+    world.servers["prefill-0"].is_draining = True
+    ask(world)
+    assert outcome(world) == ("rejected 503" if refuses else "finished")
+    assert [event.cause for _, event in heard if isinstance(event, RequestRefused)] == [Cause.DRAINING] * refuses
+    assert world.edge.codes == ({Cause.DRAINING: 1} if refuses else {})
+
+
+def test_a_name_that_is_in_use_is_refused_by_the_edge() -> None:
+    world = a_world(edge_refuses=True, num_prefills=1, num_decodes=1, router=PATIENT)
+    heard = told(world, RequestRefused)
+    ask(world)
+    world.run(world.clock.time + MILLISECOND)
+    ask(world, 1, named_as=0)
+    world.run(world.clock.time + 100 * SECOND)
+    assert {event.cause for _, event in heard if isinstance(event, RequestRefused)} == {Cause.PEER_ABORTED}
+    assert (Problem.DUPLICATE_RID, RULES[Problem.DUPLICATE_RID].status) == (DUPLICATE_RID, HTTP_CONFLICT)
+    assert set(world.edge.codes) == {DUPLICATE_RID}

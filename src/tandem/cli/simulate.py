@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, natural
 from tandem.core.values import SECOND
+from tandem.simulator import occurrences
 from tandem.simulator.coverage import table
 from tandem.simulator.faults.options import draw_options
 from tandem.simulator.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shrink", action="store_true", help="make what breaks an invariant small: a scenario of a few lines"
     )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
-    parser.add_argument("--coverage", action="store_true", help="print which rare states the seeds have reached")
+    parser.add_argument("--coverage", action="store_true", help="print rare states reached, and what has occurred")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
 
 
@@ -61,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         note("stopped; so far:")
     if args.coverage:
-        print("\n".join(table(summary.seeds, summary.rare)), file=sys.stderr if args.json else sys.stdout)
+        lines = (*table(summary.seeds, summary.rare), *occurrences.table(summary.occurred))
+        print("\n".join(lines), file=sys.stderr if args.json else sys.stdout)
     print(summary.json() if args.json else summary.text())
     if args.hunt_ns:
         note(rates_text(summary, time.monotonic() - began))

@@ -19,6 +19,10 @@ TITLE = """# Invariants and faults of the simulation
 Generated from `src/tandem/simulator/catalog.py`. S is safety, checked after every event; L is liveness, checked with
 deadlines in virtual time; W is what we added. Every checked invariant is the first to notice at least one mutant of
 `src/tandem/simulator/mutants/`. What waits for a capability has a probe: when the capability is there, a test fails.
+
+What never occurs is never checked: every event and command of the core and of the router, every message, transfer state
+and status of the data plane and every code of `docs/errors.md` has to occur in random worlds, or has its reason in
+`tests/simulator/test_event_coverage.py` (`simulator/occurrences.py`; `tandem simulate --coverage` counts them).
 """
 
 

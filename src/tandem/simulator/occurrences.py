@@ -99,3 +99,11 @@ def every_name() -> list[str]:
 def classes_of(module: ModuleType) -> list[type]:
     """Those that are written there, not imported."""
     return [it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__]
+
+
+def table(counts: Mapping[str, int]) -> Iterator[str]:
+    """One line per name: how often it has occurred."""
+    yield f"{'times':>9}"
+    for name in every_name():
+        count = counts.get(name, 0)
+        yield f"{count:9}  {name}{'' if count else ': never'}"

@@ -102,6 +102,7 @@ class Summary:
     faults: Counter[str] = field(default_factory=Counter)
     hashes: list[str] = field(default_factory=list)
     rare: Counter[str] = field(default_factory=Counter)  # seeds that have reached each rare state
+    occurred: Counter[str] = field(default_factory=Counter)  # how often, over all seeds
 
     def add(self, result: SeedResult) -> None:
         self.seeds += 1
@@ -112,6 +113,7 @@ class Summary:
         self.faults.update(result.faults)
         self.hashes.append(result.log_hash)
         self.rare.update(result.rare)
+        self.occurred.update(result.occurred)
         if result.invariant:
             self.violations.append({"seed": result.seed, "invariant": result.invariant, "line": result.line})
 

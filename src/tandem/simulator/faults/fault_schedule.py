@@ -123,8 +123,9 @@ class FaultSchedule:
             for _ in range(self.flickers.randrange(5, 40)):
                 self.target.clock.at(self.flickers.randrange(until_ns), self._flicker)
         if "F24" in self.options.classes:
-            for _ in range(self.operators.randrange(3, 15)):
-                self.target.clock.at(self.operators.randrange(until_ns), self._operate)
+            busy_ns = min(until_ns, self.options.workload.duration_ns)
+            for _ in range(self.operators.randrange(6, 30)):
+                self.target.clock.at(self.operators.randrange(busy_ns), self._operate)
 
     def _plans(self) -> list[tuple[str, int, Callable[[], None]]]:
         draw = self.random.randrange
@@ -205,10 +206,13 @@ class FaultSchedule:
     def _operate(self) -> None:
         draw = self.operators
         name = draw.choice(self.cast.server_names)
-        match draw.randrange(3):
-            case 0:
-                self.target.flush(name)
-            case 1:
+        match draw.randrange(4):
+            case 0 | 1:
+                for each in self.cast.server_names:
+                    self.target.flush(each)
+            case 2:
                 self.target.change_hooks(name, force_retry_prob=draw.choice((0.0, 0.3, 1.0)))
             case _:  # its peers find the next life at its address before they hear that this one is over
-                self.target.crash(name, down_ns=draw.randrange(5 * MILLISECOND))
+                self.target.crash(
+                    draw.choice(self.cast.servers_of(Role.PREFILL)), down_ns=draw.randrange(5 * MILLISECOND)
+                )

@@ -185,17 +185,22 @@ def draw_options(seed: int) -> Options:
         repeated_names=0.1 if "F24" in classes else 0.0,
         misfits=0.1 if "F25" in classes else 0.0,
     )
-    if "F24" in classes and Random(f"slow reads {seed}").random() < 0.5:  # so that what operators do meets transfers
-        options = replace(options, page_read_ns=(20 * MILLISECOND, 200 * MILLISECOND))
+    if "F24" in classes and Random(f"far away {seed}").random() < 0.5:  # so that what operators do meets transfers
+        links = replace(options.links, base_ns=20 * MILLISECOND)
+        options = replace(options, links=links, page_read_ns=(20_000, 400_000))
     return options
 
 
 def _with_rendezvous_timeouts(settings: NodeSettings, random: Random) -> NodeSettings:
-    """They end a wait before the deadline of its request, and leave a healthy pair the time that it takes."""
+    """They end a wait before the deadline of its request, and leave a healthy pair the time that it takes.
+
+    Nothing is recomputed, so that a client hears of it.
+    """
     return structs.replace(
         settings,
         bootstrap_timeout_ns=Nanos(random.randrange(3 * SECOND, 10 * SECOND)),
         waiting_timeout_ns=Nanos(random.randrange(3 * SECOND, 10 * SECOND)),
+        load_failure=LoadFailurePolicy.FAIL,
     )
 
 

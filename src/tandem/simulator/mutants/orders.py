@@ -8,7 +8,7 @@ from tandem.core.scheduler import node
 from tandem.simulator.mutants.base import mutant, replaced
 
 
-@mutant(0, "S36")
+@mutant(7, "S36")
 def connection_that_is_back_is_taken_for_a_lost_peer() -> Iterator[None]:
     original = node.handle
 
@@ -19,13 +19,13 @@ def connection_that_is_back_is_taken_for_a_lost_peer() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S36")
+@mutant(7, "S36")
 def ready_waits_for_its_timer_when_the_connection_is_back() -> Iterator[None]:
     with replaced(decode_side, "on_peer_returned", lambda node_state, peer: None):
         yield
 
 
-@mutant(0, "S18")
+@mutant(1, "S18")
 def refusal_of_the_edge_is_not_for_the_other_half() -> Iterator[None]:
     original = node.handle
 
@@ -37,15 +37,17 @@ def refusal_of_the_edge_is_not_for_the_other_half() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S1", "S2", "S5", "S6")
+@mutant(15, "S2", "S3", "S13")
 def flush_drops_pages_of_requests_that_live() -> Iterator[None]:
     original = node.handle
 
     def handle(node_state, event):
         if isinstance(event, FlushRequested):
-            for page_hash, cached in list(node_state.tree.nodes.items()):
-                if not cached.num_children:
-                    node_state.tree._drop(page_hash, cached)
+            tree = node_state.tree
+            for page_hash, cached in list(tree.nodes.items()):
+                if cached.pins and not cached.num_children:
+                    tree.num_pinned -= 1
+                    tree._drop(page_hash, cached)
                     node_state.pool.evict(cached.page)
         original(node_state, event)
 
@@ -53,7 +55,7 @@ def flush_drops_pages_of_requests_that_live() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S35")
+@mutant(1, "S35")
 def flush_leaves_every_second_leaf() -> Iterator[None]:
     original = node.handle
 
@@ -68,7 +70,7 @@ def flush_leaves_every_second_leaf() -> Iterator[None]:
         yield
 
 
-@mutant(0, "S35")
+@mutant(5, "S35")
 def hooks_stay_as_they_were_at_the_start() -> Iterator[None]:
     original = node.handle
 
