@@ -10,6 +10,7 @@ from functools import cache
 from inspect import getmembers, isclass
 from types import ModuleType
 
+import pytest
 from msgspec import Struct
 
 from tandem.core.commands import FailRequest, Tell
@@ -19,7 +20,9 @@ from tandem.core.values import Cause, Incarnation, Nanos, RequestId, Room
 from tandem.server import wire
 from tandem.server.api.errors import RULES
 from tandem.server.node import session
-from tandem.simulator.hunt import draw_first_seed, run_all
+from tandem.simulator.actors.edge import Edge
+from tandem.simulator.faults.fault_injector import FaultInjector
+from tandem.simulator.hunt import draw_first_seed, run_all, run_seed
 from tandem.simulator.occurrences import Occurrences, every_name
 from tandem.simulator.report import SeedResult
 from tandem.transfer import protocol
@@ -116,9 +119,24 @@ def occurred() -> set[str]:
     return {name for result in results() for name in result.occurred}
 
 
+def missing(results: list[SeedResult]) -> set[str]:
+    return set(names()) - set(NOT_SIMULATED) - {name for result in results for name in result.occurred}
+
+
 def test_everything_that_is_simulated_occurs() -> None:
-    missing = set(names()) - set(NOT_SIMULATED) - occurred()
-    assert missing == set(), f"in {len(results())} seeds from {results()[0].seed}"
+    assert missing(results()) == set(), f"in {len(results())} seeds from {results()[0].seed}"
+
+
+@pytest.mark.parametrize(
+    ("name", "owner", "source"), [("PeerReturned", FaultInjector, "flicker"), ("RequestRefused", Edge, "refuse")]
+)
+def test_an_event_is_missed_when_its_source_falls_silent(
+    name: str, owner: type, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = results()
+    monkeypatch.setattr(owner, source, lambda *arguments, **named: None)
+    after = [run_seed(result.seed, watches=True) if name in result.occurred else result for result in before]
+    assert missing(after) >= {name}
 
 
 def test_what_is_said_not_to_be_simulated_never_occurs() -> None:
