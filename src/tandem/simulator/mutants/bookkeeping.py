@@ -100,7 +100,7 @@ def gauge_counts_something_else() -> Iterator[None]:
         yield
 
 
-@mutant(46, "S33")
+@mutant(93, "S33")
 def snapshot_forgets_the_streak() -> Iterator[None]:
     original = state.NodeState.decode.__func__
 

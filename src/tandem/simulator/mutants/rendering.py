@@ -44,7 +44,7 @@ def ready_said_again_asks_again() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S17")
+@mutant(384, "S17")
 def worker_keeps_the_prompt_of_a_request_that_has_ended() -> Iterator[None]:
     original = rendering.on_rendered
 
