@@ -45,7 +45,14 @@ def told_again(text: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["terminal_event_comes_twice", "source_pages_freed_without_waiting_for_readers", "grown_page_is_not_told"]
+    "name",
+    [
+        "terminal_event_comes_twice",
+        "source_pages_freed_without_waiting_for_readers",
+        "grown_page_is_not_told",
+        "ready_waits_for_its_timer_when_the_connection_is_back",
+        "refusal_of_the_edge_is_not_for_the_other_half",
+    ],
 )
 def test_a_killing_seed_shrinks_to_a_few_events_that_break_the_same_invariant(name: str) -> None:
     with MUTANTS[name].breaks():
@@ -75,7 +82,7 @@ def test_what_the_weather_brings_counts_as_events() -> None:
 
 
 def test_a_tape_has_the_requests_of_the_world_and_can_be_told() -> None:
-    world = World(draw_options(1))
+    world = World(draw_options(2))
     tape = Tape(world)
     world.schedule_all()
     world.run()
