@@ -169,7 +169,7 @@ class World:
             if "F19" in options.classes and name == "decode-0":
                 template = msgspec.structs.replace(template, layout="another layout")
                 self.count("F19")
-            for fault in ("F11", "F12"):
+            for fault in ("F11", "F12", "F25"):
                 if fault in options.classes:
                     self.count(fault)
             self.add_server(name, role, template, info)
