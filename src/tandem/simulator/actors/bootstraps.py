@@ -58,11 +58,13 @@ class Bootstraps:
     # -- ranks
 
     def register(self, life: Life) -> None:
-        """Said by a rank; may arrive when it lives no more."""
-        self.world.clock.after(self.random.randrange(*self.register_ns), self._registered, life)
-
-    def _registered(self, life: Life) -> None:
+        """Said by a rank; may arrive when it lives no more, but not at the next API process of its server."""
         server = self.world.servers[server_of(life.replica.name)]
+        self.world.clock.after(self.random.randrange(*self.register_ns), self._registered, life, server, server.epoch)
+
+    def _registered(self, life: Life, server: Server, epoch: int) -> None:
+        if server.epoch != epoch:
+            return
         if server.registry is None:
             if life.is_alive:
                 self.world.clock.after(AGAIN_NS, self.register, life)
