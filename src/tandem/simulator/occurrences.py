@@ -16,6 +16,7 @@ from tandem.core import commands, events
 from tandem.core.commands import Effects, FailRequest, StageTimings
 from tandem.core.disagg import messages
 from tandem.core.disagg.messages import Message, Offer, Release
+from tandem.core.disagg.sides import Local
 from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.router import messages as router_messages
 from tandem.core.router.messages import Fail, RouteCause
@@ -43,9 +44,9 @@ class Occurrences:
     def see_transfers(self, life: Life) -> None:
         """Where the transfers of a node are, after one of its steps."""
         for progress in life.node.state.requests.values():
-            for end in (progress.sender, progress.receiver):
-                if end is not None:
-                    self.counts[f"{type(end).__name__} {end.state.name}"] += 1
+            side = progress.side
+            if not isinstance(side, Local):
+                self.counts[f"{type(side).__name__} {side.state.name}"] += 1
 
     def see_answers(self, answers: Mapping[Status, int]) -> None:
         """What owners of pages have said to who wants to read them."""
@@ -89,7 +90,7 @@ def every_name() -> list[str]:
     structs = [found.__name__ for found in classes if issubclass(found, Struct) and found is not Effects]
     enums = [*ENUMS, *(found for found in classes if issubclass(found, Enum))]
     members = [name_of(member) for enum in enums for member in enum]
-    ends = [f"{end} {state.name}" for end in ("Sender", "Receiver") for state in TransferState]
+    ends = [f"{end} {state.name}" for end in ("PrefillSide", "DecodeSide") for state in TransferState]
     codes = [f"code {code}" for code in dict.fromkeys((*Cause, *RouteCause))]
     names = [*structs, *members, *codes, *ends, *(f"Release {outcome}" for outcome in OUTCOMES)]
     assert len(set(names)) == len(names), "two have the same name"

@@ -45,11 +45,10 @@ class Returns:
             if isinstance(command, Tell) and isinstance(command.message, Ready)
         }
         for progress in life.node.state.live(State.ARRIVING):
-            receiver = progress.receiver
-            if receiver is not None and receiver.peer in back and progress.request.room not in said:
+            peer = progress.side.counterpart
+            if peer in back and progress.request.room not in said:
                 raise Violation(
-                    self.id,
-                    f"{where(life, progress.id)}: the connection to {receiver.peer} is back, and READY is not said",
+                    self.id, f"{where(life, progress.id)}: the connection to {peer} is back, and READY is not said"
                 )
         if any(isinstance(event, PeerLost | TransferFailed) for event in events):
             return
