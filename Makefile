@@ -6,7 +6,8 @@
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
 #                 in a thousand new seeds, some minutes each; then simulate new seeds for HUNT_SECONDS or to Ctrl+C; what
 #                 breaks an invariant is shrunk to a scenario
-#   make chaos  real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
+#   make chaos    real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
+#   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
@@ -38,7 +39,7 @@ LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt chaos fuzz setup
+.PHONY: demo test lowest check hunt chaos ranks fuzz setup
 
 setup: $(INSTALLED)
 
@@ -87,6 +88,9 @@ hunt: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -s
+
+ranks: $(INSTALLED)
+	@TANDEM_ALL_RANKS=1 $(BIN)/python -m pytest tests/ranks
 
 fuzz: $(INSTALLED)
 	@$(BIN)/python tests/fuzz $(FUZZ_TARGET) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))

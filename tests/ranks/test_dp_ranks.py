@@ -129,6 +129,24 @@ def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Ser
     eventually(lambda: "DP rank 1 serves again" in replicas.log)
 
 
+def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> None:
+    """Rooms name the rank of the prefill here: while that one is missing, another takes the request."""
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=("--dp", "2"), decode_flags=("--dp", "2")) as it:
+        assert it.router is not None
+        router, lost = it.router, [(it.prefills[0], 1), (it.decodes[0], 0)]
+        expected = [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS]
+        with ThreadPoolExecutor(6) as pool:
+            early = [pool.submit(router.generate, prompt, max_new_tokens=8) for prompt in PROMPTS[:8]]
+            for server, dp_rank in lost:
+                os.kill(worker_of(server, dp_rank), signal.SIGKILL)
+            late = [pool.submit(router.generate, prompt, max_new_tokens=8) for prompt in PROMPTS[8:]]
+            assert [answer.result()["output_ids"] for answer in early + late] == expected
+        for server, dp_rank in lost:
+            eventually(lambda: f"DP rank {dp_rank} serves again" in server.log, within_s=60)  # noqa: B023  # done here
+            eventually(lambda: is_idle(server), what=lambda: server.get("/debug/state"))  # noqa: B023  # the same
+        assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
+
+
 def worker_of(server: Server, dp_rank: int) -> int:
     """Replicas are started in order, each with its worker first."""
     workers = [pid for pid in children_of(server.member.process.pid) if "worker_process" in command_of(pid)]

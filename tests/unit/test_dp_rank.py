@@ -184,6 +184,14 @@ def test_by_room_is_the_room_modulo_the_ranks_and_needs_one() -> None:
     assert ranks_of(idle(4, down=(3,)), FOLLOW, Newcomer(1, Room(7))) == ["the room's rank 3 is not active"]
 
 
+def test_a_room_whose_rank_is_down_goes_to_the_least_busy_one_where_decode_asks_for_it() -> None:
+    loads = Loads((RankLoad(3), RankLoad(2), RankLoad(is_active=False)))
+    assert dispatch(Newcomer(1, Room(8)), loads, FOLLOW, moves=True)[0] == Dispatched(1)
+    assert dispatch(Newcomer(1, Room(6)), loads, FOLLOW, moves=True)[0] == Dispatched(0), "its own rank is there"
+    routed = dispatch(Newcomer(1, Room(8), routed_dp_rank=2), loads, FOLLOW, moves=True)[0]
+    assert routed == Refused("routed_dp_rank 2 is not active"), "who names a rank means it"
+
+
 def test_the_least_loaded_rank_counts_what_was_just_dispatched() -> None:
     loads = Loads((RankLoad(2, 10), RankLoad(1, 100), RankLoad(2, 10)))
     assert ranks_of(loads, LoadBalanceMethod.TOTAL_REQUESTS, *[Newcomer(5)] * 4) == [1, 0, 1, 2]

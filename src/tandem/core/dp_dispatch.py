@@ -1,7 +1,8 @@
 """Which data-parallel rank takes a new request. Pure: loads and the round robin's place come in, and go out changed.
 
     routed_dp_rank           the request says it: before every method
-    follow_bootstrap_room    room % ranks; without a room it is refused
+    follow_bootstrap_room    room % ranks; without a room it is refused. A rank that is not active refuses, or where
+                             decode asks for every request's rank anyway (`moves`) the least busy one takes it
     round_robin              the next rank that is active
     total_requests           the active rank with the fewest requests
     total_tokens             the active rank with the fewest tokens, then the fewest requests
@@ -57,9 +58,11 @@ def method_for(method: LoadBalanceMethod, role: Role) -> LoadBalanceMethod:
     return LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM if role is Role.PREFILL else LoadBalanceMethod.ROUND_ROBIN
 
 
-def dispatch(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod) -> tuple[Dispatched | Refused, Loads]:
+def dispatch(
+    newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod, *, moves: bool = False
+) -> tuple[Dispatched | Refused, Loads]:
     """The rank for one request, and the loads with it counted. A refusal changes nothing. `method` is not `auto`."""
-    chosen = choose(newcomer, loads, method)
+    chosen = choose(newcomer, loads, method, moves=moves)
     if isinstance(chosen, Refused):
         return chosen, loads
     before = loads.ranks[chosen]
@@ -71,7 +74,7 @@ def dispatch(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod) -> tup
     )
 
 
-def choose(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod) -> int | Refused:
+def choose(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod, *, moves: bool = False) -> int | Refused:
     ranks = loads.ranks
     if newcomer.routed_dp_rank is not None:
         return checked(newcomer.routed_dp_rank, ranks, "routed_dp_rank")
@@ -82,7 +85,10 @@ def choose(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod) -> int |
         case LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM:
             if newcomer.room is None:
                 return Refused(NO_ROOM)
-            return checked(room_rank(newcomer.room, len(ranks)), ranks, "the room's rank")
+            implied = room_rank(newcomer.room, len(ranks))
+            if moves and not ranks[implied].is_active:
+                return min(active, key=lambda rank: ranks[rank].requests)
+            return checked(implied, ranks, "the room's rank")
         case LoadBalanceMethod.ROUND_ROBIN:
             return next((rank for rank in active if rank >= loads.next_rank), active[0])
         case LoadBalanceMethod.TOTAL_REQUESTS:

@@ -107,12 +107,14 @@ class NodeClient:
         stall_timeout: float,
         hosts: Hosts | None = None,
         method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN,
+        rooms_move: bool = True,
     ) -> None:
-        """One port for each DP rank, in order."""
+        """One port for each DP rank, in order. rooms_move: see `dp_dispatch`."""
         self.ranks = [NodeRank(dp_rank, port, hosts or Hosts()) for dp_rank, port in enumerate(ports)]
         self.is_draining = False
         self.has_started = False  # every rank has been ready once
         self._method = method if len(ports) > 1 else LoadBalanceMethod.ROUND_ROBIN  # needs nothing of a request
+        self._rooms_move = rooms_move
         self._next_rank = 0
         self._stall_ns = int(stall_timeout * SECOND)
         self._request_ids = itertools.count(1)
@@ -244,7 +246,7 @@ class NodeClient:
         for request, wanted in zip(requests, routed, strict=True):
             newcomer = Newcomer(request.prompt_len, request.room, wanted)
             method = LoadBalanceMethod.TOTAL_REQUESTS if is_canary else self._method
-            chosen, loads = dispatch(newcomer, loads, method)
+            chosen, loads = dispatch(newcomer, loads, method, moves=self._rooms_move)
             if isinstance(chosen, Refused):
                 if chosen.reason == NO_ROOM:
                     raise invalid("bootstrap_room", chosen.reason)

@@ -29,7 +29,7 @@ from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.commands import AnnounceDpRank
 from tandem.core.dp_dispatch import method_for
-from tandem.core.settings import LoadBalanceMethod, Role
+from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
@@ -116,6 +116,7 @@ class ApiProcess:
             stall_timeout=config.stall_timeout,
             hosts=Hosts.of(config),
             method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
+            rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
         )
 
     async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tandem.core.bootstrap_registry import Registry
 from tandem.core.dp_dispatch import Dispatched, Loads, Newcomer, RankLoad, dispatch
 from tandem.core.scheduler.delayer_sync import DelayerSync
-from tandem.core.settings import PrefillInfo, Role
+from tandem.core.settings import DpConflictPolicy, PrefillInfo, Role
 from tandem.core.values import MILLISECOND, Room
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.vitals import Hang
@@ -91,7 +91,8 @@ class Server:
         if self.loads_at is None or now >= self.loads_at + LOADS_EVERY_NS:
             self.loads, self.loads_at = Loads(tuple(map(load_of, self.ranks)), self.loads.next_rank), now
         newcomer = Newcomer(prompt_len, room, routed_rank)
-        chosen, self.loads = dispatch(newcomer, self.loads, self.info.method)
+        moves = self.info.conflict is DpConflictPolicy.RESOLVE
+        chosen, self.loads = dispatch(newcomer, self.loads, self.info.method, moves=moves)
         if not isinstance(chosen, Dispatched):
             is_there = routed_rank is None or 0 <= routed_rank < len(self.ranks)
             return HTTP_UNAVAILABLE if is_there else HTTP_BAD_REQUEST
