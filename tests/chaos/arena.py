@@ -46,7 +46,9 @@ RECOVERY_S = 2.0
 READY_S = 90.0
 ORDER_SLACK_S = 1.0
 
-SERVER_FLAGS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
+CUT = tuple(os.environ.get("CHAOS_CUT", "").split())  # flags that spread every server over workers: "--tp 2"
+LIMITS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
+SERVER_FLAGS = (*LIMITS, *CUT)
 ROUTER_FLAGS = ("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20")
 
 PROCESS_FAULTS = ("kill_prefill", "kill_decode", "kill_child", "kill_router", "pause", "pause", "pause", "pause")

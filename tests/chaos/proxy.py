@@ -288,9 +288,10 @@ class RouteProxy:
     async def _rewritten(self, body: bytes) -> bytes:
         replica, self.document = json.loads(body), json.loads(body)
         replica["control_port"] = (await self._link("control", replica["control_port"])).port
-        for shard in replica["shards"]:
+        for index, shard in enumerate(replica["shards"]):
             real = shard["port"]
-            self.data_ports[real] = shard["port"] = (await self._link("data", real)).port
+            kind = f"data {index}" if index else "data"
+            self.data_ports[real] = shard["port"] = (await self._link(kind, real)).port
             shard["unix"] = ""
         return json.dumps(replica).encode()
 

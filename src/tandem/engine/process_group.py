@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy as np
@@ -66,6 +67,19 @@ class TensorGroup:
         return found
 
 
+@dataclass
+class Sent:
+    """What was sent last, with its bytes."""
+
+    most: int
+    works: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+
+    def make_room(self) -> None:
+        """Let go of the oldest, which was taken long ago."""
+        if len(self.works) == self.most:
+            self.works.popleft()[0].wait()
+
+
 class ProcessPipeline:
     """A `Pipeline`. Things of one kind arrive in the order in which they were sent."""
 
@@ -76,8 +90,10 @@ class ProcessPipeline:
         ranks = all_ranks(rank.tp_size, rank.pp_size)
         self._others = [other.shard for other in ranks if other != rank]
         self._sampler = next(other.shard for other in ranks if other.samples)
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # maybe not gone yet: the bytes must stay
-        self._most_sent = MOST_BATCHES_BEHIND * (len(self._others) + 1)
+        # Maybe not gone yet: the bytes must stay. A batch that has returned from all workers has gone through all
+        # stages, and the node launches at most one more than there are stages; tokens are taken later.
+        self._hidden_sent = Sent(most=rank.pp_size + 1)
+        self._tokens_sent = Sent(most=MOST_BATCHES_BEHIND * len(self._others))
 
     def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
         hidden = torch.empty(rows, features, dtype=dtype)
@@ -85,25 +101,24 @@ class ProcessPipeline:
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        self._send(hidden.contiguous(), self.rank.shard + self.rank.tp_size, tag=HIDDEN)
+        self._send(hidden.contiguous(), self.rank.shard + self.rank.tp_size, tag=HIDDEN, sent=self._hidden_sent)
 
     def send_tokens(self, tokens: np.ndarray) -> None:
         values = torch.from_numpy(tokens)
         for other in self._others:
-            self._send(values, other, tag=TOKENS)
+            self._send(values, other, tag=TOKENS, sent=self._tokens_sent)
 
     def receive_tokens(self, count: int) -> np.ndarray:
         tokens = torch.empty(count, dtype=torch.int32)
         self._receive(tokens, self._sampler, tag=TOKENS)
         return tokens.numpy()
 
-    def _send(self, values: Tensor, to: int, *, tag: int) -> None:
+    def _send(self, values: Tensor, to: int, *, tag: int, sent: "Sent") -> None:
         with others_there():
-            if len(self._sent) == self._most_sent:  # the first of them was taken long ago
-                self._sent.popleft()[0].wait()
+            sent.make_room()
             work = dist.isend(_bytes(values), dst=to, tag=tag)
         assert work is not None, "this worker is a member of the group"
-        self._sent.append((work, values))
+        sent.works.append((work, values))
 
     def _receive(self, values: Tensor, source: int, *, tag: int) -> None:
         with others_there():
