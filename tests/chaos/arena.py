@@ -47,6 +47,7 @@ READY_S = 90.0
 ORDER_SLACK_S = 1.0
 
 CUT = tuple(os.environ.get("CHAOS_CUT", "").split())  # flags that spread every server over workers: "--tp 2"
+DP_SIZE = int(CUT[CUT.index("--dp") + 1]) if "--dp" in CUT else 1
 LIMITS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
 SERVER_FLAGS = (*LIMITS, *CUT)
 ROUTER_FLAGS = ("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20")
@@ -213,7 +214,7 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
         return Regreeter(user_secret(os.environ), route.data_ports)
 
     def plane(kind: str, port: int) -> Awaitable[Link]:
-        greets = regreeter if kind == "control" else None
+        greets = regreeter if kind.startswith("control") else None
         return it.open_link(f"{kind} {name}", port, is_damageable=True, regreeter=greets)
 
     route = RouteProxy(bootstrap, plane)
@@ -355,7 +356,8 @@ async def kill_server(it: Arena, clients: Clients, role: str, aftermath: asyncio
 
 
 async def kill_child(it: Arena, clients: Clients, aftermath: asyncio.TaskGroup) -> None:
-    """The server notices by itself, ends, and is started again by whoever supervises it."""
+    """The server notices by itself, ends, and is started again by whoever supervises it; a server of several DP ranks
+    starts the rank again itself."""
     async with calmness(it):
         target = it.random.choice(it.targets)
         module = it.random.choice(("worker_process", "node.process"))
@@ -371,12 +373,23 @@ async def revive(it: Arena, target: Target) -> None:
     """As a supervisor does: wait for its end, start it again on the same ports."""
     member = target.server.member
     process = member.process
-    await eventually(lambda: has_ended(process), within_s=20, what=f"{target.name} ends after one of it was killed")
-    await asyncio.sleep(it.random.uniform(0.0, 1.0))
-    it.fleet.restart(member)
+    if not (DP_SIZE > 1 and process.poll() is None):
+        await eventually(lambda: has_ended(process), within_s=20, what=f"{target.name} ends after one of it was killed")
+        await asyncio.sleep(it.random.uniform(0.0, 1.0))
+        it.fleet.restart(member)
+    await eventually(lambda: has_all_ranks(member.port), within_s=READY_S, what=f"{target.name} has all its ranks")
     await eventually(lambda: answers(member.port), within_s=READY_S, what=f"{target.name} is ready again")
     it.returns.append(await eventually(lambda: are_used(it, target), within_s=READY_S, what=f"{target.name} is used"))
     target.is_impaired = False
+
+
+async def has_all_ranks(port: int) -> bool:
+    try:
+        async with httpx.AsyncClient(timeout=1.0, trust_env=False, verify=False) as http:
+            answer = await http.get(f"http://{LOOPBACK}:{port}/v1/loads")
+            return answer.status_code == 200 and len(answer.json()["loads"]) == DP_SIZE
+    except httpx.HTTPError:
+        return False
 
 
 async def has_ended(process: "object") -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from pathlib import Path
+from typing import Any  # JSON documents
 
 from arena import Arena
 from cluster import HttpError, Server, children_of
@@ -14,9 +15,14 @@ SLACK_FDS = 10  # connections that come and go
 def held(server: Server) -> dict[str, object]:
     """What an idle server still holds; empty when all is well."""
     try:
-        state = server.state()
+        states = server.states()
     except (OSError, HttpError) as error:
         return {"state": repr(error)}
+    return {name: number for state in states for name, number in held_by(state).items()}
+
+
+def held_by(state: dict[str, Any]) -> dict[str, object]:
+    """One node of it."""
     rows = state["result_rows"]
     numbers: dict[str, object] = {
         **{f"requests {queue}": len(ids) for queue, ids in state["queues"].items()},

@@ -266,7 +266,7 @@ class RouteProxy:
             head = await reader.readuntil(b"\r\n\r\n")
             path = head.split(b" ", 2)[1]
             status, body = await self._fetch(path)
-            if path == b"/route" and status == 200:
+            if path.partition(b"?")[0] == b"/route" and status == 200:
                 body = await self._rewritten(body)
             writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n" % status)
             writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
@@ -287,10 +287,11 @@ class RouteProxy:
 
     async def _rewritten(self, body: bytes) -> bytes:
         replica, self.document = json.loads(body), json.loads(body)
-        replica["control_port"] = (await self._link("control", replica["control_port"])).port
+        rank = f" DP{replica['dp_rank']}" if replica["dp_rank"] else ""
+        replica["control_port"] = (await self._link(f"control{rank}", replica["control_port"])).port
         for index, shard in enumerate(replica["shards"]):
             real = shard["port"]
-            kind = f"data {index}" if index else "data"
+            kind = f"data{rank} {index}" if index else f"data{rank}"
             self.data_ports[real] = shard["port"] = (await self._link(kind, real)).port
             shard["unix"] = ""
         return json.dumps(replica).encode()

@@ -3,6 +3,8 @@
 25 seconds in `make test`. On demand longer, or the same faults again (as far as the machine's timing allows):
 
     CHAOS_SECONDS=600 CHAOS_SEED=4711 pytest tests/chaos -s
+
+CHAOS_CUT="--tp 2" (or "--pp 2", "--dp 2") spreads every server over workers.
 """
 
 import asyncio

@@ -97,15 +97,25 @@ class Server:
             return False
 
     def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("/debug/state")
+        """Of the only DP rank."""
+        (found,) = self.states()
         return found
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of every DP rank that is there."""
+        found: Any = self.get("/debug/state")
+        return found if isinstance(found, list) else [found]
 
     def is_idle(self) -> bool:
         """No request, and nothing that only requests have: pages neither free nor cached, pins, rooms, result slots."""
-        state = self.state()
-        pages, rows = state["pages"], state["result_rows"]
-        held = pages["owned"] + pages["quarantined"] + state["pages_pinned_by_tree"] + state["rooms"]
-        return not any(state["queues"].values()) and held == 0 and rows["free"] == rows["total"]
+        return all(map(is_idle, self.states()))
+
+
+def is_idle(state: Mapping[str, Any]) -> bool:
+    """What one node says of itself."""
+    pages, rows = state["pages"], state["result_rows"]
+    held = pages["owned"] + pages["quarantined"] + state["pages_pinned_by_tree"] + state["rooms"]
+    return not any(state["queues"].values()) and held == 0 and rows["free"] == rows["total"]
 
 
 @dataclass

@@ -53,12 +53,7 @@ def test_every_rank_of_both_sides_says_what_one_engine_says(pair: Cluster) -> No
     for rank in (0, 1):
         assert f"node DP{rank}] Prefill batch" in pair.prefills[0].log
     for server in pair.servers:
-        eventually(lambda server=server: is_idle(server), what=lambda server=server: server.get("/debug/state"))
-
-
-def is_idle(server: Server) -> bool:
-    states = server.get("/debug/state")
-    return not any(any(state["queues"].values()) for state in (states if isinstance(states, list) else [states]))
+        eventually(server.is_idle, what=server.states)
 
 
 def test_a_request_that_names_its_rank_gets_it(replicas: Server) -> None:
@@ -143,7 +138,7 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
             assert [answer.result()["output_ids"] for answer in early + late] == expected
         for server, dp_rank in lost:
             eventually(lambda: f"DP rank {dp_rank} serves again" in server.log, within_s=60)  # noqa: B023  # done here
-            eventually(lambda: is_idle(server), what=lambda: server.get("/debug/state"))  # noqa: B023  # the same
+            eventually(server.is_idle, what=server.states)
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
 
 

@@ -1,7 +1,7 @@
 """The workers of one replica as processes: collectives of torch.distributed behind the ports of `parallel.py`.
 
 One static group, made at start; a worker that is gone ends all others, for nothing is ever sent anew. On CPU the
-backend is gloo, over TCP.
+backend is gloo, over TCP. It asks nobody who he is, so when all are connected nobody else is let in.
 
 A sum is taken in order of ranks, whatever its size and whoever takes it. (A ring that reduces by blocks would add the
 rows of a batch in an order that depends on their place in it.)
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # it is documented
 
+from tandem.engine.closed_doors import close_doors
 from tandem.engine.parallel import OneShard, Shard, WorkerGone
 from tandem.ranks import Rank, all_ranks
 
@@ -155,6 +156,8 @@ class Peers:
         self._rank = rank
         self.pipeline = ProcessPipeline(rank)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
+        self.least(0)  # all have connected to all
+        close_doors()
 
     def least(self, number: int) -> int:
         """The least of what all workers call with; they all have to."""
