@@ -14,8 +14,8 @@ from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, ShardId
 from tandem.server.api.errors import RULES, Problem
 from tandem.server.node import peers
 from tandem.simulator.actors.edge import DUPLICATE_RID
-from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.servers import HTTP_CONFLICT
+from tandem.simulator.actors.replica import Life, Replica
+from tandem.simulator.actors.servers import HTTP_CONFLICT, server_of
 from tandem.simulator.actors.upstream_calls import FINAL, OTHER_STATUS, STATUS
 from tandem.simulator.faults.fault_injector import RETURN_NS
 from tandem.simulator.oracle import Script
@@ -112,6 +112,41 @@ def test_ranks_register_again_when_their_bootstrap_server_has_restarted() -> Non
     assert not world.servers["prefill-0"].is_healthy
     world.run(world.clock.time + 2 * SECOND)
     assert world.servers["prefill-0"].is_healthy
+
+
+def test_a_registration_under_way_does_not_overtake_that_of_the_next_life() -> None:
+    world = a_world(prefill_info=RANKS)
+    rank = world.replicas["prefill-0/1"]
+    world.bootstraps.register_ns = (SECOND, SECOND + 1)
+    world.harm.lose_bootstrap("prefill-0", down_ns=0)
+    world.run(world.clock.time)
+    world.bootstraps.register_ns = (0, 1)
+    world.harm.crash(rank.name, down_ns=0)
+    world.run(world.clock.time + 2 * SECOND)
+    assert rank.life is not None
+    assert registered(world, rank) == rank.life.incarnation
+
+
+def test_a_life_that_has_ended_tries_no_more_to_register() -> None:
+    world = a_world(prefill_info=RANKS)
+    rank = world.replicas["prefill-0/1"]
+    world.bootstraps.register_ns = (0, 1)
+    world.harm.lose_bootstrap("prefill-0", down_ns=SECOND)
+    assert rank.life is not None
+    world.bootstraps.register(rank.life)
+    world.run(world.clock.time + SECOND // 2)  # nobody heard it, so it is going to say it again
+    world.harm.crash("prefill-0", down_ns=0)
+    world.run(world.clock.time + 2 * SECOND)
+    assert registered(world, rank) == rank.life.incarnation
+
+
+def registered(world: World, rank: Replica) -> Incarnation:
+    """Who decode is told to be this rank."""
+    registry = world.servers[server_of(rank.name)].registry
+    assert registry is not None
+    found = registry.find(rank.template.dp_rank)
+    assert found is not None
+    return found.who
 
 
 @pytest.mark.parametrize("method", [method for method in LoadBalanceMethod if method is not LoadBalanceMethod.AUTO])

@@ -58,20 +58,26 @@ class Bootstraps:
     # -- ranks
 
     def register(self, life: Life) -> None:
-        """Said by a rank; may arrive when it lives no more, but not at the next API process of its server."""
+        """Said by a rank; may arrive when it lives no more, but not behind the next life at its place.
+
+        Its word goes to the API process that started it, which ends or closes the way to it before it starts another.
+        """
         server = self.world.servers[server_of(life.replica.name)]
         self.world.clock.after(self.random.randrange(*self.register_ns), self._registered, life, server, server.epoch)
 
     def _registered(self, life: Life, server: Server, epoch: int) -> None:
-        if server.epoch != epoch:
+        if server.epoch != epoch or not life.is_last:
             return
         if server.registry is None:
-            if life.is_alive:
-                self.world.clock.after(AGAIN_NS, self.register, life)
+            self.world.clock.after(AGAIN_NS, self._register_again, life)
             return
         outcome = server.registry.register(registration(life), is_own=True)
         if isinstance(outcome, Rejected) and life.is_alive:
             raise Violation("S23", f"{life.replica.name} cannot register: {outcome.param} {outcome.reason}")
+
+    def _register_again(self, life: Life) -> None:
+        if life.is_alive:
+            self.register(life)
 
     def unregister(self, life: Life) -> None:
         registry = self.world.servers[server_of(life.replica.name)].registry

@@ -50,6 +50,11 @@ class Life:
     def is_alive(self) -> bool:
         return self.replica.life is self
 
+    @property
+    def is_last(self) -> bool:
+        """No other life has begun at its place, whether this one has ended or not."""
+        return self.incarnation.id == str(self.replica.epoch)
+
     def next_request_id(self) -> RequestId:
         return RequestId(len(self.halves) + self.num_refused + 1)
 
