@@ -175,3 +175,53 @@ def test_nobody_takes_the_place_of_a_prefill_in_its_own_bootstrap_server() -> No
         await running
 
     serve(story)
+
+
+def test_a_rank_that_is_lost_while_it_comes_back_is_started_once_more_and_found_under_its_last_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.server.api.process.RESTART_S", 0.0)
+    info = PrefillInfo(dp_size=2)
+    nodes: list[socket.socket] = []  # our ends, of every life of every rank
+
+    def start(_dp_rank: int) -> Children:
+        node, api_end = socket.socketpair()
+        nodes.append(node)
+        child = Child()
+        return Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
+
+    def say_ready(life: int, dp_rank: int) -> None:
+        who = Incarnation(f"p/{dp_rank}", str(life))
+        replica = msgspec.structs.replace(REPLICA, incarnation=who, dp_rank=dp_rank, prefill=info)
+        nodes[life].sendall(frame(msgspec.structs.replace(READY, replica=replica)))
+
+    async def story() -> None:
+        with listening(dp_size=2) as listeners:
+            process = ApiProcess(config(dp_size=2), Replicas(start, 2), listeners)
+            running = asyncio.create_task(process.run(FACTS, SECRET))
+            say_ready(0, 0)
+            say_ready(1, 1)
+            await until(lambda: process._ready.is_set() and 1 in process._watching)
+            nodes[1].sendall(frame(wire.Died("node", "a bug")))
+            await until(lambda: len(nodes) == 3)
+            await until(lambda: process._links[1].channel is not None and process._restarts[1].is_loading)
+            first = process._restarts[1].task
+            nodes[2].sendall(frame(wire.Died("node", "a bug")))
+            await until(lambda: len(nodes) == 4)
+            second = process._restarts[1].task
+            say_ready(3, 1)
+            await asyncio.wait([first, second])
+            assert first.cancelled(), "two attempts to bring one rank back"
+            assert second.exception() is None
+            assert not running.done()
+            found = process._registry.find(1)
+            assert found is not None
+            assert found.who == Incarnation("p/1", "3")
+            process._signalled()
+            await running
+
+    try:
+        asyncio.run(story())
+    finally:
+        for node in nodes:
+            node.close()

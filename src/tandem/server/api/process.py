@@ -272,6 +272,8 @@ class ApiProcess:
         elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
             before = self._restarts.get(dp_rank)
             attempt = 0 if before is None else before.attempt + 1
+            if before is not None:
+                before.task.cancel()  # it waits for processes that will not be ready any more
             task = asyncio.get_running_loop().create_task(self._restart(dp_rank, reason, attempt))
             task.add_done_callback(partial(self._task_ended, "restart of a replica"))
             self._restarts[dp_rank] = Restart(task, attempt)
@@ -292,7 +294,7 @@ class ApiProcess:
         self._replicas.restart(dp_rank)
         self._restarts[dp_rank].is_loading = True
         await self._meet(dp_rank)
-        while rank.node is None:  # should it die instead, `_lose` starts the next attempt
+        while rank.node is None:  # should it die instead, `_lose` cancels this and starts the next attempt
             await asyncio.sleep(READY_POLL_S)
         del self._restarts[dp_rank]
         self._watch(dp_rank)
