@@ -13,7 +13,7 @@ ratio is the median of the ratios to the server of one worker, each taken within
 `ideal` of ttft: what the ratio would be with a core for every worker, stages that cost the same, and communication for
 nothing. A pipeline of n stages takes (chunks + n - 1) / n times the time of a chunk: one chunk gains nothing from it.
 
-    python bench/ranks.py [--repetitions 9] [--json]
+    python bench/ranks.py [--repetitions 5] [--json]
 
 Where there are fewer cores than workers, they wait for each other, as the server's log says: several workers are slower
 there than one, in everything. The clients of `requests` are threads of this process, which takes its part of a core.
@@ -286,7 +286,7 @@ def measure_dispatch(repetitions: int, count: int) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=9, help="of every measurement")
+    parser.add_argument("--repetitions", type=int, default=5, help="of every measurement")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
     known = conditions()  # the load before ours
