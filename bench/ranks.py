@@ -2,12 +2,13 @@
 
 Unified servers with the bundled model, all alive at once on this machine's cores; they are asked in turn, in a new
 order every time, and only one has work at a time. Each gets the threads that it would take if it were alone here. A
-ratio is the median of the ratios to the server of one worker, each taken within one repetition.
+ratio is the median of the ratios to the server of one worker, each taken within one repetition; beside it the least and
+the greatest of them.
 
     ttft        milliseconds until the first token of one prompt on an idle server, in chunks of CHUNK tokens
     step        milliseconds between two tokens of a stream, of 1 and of 8 streams
     requests    per second, of 8 and of 16 clients that each wait for their answer, by number of replicas
-    dispatch    nanoseconds of the API process for one request: the choice of a rank alone, and the whole way from
+    dispatch    nanoseconds of the API process's CPU for one request: the choice of a rank alone, and the whole way from
                 `NodeClient.running` to the request's end without its node and its tokens
 
 `ideal` of ttft: what the ratio would be with a core for every worker, stages that cost the same, and communication for
@@ -18,6 +19,7 @@ nothing. A pipeline of n stages takes (chunks + n - 1) / n times the time of a c
 Where there are fewer cores than workers, they wait for each other, as the server's log says: several workers are slower
 there than one, in everything. The clients of `requests` are threads of this process, which takes its part of a core.
 What such a machine shows is the price of talking; what ranks are worth is seen where each has a core, or a device.
+On a machine that has other work, too, do not read the ratios: the kernel gives a server of more processes more of it.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, repeat
 from pathlib import Path
+from typing import Any  # a row: text and numbers
 
 import httpx
 from conditions import conditions
@@ -134,8 +137,10 @@ def in_turns(
     return found
 
 
-def ratio_to_one(found: Mapping[str, list[float]], name: str) -> float:
-    return statistics.median(value / one for value, one in zip(found[name], found[ONE], strict=True))
+def ratios_to_one(values: list[float], ones: list[float]) -> dict[str, Any]:
+    """Median, and least and greatest, of what was measured together."""
+    ratios = [value / one for value, one in zip(values, ones, strict=True)]
+    return {"ratio": round(statistics.median(ratios), 3), "range": [round(min(ratios), 3), round(max(ratios), 3)]}
 
 
 def ideal_ttft(prompt_tokens: int, tp: int, pp: int) -> float:
@@ -143,7 +148,7 @@ def ideal_ttft(prompt_tokens: int, tp: int, pp: int) -> float:
     return (chunks + pp - 1) / (chunks * pp * tp)
 
 
-def measure_servers(repetitions: int, tell: Callable[[dict[str, object]], None]) -> None:
+def measure_servers(repetitions: int, tell: Callable[[dict[str, Any]], None]) -> None:
     rng = random.Random(SEED)
     with tempfile.TemporaryDirectory() as folder, Fleet(Path(folder), engines=1) as fleet:
         urls: dict[str, str] = {}
@@ -196,14 +201,14 @@ def measure_servers(repetitions: int, tell: Callable[[dict[str, object]], None])
                     tell(line("requests", f"{clients} clients", name, found, unit="1/s"))
 
 
-def line(what: str, load: str, name: str, found: Mapping[str, list[float]], *, unit: str) -> dict[str, object]:
+def line(what: str, load: str, name: str, found: Mapping[str, list[float]], *, unit: str) -> dict[str, Any]:
     return {
         "what": what,
         "load": load,
         "server": name,
         "p50": round(statistics.median(found[name]), 3),
         "unit": unit,
-        "ratio": round(ratio_to_one(found, name), 3),
+        **ratios_to_one(found[name], found[ONE]),
     }
 
 
@@ -214,11 +219,11 @@ def dispatched(ranks: int, method: LoadBalanceMethod, count: int) -> tuple[float
     """Nanoseconds for the choice of one rank; and how many of `count` requests each rank got."""
     loads = Loads((RankLoad(),) * ranks)
     newcomers = [Newcomer(REQUEST_PROMPT, Room(number)) for number in range(count)]
-    began = time.perf_counter_ns()
+    began = time.thread_time_ns()
     for newcomer in newcomers:
         chosen, loads = dispatch(newcomer, loads, method)
         assert isinstance(chosen, Dispatched)
-    return (time.perf_counter_ns() - began) / count, [load.requests for load in loads.ranks]
+    return (time.thread_time_ns() - began) / count, [load.requests for load in loads.ranks]
 
 
 class Silent:
@@ -241,11 +246,11 @@ def submitted(ranks: int, count: int) -> tuple[float, list[int]]:
             replica = wire.ReplicaInfo(Incarnation("bench", "1"), "unified", "", {}, "127.0.0.1", 1, ())
             client.receive(wire.NodeReady(replica, 10, 10), dp_rank)
         submits = [submit(number) for number in range(1, count + 1)]
-        began = time.perf_counter_ns()
+        began = time.thread_time_ns()
         for one in submits:
             with client.running([one], [(one.request.rid,)]):
                 client.receive(FailRequest(one.request.id, Cause.ABORTED, "node", ""))
-        spent = time.perf_counter_ns() - began
+        spent = time.thread_time_ns() - began
         await client.close()
         return spent / count
 
@@ -257,20 +262,19 @@ def submit(number: int) -> wire.Submit:
     return wire.Submit(request, Payload(number, bytes(4 * REQUEST_PROMPT), SamplingParams(), b""))
 
 
-def measure_dispatch(repetitions: int, count: int) -> list[dict[str, object]]:
+def measure_dispatch(repetitions: int, count: int) -> list[dict[str, Any]]:
     """The median of repetitions, in which numbers of ranks take turns."""
     ways: dict[str, Callable[[int], tuple[float, list[int]]]] = {
         method: lambda ranks, method=method: dispatched(ranks, method, count) for method in METHODS
     }
     ways["whole request, round_robin"] = lambda ranks: submitted(ranks, count)
-    found: list[dict[str, object]] = []
+    found: list[dict[str, Any]] = []
     for way, sample in ways.items():
         times: dict[int, list[float]] = {ranks: [] for ranks in DISPATCHED}
         for _ in range(repetitions):
             for ranks in DISPATCHED:
                 times[ranks].append(sample(ranks)[0])
         for ranks in DISPATCHED:
-            ratio = statistics.median(a / b for a, b in zip(times[ranks], times[1], strict=True))
             found.append(
                 {
                     "what": "dispatch",
@@ -278,7 +282,7 @@ def measure_dispatch(repetitions: int, count: int) -> list[dict[str, object]]:
                     "server": f"dp {ranks}",
                     "p50": round(statistics.median(times[ranks])),
                     "unit": "ns",
-                    "ratio": round(ratio, 3),
+                    **ratios_to_one(times[ranks], times[1]),
                 }
             )
     return found
@@ -290,15 +294,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
     known = conditions()  # the load before ours
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
 
-    def tell(row: dict[str, object]) -> None:
+    def tell(row: dict[str, Any]) -> None:
         rows.append(row)
         if not args.json:
+            least, most = row["range"]
             ideal = f"   ideal {row['ideal']:.2f}" if "ideal" in row else ""
             print(
                 f"{row['what']:<9} {row['load']:<27} {row['server']:<9} {row['p50']:>10} {row['unit']:<4}"
-                f" {row['ratio']:>7.2f}x{ideal}",
+                f" {row['ratio']:>7.2f}x ({least:.2f} to {most:.2f}){ideal}",
                 flush=True,
             )
 

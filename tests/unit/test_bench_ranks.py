@@ -37,8 +37,8 @@ def test_every_method_of_dispatch_has_a_row_for_one_rank_and_for_four(bench: Mod
 
 
 def test_a_ratio_compares_what_was_measured_together(bench: ModuleType) -> None:
-    drifting = {bench.ONE: [1.0, 10.0, 100.0], "pp 2": [2.0, 20.0, 300.0]}
-    assert bench.ratio_to_one(drifting, "pp 2") == 2.0
+    drifting = [1.0, 10.0, 100.0]
+    assert bench.ratios_to_one([2.0, 20.0, 350.0], drifting) == {"ratio": 2.0, "range": [2.0, 3.5]}
 
 
 def test_a_short_prompt_gains_nothing_from_stages_and_a_long_one_nearly_all(bench: ModuleType) -> None:
