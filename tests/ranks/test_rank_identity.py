@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 from cluster import Cluster, Server, cluster, eventually
+from rank_gauges import worker_gauges
 from reference import CHUNK, ask_all, assert_same_tokens, real_prompts
 
 NUM_PROMPTS = 24
@@ -83,16 +84,3 @@ def assert_each_worker_counts_for_itself(it: Cluster, prefill: Grid, decode: Gri
         ranks = {(str(tp), str(pp)) for tp in range(grid.tp) for pp in range(grid.pp)}
         for name in ("live_rooms", "pinned_pages", "open_transfers"):
             assert worker_gauges(server, name) == dict.fromkeys(ranks, 0.0)
-
-
-def worker_gauges(server: Server, name: str) -> dict[tuple[str, str], float]:
-    """By TP and PP rank."""
-    with server.open("GET", "/metrics") as reply:
-        lines = reply.read().decode().splitlines()
-    found = {}
-    for line in lines:
-        if line.startswith(f"tandem:worker_{name}{{"):
-            labels = dict(part.split("=") for part in line[line.index("{") + 1 : line.index("}")].split(","))
-            ranks = (labels["tp_rank"].strip('"'), labels["pp_rank"].strip('"'))
-            found[ranks] = float(line.rsplit(" ", 1)[1])
-    return found

@@ -244,6 +244,21 @@ def test_what_a_shard_says_of_its_transfers_is_passed_on_as_it_comes() -> None:
     assert server.node.steps == [(event,) for event in landed]
 
 
+def test_a_transfer_that_fails_names_the_worker_however_it_came_about() -> None:
+    server = Server(FakeNode(), pp_size=2)
+    reported = TransferFailed(RequestId(1), 1, ShardId(1), Cause.CORRUPT_PAGES, "digests differ")
+    server.workers[1].send(reported)
+    eventually(lambda: server.node.steps)
+    server.inbox.failures.prob = 1.0
+    server.workers[0].send(PagesLanded(RequestId(2), 1, ShardId(0), 3))
+    eventually(lambda: len(server.node.steps) == 2)
+    server.end()
+    assert server.node.steps == [
+        (msgspec.structs.replace(reported, detail="worker TP0 PP1: digests differ"),),
+        (TransferFailed(RequestId(2), 1, ShardId(0), Cause.TRANSFER_FAILED, "worker TP0 PP0: injected"),),
+    ]
+
+
 def ready(layout: str = "digest", num_pages: int = 7) -> wire.EngineReady:
     return wire.EngineReady(num_pages, 64, layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5), 0.1)
 

@@ -117,7 +117,7 @@ RULES: dict[Code, Rule] = {
     Cause.CORRUPT_PAGES: Rule(
         502, True, "node", "try again; if it returns, suspect memory or network of the two hosts"
     ),
-    Cause.TRANSFER_FAILED: Rule(502, True, "node", "try again; `message` names the shard"),
+    Cause.TRANSFER_FAILED: Rule(502, True, "node", "try again; `message` names the worker"),
     Cause.PROTOCOL: Rule(502, True, "node", "run the same version on both halves"),
     Cause.INVALID_LOGITS: Rule(500, False, "worker", "the model made no finite numbers: check weights and dtype"),
     Cause.WORKER_LOST: Rule(503, True, "node", "the engine process ended; see the server's log"),

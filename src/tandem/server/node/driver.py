@@ -141,7 +141,7 @@ class Inbox:
                 self._happened.append(message)
 
     def _from_workers(self, event: Event) -> None:
-        self._happened.append(self.failures.instead_of(event))
+        self._happened.append(self.workers.with_rank(self.failures.instead_of(event)))
 
 
 def drive(

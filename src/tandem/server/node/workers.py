@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.core.events import BatchReturned, Event
+from tandem.core.events import BatchReturned, Event, TransferFailed
 from tandem.core.worker_group import WorkerGroup, WorkersParted
 from tandem.ranks import Rank
 from tandem.server import wire
@@ -97,6 +97,13 @@ class Workers:
         """Raises LocalPeerLost."""
         for peer in self._peers:
             peer.flush()
+
+    def with_rank(self, event: Event) -> Event:
+        """A failure says which worker it was: requests end with these words, and the core knows numbers of shards only."""
+        if not isinstance(event, TransferFailed) or len(self._ranks) == 1:
+            return event
+        name = self._ranks[event.shard].name
+        return msgspec.structs.replace(event, detail=f"{name}: {event.detail}" if event.detail else name)
 
     def _hearing(self, rank: Rank) -> Callable[[wire.WorkerToNode], None]:
         return lambda message: self._hear(rank, message)
