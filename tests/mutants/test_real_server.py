@@ -1,8 +1,10 @@
 """Seeded bugs of the simulator in the core of real servers: tests that only see processes from outside notice them too.
 
-Each row runs one test of tests/e2e_cpu in a pytest of its own, with the mutant in every node process that the test
-starts (`real/sitecustomize.py`). It has to fail, by the law that the row names: a server that does not start, or a test
-that hangs, kills nothing. Two run at a time.
+With them bugs of one worker among several, which only real ones have (`real/worker_mutants.py`).
+
+Each row runs one test, of tests/e2e_cpu if it names no other folder, in a pytest of its own, with the mutant in every
+node and worker process that the test starts (`real/sitecustomize.py`). It has to fail, by the law that the row names: a
+server that does not start, or a test that hangs, kills nothing. Two run at a time.
 
 `make hunt` tries all, `make test` one for each test that it takes: with TANDEM_ALL_MUTANTS=1 all are tried. Without a
 mutant the same tests pass, in tests/e2e_cpu; that they do so in a pytest of its own is shown for one of them.
@@ -22,6 +24,9 @@ import pytest
 
 from tandem.simulator.mutants import MUTANTS
 
+sys.path.append(str(Path(__file__).parent / "real"))
+from worker_mutants import WORKER_MUTANTS
+
 HERE = Path(__file__).parent
 TESTS = HERE.parent / "e2e_cpu"
 HUNG_S = 60.0  # a start and a wait or two; who needs so long hangs
@@ -39,6 +44,9 @@ NUMBERS = "test_serve_unified.py::test_batches_are_logged_under_the_numbers_of_t
 RETRIED = "test_forced_retry.py::test_what_a_retry_finds_of_itself_is_no_cache_hit"
 
 ATTACKED = "test_pd_data_attackers.py::test_pages_of_a_user_are_read_by_nobody_who_was_not_granted_them"
+
+ORPHANS = "../ranks/test_rank_orphans.py::test_"
+ABORTED = ORPHANS + "an_abort_while_pages_move_and_one_shard_stands_still_reaches_every_shard"
 
 OTHER_TOKENS = r"At index \d diff: "
 
@@ -76,6 +84,12 @@ KILLS = (
     Kill("gauge_counts_something_else", GAUGES, "'queue': 1"),
     Kill("prompt_computed_again_counts_as_a_hit", RETRIED, r"== 0\.0"),
     Kill("retraction_resets_the_first_token_clock", LEDGER, r"assert .* > 0\.2"),
+    # one worker of several
+    Kill("one_worker_ignores_a_revoke", ABORTED, r"not within.*'prefill'.*'draining': \[\d"),
+    Kill(
+        "one_worker_says_drained_and_keeps_its_grants", ABORTED, r"'prefill-0'.*'pinned_pages': .*\('0', '1'\): [1-9]"
+    ),
+    Kill("one_worker_ignores_the_cancel_of_a_pull", ABORTED, r"not within.*'decode'.*'draining': \[\d"),
 )
 
 
@@ -135,7 +149,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_kill_is_of_a_mutant_and_by_a_test_that_are_there() -> None:
-    assert {kill.mutant for kill in KILLS} <= set(MUTANTS)
+    assert {kill.mutant for kill in KILLS} <= {*MUTANTS, *WORKER_MUTANTS}
     for kill in KILLS:
         path, _, test = kill.test.partition("::")
         assert f"def {test}(" in (TESTS / path).read_text(), kill.mutant

@@ -99,7 +99,7 @@ class Workers:
             peer.flush()
 
     def with_rank(self, event: Event) -> Event:
-        """A failure says which worker it was: requests end with these words, and the core knows numbers of shards only."""
+        """A failure says which worker it was: requests end with these words, and the core knows shards only."""
         if not isinstance(event, TransferFailed) or len(self._ranks) == 1:
             return event
         name = self._ranks[event.shard].name
