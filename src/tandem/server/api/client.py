@@ -213,13 +213,14 @@ class NodeClient:
         is_canary: bool,
     ) -> None:
         self.check_there()
+        ranks: list[NodeRank] = []
         try:
             self.check_acceptable()
             self._check_names({name for group in names for name in group})
             ranks = self._ranks_for([submit.request for submit in submits], routed, is_canary=is_canary)
             self._send(submits, ranks)
         except Refusal as refusal:
-            self._decline([submit.request for submit in submits], routed, refusal)
+            self._decline([submit.request for submit in submits], routed, ranks, refusal)
             raise
         now_ns = time.monotonic_ns()
         for submit, rank, group in zip(submits, ranks, names, strict=True):
@@ -275,19 +276,31 @@ class NodeClient:
                     Problem.DUPLICATE_RID, f"rid {name!r} is in use by a request that is still running", param="rid"
                 )
 
-    def _decline(self, requests: Sequence[Request], routed: Sequence[int | None], refusal: Refusal) -> None:
+    def _decline(
+        self,
+        requests: Sequence[Request],
+        routed: Sequence[int | None],
+        ranks: Sequence[NodeRank],
+        refusal: Refusal,
+    ) -> None:
         """The other half of a request must not wait for one that never was. It looks for it on the rank that would
-        have had it."""
+        have had it. `ranks` is empty when none were chosen yet."""
         code = refusal.failure.code
         cause = code if isinstance(code, Cause) else Cause.PEER_ABORTED
-        for request, wanted in zip(requests, routed, strict=True):
-            if request.room is None:
-                continue
-            try:
-                (rank,) = self._ranks_for([request], [wanted], is_canary=False)
-            except Refusal:
-                rank = self.there[0]
-            rank.port.send(events.RequestRefused(request, cause, refusal.failure.message))
+        chosen = ranks or [self._rank_that_would_have(*one) for one in zip(requests, routed, strict=True)]
+        for request, rank in zip(requests, chosen, strict=True):
+            if request.room is not None:
+                rank.port.send(events.RequestRefused(request, cause, refusal.failure.message))
+
+    def _rank_that_would_have(self, request: Request, wanted: int | None) -> NodeRank:
+        """Takes no turn of the round robin."""
+        turn = self._next_rank
+        try:
+            (rank,) = self._ranks_for([request], [wanted], is_canary=False)
+        except Refusal:
+            rank = self.there[0]
+        self._next_rank = turn
+        return rank
 
     def rendered(self, live: Live, submit: wire.Submit) -> None:
         """The prompt that the node has asked for."""

@@ -109,6 +109,7 @@ class ApiProcess:
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
+        self._has_said_goodbye = False  # the nodes end because we told them to
         self._registry = Registry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._client = NodeClient(
@@ -193,6 +194,7 @@ class ApiProcess:
         for _, task in self._servers:
             await asyncio.wait([task])
         await self._client.close()
+        self._has_said_goodbye = True
         for link in self._links:
             link.send(wire.Shutdown())
         await self._replicas.wait(EXIT_GRACE_S if self._ready.is_set() else 0)
@@ -265,32 +267,34 @@ class ApiProcess:
 
     def _lose(self, dp_rank: int, reason: str, children: Children) -> None:
         """The only rank takes the server with it, and so does one that has never been ready; another comes back."""
-        if children is not self._replicas.children[dp_rank]:
-            return  # it has been replaced already
+        if children is not self._replicas.children[dp_rank] or self._has_said_goodbye:
+            return  # it has been replaced already, or ends as it was told to
         if len(self._replicas) == 1 or not self._ready.is_set():
             self._end_with(dp_rank, reason)
         elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
             before = self._restarts.get(dp_rank)
-            attempt = 0 if before is None else before.attempt + 1
             if before is not None:
-                before.task.cancel()  # it waits for processes that will not be ready any more
+                before.task.cancel()  # it waits for processes that are gone
+            attempt = 0 if before is None else before.attempt + 1
             task = asyncio.get_running_loop().create_task(self._restart(dp_rank, reason, attempt))
             task.add_done_callback(partial(self._task_ended, "restart of a replica"))
             self._restarts[dp_rank] = Restart(task, attempt)
 
     async def _restart(self, dp_rank: int, said: str, attempt: int) -> None:
-        """End what is left of the replica, and start it anew, the sooner the longer it has served."""
+        """End what is left of the replica, and start it anew unless the server is about to end."""
         rank = self._client.ranks[dp_rank]
         self._unregister_rank(rank)
         reason = await self._reason(dp_rank, said)
         self._client.lose(f"DP rank {dp_rank}: {reason}", dp_rank)
         if (watching := self._watching.pop(dp_rank, None)) is not None:
             watching.cancel()
-        logger.warning("DP rank %d is lost: %s; starting it again", dp_rank, reason)
+        logger.warning("DP rank %d is lost: %s", dp_rank, reason)
         link = self._links[dp_rank]
         if link.channel is not None:
             link.channel.close()
-        await asyncio.sleep(min(RESTART_MAX_S, RESTART_S * 2**attempt))
+        await asyncio.sleep(restart_delay_s(attempt))
+        if self._stop.is_set():
+            return
         self._replicas.restart(dp_rank)
         self._restarts[dp_rank].is_loading = True
         await self._meet(dp_rank)
@@ -313,6 +317,11 @@ class ApiProcess:
             os._exit(1)
         logger.info("draining: at most %g s, a second signal ends it at once", self._config.drain_timeout)
         self._stop.set()
+
+
+def restart_delay_s(attempt: int) -> float:
+    """`attempt`: how often it has died before it was ready, since it last served."""
+    return min(RESTART_MAX_S, RESTART_S * 2.0 ** min(attempt, 32))
 
 
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:

@@ -1,0 +1,183 @@
+"""One DP rank of several is lost: it is started anew, later each time it dies before it is ready, not while all ends.
+
+The API process runs here with its real ports; each node is a socket in the test's hand.
+"""
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from test_prefill_registers import FACTS, PAYLOAD, REPLICA, REQUEST, Child, until
+
+from tandem.config import ServerConfig
+from tandem.core import commands
+from tandem.core.values import Cause, Incarnation
+from tandem.ranks import Rank
+from tandem.server import wire
+from tandem.server.api import process
+from tandem.server.api.process import ApiProcess, restart_delay_s
+from tandem.server.channel import frame
+from tandem.server.processes import Children, Replicas, ServerFailure, bind_listeners
+
+UNIFIED = msgspec.structs.replace(REPLICA, role="unified")
+
+
+@dataclass
+class Life:
+    """One start of the processes of one rank."""
+
+    node: socket.socket
+    child: Child
+
+    def say(self, message: wire.NodeToApi) -> None:
+        self.node.sendall(frame(message))
+
+
+@dataclass
+class Server:
+    lives: list[list[Life]] = field(default_factory=lambda: [[], []])  # by DP rank
+    process: ApiProcess | None = None
+
+    def start(self, dp_rank: int) -> Children:
+        node, api_end = socket.socketpair()
+        self.lives[dp_rank].append(Life(node, Child()))
+        child = self.lives[dp_rank][-1].child
+        return Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
+
+    @property
+    def api(self) -> ApiProcess:
+        assert self.process is not None
+        return self.process
+
+    def ready(self, dp_rank: int) -> None:
+        identity = Incarnation("one", f"{dp_rank}{len(self.lives[dp_rank])}")
+        replica = msgspec.structs.replace(UNIFIED, incarnation=identity, dp_rank=dp_rank)
+        self.lives[dp_rank][-1].say(wire.NodeReady(replica, 9, 1))
+
+    def dies(self, dp_rank: int) -> None:
+        self.lives[dp_rank][-1].say(wire.Died("node", "a bug"))
+
+    async def serves(self) -> None:
+        """Both ranks are ready and looked after."""
+        for dp_rank in (0, 1):
+            self.ready(dp_rank)
+        await until(lambda: len(self.api._watching) == 2)
+
+    async def starts(self, dp_rank: int, count: int) -> None:
+        """Until it has been started so often, and the last start is loading."""
+        await until(lambda: len(self.lives[dp_rank]) == count and self.api._restarts[dp_rank].is_loading)
+
+
+def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = Server()
+        config = ServerConfig(model="m", port=0, dp_size=2)
+        listeners = bind_listeners(config)
+        server.process = ApiProcess(config, Replicas(server.start, 2), listeners)
+        running = asyncio.create_task(server.process.run(FACTS, None))
+        try:
+            await story(server, running)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            listeners.close()
+            for life in (life for lives in server.lives for life in lives):
+                life.node.close()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _restarts_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "RESTART_S", 0.001)
+
+
+def test_a_rank_that_is_lost_is_started_anew_and_the_others_are_left_alone() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.dies(1)
+        await server.starts(1, 2)
+        assert len(server.lives[0]) == 1
+        assert [rank.dp_rank for rank in server.api._client.there] == [0]
+        assert server.api._client.is_ready
+        server.ready(1)
+        await until(lambda: not server.api._restarts)
+        assert [rank.dp_rank for rank in server.api._client.there] == [0, 1]
+        assert set(server.api._watching) == {0, 1}
+        assert not running.done()
+
+    serve(story)
+
+
+def test_a_rank_that_dies_before_it_is_ready_is_tried_again_later_each_time() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.dies(1)
+        for attempt in range(3):
+            await server.starts(1, attempt + 2)
+            assert server.api._restarts[1].attempt == attempt
+            server.dies(1)
+        await server.starts(1, 5)
+        server.ready(1)
+        await until(lambda: not server.api._restarts)
+        assert not running.done(), "attempts that were given up end nothing"
+        server.dies(1)
+        await server.starts(1, 6)
+        assert server.api._restarts[1].attempt == 0, "it has served since"
+
+    serve(story)
+
+
+def test_attempts_wait_twice_as_long_each_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert [restart_delay_s(attempt) for attempt in (0, 1, 2, 6, 7, 5000)] == [0.25, 0.5, 1, 16, 30, 30]
+
+
+def test_a_rank_that_is_lost_while_the_server_drains_is_not_started_anew() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        client = server.api._client
+        with client.running([wire.Submit(REQUEST, PAYLOAD)], [("r",)], routed=[0]) as generation:
+            server.api._signalled()
+            await until(lambda: client.is_draining)
+            server.dies(1)
+            await until(lambda: client.ranks[1].node is None)
+            await until(lambda: server.api._restarts[1].task.done())
+            server.lives[0][0].say(commands.FailRequest(REQUEST.id, Cause.ABORTED, "window"))
+            await generation.changed()
+        await running
+        assert [len(lives) for lives in server.lives] == [1, 1]
+
+    serve(story)
+
+
+def test_a_rank_that_ends_as_it_was_told_to_is_not_lost() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        await server.serves()
+        server.lives[0][0].child.lingers = True  # there is time for what must not happen
+        server.api._signalled()
+        await until(lambda: server.api._has_said_goodbye)
+        server.lives[1][0].node.close()
+        channel = server.api._links[1].channel
+        assert channel is not None
+        await until(lambda: channel._transport is None)
+        server.lives[0][0].child.lingers = False
+        await running
+        assert [len(lives) for lives in server.lives] == [1, 1]
+        assert not server.api._restarts
+
+    serve(story)
+
+
+def test_a_rank_that_was_never_ready_takes_the_start_with_it() -> None:
+    async def story(server: Server, running: "asyncio.Task[None]") -> None:
+        server.ready(0)
+        server.dies(1)
+        with pytest.raises(ServerFailure, match="a bug"):
+            await running
+        assert [len(lives) for lives in server.lives] == [1, 1]
+
+    serve(story)
