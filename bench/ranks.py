@@ -16,8 +16,8 @@ nothing. A pipeline of n stages takes (chunks + n - 1) / n times the time of a c
 
     python bench/ranks.py [--repetitions 5] [--json]
 
-Where there are fewer cores than workers, they wait for each other, as the server's log says: several workers are slower
-there than one, in everything. The clients of `requests` are threads of this process, which takes its part of a core.
+Where there are fewer cores than workers, they wait for each other, as the server's log says: expect several workers to
+be slower there than one. The clients of `requests` are threads of this process, which takes its part of a core.
 What such a machine shows is the price of talking; what ranks are worth is seen where each has a core, or a device.
 On a machine that has other work, too, do not read the ratios: the kernel gives a server of more processes more of it.
 """
