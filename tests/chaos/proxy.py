@@ -264,8 +264,10 @@ class RouteProxy:
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
-            path = head.split(b" ", 2)[1]
-            status, body = await self._fetch(path)
+            method, path, _ = head.split(b" ", 2)
+            sizes = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+            sent = await reader.readexactly(int(sizes[0].partition(b":")[2]) if sizes else 0)
+            status, body = await self._fetch(method, path, sent)
             if path.partition(b"?")[0] == b"/route" and status == 200:
                 body = await self._rewritten(body)
             writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\nconnection: close\r\n" % status)
@@ -276,10 +278,11 @@ class RouteProxy:
         finally:
             writer.close()
 
-    async def _fetch(self, path: bytes) -> tuple[int, bytes]:
+    async def _fetch(self, method: bytes, path: bytes, sent: bytes) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection(LOOPBACK, self.target_port)
         try:
-            writer.write(b"GET " + path + b" HTTP/1.1\r\nhost: bootstrap\r\nconnection: close\r\n\r\n")
+            writer.write(method + b" " + path + b" HTTP/1.1\r\nhost: bootstrap\r\nconnection: close\r\n")
+            writer.write(b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(sent) + sent)
             head, _, body = (await reader.read(-1)).partition(b"\r\n\r\n")
             return int(head.split(b" ", 2)[1]), body
         finally:

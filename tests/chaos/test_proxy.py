@@ -169,28 +169,38 @@ def test_a_link_to_nobody_refuses_and_listens_again_when_somebody_is_there() -> 
 
 
 def test_a_route_names_the_links_and_no_unix_socket() -> None:
-    replica = {"control_port": 1, "shards": [{"host": LOOPBACK, "port": 2, "unix": "@here"}], "layout": "x"}
+    shards = [{"host": LOOPBACK, "port": port, "unix": "@here"} for port in (2, 3)]
+    replica = {"control_port": 1, "shards": shards, "layout": "x", "dp_rank": 1}
+    heard: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        heard.append(head.split(b" HTTP")[0] + b" " + await reader.readexactly(int(head.split(b"length: ")[1])))
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + json.dumps(replica).encode())
         writer.close()
 
     async def link(kind: str, port: int) -> Link:
-        return Link(kind, port, Random(1), is_damageable=True, port={"control": 11, "data": 12}[kind])
+        ports = {"control DP1": 11, "data DP1": 12, "data DP1 1": 13}
+        return Link(kind, port, Random(1), is_damageable=True, port=ports[kind])
 
     async def story() -> None:
         server = await asyncio.start_server(serve, LOOPBACK, 0)
         route = RouteProxy(server.sockets[0].getsockname()[1], link)
         await route.open()
-        reader, writer = await asyncio.open_connection(LOOPBACK, route.port)
-        writer.write(b"GET /route HTTP/1.1\r\n\r\n")
-        body = (await reader.read(-1)).partition(b"\r\n\r\n")[2]
-        expected = {**replica, "control_port": 11, "shards": [{"host": LOOPBACK, "port": 12, "unix": ""}]}
-        assert json.loads(body) == expected
-        assert route.data_ports == {2: 12}
+
+        async def asked(head: bytes, body: bytes = b"") -> object:
+            reader, writer = await asyncio.open_connection(LOOPBACK, route.port)
+            writer.write(b"%b HTTP/1.1\r\ncontent-length: %d\r\n\r\n%b" % (head, len(body), body))
+            answer = (await reader.read(-1)).partition(b"\r\n\r\n")[2]
+            writer.close()
+            return json.loads(answer)
+
+        links = [{"host": LOOPBACK, "port": port, "unix": ""} for port in (12, 13)]
+        assert await asked(b"GET /route?prefill_dp_rank=1") == {**replica, "control_port": 11, "shards": links}
+        assert route.data_ports == {2: 12, 3: 13}
         assert route.document == replica
-        writer.close()
+        assert await asked(b"POST /query_dp_ranks", b"[7]") == replica, "what is no route is passed on as it is"
+        assert heard == [b"GET /route?prefill_dp_rank=1 ", b"POST /query_dp_ranks [7]"]
         await route.close()
         server.close()
 

@@ -139,7 +139,7 @@ class Peers:
 
         Raises OSError or RuntimeError when they do not come.
         """
-        os.environ.setdefault(INTERFACE, LOOPBACK)
+        os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
         is_master = listener_fd is not None
         store = TCPStore(
             host,
