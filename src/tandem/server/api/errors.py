@@ -111,7 +111,10 @@ RULES: dict[Code, Rule] = {
     Cause.BOOTSTRAP_TIMEOUT: Rule(504, True, "node", "decode is overloaded or gone; add decode servers, or try again"),
     Cause.WAITING_TIMEOUT: Rule(504, True, "node", "prefill is overloaded or stuck; add prefill servers, or try again"),
     Cause.LAYOUT_MISMATCH: Rule(
-        502, True, "node", "run both halves with the same model, dtype and page size; `message` names the difference"
+        502,
+        True,
+        "node",
+        "run both halves with the same model, dtype, page size, --tp-size and --pp-size; `message` names the difference",
     ),
     Cause.LEASE_EXPIRED: Rule(502, True, "node", "try again: the pages were given back before they were read"),
     Cause.CORRUPT_PAGES: Rule(
