@@ -32,6 +32,7 @@ FLAGS = "unit/test_config_flags.py::test_"
 SERVED = "e2e_cpu/test_serve_unified.py::test_"
 ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 EDGES = "e2e_cpu/test_pd_edges.py::test_"
+DRIVER = "unit/test_node_driver.py::test_"
 FAULTS = "e2e_cpu/test_fault_injection.py::test_"
 
 BREAKS = (
@@ -466,6 +467,28 @@ BREAKS = (
         "shows_numbers=environment_switch(LOG_FORWARD_ITERS)",
         "shows_numbers=False",
         "e2e_cpu/test_serve_unified.py::test_batches_are_logged_under_the_numbers_of_their_launch",
+    ),
+    # servers of several workers and ranks
+    Break(
+        "batch_has_returned_with_its_first_worker",
+        "server/node/workers.py",
+        "whole = self._group.returned(rank.shard, outcome)",
+        "whole = outcome",
+        DRIVER + "every_worker_hears_everything_and_what_they_say_comes_when_all_have_said_it",
+    ),
+    Break(
+        "failure_does_not_name_its_worker",
+        "server/node/driver.py",
+        "self.workers.with_rank(self.failures.instead_of(event))",
+        "self.failures.instead_of(event)",
+        DRIVER + "a_transfer_that_fails_names_the_worker_however_it_came_about",
+    ),
+    Break(
+        "rank_that_a_request_names_is_ignored",
+        "server/api/client.py",
+        "Newcomer(request.prompt_len, request.room, wanted)",
+        "Newcomer(request.prompt_len, request.room, None)",
+        "unit/test_api_ranks.py::test_the_rank_that_a_request_names_comes_before_every_method",
     ),
 )
 

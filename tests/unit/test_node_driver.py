@@ -102,7 +102,7 @@ class Server:
             )
         )
         self.loss: LocalPeerLost | None = None
-        self.thread = threading.Thread(target=self._run, args=(clock,))
+        self.thread = threading.Thread(target=self._run, args=(clock,), daemon=True)  # a test that fails leaves it
         self.thread.start()
 
     def _run(self, clock: Clock) -> None:
