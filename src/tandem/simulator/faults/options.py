@@ -147,6 +147,9 @@ def draw_options(seed: int) -> Options:
     if "F25" in classes:
         timeouts = Random(f"rendezvous timeouts {seed}")
         prefill, decode = _with_rendezvous_timeouts(prefill, timeouts), _with_rendezvous_timeouts(decode, timeouts)
+        if prefill.delayer is not None:  # a healthy prefill may be held back for so long
+            least = prefill.delayer.max_delay_ns + 3 * SECOND
+            decode = structs.replace(decode, waiting_timeout_ns=Nanos(max(decode.waiting_timeout_ns or 0, least)))
     ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
     prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
     server_counts = (1, 2, 2, 2, 3) if prefill_info.dp_size == decode_info.dp_size == 1 else (1, 2, 2)
