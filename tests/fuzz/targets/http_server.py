@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from api_fakes import WORKER, World, says, world
+from api_fakes import WORKERS, World, says, world
 from engine import Run, Target
 from mutators import mutate_http
 
@@ -12,7 +12,7 @@ from targets.http import Refused, Served, check_served, new_loop, request, until
 
 ROLES = ("unified", "prefill", "decode")
 ANSWERS = {
-    "worker": WORKER,
+    "worker": WORKERS,
     "metrics": {},
     "state": {"queues": {}},
     "waits": [],
@@ -169,7 +169,7 @@ def left(it: World) -> dict[str, object]:
     return {
         "live": it.client.num_live,
         "rids": list(it.client._named),
-        "queries": list(it.client._queries),
+        "queries": [query for rank in it.client.ranks for query in rank._queries],
         "running on the node": list(it.node.running),
     }
 
