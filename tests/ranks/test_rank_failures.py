@@ -104,7 +104,7 @@ def test_what_cannot_be_spread_like_that_is_refused_in_one_line(
 def test_more_workers_than_cores_are_worth_a_warning(tmp_path) -> None:
     cores = len(os.sched_getaffinity(0))
     with starting(tmp_path, "--tp", "4", "--pp", str(cores)) as server:
-        sizes = f"{4 * cores} workers (--tp-size 4 x --pp-size {cores}) share {cores} cores"
+        sizes = f"{4 * cores} workers (--tp-size 4 x --pp-size {cores} x --dp-size 1) share {cores} cores"
         eventually(lambda: sizes in server.log, what=lambda: server.log)
 
 

@@ -50,7 +50,13 @@ class Ranks:
 
     def __init__(self, count: int = 2, method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN) -> None:
         self.nodes = [Node(dp_rank) for dp_rank in range(count)]
-        self.client = NodeClient(*self.nodes, stall_timeout=1.0, method=method)
+        self.announced: list[tuple[int, int]] = []  # (room, rank) in the bootstrap server of this prefill
+        self.client = NodeClient(
+            *self.nodes,
+            stall_timeout=1.0,
+            method=method,
+            announce=lambda room, dp_rank: self.announced.append((room, dp_rank)),
+        )
         for node in self.nodes:
             node.client = self.client
             node.ready()
@@ -183,6 +189,7 @@ def test_a_refused_request_with_a_room_is_declined_at_the_rank_that_would_have_h
         assert refused.value.failure.code == Cause.DRAINING
         found = [[event for event in node.sent if isinstance(event, events.RequestRefused)] for node in ranks.nodes]
         assert [[event.request.room for event in of_rank] for of_rank in found] == [[8], [7], []]
+        assert ranks.announced == [(7, 1), (8, 0)], "decode, which asks where they are, finds who tells it"
 
     asyncio.run(story())
 
@@ -203,6 +210,21 @@ def test_the_loss_of_one_rank_ends_its_requests_only() -> None:
                 await ranks.ask(submit(5), routed=[1])
             ranks.nodes[1].ready()
             assert await ranks.ask(submit(6), routed=[1]) == [1]
+
+    asyncio.run(story())
+
+
+def test_who_looks_for_a_room_of_a_lost_rank_is_told_by_one_that_is_left() -> None:
+    async def story() -> None:
+        ranks = Ranks(2)
+        await ranks.ask(submit(1, room=7), submit(2, room=8), submit(3), submit(4))
+        ranks.client.receive(wire.Died("node", "a bug"), 1)
+        (told,) = [event for event in ranks.nodes[0].sent if isinstance(event, events.RequestRefused)]
+        assert (told.request.room, told.cause, told.detail) == (8, Cause.WORKER_LOST, "node: a bug")
+        assert ranks.announced == [(8, 0)]
+
+        ranks.client.receive(wire.Died("node", "a bug"), 0)
+        assert ranks.announced == [(8, 0)], "nobody is left who could tell"
 
     asyncio.run(story())
 

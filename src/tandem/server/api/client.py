@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from tandem.core.disagg.messages import SHUTTING_DOWN
 from tandem.core.dp_dispatch import NO_ROOM, Loads, Newcomer, Refused, dispatch
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod
-from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId
+from tandem.core.values import MILLISECOND, SECOND, Cause, RequestId, Room
 from tandem.server import wire
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import Hosts
@@ -108,13 +108,17 @@ class NodeClient:
         hosts: Hosts | None = None,
         method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN,
         rooms_move: bool = True,
+        announce: Callable[[Room, int], None] = lambda room, dp_rank: None,
     ) -> None:
-        """One port for each DP rank, in order. rooms_move: see `dp_dispatch`."""
+        """One port for each DP rank, in order. rooms_move: see `dp_dispatch`. announce: of a prefill: tells its
+        bootstrap server which rank knows of a room that never came to be, or that is lost.
+        """
         self.ranks = [NodeRank(dp_rank, port, hosts or Hosts()) for dp_rank, port in enumerate(ports)]
         self.is_draining = False
         self.has_started = False  # every rank has been ready once
         self._method = method if len(ports) > 1 else LoadBalanceMethod.ROUND_ROBIN  # needs nothing of a request
         self._rooms_move = rooms_move
+        self._announce = announce
         self._next_rank = 0
         self._stall_ns = int(stall_timeout * SECOND)
         self._request_ids = itertools.count(1)
@@ -289,8 +293,15 @@ class NodeClient:
         cause = code if isinstance(code, Cause) else Cause.PEER_ABORTED
         chosen = ranks or [self._rank_that_would_have(*one) for one in zip(requests, routed, strict=True)]
         for request, rank in zip(requests, chosen, strict=True):
-            if request.room is not None:
-                rank.port.send(events.RequestRefused(request, cause, refusal.failure.message))
+            self._close_room(request, rank, cause, refusal.failure.message)
+
+    def _close_room(self, request: Request, rank: NodeRank, cause: Cause, reason: str) -> None:
+        """Whoever asks for the room of this request is told by this rank that there is nothing."""
+        if request.room is None:
+            return
+        rank.port.send(events.RequestRefused(request, cause, reason))
+        if request.peer is None and len(self.ranks) > 1:
+            self._announce(request.room, rank.dp_rank)
 
     def _rank_that_would_have(self, request: Request, wanted: int | None) -> NodeRank:
         """Takes no turn of the round robin."""
@@ -353,11 +364,15 @@ class NodeClient:
         await self._idle.wait()
 
     def lose(self, reason: str, dp_rank: int | None = None) -> None:
-        """The node of this rank, or that of every rank, is gone, with everything it ran."""
+        """The node of this rank, or that of every rank, is gone, with everything it ran. Other halves that look for
+        it are told by a rank that is left."""
         gone = self.ranks if dp_rank is None else [self.ranks[dp_rank]]
         for rank in gone:
             rank.lose(reason)
+        left = self.there
         for live in [live for live in self._live.values() if live.rank in gone]:
+            if left:
+                self._close_room(live.request, left[0], Cause.WORKER_LOST, reason)
             self._end(live, commands.FailRequest(live.request.id, Cause.WORKER_LOST, "node", reason))
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.commands import AnnounceDpRank
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
-from tandem.core.values import Cause
+from tandem.core.values import Cause, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api.app import build_app
@@ -118,6 +118,7 @@ class ApiProcess:
             hosts=Hosts.of(config),
             method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
             rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
+            announce=self._announce,
         )
 
     async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:
@@ -227,7 +228,7 @@ class ApiProcess:
                 if self._client.has_started:
                     self._ready.set()
             case AnnounceDpRank():
-                self._announce(message)
+                self._announce(message.room, message.dp_rank)
             case _:
                 self._client.receive(message, dp_rank)
 
@@ -240,10 +241,10 @@ class ApiProcess:
             reason = f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}"
             self._end_with(replica.dp_rank, reason)
 
-    def _announce(self, command: AnnounceDpRank) -> None:
-        outcome = self._registry.announce(command.room, command.dp_rank, monotonic_now())
+    def _announce(self, room: Room, dp_rank: int) -> None:
+        outcome = self._registry.announce(room, dp_rank, monotonic_now())
         if isinstance(outcome, Rejected):  # we have unregistered: decode finds another life, or nobody
-            logger.warning("room %d is not announced: %s", command.room, outcome.reason)
+            logger.warning("room %d is not announced: %s", room, outcome.reason)
 
     def _unregister(self) -> None:
         for rank in self._client.there:
