@@ -490,13 +490,6 @@ BREAKS = (
         "Newcomer(request.prompt_len, request.room, None)",
         "unit/test_api_ranks.py::test_the_rank_that_a_request_names_comes_before_every_method",
     ),
-    Break(
-        "rooms_of_a_lost_rank_are_left_to_their_deadline",
-        "server/api/client.py",
-        "            if left:",
-        "            if False:",
-        "unit/test_api_ranks.py::test_who_looks_for_a_room_of_a_lost_rank_is_told_by_one_that_is_left",
-    ),
 )
 
 
