@@ -84,6 +84,10 @@ def body(rng: random.Random, prompt_tokens: int, new_tokens: int, *, is_streamed
     }
 
 
+def new_client() -> httpx.Client:
+    return httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None), trust_env=False)
+
+
 def event_times(client: httpx.Client, url: str, asked: Mapping[str, object]) -> list[float]:
     """Seconds from sending the request to each event of the answer. Events that came together have one time."""
     began = time.perf_counter()
@@ -114,13 +118,17 @@ def step_ms(client: httpx.Client, url: str, bodies: list[dict[str, object]]) -> 
     return statistics.median(gap for times in streams for gap in gaps(times)) * 1000
 
 
-def requests_per_second(client: httpx.Client, url: str, bodies: list[dict[str, object]], *, clients: int) -> float:
-    def ask(asked: Mapping[str, object]) -> None:
-        client.post(f"{url}/generate", json=asked).raise_for_status()
+def requests_per_second(url: str, bodies: list[dict[str, object]], *, clients: int) -> float:
+    """Each client has a connection of its own and its share of the requests."""
+
+    def ask_all(share: list[dict[str, object]]) -> None:
+        with new_client() as client:
+            for asked in share:
+                client.post(f"{url}/generate", json=asked).raise_for_status()
 
     with ThreadPoolExecutor(clients) as pool:
         began = time.perf_counter()
-        list(pool.map(ask, bodies))
+        list(pool.map(ask_all, (bodies[first::clients] for first in range(clients))))
         return len(bodies) / (time.perf_counter() - began)
 
 
@@ -161,7 +169,7 @@ def measure_servers(repetitions: int, tell: Callable[[dict[str, Any]], None]) ->
             )
             urls[name] = fleet.start(name.replace(" ", "-"), words, port=port).url
         fleet.wait_ready(timeout_s=240)
-        with httpx.Client(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+        with new_client() as client:
             spread = {name: urls[name] for name in SPREAD}
             replicas = {name: urls[name] for name in REPLICAS}
             for length in PROMPTS:
@@ -189,7 +197,6 @@ def measure_servers(repetitions: int, tell: Callable[[dict[str, Any]], None]) ->
                 found = in_turns(
                     replicas,
                     lambda url, clients=clients: requests_per_second(
-                        client,
                         url,
                         [body(rng, REQUEST_PROMPT, REQUEST_TOKENS, is_streamed=False) for _ in range(REQUESTS)],
                         clients=clients,
