@@ -72,10 +72,13 @@ def told_by_one(where: Path) -> Told:
     return listener.story, listener.outcomes
 
 
+def engine_of(where: Path, group: ThreadGroup, pipeline: ThreadPipeline) -> Engine:
+    model = load(where, group=group, stage=pipeline.stage)
+    return Engine(model, page_size=16, num_pages=NUM_PAGES, pipeline=pipeline)
+
+
 def run_story(where: Path, story: Story, group: ThreadGroup, pipeline: ThreadPipeline) -> list[BatchOutcome]:
-    engine = Engine(
-        load(where, group=group, stage=pipeline.stage), page_size=16, num_pages=NUM_PAGES, pipeline=pipeline
-    )
+    engine = engine_of(where, group, pipeline)
     outcomes = []
     for item in story:
         match item:
@@ -128,7 +131,7 @@ def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: 
     make_llama(tmp_path)
     world = EngineWorld(tmp_path, num_pages=NUM_PAGES)
     listener = Listener(world.engine)
-    world.engine = listener  # type: ignore[assignment]
+    world.engine = listener  # type: ignore[assignment]  # as above
     requests = [world.add(prompt_of(20, seed=seed)) for seed in range(3)]
     for request in requests:
         world.prefill(request, chunk=16)
@@ -136,8 +139,7 @@ def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: 
     world.run(decodes=True, join=requests)
 
     def taken(group: ThreadGroup, pipeline: ThreadPipeline) -> list[int]:
-        engine = Engine(load(tmp_path, group=group, stage=pipeline.stage), page_size=16, num_pages=NUM_PAGES,
-                        pipeline=pipeline)  # fmt: skip
+        engine = engine_of(tmp_path, group, pipeline)
         counts = []
         for item in listener.story:
             if isinstance(item, Payload):

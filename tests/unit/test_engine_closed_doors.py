@@ -29,15 +29,15 @@ def test_who_is_in_stays_and_nobody_else_gets_in_but_at_doors_that_open_later() 
     port = int(program.stdout.readline())
     with socket.create_connection(("127.0.0.1", port), timeout=10) as known:
         later = int(known.recv(10))
-        with socket.socket() as stranger:
-            stranger.setblocking(False)
-            stranger.connect_ex(("127.0.0.1", port))
+        with socket.socket() as other:
+            other.setblocking(False)
+            other.connect_ex(("127.0.0.1", port))
             known.sendall(b"still here")
             assert program.stdout.readline() == "still here\n"
             with socket.create_connection(("127.0.0.1", later), timeout=10) as newcomer:
                 assert newcomer.recv(10) == b"welcome"
-            assert stranger.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
-            assert is_connecting(stranger), "the kernel has dropped its first packet"
+            assert other.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
+            assert is_connecting(other), "the kernel has dropped its first packet"
     program.stdin.close()
     assert program.wait(10) == 0
 

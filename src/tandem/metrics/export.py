@@ -8,7 +8,7 @@ its own ranks as `tandem:worker_*`, and not at all for one that has not counted.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -47,6 +47,11 @@ HELP = {
     "pinned_pages": "Pages that a peer may read, or into which bytes of a peer may land.",
     "open_transfers": "Frames on their way out, and pulls with bytes on their way in.",
 }
+
+
+def is_part_of(key: str, histograms: Collection[str]) -> bool:
+    name = parse_key(key)[0]
+    return name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") in histograms
 
 
 def buckets_of(name: str, node: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -98,31 +103,36 @@ class Exporter:
         )
 
     def _nodes(self, nodes: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
-        families: dict[str, Metric] = {}
+        histograms: dict[str, HistogramMetricFamily] = {}
+        numbers: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for dp_rank, node in nodes.items():
-            self._node(families, (*self._server, "0", "0", str(dp_rank)), node)
-        yield from families.values()
+            own = (*self._server, "0", "0", str(dp_rank))
+            self._node_histograms(histograms, own, node)
+            self._node_numbers(numbers, own, {key: node[key] for key in node if not is_part_of(key, histograms)})
+        yield from (*histograms.values(), *numbers.values())
 
-    def _node(self, families: dict[str, Metric], own: Labels, node: Mapping[str, float]) -> None:
-        """Add what one node counts. own: the values of `LABELS` for it."""
-        histograms = dict.fromkeys(key.partition("_bucket{")[0] for key in node if "_bucket{" in key)
-        for name in histograms:
-            family = families.get(name)
-            if family is None:
+    def _node_histograms(
+        self, families: dict[str, HistogramMetricFamily], own: Labels, node: Mapping[str, float]
+    ) -> None:
+        """Add those of one node. own: the values of `LABELS` for it."""
+        for name in dict.fromkeys(key.partition("_bucket{")[0] for key in node if "_bucket{" in key):
+            if name not in families:
                 text = HELP.get(name, name.replace("_", " ") + ".")
-                family = families[name] = HistogramMetricFamily("sglang:" + name, text, labels=LABELS)
-            family.add_metric(own, buckets_of(name, node), node[name + "_sum"])  # type: ignore[attr-defined]  # as above
+                families[name] = HistogramMetricFamily("sglang:" + name, text, labels=LABELS)
+            families[name].add_metric(own, buckets_of(name, node), node[name + "_sum"])
+
+    def _node_numbers(
+        self, families: dict[str, CounterMetricFamily | GaugeMetricFamily], own: Labels, node: Mapping[str, float]
+    ) -> None:
+        """Add what else one node counts."""
         for key, value in node.items():
             name, labels = parse_key(key)
-            if name.removesuffix("_bucket").removesuffix("_count").removesuffix("_sum") in histograms:
-                continue
-            family = families.get(name)
-            if family is None:
+            if name not in families:
                 kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
                 full = name if ":" in name else "sglang:" + name
                 text = HELP.get(name, name.replace("_", " ") + ".")
-                family = families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
-            family.add_metric((*own, *labels.values()), value)  # type: ignore[attr-defined]  # both kinds have it
+                families[name] = kind(full.removesuffix("_total"), text, labels=(*LABELS, *labels))
+            families[name].add_metric((*own, *labels.values()), value)
 
     def _workers(self, workers: Mapping[Ranks, Mapping[str, float]]) -> Iterable[Metric]:
         for name in dict.fromkeys(name for numbers in workers.values() for name in numbers):

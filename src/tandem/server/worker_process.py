@@ -309,7 +309,7 @@ def main() -> int:
         return 1
     except WorkerGone as error:
         logger.info("ends with another worker of this replica: %s", error)
-        return EXIT_WITH_OTHERS  # no last words: why it all ends is said by, or seen of, the one that began
+        return EXIT_WITH_OTHERS  # says nothing: why it all ends is said by, or seen of, the worker that was first
     except Exception as error:
         is_expected = isinstance(error, ModelError | ServerFailure | OSError | MemoryError)
         if not is_expected:
