@@ -4,11 +4,13 @@
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
-#                 in a thousand new seeds, some minutes each; then simulate new seeds for HUNT_SECONDS or to Ctrl+C; what
-#                 breaks an invariant is shrunk to a scenario
+#                 in a thousand new seeds, some minutes each; then simulate new seeds, of whole clusters and of fast worlds,
+#                 for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a fast one is shrunk to a scenario
 #   make chaos    real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
+#   make sanitize the native kernels under the address and undefined behaviour sanitizers, where there is a compiler
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
+#   make load     2,000 streams and 10,000 short requests at once: answers, refusals, /health, memory, file descriptors
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
 SHELL := bash
@@ -30,7 +32,7 @@ FAST_TESTS := tests/unit tests/laws tests/scenarios tests/test_architecture.py
 # The lowest versions: a second environment that takes torch and the tests' own tools from the first.
 LOWEST := .venv-lowest
 LOWEST_INSTALLED := $(LOWEST)/.installed
-LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wildcard tests/unit/test_router_*.py) \
+LOWEST_TESTS := $(filter-out %_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wildcard tests/unit/test_router_*.py) \
 	$(wildcard tests/unit/test_tokenizer_*.py) $(addprefix tests/unit/test_,$(addsuffix .py,access bootstrap_server \
 	channel_frames client_commands debug_faults flight_record keys log_lines request_stats node_driver peers \
 	prefill_registers server_processes shared_probe)) \
@@ -39,12 +41,12 @@ LOWEST_TESTS := $(filter-out %_openai_sdk.py,$(wildcard tests/unit/test_api_*.py
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt chaos ranks fuzz setup
+.PHONY: demo test lowest check hunt chaos ranks sanitize fuzz load setup
 
 setup: $(INSTALLED)
 
-# Only when pyproject.toml has changed, or nothing is there yet.
-$(INSTALLED): pyproject.toml
+# Only when pyproject.toml or the native kernels have changed, or nothing is there yet.
+$(INSTALLED): pyproject.toml setup.py $(wildcard src/tandem/engine/native/*.cpp src/tandem/engine/native/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV): takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -82,8 +84,10 @@ check: $(INSTALLED)
 	@$(BIN)/python -m pytest $(FAST_TESTS)
 
 hunt: $(INSTALLED)
-	@TANDEM_ALL_LINES=1 TANDEM_ALL_MUTANTS=1 $(BIN)/python -m pytest tests/mutants/test_lines.py tests/mutants/test_real_server.py
+	@TANDEM_ALL_LINES=1 TANDEM_ALL_MUTANTS=1 $(BIN)/python -m pytest tests/mutants/test_lines.py tests/mutants/test_real_server.py \
+	  tests/mutants/test_whole_lines.py
 	@TANDEM_ALL_EVENTS=1 $(BIN)/python -m pytest tests/simulator/test_event_coverage.py
+	@$(BIN)/tandem simulate --whole --for $(HUNT_SECONDS)s $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
 chaos: $(INSTALLED)
@@ -92,5 +96,16 @@ chaos: $(INSTALLED)
 ranks: $(INSTALLED)
 	@TANDEM_ALL_RANKS=1 $(BIN)/python -m pytest tests/ranks
 
+# The package once more, with kernels that check themselves; the interpreter itself is not what is looked at.
+SANITIZED := build/sanitized
+sanitize: $(INSTALLED)
+	@command -v g++ > /dev/null || { echo "no compiler, no kernels"; exit 0; }; \
+	SANITIZE=1 $(BIN)/python setup.py --quiet build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib 2> $(VENV)/sanitize.log; \
+	PYTHONPATH=$(SANITIZED)/lib LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -p no:cacheprovider tests/unit/test_native_kernels.py
+
 fuzz: $(INSTALLED)
 	@$(BIN)/python tests/fuzz $(FUZZ_TARGET) --seconds $(FUZZ_SECONDS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
+
+load: $(INSTALLED)
+	@$(BIN)/python -m bench.load

@@ -36,7 +36,7 @@ from tandem.core.events import BatchReturned, Event, RequestArrived
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import DelayerSettings, NodeSettings, Role
-from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, RequestId, ceil_div
+from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, RequestId, ShardId, ceil_div
 from tandem.engine.engine import Engine
 from tandem.engine.weights import LoadedModel, load
 from tandem.sampling import Payload, SamplingParams
@@ -134,7 +134,7 @@ class Costs:
 class ModelledWorker:
     def __init__(self, num_pages: int) -> None:
         self.costs = Costs()
-        self.executor = Executor(num_pages, PAGE_SIZE, 1, lambda *_: None)
+        self.executor = Executor(num_pages, PAGE_SIZE, ShardId(0), lambda *_: None)
 
     def seat(self, request: RequestId, prompt: tuple[int, ...], output: int) -> None:
         self.executor.add(request, Script(prompt, output, eos_one_in=0), bytes(16))

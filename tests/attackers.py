@@ -16,7 +16,7 @@ import msgspec
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import HEAD_BYTES, MalformedFrame
-from tandem.server.node.peers import Heartbeat
+from tandem.server.node.links import Heartbeat
 from tandem.server.node.session import CONTROL_PROTOCOL, Frame, Greeting, Hello, Session
 from tandem.server.wire import DataEndpoint
 

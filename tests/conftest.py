@@ -80,6 +80,9 @@ class PartTimes:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell that starts a suite in the background has it ignore Ctrl+C, and programs under test would inherit that.
+    # A shell that starts a suite in the background has it ignore Ctrl+C, nohup has it ignore that its terminal closes,
+    # and programs under test would inherit that; a handler of Python's is not inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
     config.pluginmanager.register(PartTimes(), "part-times")

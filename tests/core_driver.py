@@ -55,6 +55,7 @@ from tandem.core.events import (
     PromptRendered,
     ReadsDrained,
     RequestArrived,
+    RoomElsewhere,
     TransferDrained,
     TransferFailed,
 )
@@ -483,8 +484,12 @@ class World:
                 self.send(replica, PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens"))
             case AskDpRank(address, room):
                 self.send(replica, DpRankAnswered(address, room, self.announced.get(room)))
-            case AnnounceDpRank(room, rank):
+            case AnnounceDpRank(room, rank, sought):
                 self.announced[room] = rank
+                for other in self.replicas.values():
+                    settings = other.state.settings
+                    if settings.dp_rank == sought and settings.prefill_info == replica.state.settings.prefill_info:
+                        self.send(other, RoomElsewhere(room, rank))
             case Tell(peer, message):
                 if peer in self.replicas:
                     self.send(self.replicas[peer], PeerSaid(replica.name, message))

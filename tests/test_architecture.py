@@ -26,8 +26,13 @@ CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core
 # What a checkpoint says, without torch; and what a forward pass is about.
 ENGINE_CONFIG = ("documents", "eos", "rope_config", "model_config", "models.table")
 ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler")
+# What the server decides and says without a socket, thread or clock: the simulator drives it too.
+SERVER_MACHINES = (
+    *("wire", "frames", "api.errors", "api.live_requests", "api.bootstrap_questions", "api.question_lanes"),
+    *("node.candidates", "node.session", "node.links"),
+)
 BELOW_SHELLS = {"ports", "config", "leaf", *CORE}
-ENGINE_PARTS = {"engine.config", "engine.batch", "engine.layers", "engine.attention", "engine.models"}
+ENGINE_PARTS = {"engine.native", "engine.config", "engine.batch", "engine.layers", "engine.attention", "engine.models"}
 SHELLS_USE = {"engine", *ENGINE_PARTS, "transfer", "metrics", *BELOW_SHELLS}
 
 # part -> parts that it may import, besides itself
@@ -44,16 +49,19 @@ EDGES: dict[str, set[str]] = {
     "config": {"leaf", *CORE},
     "engine.config": {"leaf"},
     "engine.batch": {"engine.config", "leaf", "core.base"},
-    "engine.layers": {"engine.config", "engine.batch"},
-    "engine.attention": {"engine.config", "engine.batch", "leaf"},
-    "engine.models": {"engine.config", "engine.batch", "engine.layers", "engine.attention"},
+    "engine.native": set(),
+    "engine.layers": {"engine.native", "engine.config", "engine.batch"},
+    "engine.attention": {"engine.native", "engine.config", "engine.batch", "leaf"},
+    "engine.models": {"engine.native", "engine.config", "engine.batch", "engine.layers", "engine.attention"},
     "engine": {*ENGINE_PARTS, *BELOW_SHELLS},
     "transfer": BELOW_SHELLS,
+    "server.machines": {"leaf", *CORE},
     "metrics": BELOW_SHELLS,
-    "server": SHELLS_USE,
-    "simulator": SHELLS_USE,
+    "server": {"server.machines", *SHELLS_USE},
+    "simulator": {"server.machines", *SHELLS_USE},
+    "simulator.whole": {"server", "server.machines", "simulator", *SHELLS_USE},  # whole servers, their own code
     "bench": SHELLS_USE,
-    "cli": {"server", "simulator", "bench", *SHELLS_USE},
+    "cli": {"server", "server.machines", "simulator", "simulator.whole", "bench", *SHELLS_USE},
 }
 # The first prefix that fits names the part.
 PREFIXES: tuple[tuple[str, str], ...] = (
@@ -62,12 +70,13 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
     *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state")),
-    *((f"core.disagg.{name}", "core.sides") for name in ("prefill_side", "decode_side", "rendering")),
+    *((f"core.disagg.{name}", "core.sides") for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering")),
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),
     ("core.scheduler", "core.scheduler"),
     *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector", "worker_group")),
     ("sampling", "leaf"),
+    ("grammar", "leaf"),
     ("pagehash", "leaf"),
     ("batch_tables", "leaf"),
     ("membership", "leaf"),
@@ -76,10 +85,13 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("engine.attention.table", "leaf"),  # names: the flag's choices
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),
     *((f"engine.{name}", "engine.batch") for name in ENGINE_BATCH),
+    ("engine.native", "engine.native"),
     ("engine.layers", "engine.layers"),
     ("engine.attention", "engine.attention"),
     ("engine.models", "engine.models"),
+    *((f"server.{name}", "server.machines") for name in SERVER_MACHINES),
     ("flag_roles", "config"),
+    ("simulator.whole", "simulator.whole"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
     *((name, name) for name in ("simulator", "bench", "cli")),
 )
@@ -87,7 +99,14 @@ PURE = frozenset(
     {"abc", "array", "bisect", "collections", "dataclasses", "enum", "functools", "hashlib", "heapq", "itertools"}
     | {"math", "operator", "typing", "msgspec"}
 )
-TORCH_USERS = ("engine.", "server.worker_process")
+PURE_IN_SERVER = PURE | {"ipaddress", "cryptography", "tandem"}
+MACHINES_OF_SHELLS = {  # without I/O, threads, clocks and randomness; the simulator drives them: what else they import
+    "transfer.lender": frozenset({"hmac", "tandem.transfer.port", "tandem.transfer.protocol"}),
+    "transfer.jobs": frozenset({"tandem.transfer.protocol"}),
+    "transfer.puller": frozenset(f"tandem.transfer.{name}" for name in ("digests", "jobs", "port", "protocol")),
+    "transfer.digests": frozenset({"struct"}),
+}
+TORCH_USERS = ("engine.", "server.worker_process", "simulator.whole.shards")  # the ports of groups speak of tensors
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
 CODE_FROM_TEXT = frozenset({"eval", "exec", "__import__", "compile"})
 
@@ -175,6 +194,31 @@ def test_the_core_imports_pure_modules_only() -> None:
         if name.startswith("core")
         for _, imported in names_imported(tree)
         if imported.split(".")[0] not in PURE and not imported.startswith("tandem.core")
+    ]
+    assert wrong == []
+
+
+def test_the_machines_of_the_server_import_pure_modules_only() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, tree in modules().items()
+        if part_of(name) == "server.machines"
+        for _, imported in names_imported(tree)
+        if imported.split(".")[0] not in PURE_IN_SERVER
+    ]
+    assert wrong == []
+
+
+def test_machines_of_shells_import_pure_modules_only() -> None:
+    wrong = [
+        f"{name} imports {imported}"
+        for name, allowed in MACHINES_OF_SHELLS.items()
+        for node, imported in names_imported(modules()[name])
+        for top in [node.module if isinstance(node, ast.ImportFrom) else imported]
+        if top is not None
+        and top.split(".")[0] not in PURE
+        and not top.startswith("tandem.core")
+        and top not in allowed
     ]
     assert wrong == []
 

@@ -132,6 +132,17 @@ class ServerConfig:
         False,
         "a row's logits depend on its own tokens only, not on batch, chunking, cache hits or threads; checked at start",
     )
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes calls of tools; auto: as its chat template does; the same on both halves of a pair",
+        choices=("auto", "hermes", "qwen25", "llama3", "llama3_json", "mistral"),
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "where the model's thoughts end and its answer begins; auto: <think> where its chat template knows it; "
+        "the same on both halves of a pair",
+        choices=("auto", "none", "qwen3", "deepseek-r1"),
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
@@ -186,6 +197,12 @@ class ServerConfig:
     flight_record: str | None = flag(None, "directory for the flight records of the node", metavar="DIR")
     flight_record_max_bytes: int = flag(
         256 << 20, "of all flight records in that directory, whoever wrote them; the oldest go first"
+    )
+    fault_records: str | None = flag(
+        None,
+        "directory for what each process did last before a fault of ours, which is written then; off: nothing is kept "
+        "(default: tandem/faults in this user's state directory)",
+        metavar="DIR|off",
     )
     enable_fault_injection: bool = flag(False, "test hooks may be changed while it runs: PUT /debug/faults")
 

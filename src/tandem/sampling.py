@@ -24,6 +24,7 @@ class SamplingParams(Struct, frozen=True):
     min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
     logprobs: bool = False  # report the logprob of each sampled token ...
     top_logprobs: int = 0  # ... and this many of the best alternatives
+    grammar: str = ""  # that the output has to follow, as `grammar.py` writes it; none: it is free
 
 
 class TokenScore(Struct, frozen=True, array_like=True):

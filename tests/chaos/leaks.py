@@ -3,10 +3,11 @@
 import contextlib
 import os
 from pathlib import Path
-from typing import Any  # JSON documents
 
 from arena import Arena
 from cluster import HttpError, Server, children_of
+
+from tandem.simulator.whole.idle import ROUTER_GAUGES, held_by_node
 
 MARK = "TANDEM_NEMESIS"  # in the environment of every process of a run
 SLACK_FDS = 10  # connections that come and go
@@ -18,31 +19,14 @@ def held(server: Server) -> dict[str, object]:
         states = server.states()
     except (OSError, HttpError) as error:
         return {"state": repr(error)}
-    return {name: number for state in states for name, number in held_by(state).items()}
-
-
-def held_by(state: dict[str, Any]) -> dict[str, object]:
-    """One node of it."""
-    rows = state["result_rows"]
-    numbers: dict[str, object] = {
-        **{f"requests {queue}": len(ids) for queue, ids in state["queues"].items()},
-        "pages owned": state["pages"]["owned"],
-        "pages quarantined": state["pages"]["quarantined"],
-        "pages pinned": state["pages_pinned_by_tree"],
-        "result slots": rows["total"] - rows["free"],
-        "rooms": state["rooms"],
-        "batches": len(state["window"]),
-    }
-    return {name: number for name, number in numbers.items() if number}
+    return {name: number for state in states for name, number in held_by_node(state).items()}
 
 
 def held_by_router(router: Server) -> dict[str, object]:
     """Requests that the router believes to be under way."""
     with router.open("GET", "/metrics") as reply:
         lines = reply.read().decode().splitlines()
-    gauges = [
-        line.rsplit(" ", 1) for line in lines if line.startswith(("tandem:router_active", "tandem:router_worker_a"))
-    ]
+    gauges = [line.rsplit(" ", 1) for line in lines if line.startswith(ROUTER_GAUGES)]
     return {name: float(value) for name, value in gauges if float(value)}
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import tandem
 from tandem.engine import self_check
 from tandem.engine.model_config import ModelError
+from tandem.engine.native import library
 from tandem.engine.weights import load
 
 FOLDER = Path(os.environ["TANDEM_TEST_CHECKPOINTS"])
@@ -194,7 +195,9 @@ def test_where_mkl_can_fix_its_order_any_number_of_threads_may_compute() -> None
 
 
 def test_a_product_that_depends_on_its_number_of_rows_shows_without_it_only() -> None:
-    """So the cases above look closely enough, and the tiles are what keeps the bits."""
+    """So the cases above look closely enough. Where torch computes, the tiles keep the bits; native kernels take rows
+    as they come, and a product that is not theirs shows.
+    """
     differ = {}
     for deterministic in (False, True):
         logits = []
@@ -209,7 +212,7 @@ def test_a_product_that_depends_on_its_number_of_rows_shows_without_it_only() ->
             logits.append(world.logits[request])
         differ[deterministic] = not torch.equal(*logits)
 
-    assert differ == {False: True, True: False}
+    assert differ == {False: True, True: library.best(deterministic=True) is not None}
 
 
 def test_it_computes_the_same_model() -> None:

@@ -21,6 +21,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.models.base import Model
 from tandem.engine.parallel import Group
 from tandem.engine.weights import load
+from tandem.grammar import Vocabulary
 from tandem.sampling import Payload, SamplingParams
 
 VOCAB = 300
@@ -61,6 +62,7 @@ class EngineWorld:
         deterministic: bool = False,
         dtype: str = "auto",
         group: Group | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         torch.set_num_threads(1)
         loaded = load(model_dir, dtype=dtype, device="cpu", group=group)
@@ -70,6 +72,7 @@ class EngineWorld:
             page_size=page_size,
             num_pages=num_pages,
             deterministic=deterministic,
+            vocabulary=vocabulary,
         )
         self.engine.kv.tensor.fill_(float("nan"))
         self.page_size = page_size

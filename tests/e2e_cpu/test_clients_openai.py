@@ -294,7 +294,7 @@ def sum_of_tokens(answer: ChatCompletion) -> int:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
         ({"question": "apple " * 9000}, "tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -20,14 +20,23 @@ TIMEOUT_S = 240
 # name -> threads that the process starts with, and what its libraries and the cases are told
 MACHINES: dict[str, tuple[int, dict[str, str]]] = {
     "this_one": (2, {"TANDEM_TEST_PROMPTS": "8"}),
-    "avx2": (4, {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}),
-    "avx512_without_bfloat16": (1, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}),
+    "avx2": (
+        4,
+        {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2",
+            "TANDEM_NATIVE": "avx2",
+        },
+    ),
+    "avx512_without_bfloat16": (1, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "TANDEM_NATIVE": "avx512"}),
     "sse": (
         2,
         {
             "ATEN_CPU_CAPABILITY": "default",
             "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
             "ONEDNN_MAX_CPU_ISA": "SSE41",
+            "TANDEM_NATIVE": "off",
             "TANDEM_TEST_DTYPES": "float32",  # bfloat16 takes minutes there
         },
     ),

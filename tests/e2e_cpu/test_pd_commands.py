@@ -76,6 +76,44 @@ def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path)
         up.wait()
 
 
+def test_up_starts_again_who_is_killed_and_nobody_is_refused_meanwhile(tmp_path: Path) -> None:
+    """Router and a decode server: while either starts anew every request of a client is answered."""
+    (port,) = free_ports(1)
+    output = tmp_path / "up.log"
+    with output.open("wb") as log:
+        up = subprocess.Popen([*TANDEM, "up", "--decode", "2", "--port", str(port)], stdout=log, stderr=log)
+    try:
+        eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
+        expected = ask(port)
+        for words, name in (("router", "router"), ("serve", "decode-0")):
+            os.kill(member_of(up.pid, words), signal.SIGKILL)
+            while f"tandem: {name} serves again" not in output.read_text():
+                assert ask(port) == expected
+        assert ask(port) == expected
+        assert output.read_text().count("tandem: ready") == 1
+        up.send_signal(signal.SIGINT)
+        assert up.wait(30) == 0
+    finally:
+        up.kill()
+        up.wait()
+
+
+def ask(port: int) -> list[int]:
+    body = {"text": "Tom has 3 apples", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        tokens: list[int] = json.loads(reply.read())["output_ids"]
+    return tokens
+
+
+def member_of(parent: int, word: str) -> int:
+    """The last child of `parent` that runs this command of tandem: decode servers are started after prefill servers."""
+    found = [pid for pid in children_of(parent) if f"\0{word}\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return found[-1] if word == "router" else found[1]
+
+
 @pytest.mark.parametrize(
     ("words", "number"),
     [  # what a fleet does with a signal, and what a server does: each with both
@@ -177,4 +215,10 @@ def test_up_on_a_port_that_is_taken_says_so() -> None:
         port = taken.getsockname()[1]
         up = run_tandem("up", "--port", str(port))
     assert up.returncode == 1
-    assert re.search(rf"tandem: error: router: .*{port}", up.stderr)
+    assert re.search(rf"tandem: error: cannot listen on 127.0.0.1:{port}: Address already in use", up.stderr)
+
+
+def test_a_router_that_inherits_no_socket_says_so() -> None:
+    router = run_tandem("router", "--prefill", "127.0.0.1:1", "--decode", "127.0.0.1:2", "--fd", "99")
+    assert router.returncode == 1
+    assert "tandem: error: cannot listen on file descriptor 99: Bad file descriptor" in router.stderr

@@ -101,7 +101,7 @@ def test_what_is_short_is_computed_by_decode_and_prefill_ends_well_without_a_tok
 ) -> None:
     prefill, decode = everywhere
     pair, short = pair_with(prefill), "Tom has 3"
-    with prefill.open("POST", "/generate", {"text": short, **pair}) as half:
+    with prefill.open("POST", "/generate", {"text": short, "sampling_params": {"temperature": 0}, **pair}) as half:
         assert decode.generate(short, max_new_tokens=4, timeout=20, **pair)["meta_info"]["path"] == "local"
         assert (half.status, json.loads(half.read())["output_ids"]) == (200, [])
     decode.open("POST", "/flush_cache").close()  # of what the test before may have left of the long prompt

@@ -70,6 +70,28 @@ def test_a_time_that_came_with_the_request_is_passed_on(given: object) -> None:
         assert [seen.body["rendered_at"] for seen in made.seen()] == [given, given]
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"routed_dp_rank": 1}, 1),
+        ({"data_parallel_rank": 1}, 1),
+        ({"routed_dp_rank": [1, None], "text": ["a", "b"]}, [1, None]),
+        ({"routed_dp_rank": 1, "disagg_prefill_dp_rank": None}, 1),
+        ({"routed_dp_rank": 1, "disagg_prefill_dp_rank": 0}, 0),
+        ({"routed_dp_rank": None}, None),
+        ({}, None),
+    ],
+)
+def test_decode_is_told_the_rank_that_a_body_has_chosen_for_its_prefill(fields: dict[str, Any], told: object) -> None:
+    with fleet() as made:
+        assert post(made, {"text": "a"} | fields, path="/generate").status_code == 200
+        (prefill,), (decode,) = made.prefills[0].generations, made.decodes[0].generations
+        assert decode.body.get("disagg_prefill_dp_rank") == told
+        own = fields.get("disagg_prefill_dp_rank")
+        assert prefill.body.get("disagg_prefill_dp_rank") == own
+        assert prefill.body.get("routed_dp_rank") == decode.body.get("routed_dp_rank") == fields.get("routed_dp_rank")
+
+
 def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:
     with fleet() as made:
         for _ in range(5):

@@ -155,3 +155,16 @@ def test_a_connection_that_dies_while_the_library_looks_at_it_is_a_failure_of_th
             assert (await client.get(server.url)).content == b"body"
 
     asyncio.run(story())
+
+
+def test_what_idles_for_too_long_is_closed_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_pool, "KEEPALIVE_SECONDS", 0.02)
+
+    async def story() -> None:
+        async with served() as (server, client):
+            for _ in range(2):  # the second time somebody has to look again
+                await asyncio.gather(*(client.get(server.url) for _ in range(3)))
+                await until_closed(server, server.num_accepted)
+            assert server.num_accepted >= 2
+
+    asyncio.run(story())

@@ -145,7 +145,7 @@ def test_a_challenge_that_is_passed_on_to_another_owner_proves_nothing_there() -
             with impostor.accept() as link:
                 welcome = attacker.say_hello(impostor.greet(link, attacker.hear_challenge()))
         assert welcome.status is Status.OTHER_INCARNATION
-        eventually(lambda: bool(reader.transfer._reader._pulls), "it still tries")
+        eventually(lambda: bool(reader.transfer._reader._puller.held().live_rooms), "it still tries")
         reader.cancel(1)
         reader.wait_drained(1)
 
@@ -377,7 +377,7 @@ def test_a_reader_whose_handshake_is_ended_tries_again() -> None:
             reader.wait_landed(1, 1)
 
 
-@pytest.mark.parametrize("place", ["_listener._handshake", "_grants.lease"])
+@pytest.mark.parametrize("place", ["_listener._handshake", "_lender.lease"])
 def test_an_error_of_ours_ends_one_connection_and_the_next_is_served(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_pages_of_a_cancelled_pull_may_be_reused_at_once() -> None:
                 continue
             ended, pages = under_way.pop(rng.randrange(lanes))
             time.sleep(rng.choice([0, 0.0002, 0.002, 0.004]) * rng.random())  # not to wait: aborts come at any time
-            pull = reader.transfer._reader._pulls.get((ended, 0))
+            pull = reader.transfer._reader._puller._pulls.get((ended, 0))
             hits += pull is not None and pull.armed is not None
             reader.cancel(ended)
             reader.wait_drained(ended)

@@ -13,10 +13,10 @@ import msgspec
 from engine import Run, Target
 from targets import TARGETS
 
-from tandem.server import channel, documents
-from tandem.server.node import flight, session
+from tandem.server import channel, documents, record_file
+from tandem.server.node import session
 from tandem.transfer import protocol
-from tandem.transfer.grants import Grants
+from tandem.transfer.lender import Lender
 from tandem.transfer.protocol import Read
 
 PutIn = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -43,7 +43,7 @@ def frames_are_decoded_without_a_net() -> contextlib.AbstractContextManager[Any]
 
 def records_are_decoded_without_a_net() -> contextlib.AbstractContextManager[Any]:
     """The name that is caught is another one."""
-    return patch.object(flight, "RecursionError", ZeroDivisionError, create=True)
+    return patch.object(record_file, "RecursionError", ZeroDivisionError, create=True)
 
 
 def a_read_may_name_any_number_of_pages() -> contextlib.AbstractContextManager[Any]:
@@ -55,13 +55,13 @@ def a_read_may_name_any_number_of_pages() -> contextlib.AbstractContextManager[A
 
 
 def a_grant_is_no_secret() -> contextlib.AbstractContextManager[Any]:
-    lease = Grants.lease
+    lease = Lender.lease
 
-    def lease_to_anybody(self: Grants, room: int, *, secret: bytes, **named: Any) -> Any:
-        grants = self._by_room.get(room, ())
-        return lease(self, room, secret=next((grant.secret for grant in grants), secret), **named)
+    def lease_to_anybody(self: Lender[Any], link: Any, room: int, *, secret: bytes, **named: Any) -> Any:
+        grants = self.grants(room)
+        return lease(self, link, room, secret=next((grant.secret for grant in grants), secret), **named)
 
-    return patch.object(Grants, "lease", lease_to_anybody)
+    return patch.object(Lender, "lease", lease_to_anybody)
 
 
 def a_prefill_may_have_no_shards() -> contextlib.AbstractContextManager[Any]:

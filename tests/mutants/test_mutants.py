@@ -2,30 +2,27 @@
 
 import pytest
 
+from seeded_bugs import MUTANTS
+from seeded_bugs.kills import PATIENCE, kill_all
 from tandem.simulator.catalog import checked
-from tandem.simulator.hunt import run_seed
-from tandem.simulator.mutants import MUTANTS
+from tandem.simulator.hunt import run_all, run_seed
 from tandem.simulator.report import SeedResult
 
-PATIENCE = 12  # seeds after the recorded one: a change of the core may move the moment at which a bug shows
+
+@pytest.fixture(scope="module")
+def noticed() -> dict[str, SeedResult]:
+    return kill_all(tuple(MUTANTS))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_mutant_is_killed(name: str) -> None:
-    mutant = MUTANTS[name]
-    noticed: list[SeedResult] = []
-    with mutant.breaks():
-        for seed in range(mutant.seed, mutant.seed + PATIENCE):
-            noticed.append(run_seed(seed))
-            if noticed[-1].invariant == mutant.killed_by[0]:
-                return
-    others = {f"{result.invariant}: {result.detail}" for result in noticed if result.invariant}
-    pytest.fail(f"{name} survives {PATIENCE} seeds from {mutant.seed}; noticed: {others or 'nothing'}")
+def test_the_mutant_is_killed(noticed: dict[str, SeedResult], name: str) -> None:
+    mutant, result = MUTANTS[name], noticed[name]
+    last = f"{result.invariant}: {result.detail}" if result.invariant else "nothing"
+    assert result.invariant == mutant.killed_by[0], f"survives {PATIENCE} seeds from {mutant.seed}; the last: {last}"
 
 
 def test_the_seeds_that_kill_are_clean_without_a_mutant() -> None:
-    for seed in sorted({mutant.seed for mutant in MUTANTS.values()}):
-        result = run_seed(seed)
+    for result in run_all(sorted({mutant.seed for mutant in MUTANTS.values()})):
         assert not result.invariant, f"{result.line}  # {result.invariant}: {result.detail}"
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.simulator.mutants import MUTANTS
+from seeded_bugs import MUTANTS
 
 sys.path.append(str(Path(__file__).parent / "real"))
 from worker_mutants import WORKER_MUTANTS
@@ -119,7 +119,7 @@ def run(tests: list[str], folder: Path, mutant: str = "") -> Run:
         "no:cacheprovider",
         f"--junitxml={report}",
     ]
-    path = os.pathsep.join([str(HERE / "real"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(HERE / "real"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     told = {"PYTHONPATH": path, "TANDEM_TEST_MUTANT": mutant, "TANDEM_TEST_MUTANT_LOG": str(log)}
     done = subprocess.run(
         [*command, *tests],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster import Cluster, HttpError, Server, children_of, cluster, eventually
+from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
 
 FLAGS = ("--max-total-tokens", "8192")
 PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
@@ -140,6 +140,52 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
             eventually(lambda: f"DP rank {dp_rank} serves again" in server.log, within_s=60)  # noqa: B023  # done here
             eventually(server.is_idle, what=server.states)
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
+
+
+@pytest.fixture(scope="module")
+def by_room() -> Iterator[Cluster]:
+    """Rooms name the rank of the prefill, which has four, unless somebody routes a request elsewhere."""
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=("--dp", "4"), decode_flags=("--dp", "2")) as it:
+        yield it
+
+
+def both_halves(it: Cluster, prompt: str, room: int, *, rank: int, **fields: object) -> tuple[dict, dict]:
+    """What prefill, routed to `rank`, and decode answer to a router that names ranks by itself."""
+    (prefill,), (decode,) = it.prefills, it.decodes
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": room}
+    with ThreadPoolExecutor(1) as pool:
+        half = pool.submit(prefill.generate, prompt, max_new_tokens=8, data_parallel_rank=rank, **pair, **fields)
+        answer = decode.generate(prompt, max_new_tokens=8, data_parallel_rank=room // 4 % 2, **pair, **fields)
+        return half.result(), answer
+
+
+def test_a_router_that_names_ranks_may_contradict_the_rooms(by_room: Cluster) -> None:
+    """Three rooms of four are on another rank than they imply; decode is sent on to it."""
+    assert by_room.router is not None
+    expected = [by_room.router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda n: both_halves(by_room, PROMPTS[n], 1000 + n, rank=n // 4 % 4), range(24)))
+    assert [answer["output_ids"] for _, answer in found] == expected
+    assert {answer["meta_info"]["path"] for _, answer in found} == {"remote"}
+    assert [half["meta_info"]["dp_rank"] for half, _ in found] == [n // 4 % 4 for n in range(24)]
+    for server in by_room.servers:
+        eventually(server.is_idle, what=server.states)
+
+
+def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
+    """Decode has said READY to the rank that the room implies, and hears from there whom to ask for the reason."""
+    flags = ("--dp", "2", "--disaggregation-dp-rank-conflict", "fail")
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=flags) as it:
+        (prefill,), (decode,) = it.prefills, it.decodes
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "timeout": 60}
+        with ThreadPoolExecutor(2) as pool:
+            half = pool.submit(prefill.generate, PROMPTS[0], data_parallel_rank=0, bootstrap_room=7, **pair)
+            answer = pool.submit(decode.generate, PROMPTS[0], bootstrap_room=7, **pair)
+        failed = answer.exception()
+        assert isinstance(failed, HttpError)
+        assert (failed.status, failed.error["code"]) == (400, "route_conflict")
+        assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
+        assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
 
 
 def worker_of(server: Server, dp_rank: int) -> int:

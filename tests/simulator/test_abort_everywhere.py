@@ -24,6 +24,7 @@ NAMES = (
     "retraction_recomputes",
     "overlapped_batch_keeps_its_iteration",
 )
+RECOUNT_EVERY = 16  # events, mostly heartbeats; what a step does is checked after each, and all at the end
 Meddle = Callable[[World, Life], list[Event]]
 
 
@@ -50,6 +51,7 @@ def play_with(script: str, at_step: int, name: str, meddle: Meddle) -> int:
     scenario = Scenario()
     scenario.read(script)
     world, steps = scenario.world, 0
+    world.recount_every = RECOUNT_EVERY
     record, role = world.trace, world.replicas[name].role
 
     def look(now, life, events, commands) -> None:  # type: ignore[no-untyped-def]

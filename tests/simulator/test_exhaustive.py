@@ -10,6 +10,7 @@ import sys
 import msgspec
 import pytest
 
+from seeded_bugs import MUTANTS
 from tandem.core.events import RequestArrived
 from tandem.core.machine import Machine
 from tandem.core.request import Request
@@ -19,7 +20,6 @@ from tandem.core.values import SECOND, Incarnation, Nanos, RequestId, Room
 from tandem.simulator.model_check.exhaustive import MACHINES, Found, entries, explore, explore_all, report
 from tandem.simulator.model_check.forks import world_state
 from tandem.simulator.model_check.worlds import SMALL_WORLDS, TO_THE_END
-from tandem.simulator.mutants import MUTANTS
 
 DEPTH = int(os.environ.get("TANDEM_EXHAUSTIVE_DEPTH", "0"))
 WORLDS = {small.name: small for small in SMALL_WORLDS}

@@ -55,7 +55,7 @@ def test_every_line_of_the_corpus_says_what_its_seed_found() -> None:
 def half(arrived_at: int, ended_at: int | None) -> Half:
     ask = Ask(1, 0, Script((7,), 1, 0), 1, 0, None, None, repeats_room=False)
     exchange = RoutedRequest(ask, None)
-    one = Half(exchange, ask, "unified", "unified-0", 1, None, arrived_at, 100, 0, 0, ask.script)  # type: ignore[arg-type]  # no life is looked at
+    one = Half(exchange, ask, "unified", "unified-0", 1, 1, None, arrived_at, 100, 0, 0, ask.script)  # type: ignore[arg-type]  # no life is looked at
     one.ended_at = ended_at
     return one
 

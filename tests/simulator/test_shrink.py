@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
+from seeded_bugs import MUTANTS
 from tandem.simulator.faults.options import draw_options
 from tandem.simulator.hunt import run_seed
-from tandem.simulator.mutants import MUTANTS
 from tandem.simulator.oracle import Script as Answer
 from tandem.simulator.oracle import Violation
 from tandem.simulator.scenario.parse import (

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from seeded_bugs import MUTANTS
 from tandem.cli.main import main
-from tandem.simulator.mutants import MUTANTS
 from tandem.simulator.oracle import Violation
 from tandem.simulator.scenario.play import DIVIDER, play
 

@@ -156,9 +156,9 @@ def test_a_worker_that_hangs_says_what_it_has_to_say_when_it_goes_on() -> None:
     world = a_world()
     life = hang(world, Hang.WORKER, duration_ns=5 * TICK_NS)
     run_for(world, TICK_NS)
-    assert life.vitals.held is not None
+    assert life.workers.sampling.held is not None
     run_for(world, 10 * SECOND)
-    assert life.vitals.held is None
+    assert life.workers.sampling.held is None
     assert not life.store.held
     assert life.is_alive
 

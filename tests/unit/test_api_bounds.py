@@ -24,6 +24,7 @@ from tandem.server.api.body import (
     NativeSampling,
     Routing,
     StreamOptions,
+    StructuredOutputs,
     TokenizeBody,
 )
 
@@ -36,7 +37,7 @@ BODIES = (
     ("/generate", NativeBody),
     ("/v1/completions", Routing),
 )
-ALL = (ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions)
+ALL = (ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions, StructuredOutputs)
 OTHERS = (TokenizeBody, DetokenizeBody, AbortBody)
 TOO_LARGE = (1 << 63, -(1 << 63) - 1, 1 << 64, 10**30, -(10**30))
 ROLES = ("null", "prefill", "decode")
@@ -58,7 +59,7 @@ def assert_refused(w: World, response: httpx.Response, param: str | None = None)
     if param is not None:
         assert response.json()["error"]["param"] == param
     assert w.node.submits == []
-    assert (w.client.num_live, w.client._named) == (0, {})
+    assert (w.client.num_live, w.client._requests._named) == (0, {})
 
 
 # the table is complete
@@ -262,7 +263,7 @@ def test_no_value_in_any_field_is_a_mistake_of_the_server(
     body = ABOUT[path] | PAIR | fields | ({} if sampling is None else {"sampling_params": sampling})
     response = sent(http, body, path)
     assert response.status_code in (200, 400, 404, 409, 413), response.text
-    assert w.client._named == {}
+    assert w.client._requests._named == {}
 
 
 # counts and sizes of what is only tokenized

@@ -16,8 +16,9 @@ from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
-from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
+from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.bootstrap_client import BootstrapClient
+from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.errors import Refusal

@@ -95,8 +95,6 @@ def test_what_gateways_add_is_accepted() -> None:
         ({"input_ids": [-1]}, "input_ids"),
         ({"text": "x", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
         ({"text": "x", "sampling_params": {"temperature": "hot"}}, "sampling_params.temperature"),
-        ({"text": "x", "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
-        ({"text": "x", "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
         ({"text": ["x", "y"], "sampling_params": [{}]}, "sampling_params"),
         ({"text": "abc", "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len"),
         ({"text": "x", "lora_path": "adapter"}, "lora_path"),

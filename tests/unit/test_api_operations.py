@@ -253,7 +253,7 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     assert set(document["paths"]) == served - aliases
     chat = document["components"]["schemas"]["ChatBody"]["properties"]
     assert "messages" in chat
-    assert "tools" not in chat
+    assert "num_predict" not in chat
 
 
 def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:

@@ -38,7 +38,7 @@ def posted(w: World, body: dict, path: str = "/v1/completions", **headers: str) 
 def assert_nothing_is_left(w: World) -> None:
     assert w.node.submits == []
     assert w.client.num_live == 0
-    assert w.client._named == {}
+    assert w.client._requests._named == {}
     assert w.client._idle.is_set(), "a drain would wait for ever"
 
 
@@ -165,7 +165,7 @@ def test_a_reply_that_raises_ends_what_it_was_made_for(
         call.leave()  # where the method is never come to
         await call.task
         await asyncio.wait_for(w.client.wait_idle(), 5)
-        assert w.client._named == {}
+        assert w.client._requests._named == {}
 
     asyncio.run(story())
 
@@ -186,7 +186,7 @@ def test_wherever_a_request_is_cancelled_nothing_of_it_lives_on(role: str, strea
         await asyncio.gather(call.task, return_exceptions=True)
         assert {submit.request.id for submit in w.node.submits} in (set(), {1, 2, 3, 4})
         await asyncio.wait_for(w.client.wait_idle(), 5)
-        assert w.client._named == {}
+        assert w.client._requests._named == {}
         return has_ended
 
     turns = 0
@@ -206,7 +206,7 @@ def test_wherever_the_client_leaves_nothing_of_its_request_lives_on(stream: bool
         call.leave()
         await asyncio.gather(call.task, return_exceptions=True)
         await asyncio.wait_for(w.client.wait_idle(), 5)
-        assert w.client._named == {}
+        assert w.client._requests._named == {}
         return has_answered
 
     for turns in range(40):

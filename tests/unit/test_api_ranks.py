@@ -11,7 +11,7 @@ from api_fakes import REPLICA, FakeNode, Script
 
 from tandem.core import commands, events
 from tandem.core.request import Request
-from tandem.core.settings import LoadBalanceMethod
+from tandem.core.settings import LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Cause, Nanos, RequestId, Room
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
@@ -22,9 +22,9 @@ from tandem.server.api.errors import Problem, Refusal
 class Node(FakeNode):
     """Of one rank. Runs what it gets until it is told to end it; `refusal`: takes nothing."""
 
-    def __init__(self, dp_rank: int) -> None:
+    def __init__(self, dp_rank: int, prefill: PrefillInfo) -> None:
         super().__init__(lambda request, payload: Script(is_silent=True))
-        self.dp_rank = dp_rank
+        self.dp_rank, self.prefill = dp_rank, prefill
         self.refusal: Refusal | None = None
 
     def send(self, message: wire.ApiToNode) -> None:
@@ -37,7 +37,7 @@ class Node(FakeNode):
         self.client.receive(message, self.dp_rank)
 
     def ready(self) -> None:
-        replica = msgspec.structs.replace(REPLICA, dp_rank=self.dp_rank)
+        replica = msgspec.structs.replace(REPLICA, dp_rank=self.dp_rank, prefill=self.prefill)
         self.tell(wire.NodeReady(replica, 10, 10))
 
     @property
@@ -49,13 +49,13 @@ class Ranks:
     """A client and its nodes, all ready."""
 
     def __init__(self, count: int = 2, method: LoadBalanceMethod = LoadBalanceMethod.ROUND_ROBIN) -> None:
-        self.nodes = [Node(dp_rank) for dp_rank in range(count)]
-        self.announced: list[tuple[int, int]] = []  # (room, rank) in the bootstrap server of this prefill
+        self.nodes = [Node(dp_rank, PrefillInfo(count, method)) for dp_rank in range(count)]
+        self.announced: list[commands.AnnounceDpRank] = []  # in the bootstrap server of this prefill
         self.client = NodeClient(
             *self.nodes,
             stall_timeout=1.0,
             method=method,
-            announce=lambda room, dp_rank: self.announced.append((room, dp_rank)),
+            announce=self.announced.append,
         )
         for node in self.nodes:
             node.client = self.client
@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def loads(self) -> list[tuple[int, int]]:
-        return [(rank.num_requests, rank.num_tokens) for rank in self.client.ranks]
+        return [(rank.state.num_requests, rank.state.num_tokens) for rank in self.client.ranks]
 
     @contextmanager
     def running(self, *submits: wire.Submit, routed: Sequence[int | None] = ()) -> Iterator[Generation]:
@@ -189,7 +189,10 @@ def test_a_refused_request_with_a_room_is_declined_at_the_rank_that_would_have_h
         assert refused.value.failure.code == Cause.DRAINING
         found = [[event for event in node.sent if isinstance(event, events.RequestRefused)] for node in ranks.nodes]
         assert [[event.request.room for event in of_rank] for of_rank in found] == [[8], [7], []]
-        assert ranks.announced == [(7, 1), (8, 0)], "decode, which asks where they are, finds who tells it"
+        moved = commands.AnnounceDpRank(Room(8), 0, sought=2)
+        assert ranks.announced == [moved], "decode, which looks on rank 2, finds who tells it; room 7 tells its rank"
+        ranks.client.tell_elsewhere(moved)
+        assert ranks.nodes[2].sent[-1] == events.RoomElsewhere(Room(8), 0)
 
     asyncio.run(story())
 
@@ -221,10 +224,10 @@ def test_who_looks_for_a_room_of_a_lost_rank_is_told_by_one_that_is_left() -> No
         ranks.client.receive(wire.Died("node", "a bug"), 1)
         (told,) = [event for event in ranks.nodes[0].sent if isinstance(event, events.RequestRefused)]
         assert (told.request.room, told.cause, told.detail) == (8, Cause.WORKER_LOST, "node: a bug")
-        assert ranks.announced == [(8, 0)]
+        assert ranks.announced == [commands.AnnounceDpRank(Room(8), 0)]
 
         ranks.client.receive(wire.Died("node", "a bug"), 0)
-        assert ranks.announced == [(8, 0)], "nobody is left who could tell"
+        assert len(ranks.announced) == 1, "nobody is left who could tell"
 
     asyncio.run(story())
 
@@ -262,7 +265,7 @@ def test_a_question_to_all_leaves_out_who_does_not_answer() -> None:
 
 def test_nothing_is_accepted_before_every_rank_has_been_ready_once() -> None:
     async def story() -> None:
-        nodes = [Node(0), Node(1)]
+        nodes = [Node(dp_rank, PrefillInfo(2)) for dp_rank in range(2)]
         client = NodeClient(*nodes, stall_timeout=1.0)
         for node in nodes:
             node.client = client

@@ -16,7 +16,7 @@ from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
 from tandem.pagehash import HASH_BYTES, hash_of, page_link, prompt_digest, prompt_hashes, prompt_links, root_hash
 from tandem.server.api.facts import ModelFacts, limits_of
-from tandem.server.api.tenant import bearer_token, tenant_of
+from tandem.server.api.tenant import given_key, tenant_of
 
 PROMPT = "0123456789abcdef"
 PAIR = {"bootstrap_host": "127.0.0.1", "bootstrap_room": 5}
@@ -77,7 +77,7 @@ def test_without_a_salt_and_with_an_empty_one_it_is_the_same_tenant() -> None:
     ],
 )
 def test_the_key_is_what_the_bearer_header_says(header: str | None, key: str) -> None:
-    assert bearer_token(Headers({} if header is None else {"authorization": header})) == key
+    assert given_key(Headers({} if header is None else {"authorization": header})) == key
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

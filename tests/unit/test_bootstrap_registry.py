@@ -77,6 +77,11 @@ def test_an_incarnation_that_was_replaced_cannot_come_back() -> None:
     assert documents(registry) == [b"p/0/3"]
 
 
+def test_a_life_of_the_same_number_at_another_place_was_not_replaced() -> None:
+    registry = filled(rank(of=2), rank(1, of=2), rank(of=2, life=2), rank(of=2, life=3))
+    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+
+
 def test_replaced_incarnations_are_remembered_in_bounded_number() -> None:
     registry = filled(*(rank(life=life) for life in range(1, 6)), limits=RegistryLimits(max_replaced=2))
     assert isinstance(registry.register(rank(life=4)), Rejected)

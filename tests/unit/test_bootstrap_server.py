@@ -14,7 +14,8 @@ from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api import cluster_auth
 from tandem.server.api.body_store import MAX_BODY_BYTES
-from tandem.server.api.bootstrap import MAX_ROOMS_PER_QUERY, BootstrapServer, registration
+from tandem.server.api.bootstrap import BootstrapServer
+from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
 from tandem.server.api.cluster_auth import CHALLENGE_NS, WriteGuard, signed_headers
 
 SECRET = ClusterSecret(b"a secret of the whole cluster")

@@ -1,13 +1,15 @@
 """DP ranks of a prefill: decode finds the rank that has the request, prefill announces it or refuses what lies."""
 
+import msgspec
 import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
-from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path
-from tandem.core.events import DpRankAnswered, PeerLearned, PeerLost, PeerUnknown
+from tandem.core.commands import AnnounceDpRank, AskDpRank, FailRequest, FinishRequest, LearnPeer, Path, Tell
+from tandem.core.disagg.messages import Message, Moved, Ready
+from tandem.core.events import DpRankAnswered, PeerLearned, PeerLost, PeerSaid, PeerUnknown, RoomElsewhere
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
-from tandem.core.values import SECOND, Address, Cause, RequestId, Room
+from tandem.core.values import SECOND, Address, Cause, Incarnation, RequestId, Room
 
 FOLLOW_OR_FAIL = PrefillInfo(2, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.FAIL)
 RESOLVE = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN, DpConflictPolicy.RESOLVE)
@@ -241,3 +243,158 @@ def test_prefills_are_remembered_in_bounded_number() -> None:
     world.run()
     assert list(decode.state.prefills) == ["host:7", "host:8", "host:9"]
     assert len(decode.state.peers) == 3
+
+
+# --- rooms that tell the rank, and routes that contradict them -------------------------------------------------------
+
+FOLLOW = PrefillInfo(2, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.RESOLVE)
+
+
+def learned(world: World, ranks: list[Replica], decode: Replica) -> None:
+    for rank, replica in enumerate(ranks):
+        world.send(decode, PeerLearned(SERVER, replica.name, "", "", rank, FOLLOW))
+    world.run()
+
+
+def test_a_room_that_is_where_it_belongs_costs_no_question_and_no_announcement() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    _left, right = submit(world, ranks[1], decode)
+    answer_questions(world, ranks, decode, FOLLOW)
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert decode.said(AskDpRank) == ranks[1].said(AnnounceDpRank) == []
+
+
+@pytest.mark.parametrize("ready_first", [True, False])
+def test_ready_for_a_room_that_was_routed_elsewhere_is_sent_on(ready_first: bool) -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    learned(world, ranks, decode)
+    if ready_first:
+        right = world.submit(decode, room=ODD, peer=SERVER)
+        world.run()
+        world.submit(ranks[0], room=ODD)
+    else:
+        world.submit(ranks[0], room=ODD)
+        world.run()
+        right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert ranks[0].said(AnnounceDpRank) == [AnnounceDpRank(Room(ODD), 0, sought=1)]
+    assert decode.said(AskDpRank) == []
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_ready_is_sent_on_once_and_by_nobody_else_than_the_rank_that_was_asked() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    learned(world, ranks, decode)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    world.send(decode, PeerSaid(ranks[0].name, Moved(Room(ODD), ranks[0].name, 0)))
+    world.run()
+    assert told(decode, Ready) == [ranks[1].name], "a rank that was not asked has nothing to say"
+    world.send(decode, PeerSaid(ranks[1].name, Moved(Room(ODD), ranks[1].name, 0)))
+    world.send(decode, PeerSaid(ranks[0].name, Moved(Room(ODD), ranks[0].name, 1)))
+    world.run()
+    assert told(decode, Ready) == [ranks[1].name, ranks[0].name]
+    assert decode.state_of(right) is State.ARRIVING
+
+
+def test_who_has_the_room_is_asked_again_and_not_the_rank_that_has_sent_ready_on() -> None:
+    """The answer to who that is may be lost."""
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, ranks[1].name, "", "", 1, FOLLOW))
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    world.send(decode, PeerSaid(ranks[1].name, Moved(Room(ODD), ranks[1].name, 0)))
+    world.run()
+    world.advance(5 * SECOND)
+    assert told(decode, Ready) == [ranks[1].name]
+    assert decode.said(LearnPeer).count(LearnPeer(SERVER, 0)) >= 2
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))
+    world.run()
+    assert told(decode, Ready) == [ranks[1].name, ranks[0].name]
+    assert decode.state_of(right) is State.ARRIVING
+
+
+def test_where_the_implied_rank_is_down_another_one_is_asked_for() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))
+    _left, right = submit(world, ranks[0], decode)
+    world.run()
+    assert decode.said(LearnPeer) == [LearnPeer(SERVER, 1)]
+    world.send(decode, PeerUnknown(SERVER, "there is no rank 1", 1))
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert decode.said(AskDpRank) == [AskDpRank(SERVER, Room(ODD))]
+
+
+def test_a_rank_that_says_nothing_is_doubted_ever_less_often() -> None:
+    """The word that sends decode on was lost. Where the room is after all, its server knows of no other rank."""
+    world, ranks, decode = two_ranks(FOLLOW)
+    learned(world, ranks, decode)
+    right = world.submit(decode, room=ODD, peer=SERVER, timeout_ns=100 * SECOND)
+    world.advance(20 * SECOND)
+    assert 3 <= len(decode.said(AskDpRank)) <= 6
+    assert decode.state_of(right) is State.ARRIVING
+    ranks[1].holds.add(RoomElsewhere)
+    world.submit(ranks[0], room=ODD, timeout_ns=100 * SECOND)
+    world.advance(20 * SECOND)
+    assert path_of(decode, right) is Path.REMOTE
+
+
+def test_the_loss_of_the_implied_rank_is_told_to_the_one_that_has_the_room() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    learned(world, ranks, decode)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    world.announced[Room(ODD)] = 0  # by rank 0, while the word to rank 1 is lost with it
+    left = world.submit(ranks[0], room=ODD)
+    world.send(decode, PeerLost(ranks[1].name))
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.FALLBACK, TOKENS)
+    end = ranks[0].ended[left]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.PEER_ABORTED
+
+
+@pytest.mark.parametrize("held", [0, 1], ids=["elsewhere", "where it belongs"])
+def test_a_half_that_ends_before_it_knows_anybody_is_told_to_prefill(held: int) -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    decode.holds.add(PeerUnknown)
+    left, right = submit(world, ranks[held], decode)
+    world.abort(decode, right)
+    answer_questions(world, ranks, decode, FOLLOW)
+    assert isinstance(decode.ended[right], FailRequest)
+    end = ranks[held].ended[left]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.PEER_ABORTED
+    assert decode.state.farewells == {}
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_a_refused_half_is_told_to_a_prefill_that_nobody_knows_yet() -> None:
+    world, ranks, decode = two_ranks(FOLLOW, max_queued=0)
+    ranks[1].state.settings = msgspec.structs.replace(ranks[1].state.settings, max_queued=8)
+    decode.holds.add(PeerUnknown)
+    left, right = submit(world, ranks[1], decode)
+    answer_questions(world, ranks, decode, FOLLOW)
+    refused, end = decode.ended[right], ranks[1].ended[left]
+    assert isinstance(refused, FailRequest)
+    assert isinstance(end, FailRequest)
+    assert (refused.cause, end.cause) == (Cause.QUEUE_FULL, Cause.PEER_ABORTED)
+
+
+def test_farewells_are_bounded_and_forgotten_when_nobody_is_there() -> None:
+    world, _ranks, decode = two_ranks(FOLLOW, tombstones=3)
+    decode.holds.add(PeerUnknown)
+    for room in range(1, 9):
+        world.abort(decode, world.submit(decode, room=room, peer=SERVER))
+    world.run()
+    assert list(decode.state.farewells) == [6, 7, 8]
+    decode.holds.clear()
+    world.send(decode, PeerUnknown(SERVER, "nobody answers"))
+    world.run()
+    assert decode.state.farewells == {}
+
+
+def told(decode: Replica, kind: type[Message]) -> list[Incarnation]:
+    return [said.peer for said in decode.said(Tell) if isinstance(said.message, kind)]

@@ -6,6 +6,7 @@ from core_driver import World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, ForgetRequests, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, FlushRequested, StopMatched
+from tandem.core.scheduler.node import learn_hashes
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Cause, RequestId
 
@@ -428,3 +429,26 @@ def test_outcomes_of_another_iteration_are_our_own_bug() -> None:
     wrong = BatchOutcome(outcome.batch, outcome.iteration + 1, outcome.tokens, outcome.flags)
     with pytest.raises(AssertionError):
         node.node.step([BatchReturned(wrong)], world.now)
+
+
+# --- hashes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_of_hashes_with_a_gap_is_not_continued() -> None:
+    """A page whose hash nobody has told must not be found under the hash of the next one."""
+    world = World()
+    node = world.unified()
+    request = world.submit(node, prompt_len=31, max_new_tokens=40)
+    world.run_until(lambda: request in node.state.requests and node.progress(request).generated == 12)
+    progress = node.progress(request)
+    flight = node.state.inflight[0]
+    outcome = BatchOutcome(flight.batch, flight.forward_iter, b"", b"", ((request, b"of the third page"),))
+    known = list(progress.hashes)
+    assert len(known) == 2
+    progress.computed = 47  # the next token fills the third page
+    progress.hashes = known[:1]
+    learn_hashes(node.state, flight, outcome)
+    assert progress.hashes == known[:1], "the second one is missing"
+    progress.hashes = list(known)
+    learn_hashes(node.state, flight, outcome)
+    assert progress.hashes == [*known, b"of the third page"]

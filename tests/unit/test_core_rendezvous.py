@@ -1,11 +1,23 @@
 """Prefill and decode talk: messages overtake each other, get lost, come twice, lie - and every request still ends."""
 
+from typing import Any, Literal
+
 import msgspec
 import pytest
+from msgspec import structs
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
+from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, prompt_tokens
 from tandem.core.batch import TokenFlag
-from tandem.core.commands import CancelPull, FailRequest, FinishRequest, LearnPeer, Path, PullPages, RevokePages
+from tandem.core.commands import (
+    CancelPull,
+    FailRequest,
+    FinishRequest,
+    LearnPeer,
+    Path,
+    PullPages,
+    RenderAgain,
+    RevokePages,
+)
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.events import (
@@ -19,15 +31,18 @@ from tandem.core.events import (
     PeerLost,
     PeerReturned,
     PeerSaid,
+    PromptRendered,
     ReadsDrained,
     RequestArrived,
     RequestRefused,
     TransferDrained,
     TransferFailed,
 )
+from tandem.core.scheduler.node import handle
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import LoadFailurePolicy
 from tandem.core.values import SECOND, Cause, Incarnation, Room, ShardId
+from tandem.pagehash import prompt_digest
 
 TOKENS = expected_tokens(100, 4, seed=1)
 
@@ -355,6 +370,19 @@ def test_an_offer_that_leaves_a_gap_changes_nothing() -> None:
     assert decode.tokens[right] == TOKENS
 
 
+def test_an_offer_of_somebody_else_than_the_prefill_changes_nothing() -> None:
+    world, prefill, decode, _left, right = meet_before_computing()
+    stranger = world.prefill("stranger")
+    decode.holds.add(Offer)
+    world.run()
+    forged = msgspec.structs.replace(prefill.said(Offer)[0], source=stranger.name)
+    handle(decode.state, PeerSaid(stranger.name, forged))
+    assert not [command for command in decode.state.out if isinstance(command, PullPages)]
+    decode.release()
+    world.run()
+    assert decode.tokens[right] == TOKENS
+
+
 def test_of_an_offer_that_overlaps_an_earlier_one_only_the_new_pages_are_pulled() -> None:
     world, prefill, decode, _, right = meet_before_computing()
     world.run_until(lambda: len(decode.said(PullPages)) == 1)
@@ -606,8 +634,8 @@ def test_a_prompt_of_another_length_is_refused_by_prefill() -> None:
     left = world.submit(prefill, prompt_len=100, room=room)
     right = world.submit(decode, prompt_len=101, room=room, peer=prefill.address)
     world.run()
-    assert prefill.cause(left) is Cause.PROTOCOL
     assert decode.cause(right) is Cause.PROTOCOL
+    assert prefill.state_of(left) is State.PARKED  # its own decode may still come
 
 
 def offered(world: World, decode: object) -> Offer:
@@ -669,9 +697,9 @@ def test_a_ready_with_an_impossible_count_ends_the_request_with_protocol(held_pa
     world = World()
     prefill, decode = world.prefill(), world.decode()
     left = world.submit(prefill, prompt_len=100, room=7)
-    world.send(
-        prefill, PeerSaid(decode.name, Ready(Room(7), 1, decode.name, prefill.name, "", 100, held_pages=held_pages))
-    )
+    digest = prompt_digest(prompt_tokens(100, 1), secret=ROOT)
+    ready = Ready(Room(7), 1, decode.name, prefill.name, "", 100, held_pages=held_pages, prompt_digest=digest)
+    world.send(prefill, PeerSaid(decode.name, ready))
     world.run()
     assert prefill.cause(left) is Cause.PROTOCOL
     assert_nothing_is_held(prefill)
@@ -686,10 +714,91 @@ def test_done_before_everything_was_offered_is_a_lie() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
+@pytest.mark.parametrize("comes", ["before the request", "while it computes", "while READY waits for its prompt"])
+@pytest.mark.parametrize("outcome", ["aborted", "not_needed", "done"])
+@pytest.mark.parametrize("digest", [b"", b"of another prompt"])
+def test_before_ready_a_member_who_knows_the_room_and_not_the_prompt_ends_nothing(
+    comes: str, outcome: Literal["aborted", "not_needed", "done"], digest: bytes
+) -> None:
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=48), world.decode()
+    room = world.room()
+    member = Incarnation("another decode", "9")
+    release = PeerSaid(member, Release(Room(room), member, outcome, prompt_digest=digest))
+    if comes == "before the request":
+        world.send(prefill, release)
+        world.run()
+    times = (100, 200) if "READY" in comes else (0, 0)  # then prefill renders its prompt anew
+    left = world.submit(prefill, prompt_len=100, room=room, rendered_at=times[0])
+    right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address, rendered_at=times[1])
+    prefill.holds.add(PromptRendered)
+    if "READY" in comes:
+        world.run_until(lambda: prefill.said(RenderAgain))
+    world.send(prefill, release)
+    world.run()
+    prefill.release(PromptRendered)
+    world.run()
+    ends = prefill.ended[left], decode.ended[right]
+    assert [getattr(end, "path", end) for end in ends] == [Path.REMOTE, Path.REMOTE]
+    assert_nothing_is_held([prefill, decode])
+
+
+@pytest.mark.parametrize("comes", ["before the request", "while it computes", "when it is parked", "after READY"])
+@pytest.mark.parametrize(
+    ("wrong", "cause"),
+    [
+        ({"layout": "another"}, Cause.LAYOUT_MISMATCH),
+        ({"prompt_len": 99}, Cause.PROTOCOL),
+        ({"prompt_digest": b"of another prompt"}, Cause.PROTOCOL),
+        ({"held_pages": 8}, Cause.PROTOCOL),
+    ],
+    ids=str,
+)
+def test_a_ready_that_does_not_fit_of_a_member_without_the_prompt_is_refused_to_it_and_ends_nothing(
+    wrong: dict[str, Any], cause: Cause, comes: str
+) -> None:
+    world = World()
+    prefill, decode = world.prefill(chunk_tokens=48), world.decode()
+    room = world.room()
+    member = Incarnation("another decode", "9")
+    fitting = Ready(Room(room), 1, member, prefill.name, "", 100)
+    says = PeerSaid(member, structs.replace(fitting, **wrong))
+    if comes == "before the request":
+        world.send(prefill, says)
+        world.run()
+    left = world.submit(prefill, prompt_len=100, room=room)
+    if comes == "when it is parked":
+        world.run()
+    if comes == "after READY":
+        right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address)
+        world.run_until(lambda: prefill.said(Offer))
+    world.send(prefill, says)
+    world.run_until(lambda: prefill.said(Abort))
+    assert {(said.room, said.cause) for said in prefill.said(Abort)} == {(room, cause)}
+    if comes != "after READY":
+        right = world.submit(decode, prompt_len=100, room=room, peer=prefill.address)
+    world.run()
+    ends = prefill.ended[left], decode.ended[right]
+    assert [getattr(end, "path", end) for end in ends] == [Path.REMOTE, Path.REMOTE]
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_before_ready_the_other_half_of_a_request_may_end_it_though_its_prompt_shows_another_time() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    left = world.submit(prefill, prompt_len=100, room=7, rendered_at=100)
+    world.run()
+    world.send(prefill, PeerSaid(decode.name, Release(Room(7), decode.name, "aborted", rendered_at=200)))
+    world.run()
+    assert prefill.cause(left) is Cause.PEER_ABORTED
+
+
 def test_a_decode_that_needs_nothing_lets_prefill_end_well() -> None:
     world, prefill, decode, left, _right = meet()
     decode.holds.add(RequestArrived)
-    world.send(prefill, PeerSaid(decode.name, Release(Room(world.next_room), decode.name, "not_needed")))
+    digest = prompt_digest(prompt_tokens(100, 1), secret=ROOT)
+    release = Release(Room(world.next_room), decode.name, "not_needed", prompt_digest=digest)
+    world.send(prefill, PeerSaid(decode.name, release))
     world.run()
     end = prefill.ended[left]
     assert isinstance(end, FinishRequest)

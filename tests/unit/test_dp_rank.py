@@ -10,6 +10,7 @@ from tandem.core.disagg.dp_rank import (
     Conflict,
     DpTopology,
     Known,
+    Likely,
     Quiet,
     RequestFacts,
     resolve,
@@ -49,7 +50,7 @@ def asked(room: int = 7, hint: int | None = None) -> RequestFacts:
 
 # --- decode ----------------------------------------------------------------------------------------------------------
 
-DECODE: dict[str, tuple[RequestFacts, PrefillInfo | None, bool, Known | Ask | Conflict]] = {
+DECODE: dict[str, tuple[RequestFacts, PrefillInfo | None, bool, Known | Likely | Ask | Conflict]] = {
     "a rank in the request wins": (asked(hint=2), STRICT, False, Known(2)),
     "a rank in the request wins over a forced query": (asked(hint=2), STRICT, True, Known(2)),
     "a rank in the request needs no knowledge of the prefill": (asked(hint=2), None, False, Known(2)),
@@ -58,7 +59,8 @@ DECODE: dict[str, tuple[RequestFacts, PrefillInfo | None, bool, Known | Ask | Co
     "one rank is never asked for": (asked(), SINGLE, True, Known(0)),
     "by room": (asked(), STRICT, False, Known(3)),
     "by room, forced to ask": (asked(), STRICT, True, Ask()),
-    "by room, but the prefill takes what was routed elsewhere": (asked(), LENIENT, False, Ask()),
+    "by room, and the prefill takes what was routed elsewhere": (asked(), LENIENT, False, Likely(3)),
+    "by room, and both, forced to ask": (asked(), LENIENT, True, Ask()),
     "round robin": (asked(), PrefillInfo(4, LoadBalanceMethod.ROUND_ROBIN, FAIL), False, Ask()),
     "total requests": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_REQUESTS, FAIL), False, Ask()),
     "total tokens": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_TOKENS, FAIL), False, Ask()),
@@ -82,16 +84,17 @@ def test_decode_finds_the_rank(case: str) -> None:
 
 PREFILL: dict[str, tuple[RequestFacts, PrefillInfo, bool, int, Quiet | Announce | Conflict]] = {
     "where the room says": (asked(), STRICT, False, 3, Quiet()),
-    "elsewhere": (asked(), STRICT, False, 0, Conflict(MISMATCH)),
+    "elsewhere": (asked(), STRICT, False, 0, Conflict(MISMATCH, sought=3)),
     "elsewhere, queries forced": (asked(), STRICT, True, 0, Announce(0)),
     "where the room says, queries forced": (asked(), STRICT, True, 3, Announce(3)),
-    "elsewhere, conflicts resolved": (asked(), LENIENT, False, 0, Announce(0)),
-    "where the room says, conflicts resolved": (asked(), LENIENT, False, 3, Announce(3)),
+    "elsewhere, conflicts resolved": (asked(), LENIENT, False, 0, Announce(0, sought=3)),
+    "where the room says, conflicts resolved": (asked(), LENIENT, False, 3, Quiet()),
+    "elsewhere, conflicts resolved, queries forced": (asked(), LENIENT, True, 0, Announce(0)),
     "round robin": (asked(), PrefillInfo(4, LoadBalanceMethod.ROUND_ROBIN, FAIL), False, 1, Announce(1)),
     "one rank": (asked(), SINGLE, True, 0, Quiet()),
     "a rank in the request": (asked(hint=2), STRICT, False, 2, Quiet()),
     "a rank in the request that it was not routed to": (
-        asked(hint=2), LENIENT, False, 1, Conflict("dispatched to dp_rank 1 but disagg_prefill_dp_rank is 2"),
+        asked(hint=2), LENIENT, False, 1, Conflict("dispatched to dp_rank 1 but disagg_prefill_dp_rank is 2", sought=2),
     ),
     "a rank that is not there": (
         asked(hint=9), STRICT, False, 1, Conflict("disagg_prefill_dp_rank 9 does not exist: prefill has 4 DP ranks"),
@@ -125,19 +128,21 @@ def test_plain_dp_refuses_no_request_that_follows_its_room() -> None:
 def test_whatever_decode_derives_is_where_prefill_has_it(
     room: int, info: PrefillInfo, force_query: bool, hint: int | None, data: st.DataObject
 ) -> None:
-    """Unless prefill has refused the request, decode knows its rank, or asks and finds it announced."""
+    """Unless prefill has refused the request, decode knows its rank, or asks and finds it announced, or goes to the
+    rank that is told where it is. Who refuses it tells the rank where decode looks."""
     request = asked(room, hint)
     actual = data.draw(st.integers(0, info.dp_size - 1))
     said = settle(request, info, actual=actual, force_query=force_query)
     found = resolve(request, info, force_query=force_query)
     match said:
         case Quiet():
-            assert found == Known(actual)
-        case Announce(rank):
-            assert rank == actual
-            assert found == Ask()
-        case Conflict():
+            assert found in (Known(actual), Likely(actual))
+        case Announce(rank, sought):
+            assert rank == actual != sought
+            assert found == (Ask() if sought is None else Likely(sought))
+        case Conflict(sought=sought):
             assert found != Known(actual)
+            assert isinstance(found, Conflict) if sought is None else found == Known(sought)
 
 
 @given(st.integers(1, 2**63 - 1), infos, st.data())

@@ -63,17 +63,19 @@ class World:
     page_size: int
     window: int | None = None
     deterministic: bool = False
+    head_dim: int = HEAD_DIM
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
         self.draw = torch.Generator().manual_seed(0)
-        shape = KvShape(LAYERS, self.heads[1], HEAD_DIM)
-        self.kv = KvMemory(shape, page_size=self.page_size, num_pages=NUM_PAGES * 16, dtype=torch.float32)
+        shape = KvShape(LAYERS, self.heads[1], self.head_dim)
+        self.kv = KvMemory(shape, page_size=self.page_size, num_pages=NUM_PAGES * 16, dtype=self.dtype)
         self.kv.tensor.fill_(float("nan"))  # a slot that is read before it was written shows
         self.attention: AttentionBackend = attention_backend(self.backend)(
             self.kv, window=self.window, deterministic=self.deterministic
         )
-        self.batches = BatchBuilder(page_size=self.page_size, device="cpu", deterministic=self.deterministic)
+        self.batches = BatchBuilder(page_size=self.page_size, device="cpu", tiles=self.attention.needs_tiles)
         pages = iter(np.random.default_rng(0).permutation(NUM_PAGES * 16).tolist())
         self.requests = [sequence(i, n, pages=pages, page_size=self.page_size) for i, n in enumerate(LENGTHS)]
         self.decode_set = DecodeSet()
@@ -90,7 +92,7 @@ class World:
 
     def _layer(self, who: list[tuple[int, int]], layer: int) -> tuple[Tensor, Tensor]:
         q, k, v = (
-            torch.randn(len(who), heads, HEAD_DIM, generator=self.draw)
+            torch.randn(len(who), heads, self.head_dim, generator=self.draw).to(self.dtype)
             for heads in (self.heads[0], self.heads[1], self.heads[1])
         )
         given = [tensor.clone() for tensor in (q, k, v)]
@@ -163,4 +165,4 @@ def test_the_flag_offers_what_the_table_has() -> None:
     (found,) = [field for name, field in flags() if name == "--attention-backend"]
 
     assert found.metadata["choices"] == tuple(ATTENTION_BACKENDS)
-    assert found.default == DEFAULT_ATTENTION_BACKEND == "torch_native"
+    assert found.default == DEFAULT_ATTENTION_BACKEND == "auto"

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -342,3 +343,44 @@ def test_no_rows_give_no_tokens() -> None:
     result = sample(torch.empty(0, VOCAB), [], eos_ids=[])
 
     assert (len(result.tokens), result.flags, result.scores) == (0, b"", {})
+
+
+def bits(*ids: int) -> np.ndarray:
+    """As `Matcher.allowed` has them."""
+    words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
+    for id in ids:
+        words[id >> 5] |= np.uint32(1 << (id & 31))
+    return words
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 2.0, "seed": 4}, {"top_k": 2}], ids=str)
+def test_what_a_grammar_forbids_is_not_drawn_and_other_rows_are_as_they_were(params: dict) -> None:
+    logits = logits_of(rows=3)
+    sampling = SamplingParams(**params)
+    draws = [Draw(sampling, 1), Draw(sampling, 1, allowed=bits(7, 40)), Draw(sampling, 1)]
+
+    result = sample(logits, draws, eos_ids=[])
+
+    free = sample(logits, [Draw(sampling, 1)] * 3, eos_ids=[]).tokens
+    assert result.tokens[1] in (7, 40)
+    assert [result.tokens[row] for row in (0, 2)] == [free[row] for row in (0, 2)]
+
+
+def test_logprobs_are_those_of_the_raw_logits_under_a_grammar_too() -> None:
+    params = SamplingParams(temperature=0.0, logprobs=True)
+    result = sample(logits_of(), [Draw(params, 0, allowed=bits(11))], eos_ids=[])
+    assert result.tokens[0] == 11
+    assert result.scores[0].logprob == pytest.approx(float(logits_of()[0].log_softmax(0)[11]))
+
+
+def test_a_grammar_at_its_end_wins_over_a_minimum_length() -> None:
+    params = SamplingParams(temperature=0.0, min_tokens=9)
+    result = sample(logits_of(), [Draw(params, 0, allowed=bits(EOS))], eos_ids=[EOS])
+    assert (result.tokens[0], result.flags[0]) == (EOS, TokenFlag.EOS)
+    longer = sample(logits_of(), [Draw(params, 0, allowed=bits(EOS, 9))], eos_ids=[EOS])
+    assert longer.tokens[0] == 9
+
+
+def test_a_grammar_that_allows_nothing_gives_no_token() -> None:
+    draws = [Draw(SamplingParams(temperature=0.0), 0, allowed=bits()), Draw(SamplingParams(temperature=0.0), 0)]
+    assert [flag & TokenFlag.INVALID for flag in sample(logits_of(rows=2), draws, eos_ids=[]).flags] == [4, 0]

@@ -14,6 +14,7 @@ from torch.nn import functional
 import tandem
 from tandem.engine import self_check
 from tandem.engine.model_config import ModelError
+from tandem.engine.native.library import OFF, SWITCH
 from tandem.engine.self_check import CHUNKS, WHOLE, ForwardPath, proven, thread_counts
 from tandem.engine.summation import Products, cancelling
 from tandem.engine.weights import LoadedModel, load
@@ -119,7 +120,10 @@ def test_a_product_that_depends_on_the_rows_beside_it_is_refused(mini: LoadedMod
     assert "how a prompt is cut and what else is in its batch shows" in refusal(model, threads=1)
 
 
-def test_a_product_that_depends_on_the_number_of_rows_does_no_harm_because_all_have_sixteen(mini: LoadedModel) -> None:
+def test_without_native_kernels_a_product_may_depend_on_the_number_of_rows_because_all_have_sixteen(
+    mini: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, OFF)
     model = with_product(mini, "down_proj", lambda x: float(x.shape[0]))
 
     proven(model, threads=1, may_lower=False, page_size=16)

@@ -18,20 +18,10 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
-from tandem.server.node.flight import (
-    FORMAT,
-    BrokenRecord,
-    FlightRecorder,
-    Head,
-    Input,
-    Output,
-    StepRaised,
-    read_segment,
-    replay,
-    segments_of,
-)
+from tandem.server.node.flight import FORMAT, FlightRecorder, Head, Input, Output, read_segment, replay, segments_of
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
-from tandem.server.node.record_folder import RecordFolder
+from tandem.server.record_file import BrokenRecord, StepRaised
+from tandem.server.record_folder import FLIGHT_NAME, RecordFolder
 
 SETTINGS = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
 SECRET_TOKEN = 1_234_567
@@ -168,7 +158,7 @@ def test_a_step_that_raises_is_on_record_and_raises_again(tmp_path: Path) -> Non
 
 def test_a_disk_that_is_full_ends_the_record_and_not_the_node(tmp_path: Path) -> None:
     world = World(tmp_path, max_bytes=4000)
-    world.recorder._folder = RecordFolder(tmp_path / "gone")  # where the next segment cannot be written
+    world.recorder._folder = RecordFolder(tmp_path / "gone", FLIGHT_NAME)  # where the next segment cannot be written
     world.serve(requests=3, tokens=20)
     world.recorder.close()
     (note,) = world.notes

@@ -120,7 +120,7 @@ def test_the_children_of_a_server_are_not_told(monkeypatch: pytest.MonkeyPatch) 
         told.append(msgspec.json.encode(launch))
         raise ServerFailure("nothing is started here")
 
-    monkeypatch.setattr("tandem.cli.serve.start_replicas", start)
+    monkeypatch.setattr("tandem.server.start.start_replicas", start)
     words = ["serve", "tandem/mini", "--port", "0", "--api-key", SECRET, "--admin-api-key", SECRET]
     assert cli.main(words) == 1
     (launch,) = told

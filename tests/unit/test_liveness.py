@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from api_fakes import REPLICA, FakeNode, says
 
-from tandem.core.stall_detector import SICK_TICKS, TICKS, Liveness, ProgressReport
+from tandem.core.stall_detector import SICK_TICKS, TICKS, Liveness, ProgressReport, PulseQuestions
 from tandem.server import wire
 from tandem.server.api.client import NodeClient
 from tandem.server.api.hosts import Hosts
@@ -83,20 +83,17 @@ def fired_at(pulses: Iterator[ProgressReport], *, timeout_s: float = 0.3) -> tup
     told: list[tuple[str, str]] = []
     troubles: list[str] = []
 
-    class Rank(NodeRank):
-        @property
-        def trouble(self) -> str:
-            return troubles[-1] if troubles else ""
-
-        @trouble.setter
-        def trouble(self, value: str) -> None:
-            troubles.append(value)
-
     async def story() -> None:
         node = Pulses(says("x"))
         node.pulses = pulses
         node.client = client = NodeClient(node, stall_timeout=1.0)
-        client.ranks = [rank := Rank(0, node, Hosts())]
+        state = client.ranks[0].state
+
+        def see_trouble(trouble: str) -> None:
+            state.trouble = trouble
+            troubles.append(trouble)
+
+        client.ranks = [rank := NodeRank(0, node, Hosts(), state, see_trouble)]
         client.receive(wire.NodeReady(REPLICA, 10, 10))
         await Watchdog(rank, timeout_s=timeout_s, fire=lambda who, reason: told.append((who, reason))).run()
 
@@ -124,3 +121,22 @@ def test_who_recovers_in_time_is_well_again() -> None:
     _, troubles = fired_at(iter([*stuck, ProgressReport(9, None, 99)]))
     first_sick = next(index for index, trouble in enumerate(troubles) if trouble)
     assert "" in troubles[first_sick:]
+
+
+def test_one_question_is_under_way_at_a_time_and_the_next_is_put_when_it_is_answered() -> None:
+    questions = PulseQuestions()
+    assert not questions.tick()
+    assert not questions.tick()
+    assert (questions.liveness.longest.who, questions.liveness.longest.ticks) == ("node", 2)
+    questions.answered(ProgressReport(5, None, 1))
+    assert questions.tick()
+    assert questions.liveness.longest.ticks == 0
+    assert not questions.tick(), "the next one has not been answered"
+    assert questions.liveness.longest.ticks == 1
+
+
+def test_a_question_that_was_given_up_is_put_again_and_counts_as_no_answer() -> None:
+    questions = PulseQuestions()
+    questions.answered(None)
+    assert questions.tick()
+    assert questions.liveness.longest.ticks == 1

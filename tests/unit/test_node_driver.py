@@ -1,13 +1,16 @@
 """The loop around a node: events reach it, commands go out in order, and the loss of a process ends it."""
 
+import errno
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import Command, Effects, EmitTokens, FailRequest, LaunchBatch
 from tandem.core.disagg.message_checks import Bounds
@@ -21,17 +24,20 @@ from tandem.core.events import (
     TransferFailed,
 )
 from tandem.core.request import Request
+from tandem.core.scheduler.node import EngineNode
+from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, BatchId, Cause, Incarnation, Nanos, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.ranks import all_ranks
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
-from tandem.server.node import driver
+from tandem.server.node import driver, process
 from tandem.server.node.driver import Inbox, drive
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers
+from tandem.server.processes import ServerFailure
 
 LAUNCH = LaunchBatch(BatchPlan(BatchId(1), 1, BatchKind.PREFILL))
 RETURNED = BatchReturned(BatchOutcome(BatchId(1), 1, b"", b""))
@@ -382,3 +388,25 @@ def test_an_api_process_that_reads_nothing_ends_the_server() -> None:
     server.join()
     assert server.loss is not None
     assert server.loss.who == "API process"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_costs_the_flight_record_and_not_the_server(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*arguments: object, **named: object) -> None:
+        raise OSError(code, "the disk is full")
+
+    monkeypatch.setattr(process, "FlightRecorder", full)
+    config = ServerConfig(model="tandem/mini", flight_record=str(tmp_path))
+    settings = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
+    assert process._recorder(config, settings, EngineNode(settings)) is None
+    assert "there is no flight record" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = ServerConfig(model="tandem/mini", flight_record=str(tmp_path / "file" / "folder"))
+    settings = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
+    with pytest.raises(ServerFailure, match="choose another --flight-record"):
+        process._recorder(config, settings, EngineNode(settings))

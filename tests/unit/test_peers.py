@@ -15,10 +15,11 @@ from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
-from tandem.server.node import listener, peers
+from tandem.server.node import listener
 from tandem.server.node.driver import Poller
-from tandem.server.node.peers import MAX_PING_NS, MAX_UNIDENTIFIED, Heartbeat, Peers
-from tandem.server.node.session import CONTROL_PROTOCOL
+from tandem.server.node.links import MAX_PING_NS, Heartbeat, Limits
+from tandem.server.node.peers import Peers
+from tandem.server.node.session import CONTROL_PROTOCOL, Session
 from tandem.server.wire import DataEndpoint, ReplicaInfo
 
 PREFILL = Incarnation("prefill", "10")
@@ -78,8 +79,8 @@ class Side:
         return [event.detail for event in self.events if isinstance(event, PeerLost)][-1]
 
     def is_connected(self, who: Incarnation) -> bool:
-        peer = self.peers._peers.get(who)
-        return peer is not None and peer.wire is not None
+        peer = self.peers.links.peers.get(who)
+        return peer is not None and peer.link is not None
 
     def pump(self) -> None:
         self.poller.poll(0.002)
@@ -286,7 +287,7 @@ def test_bytes_that_are_no_hello_are_dropped() -> None:
 
 def test_a_peer_of_another_protocol_is_dropped_and_the_log_says_which() -> None:
     with two_sides() as (prefill, decode), plain(prefill) as sock:
-        body = peers.Session(SECRET, hello_of(DECODE, protocol=99), None, is_dialler=True).outgoing  # type: ignore
+        body = Session(SECRET, hello_of(DECODE, protocol=99), None, is_dialler=True).outgoing  # type: ignore
         sock.sendall(body)
         eventually(lambda: is_closed(sock), prefill, decode)
         assert f"speaks control protocol 99, here it is {CONTROL_PROTOCOL}" in prefill.notes[0]
@@ -359,7 +360,7 @@ def test_a_servers_own_words_said_back_to_it_prove_nothing() -> None:
         eventually(echoes, prefill)
     assert heard
     assert prefill.events == []
-    assert not prefill.peers._peers
+    assert not prefill.peers.links.peers
     prefill.peers.close()
 
 
@@ -411,7 +412,7 @@ def test_one_flipped_bit_on_the_way_ends_the_connection_and_no_message_is_made_o
 
 def test_a_connection_that_says_nothing_is_dropped() -> None:
     with two_sides() as (prefill, decode), plain(prefill) as sock:
-        eventually(lambda: prefill.peers._unidentified, prefill)
+        eventually(lambda: prefill.peers.links.unidentified, prefill)
         for _ in range(3):
             prefill.pump()
         prefill.now = decode.now = Nanos(6 * SECOND)
@@ -445,24 +446,24 @@ def test_a_flood_of_connections_that_prove_nothing_does_not_shut_out_a_peer(drip
             decode.now = Nanos(decode.now + SECOND // 1000)
             return bool(prefill.said)
 
-        for _ in range(MAX_UNIDENTIFIED + 50):
+        for _ in range(Limits().unidentified + 50):
             come()
             prefill.pump()
-        assert len(prefill.peers._unidentified) == MAX_UNIDENTIFIED
+        assert len(prefill.peers.links.unidentified) == Limits().unidentified
         if drips:
-            for wire in prefill.peers._unidentified:
+            for wire in prefill.peers.links.unidentified:
                 wire.session._splitter._buffer += b"\0"
         decode.peers.tell(PREFILL, ready())
         eventually(one_more, prefill, decode)
         assert prefill.said == [PeerSaid(DECODE, ready())]
-        assert len(prefill.peers._unidentified) <= MAX_UNIDENTIFIED
+        assert len(prefill.peers.links.unidentified) <= Limits().unidentified
 
 
 def test_what_an_unidentified_connection_may_make_us_keep_is_small() -> None:
     prefill = Side(PREFILL)
     with dialled(prefill.port, OTHER_SECRET, DECODE) as end:
         eventually(lambda: end.read() or end.is_closed, prefill)
-        (wire,) = prefill.peers._unidentified
+        (wire,) = prefill.peers.links.unidentified
         end.sock.sendall((4096).to_bytes(4) + bytes(4000))
         eventually(lambda: len(wire.session._splitter._buffer) == 4004, prefill)
         end.sock.sendall(bytes(1 << 16))
@@ -476,7 +477,7 @@ def test_without_a_file_descriptor_the_oldest_that_proves_nothing_gives_way_and_
     prefill = Side(PREFILL)
     assert prefill.peers._listener is not None
     with plain(prefill) as first, plain(prefill):
-        eventually(lambda: prefill.peers._unidentified, prefill)
+        eventually(lambda: prefill.peers.links.unidentified, prefill)
         calls: list[int] = []
 
         class Exhausted:
@@ -491,7 +492,7 @@ def test_without_a_file_descriptor_the_oldest_that_proves_nothing_gives_way_and_
         assert is_closed(first)
         assert listening.resume_at is None
         monkeypatch.setattr(listening.poller, "unwatch", lambda sock: Poller.unwatch(listening.poller, real))
-        for _ in range(MAX_UNIDENTIFIED):
+        for _ in range(Limits().unidentified):
             if listening.resume_at is None:
                 listening._accept(0)
         assert listening.resume_at == listener.PAUSE_NS
@@ -499,7 +500,7 @@ def test_without_a_file_descriptor_the_oldest_that_proves_nothing_gives_way_and_
         monkeypatch.undo()
         with plain(prefill) as third:
             prefill.now = Nanos(listener.PAUSE_NS)
-            eventually(lambda: prefill.peers._unidentified, prefill)
+            eventually(lambda: prefill.peers.links.unidentified, prefill)
             assert not is_closed(third)
     prefill.peers.close()
 
@@ -615,7 +616,7 @@ def test_two_endpoints_of_one_peer_are_one_connection() -> None:
     port = second.getsockname()[1]
     decode.peers.connect(ReplicaInfo(PREFILL, "prefill", "layout", {}, "127.0.0.1", port, ()), LOCALHOST)
     decode.peers.tell(PREFILL, ready())
-    eventually(lambda: prefill.said and not decode.peers._peers[PREFILL].dials, prefill, decode)
+    eventually(lambda: prefill.said and not decode.peers.links.peers[PREFILL].dials, prefill, decode)
     for number in range(6, 10):
         decode.peers.tell(PREFILL, ready(room=number))
         eventually(lambda number=number: len(prefill.said) == number - 4, prefill, decode)
@@ -627,12 +628,12 @@ def test_two_endpoints_of_one_peer_are_one_connection() -> None:
         side.peers.close()
 
 
-def test_many_lives_that_nobody_reaches_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "MAX_UNIDENTIFIED", 3)
+def test_many_lives_that_nobody_reaches_are_not_all_kept() -> None:
     with joined() as (prefill, decode), impostor() as silent:
+        decode.peers.links.limits = Limits(unidentified=3)
         for number in range(10):
             decode.peers.connect(silent.replica(Incarnation("ghost", str(number))), Address("127.0.0.1", 9000 + number))
-        assert len(decode.peers._peers) == 4
+        assert len(decode.peers.links.peers) == 4
         assert len(decode.lost) == 7
         decode.peers.tell(PREFILL, ready(room=6))
         eventually(lambda: len(prefill.said) == 2, prefill, decode)
@@ -690,9 +691,9 @@ def test_data_endpoints_that_cannot_be_are_refused_by_name(shards: tuple[DataEnd
 
 def test_a_broken_connection_is_dialled_again_and_nobody_is_lost() -> None:
     with joined() as (prefill, decode):
-        wire = prefill.peers._peers[DECODE].wire
-        assert wire is not None
-        prefill.peers._drop(wire, "cut by the test")
+        link = prefill.peers.links.peers[DECODE].link
+        assert link is not None
+        prefill.peers.links.broken(link, "cut by the test", prefill.now)
 
         def has_returned() -> bool:
             decode.now = prefill.now = Nanos(decode.now + SECOND // 1000)

@@ -25,7 +25,7 @@ from tandem.membership import ClusterSecret
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
-from tandem.server.api.bootstrap import registration
+from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import signed_write
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.process import ApiProcess

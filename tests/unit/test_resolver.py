@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tandem.server.api.resolver import MAX_LOOKUPS, REMEMBERED_S, Resolver
+from tandem.server.api.resolver import MAX_LOOKUPS, REMEMBERED_S, NoThread, Resolver
 
 
 class NameServer:
@@ -97,3 +97,19 @@ def test_a_look_up_that_outlives_its_loop_ends_quietly() -> None:
     for thread in threading.enumerate():
         if thread.name == "lookup":
             thread.join(20)
+
+
+def test_a_name_for_which_there_was_no_thread_can_be_looked_up_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def story() -> None:
+        it = Resolver(NameServer())
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            for _ in range(2):
+                with pytest.raises(NoThread):
+                    await asyncio.wait_for(it("prefill"), 20)
+        assert await it("prefill") == ["10.1.0.4"]
+
+    asyncio.run(story())

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import subprocess
 
 import pytest
 
@@ -15,11 +16,14 @@ from tandem.server.api.bootstrap import monotonic_now
 from tandem.server.api.process import ApiProcess
 from tandem.server.processes import (
     Children,
+    Launch,
     Replicas,
     ServerFailure,
     bind_listeners,
     describe_exit,
     engine_threads,
+    owns_cores,
+    start_children,
     worker_environment,
 )
 
@@ -36,9 +40,20 @@ def test_engines_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_threads_of_the_engine_give_their_core_away_while_they_wait() -> None:
-    environment = worker_environment(3, deterministic=False)
+    environment = worker_environment(3, deterministic=False, owns_cores=False)
     assert (environment["OMP_NUM_THREADS"], environment["OMP_WAIT_POLICY"]) == ("3", "PASSIVE")
     assert environment["KMP_BLOCKTIME"] == "0"
+    assert "OMP_WAIT_POLICY" not in worker_environment(3, deterministic=False, owns_cores=True)
+
+
+def test_threads_have_cores_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("TANDEM_ENGINES", raising=False)
+    assert owns_cores(ServerConfig(model="m"), 8)
+    assert not owns_cores(ServerConfig(model="m"), 9)
+    assert not owns_cores(ServerConfig(model="m", tp_size=2), 5)
+    monkeypatch.setenv("TANDEM_ENGINES", "2")
+    assert not owns_cores(ServerConfig(model="m"), 5)
 
 
 def test_only_a_deterministic_engine_is_told_to_sum_in_one_order_and_a_users_own_order_is_kept(
@@ -115,3 +130,22 @@ def test_a_taken_bootstrap_port_gives_the_http_port_back() -> None:
 def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int, words: str) -> None:
     with pytest.raises(ServerFailure, match=words):
         bind_listeners(ServerConfig(model="m", host=host, port=port))
+
+
+def test_children_that_cannot_be_started_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[socket.socket] = []
+    socketpair = socket.socketpair
+
+    def noted(*arguments: int) -> tuple[socket.socket, socket.socket]:
+        opened.extend(socketpair(*arguments))
+        return opened[-2], opened[-1]
+
+    def no_process(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(socket, "socketpair", noted)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(BlockingIOError):
+        start_children(Launch(ServerConfig(model="tandem/mini"), "", Incarnation("here", "1"), 1, 1, os.getpid()))
+    assert len(opened) == 4
+    assert [sock.fileno() for sock in opened] == [-1] * 4

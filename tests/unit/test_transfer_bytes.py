@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.commands import PullPages
+from tandem.core.commands import PublishPages, PullPages
 from tandem.core.events import Event
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
+from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
 from tandem.transfer.handshake import NotProven, OwnerHandshake, ReaderHandshake
+from tandem.transfer.jobs import OfferedPages
 from tandem.transfer.owner import ReaderLink
-from tandem.transfer.pages import DIGEST_BYTES, unpack_digests
 from tandem.transfer.protocol import Hello, Malformed, Status
-from tandem.transfer.reader import OfferedPages, PullFailed
+from tandem.transfer.reader import PullFailed
 from tandem.transfer.sock import SockTransfer
 
 SECRET = ClusterSecret(b"the secret of this cluster")
@@ -157,7 +158,10 @@ class Plane:
             report=self.events.append,
             io_timeout_s=5,
         )
-        self.grant = self.transfer._grants.extend(RequestId(1), 0, room=1, pages=[0], generations=[1])
+        command = PublishPages(RequestId(1), 0, 0, (PageId(0),), (1,), 1)
+        grant = self.transfer._owner.publish(command)
+        self.transfer._owner.digested(grant, command, bytes(DIGEST_BYTES))
+        self.grant = grant.secret
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +197,7 @@ def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, sa
         links.prepare(near, timeout_s=5)
         known = ReaderLink(near, b"somebody")
         owner._links[known] = threading.current_thread()
+        assert owner._lender.admit(known, known.reader, 0)
         far.sendall(said)
         far.shutdown(socket.SHUT_WR)
         owner._serve(known, b"")

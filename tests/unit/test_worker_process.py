@@ -16,6 +16,7 @@ from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.model_config import ModelError
+from tandem.engine.parallel import WorkerGone
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
@@ -151,7 +152,24 @@ def test_a_forward_that_raises_ends_a_worker_that_has_others_beside_it() -> None
     it = Running(Rank(tp_rank=1, tp_size=2))
     it.send(launch(2))
     it.thread.join(5)
-    assert isinstance(it.failure, RuntimeError), "the others wait in the middle of this batch"
+    assert isinstance(it.failure, ServerFailure), "the others wait in the middle of this batch; it is no error of ours"
+    assert str(it.failure) == (
+        "the worker TP1 PP0 process failed in batch 2: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
+    )
+    it.node.close()
+
+
+def test_a_worker_that_waits_for_one_that_is_gone_does_not_say_that_it_has_failed() -> None:
+    it = Running(Rank(tp_rank=1, tp_size=2))
+    gone = WorkerGone("Connection closed by peer")
+
+    def run(plan: BatchPlan) -> BatchOutcome:
+        raise gone
+
+    it.engine.run = run  # type: ignore[method-assign]
+    it.send(launch(1))
+    it.thread.join(5)
+    assert it.failure is gone
     it.node.close()
 
 
@@ -239,7 +257,7 @@ def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.Monkey
         with node, worker, pytest.raises(ModelError, match="cannot be kept"):
             start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
-    settings = {"threads": 1, "page_size": 16, "attention": "torch_native"}
+    settings = {"threads": 1, "page_size": 16, "attention": "auto"}
     assert asked == [{**settings, "may_lower": may_lower} for may_lower in (True, False)]
 
 

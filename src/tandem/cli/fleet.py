@@ -28,6 +28,7 @@ PR_SET_PDEATHSIG = 1
 PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
 POLL_S = 0.02
 PROBE_S = 1.0
+BACKLOG = 2048  # connections that wait for a router
 ERROR_MARK = "tandem: error: "
 
 
@@ -52,6 +53,7 @@ class Member:
     process: subprocess.Popen[bytes]
     port: int
     log: Path
+    listener: socket.socket | None = None  # which it inherits; ours, so that it stays when the member ends
     is_ready: bool = False
 
     @property
@@ -77,13 +79,23 @@ class Fleet:
 
     def start(self, name: str, words: Sequence[str], *, port: int) -> Member:
         """`tandem WORDS`, with its output in `folder`."""
-        return self.start_program(name, (sys.executable, "-m", "tandem.cli.main", *words), port=port)
+        return self.start_program(name, self._tandem(words), port=port)
 
-    def start_program(self, name: str, command: Sequence[str], *, port: int) -> Member:
+    def _tandem(self, words: Sequence[str]) -> tuple[str, ...]:
+        return (sys.executable, "-m", "tandem.cli.main", *words)
+
+    def start_router(self, words: Sequence[str], listener: socket.socket) -> Member:
+        """`tandem WORDS` on a socket that stays open while the router starts anew."""
+        words = (*words, "--fd", str(listener.fileno()))
+        return self.start_program("router", self._tandem(words), port=listener.getsockname()[1], listener=listener)
+
+    def start_program(
+        self, name: str, command: Sequence[str], *, port: int, listener: socket.socket | None = None
+    ) -> Member:
         """Any program that is to live and end with it, such as somebody else's gateway."""
         log = self.folder / f"{name}.log"
         log.unlink(missing_ok=True)
-        member = Member(name, tuple(command), self._spawn(command, log), port, log)
+        member = Member(name, tuple(command), self._spawn(command, log, listener), port, log, listener)
         self.members.append(member)
         return member
 
@@ -91,9 +103,9 @@ class Fleet:
         """Another life of a member that has ended, on the same ports. Its log goes on."""
         assert member.process.poll() is not None
         member.is_ready = False
-        member.process = self._spawn(member.command, member.log)
+        member.process = self._spawn(member.command, member.log, member.listener)
 
-    def _spawn(self, command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    def _spawn(self, command: Sequence[str], log: Path, listener: socket.socket | None) -> "subprocess.Popen[bytes]":
         with log.open("ab") as output:
             return subprocess.Popen(
                 command,
@@ -101,6 +113,7 @@ class Fleet:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "TANDEM_ENGINES": str(self.engines)},
+                pass_fds=() if listener is None else (listener.fileno(),),
                 start_new_session=True,  # Ctrl+C is for us, and we drain them
                 preexec_fn=_end_with_parent,
             )
@@ -130,13 +143,6 @@ class Fleet:
         self.needs_logs = True
         raise CommandFailed(f"{member.name} {describe_exit(code)}; its log is {member.log}")
 
-    def watch(self) -> None:
-        """Until a member ends, which raises CommandFailed. For whoever waits for Ctrl+C."""
-        while True:
-            for member in self.members:
-                self.check_alive(member)
-            time.sleep(0.2)
-
     def stop(self, *, timeout_s: float = 10.0) -> bool:
         """Drain in the order of the requests' way, so that what is under way can finish; kill what does not end.
 
@@ -144,6 +150,8 @@ class Fleet:
         """
         deadline = time.monotonic() + timeout_s
         for member in self.members:
+            if member.listener is not None:
+                member.listener.close()  # who connects from here on is refused, and does not wait
             if member.process.poll() is None:
                 member.process.send_signal(signal.SIGTERM)
         for member in self.members:
@@ -179,7 +187,8 @@ def temporary_fleet(name: str, *, engines: int) -> Iterator[Fleet]:
     SIGTERM and a terminal that is closed end it as Ctrl+C does: with KeyboardInterrupt.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
     fleet = Fleet(Path(tempfile.mkdtemp(prefix=f"tandem-{name}-")), engines)
     try:
         with fleet:
@@ -216,9 +225,13 @@ def start_pd(
     decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
 ) -> Member:
-    """Prefill and decode servers and the router in front of them; the router. None of them is ready yet."""
+    """Prefill and decode servers and the router in front of them; the router. None of them is ready yet.
+
+    router_port: 0 picks a free one. Raises CommandFailed when it is taken.
+    """
+    listener = listen(router_port)
     ports = iter(free_ports(2 * prefills + decodes))
-    router = ["router", "--port", str(router_port), *router_flags]
+    router = ["router", *router_flags]
     for index in range(prefills):
         port, bootstrap = next(ports), next(ports)
         mode = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap)]
@@ -229,7 +242,16 @@ def start_pd(
         mode = ["--disaggregation-mode", "decode"]
         fleet.start(f"decode-{index}", serve_words(model, port, *mode, *server_flags, *decode_flags), port=port)
         router += ["--decode", f"http://127.0.0.1:{port}"]
-    return fleet.start("router", router, port=router_port)
+    return fleet.start_router(router, listener)
+
+
+def listen(port: int) -> socket.socket:
+    """Raises CommandFailed when the port is taken."""
+    try:
+        return socket.create_server(("127.0.0.1", port), backlog=BACKLOG)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise CommandFailed(f"cannot listen on 127.0.0.1:{port}: {reason}; use another --port") from None
 
 
 def serve_words(model: str, port: int, *flags: str) -> list[str]:

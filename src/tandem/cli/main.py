@@ -89,7 +89,7 @@ def run_command(command: str, words: Sequence[str]) -> int:
         parser = Parser(prog=f"tandem {command}", description=COMMANDS[command], allow_abbrev=False)
         module.add_arguments(parser)
         code: int = module.run(parser.parse(words))
-        print(end="", flush=True)  # here, where what goes wrong with it has a line and an exit code
+        sys.stdout.flush()  # here, where what goes wrong with it has a line and an exit code
         return code
     except CommandFailed as failure:
         line = visible(" ".join(str(failure).split()), most=MAX_LINE_CHARS)  # one line, whatever it quotes

@@ -1,4 +1,6 @@
-"""`tandem replay FILE|DIR`: a node decides again what is in a flight record; every decision is compared.
+"""`tandem replay FILE|DIR`: what is in a record is decided again, and every decision is compared.
+
+Flight records are a node's; what a fault has left may also be that of a server's edge or of a router, as its head says.
 
 Each segment is done again from its own snapshot, and a record of several once more as a whole, through its rotations.
 With `--at N` the node is resumed at the nearest snapshot before step N, goes there silently, and is shown from there.
@@ -18,8 +20,17 @@ from tandem.cli.flags import natural
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
 from tandem.logtext import visible
-from tandem.server.node.flight import BrokenRecord, Difference, NothingWritten, Replay, Step, StepRaised, replay
+from tandem.server.node.flight import Output, Step
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
+from tandem.server.record_file import (
+    BrokenRecord,
+    Difference,
+    NothingWritten,
+    Replay,
+    StepRaised,
+    same_bytes,
+)
+from tandem.server.replays import AnyMachine, machine_of, replay_alone
 from tandem.simulator.report import trace_step
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -29,7 +40,10 @@ CUT = ", then it is cut: the process was killed while it wrote"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "record", metavar="FILE|DIR", type=Path, help="what --flight-record has written; a file stands for its record"
+        "record",
+        metavar="FILE|DIR",
+        type=Path,
+        help="what --flight-record or a fault has written; a file stands for its record",
     )
     parser.add_argument(
         "--at", metavar="N", type=natural, help="show step N, the state of the node after it, and the steps that follow"
@@ -59,7 +73,9 @@ def bounded_memory(most: int) -> Iterator[None]:
 def replayed(args: argparse.Namespace) -> int:
     records = records_at(args.record)
     if not records:
-        raise CommandFailed(f"no flight record at {args.record}; a server writes one with --flight-record DIR")
+        raise CommandFailed(
+            f"no record at {args.record}; a server writes one with --flight-record DIR, and after a fault"
+        )
     try:
         if args.at is not None:
             return show(the_only(records), args.at, as_json=args.json)
@@ -90,10 +106,11 @@ def compare(records: list[Record], *, as_json: bool) -> int:
     segments: list[dict[str, object]] = []
     wholes: list[dict[str, object]] = []
     for record in records:
-        for path, result in each_alone(record):
+        results = list(each_alone(record))
+        for path, result in results:
             segments.append({"file": str(path), **_told(result)})
             say(f"{path}: {_text(result)}", as_json=as_json)
-        whole = replay_through(record, EngineNode)
+        whole = replay_through(record, EngineNode) if machine_of(record.segments[0]) is None else results[0][1]
         wholes.append({"name": record.name, "segments": len(record.segments), **_told(whole)})
         if len(record.segments) > 1:
             say(f"{record.name}, {len(record.segments)} segments as one: {_text(whole)}", as_json=as_json)
@@ -106,7 +123,7 @@ def compare(records: list[Record], *, as_json: bool) -> int:
 def each_alone(record: Record) -> Iterator[tuple[Path, Replay]]:
     for path in record.segments:
         try:
-            yield path, replay(path, EngineNode)
+            yield path, replay_alone(path)
         except NothingWritten:
             if len(record.segments) == 1:
                 raise
@@ -135,6 +152,9 @@ def _told(result: Replay) -> dict[str, object]:
 def difference_text(difference: Difference) -> str:
     """The first command that differs, as it was and as it is now."""
     expected, got = difference.expected, difference.got
+    if not isinstance(expected, Output) or not isinstance(got, Output):
+        sides = f"    expected {shown_frame(expected)}\n    got      {shown_frame(got)}"
+        return f"DIFFERENT at step {difference.step}\n{sides}"
     lines = [f"DIFFERENT at step {difference.step}"]
     for index in range(max(len(expected.commands), len(got.commands))):
         left = expected.commands[index] if index < len(expected.commands) else None
@@ -153,6 +173,9 @@ def difference_text(difference: Difference) -> str:
 def show(record: Record, index: int, *, as_json: bool) -> int:
     """As JSON the one step; otherwise its trace, the state where a debugger would begin, and the trace of the rest."""
     is_identical = True
+    machine = machine_of(record.segments[0])
+    if machine is not None:
+        return show_calls(machine, record, index, as_json=as_json)
     for step in steps_from(record, index, EngineNode):
         is_identical = is_identical and step.is_as_recorded
         if as_json:
@@ -163,6 +186,34 @@ def show(record: Record, index: int, *, as_json: bool) -> int:
         if step.index == index:
             print(f"state after step {index}:\n{json.dumps(inspect.state(engine_node(step)), indent=2)}")
     return 0 if is_identical else 1
+
+
+def show_calls(machine: AnyMachine, record: Record, index: int, *, as_json: bool) -> int:
+    """Of a machine that is no node: what it was given and what it gives, one line each. Raises NoSuchStep."""
+    last, is_identical = -1, True
+    for step in machine.steps(record.segments[0]):
+        last = step.index
+        if last < index:
+            continue
+        is_same = step.expected is None or same_bytes(step.expected, step.got)
+        is_identical = is_identical and is_same
+        shown = {
+            "step": last,
+            "given": shown_frame(step.given),
+            "gave": shown_frame(step.got),
+            "is_as_recorded": is_same,
+        }
+        print(visible(json.dumps(shown), most=MAX_SHOWN_CHARS))
+        if as_json:
+            break
+    if last < index:
+        raise NoSuchStep(f"{record.name} has no step {index}: it ends at {last}")
+    return 0 if is_identical else 1
+
+
+def shown_frame(frame: msgspec.Struct) -> object:
+    """As JSON knows it, whatever was encoded within it, too."""
+    return readable(msgspec.msgpack.decode(msgspec.msgpack.encode(frame)))
 
 
 def trace_lines(step: Step) -> Iterator[str]:

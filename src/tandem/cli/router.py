@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         listener = listen(config)
     except OSError as error:
-        raise CommandFailed(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+        where = f"{config.host}:{config.port}" if config.fd is None else f"file descriptor {config.fd}"
+        raise CommandFailed(f"cannot listen on {where}: {error.strerror or error}") from None
     if (warning := open_to_others(config)) is not None:
         logging.getLogger("tandem.router").warning(warning)
     print(f"tandem router listens on http://{config.host}:{listener.getsockname()[1]}", flush=True)

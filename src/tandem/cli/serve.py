@@ -1,8 +1,6 @@
 """`tandem serve MODEL`: one server, unified, prefill or decode."""
 
 import argparse
-import dataclasses
-import importlib
 import logging
 import os
 import signal
@@ -13,19 +11,11 @@ from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig
 from tandem.engine.model_config import ModelError, read_config, read_json
-from tandem.server import keys, logs
+from tandem.server import logs
 from tandem.server.api.facts import ModelFacts
 from tandem.server.exposure import open_to_others
-from tandem.server.processes import (
-    Launch,
-    Listeners,
-    ServerFailure,
-    bind_listeners,
-    cluster_secret,
-    engine_threads,
-    new_incarnation,
-    start_replicas,
-)
+from tandem.server.processes import ServerFailure, bind_listeners
+from tandem.server.start import serve, with_ports
 
 logger = logging.getLogger("tandem.serve")
 
@@ -36,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the API process drains, which is soon
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)  # until the API process drains, which is soon
     config = config_of(args)
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
@@ -65,34 +57,6 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
         f"{config.num_workers} workers ({sizes}) share {num_cores} cores: "
         "they wait for each other and are slower than fewer"
     )
-
-
-def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
-    """Port 0 was a wish; from here on it is what was found."""
-    bootstrap_port = listeners.bootstrap_port or config.disaggregation_bootstrap_port
-    return dataclasses.replace(config, port=listeners.http_port, disaggregation_bootstrap_port=bootstrap_port)
-
-
-def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
-    """Until a signal comes. Raises ServerFailure."""
-    secret = cluster_secret(config)
-    keys.forget_environment()  # which the children inherit
-    launch = Launch(
-        config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
-        model_dir=model.model_path,
-        incarnation=new_incarnation(listeners),
-        http_port=listeners.http_port,
-        cpu_threads=engine_threads(config),
-        parent_pid=os.getpid(),
-        cluster_secret=b"" if secret is None else secret.raw,
-    )
-    replicas = start_replicas(launch, listeners)
-    try:
-        # Why not at the top: a second of imports during which the children already load the model.
-        api_process = importlib.import_module("tandem.server.api.process")
-        api_process.run_api(config, replicas, listeners, model, secret)
-    finally:
-        replicas.kill()
 
 
 def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:

@@ -1,10 +1,14 @@
-"""`tandem simulate`: the production core under faults, in virtual time. Every failure replays from one seed."""
+"""`tandem simulate`: the production core under faults, in virtual time. Every failure replays from one seed.
+
+`--whole`: the same for whole clusters, router, servers and all their processes, byte by byte (`simulator/whole`).
+"""
 
 import argparse
 import re
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count, natural
@@ -12,7 +16,15 @@ from tandem.core.values import SECOND
 from tandem.simulator import occurrences
 from tandem.simulator.coverage import table
 from tandem.simulator.faults.options import draw_options
-from tandem.simulator.hunt import draw_first_seed, num_cores, run_seed, run_seeds, run_until
+from tandem.simulator.hunt import (
+    draw_first_seed,
+    num_cores,
+    run_each,
+    run_each_until,
+    run_seed,
+    run_seeds,
+    run_until,
+)
 from tandem.simulator.report import SeedResult, Summary
 from tandem.simulator.scenario.shrink import shrink_seed
 
@@ -38,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shrink", action="store_true", help="make what breaks an invariant small: a scenario of a few lines"
+    )
+    parser.add_argument(
+        "--whole", action="store_true", help="whole clusters: router, API, node and worker processes, byte by byte"
     )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
     parser.add_argument("--coverage", action="store_true", help="print rare states reached, and what has occurred")
@@ -77,18 +92,37 @@ def contradictions(args: argparse.Namespace) -> list[str]:
         (hunts and args.seeds is not None, "--for goes on until its time is over, --seeds until there are so many"),
         (hunts and args.until is not None, "--for runs whole seeds, --until stops them"),
         (hunts and args.trace, "--for runs seeds side by side, --trace one after the other"),
+        (args.whole and args.until is not None, "--whole runs whole seeds, --until stops them"),
+        (args.whole and args.shrink, "--whole has no scenarios, which --shrink makes"),
+        (args.whole and args.coverage, "--whole does not watch for the rare states of --coverage"),
         (args.trace and args.coverage, "--trace does not watch for the rare states of --coverage"),
     )
     return [f"{reason}: give one of them" for is_broken, reason in rules if is_broken]
 
 
 def results(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
+    if args.whole:
+        return whole_results(first, num_seeds, args)
     if args.trace:
         return traced(first, num_seeds, args)
     if args.hunt_ns:
         over_at = time.monotonic() + args.hunt_ns / SECOND
         return run_until(first, lambda: time.monotonic() > over_at, watches=args.coverage)
     return run_seeds(first, num_seeds, args.until, watches=args.coverage)
+
+
+def whole_results(first: int, num_seeds: int, args: argparse.Namespace) -> Iterator[SeedResult]:
+    # Why not at the top: the server and its libraries are two seconds of imports.
+    from tandem.simulator.whole import world
+
+    if args.trace:
+        stream = sys.stderr if args.json else sys.stdout
+        trace = partial(print, file=stream)
+        return (world.run_seed(seed, trace) for seed in range(first, first + num_seeds))
+    if args.hunt_ns:
+        over_at = time.monotonic() + args.hunt_ns / SECOND
+        return run_each_until(first, lambda: time.monotonic() > over_at, world.run_seed)
+    return run_each(range(first, first + num_seeds), world.run_seed)
 
 
 def rates_text(summary: Summary, seconds: float) -> str:
@@ -112,7 +146,7 @@ def show(result: SeedResult, summary: Summary, args: argparse.Namespace) -> None
     """A violation is one line that can be pasted into a shell; what is broken stands behind it as a comment."""
     if result.invariant:
         print(f"{result.line}  # {result.invariant}: {result.detail}", file=sys.stderr if args.json else sys.stdout)
-    elif args.seed is not None and not args.seeds and not args.hunt_ns:
+    elif args.seed is not None and not args.seeds and not args.hunt_ns and not args.whole:
         note(draw_options(result.seed).describe())
     if summary.seeds % PROGRESS_EVERY == 0:
         note(f"{summary.seeds} seeds, {len(summary.violations)} violations")

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import count
-from tandem.cli.fleet import Fleet, Member, free_ports, start_pd, temporary_fleet
+from tandem.cli.fleet import Fleet, Member, start_pd, temporary_fleet
+from tandem.cli.supervisor import Supervisor
 
 START_S = 600.0  # a large model takes its time
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
@@ -50,26 +51,32 @@ def _run(args: argparse.Namespace, more_flags: Mapping[str, Sequence[str]]) -> N
             args.model,
             prefills=args.prefill,
             decodes=args.decode,
-            router_port=args.port or free_ports(1)[0],
+            router_port=args.port,
             **more_flags,
         )
+        _say(f"starting {len(fleet.members)} servers")
         fleet.wait_ready(timeout_s=START_S, tell=_tell)
-        print(f"tandem: ready: {args.model} at {router.url}/v1 (logs in {fleet.folder}); Ctrl+C drains", flush=True)
+        _say(f"ready: {args.model} at {router.url}/v1 (logs in {fleet.folder}); Ctrl+C drains")
         try:
-            fleet.watch()
+            Supervisor(fleet, _say).run()
         except KeyboardInterrupt:
             _drain(fleet)
 
 
 def _drain(fleet: Fleet) -> None:
-    print("tandem: draining; Ctrl+C again ends it at once", flush=True)
     try:
+        _say("draining; Ctrl+C again ends it at once")  # in here: who reads it may do so before this returns
         has_drained = fleet.stop(timeout_s=DRAIN_S)
     except KeyboardInterrupt:
+        fleet.kill()
         has_drained = False
     if not has_drained:
         raise CommandFailed("ended before it had drained: requests under way are lost")
-    print("tandem: drained", flush=True)
+    _say("drained")
+
+
+def _say(line: str) -> None:
+    print(f"tandem: {line}", flush=True)
 
 
 def _tell(member: Member) -> None:

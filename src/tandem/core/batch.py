@@ -25,7 +25,7 @@ class BatchKind(StrEnum):
     MIXED = "mixed"
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """A span of known tokens (prompt, or prompt and output after a retraction) whose KV this batch writes."""
 
     request: RequestId
@@ -37,7 +37,7 @@ class Row(Struct, frozen=True):
     token: bytes = b""  # as in `Join`: a first token sampled elsewhere, when a retraction came before the join
 
 
-class Join(Struct, frozen=True):
+class Join(Struct, frozen=True, gc=False):
     """A request enters the decode set. Its KV covers all its tokens but the last one."""
 
     request: RequestId
@@ -46,7 +46,7 @@ class Join(Struct, frozen=True):
     token: bytes = b""  # int32 little endian: first token sampled elsewhere, to append before it runs
 
 
-class Grow(Struct, frozen=True):
+class Grow(Struct, frozen=True, gc=False):
     """A decode row has come to a page border."""
 
     request: RequestId
@@ -54,7 +54,7 @@ class Grow(Struct, frozen=True):
     pages: tuple[PageId, ...]
 
 
-class BatchPlan(Struct, frozen=True):
+class BatchPlan(Struct, frozen=True, gc=False):
     id: BatchId
     iteration: int
     kind: BatchKind
@@ -70,10 +70,10 @@ class TokenFlag:
 
     EOS = 1
     STOP = 2  # one of the request's stop token ids
-    INVALID = 4  # logits were not finite: there is no token
+    INVALID = 4  # no token: logits were not finite, or a grammar has grown beyond its bounds
 
 
-class BatchOutcome(Struct, frozen=True):
+class BatchOutcome(Struct, frozen=True, gc=False):
     batch: BatchId
     iteration: int
     tokens: bytes  # int32 little endian, one per sampling row

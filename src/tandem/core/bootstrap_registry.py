@@ -60,7 +60,7 @@ class Registry:
     limits: RegistryLimits = field(default_factory=RegistryLimits)
     _ranks: dict[int, Registration] = field(default_factory=dict[int, Registration])
     _own: dict[int, None] = field(default_factory=dict[int, None])  # ranks of `_ranks` that run in this very server
-    _replaced: dict[str, None] = field(default_factory=dict[str, None])  # ids, the oldest first
+    _replaced: dict[Incarnation, None] = field(default_factory=dict[Incarnation, None])  # the oldest first
     _rooms: dict[Room, Announced] = field(default_factory=dict[Room, Announced])  # the oldest first
 
     @property
@@ -106,7 +106,7 @@ class Registry:
             if known == new or (is_own and not is_protected):
                 return None
             return Rejected("incarnation.id", "this incarnation has registered already, and differently")
-        if new.who.id in self._replaced:
+        if new.who in self._replaced:
             return Rejected("incarnation.id", f"this incarnation of rank {new.dp_rank} was replaced by another")
         if is_protected and not is_own:
             return Rejected("dp_rank", f"rank {new.dp_rank} runs in this server itself, which nobody replaces")
@@ -152,7 +152,7 @@ class Registry:
         if replaced is not None:
             self._drop(new.dp_rank)
             if replaced.who != new.who:
-                self._replaced[replaced.who.id] = None
+                self._replaced[replaced.who] = None
             while len(self._replaced) > self.limits.max_replaced:
                 del self._replaced[next(iter(self._replaced))]
         self._ranks[new.dp_rank] = new

@@ -10,7 +10,7 @@ from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 
 
-class LaunchBatch(Struct, frozen=True, tag=True):
+class LaunchBatch(Struct, frozen=True, tag=True, gc=False):
     """Run on every shard; answered by `BatchReturned` or `BatchFailed`, in launch order."""
 
     plan: BatchPlan
@@ -22,7 +22,7 @@ class ForgetRequests(Struct, frozen=True, tag=True):
     requests: tuple[RequestId, ...]
 
 
-class EmitTokens(Struct, frozen=True, tag=True):
+class EmitTokens(Struct, frozen=True, tag=True, gc=False):
     """New tokens of one step, all rows in one message."""
 
     requests: tuple[RequestId, ...]
@@ -112,6 +112,7 @@ class AnnounceDpRank(Struct, frozen=True, tag=True):
 
     room: Room
     dp_rank: int
+    sought: int | None = None  # the rank where decode looks by itself: it is to hear `RoomElsewhere`
 
 
 class GatherSnapshot(Struct, frozen=True, tag=True):
@@ -189,7 +190,7 @@ Command = (
 )
 
 
-class Effects(Struct, frozen=True):
+class Effects(Struct, frozen=True, gc=False):
     """What a step wants: commands in the order in which they must begin, and when to call it again at the latest."""
 
     commands: tuple[Command, ...]

@@ -45,7 +45,7 @@ class StopMatched(Struct, frozen=True, tag=True):
     request: RequestId
 
 
-class BatchReturned(Struct, frozen=True, tag=True):
+class BatchReturned(Struct, frozen=True, tag=True, gc=False):
     """In launch order."""
 
     outcome: BatchOutcome
@@ -84,6 +84,13 @@ class DpRankAnswered(Struct, frozen=True, tag=True):
     address: Address
     room: Room
     dp_rank: int | None
+
+
+class RoomElsewhere(Struct, frozen=True, tag=True):
+    """Another DP rank of this server has announced a room that decode looks for here."""
+
+    room: Room
+    dp_rank: int
 
 
 class PeerSaid(Struct, frozen=True, tag=True):
@@ -197,6 +204,7 @@ Event = (
     | PeerLearned
     | PeerUnknown
     | DpRankAnswered
+    | RoomElsewhere
     | PeerSaid
     | PeerReturned
     | PeerLost

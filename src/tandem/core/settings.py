@@ -58,7 +58,7 @@ class PrefillInfo(Struct, frozen=True):
 
     @property
     def rooms_tell_the_rank(self) -> bool:
-        return self.method is LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM and self.conflict is DpConflictPolicy.FAIL
+        return self.method is LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM
 
 
 class LoadFailurePolicy(StrEnum):

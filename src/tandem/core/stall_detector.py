@@ -83,3 +83,27 @@ class Liveness:
             return Stall("worker", "no answer", ticks, launched, name)
         oldest = None if self._last is None else self._last.oldest
         return Stall("worker", f"iteration {oldest} has not returned", ticks, launched, "worker")
+
+
+class PulseQuestions:
+    """One question for the pulse is under way at a time; each tick reads what has become of it.
+
+    The first is put by whoever begins. A question that is answered is followed by the next one at the next tick, so
+    that an answer is never older than that; one that is not stays, and the node answers it when it goes on.
+    """
+
+    def __init__(self) -> None:
+        self.liveness = Liveness()
+        self._answer: ProgressReport | None = None
+        self.is_answered = False
+
+    def answered(self, pulse: ProgressReport | None) -> None:
+        """What has come of the question; None: it was given up without an answer."""
+        self._answer, self.is_answered = pulse, True
+
+    def tick(self) -> bool:
+        """A tick has gone by. Whether the next question is to be put."""
+        is_next, pulse = self.is_answered, self._answer
+        self._answer, self.is_answered = None, False
+        self.liveness.tick(pulse)
+        return is_next

@@ -1,7 +1,7 @@
 """What one forward pass is about: tokens, positions, pages, the slots to write. The only place where plans become that.
 
 The order of the tokens: prompt chunks one after another, then one token per decoding request, longest context first.
-Deterministic batches know no decoding rows: each is a chunk of one token, so nothing can depend on who else decodes.
+Batches in tiles (`rows.py`) know no decoding rows: each is a chunk of one token, whoever else decodes.
 
 How attention is computed (masks, gathered keys, buckets) is the affair of its backend, which `plan`s from a `Batch`.
 Arrays of numpy are on the host; a backend takes to its device what it needs there.
@@ -46,7 +46,7 @@ class DecodingRows:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`n` rows go through the layers, `t <= n` of them are tokens (`t == n` unless deterministic)."""
+    """`n` rows go through the layers, `t <= n` of them are tokens (`t == n` unless in tiles)."""
 
     token_ids: Tensor  # [n] int64
     positions: Tensor  # [n] int64
@@ -55,22 +55,22 @@ class Batch:
     decoding: DecodingRows | None
     slots: np.ndarray  # [t] int64: where KV of each token goes, page * page_size + position % page_size
     rows: Rows  # which of the n rows are the t tokens
-    sampled: Tensor  # [s] int64: rows whose next token is wanted; deterministic: arranged in tiles again
-    sampled_place: Tensor | None  # deterministic: [outcome rows] int64, index into `sampled`
+    sampled: Tensor  # [s] int64: rows whose next token is wanted; in tiles: arranged in tiles again
+    sampled_place: Tensor | None  # in tiles: [outcome rows] int64, index into `sampled`
     pages_to_clear: list[int]  # that nobody has written yet and that this batch does not fill (see `kv_memory.py`)
 
 
 class BatchBuilder:
     """Turns spans and the decode set into a `Batch`."""
 
-    def __init__(self, *, page_size: int, device: str, deterministic: bool) -> None:
+    def __init__(self, *, page_size: int, device: str, tiles: bool) -> None:
         self._page_size = page_size
         self._device = device
-        self._deterministic = deterministic
+        self._tiles = tiles
 
     def build(self, spans: list[Span[Sequence]], decode_set: DecodeSet | None) -> Batch:
         """Rows of outcomes: spans that sample, in order, then the members of the decode set, in join order."""
-        if self._deterministic:
+        if self._tiles:
             members = decode_set.members if decode_set is not None else []
             ends = [Span(m, len(m.tokens) - 1, len(m.tokens), True) for m in members]
             return self._tiled(spans + ends)

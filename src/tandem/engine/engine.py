@@ -8,44 +8,35 @@ deterministic=True: the logits of a row depend on its own tokens only (see `rows
 below do their part, which needs an environment (`determinism.py`) and is measured at start (`self_check.py`).
 
 Of several workers all run the same plans in the same order, and one samples. The others take its tokens as late as
-they can: a batch of prompts that had no part in the batch before begins while that one is on later stages. So the
-chunks of a prompt follow each other through the pipeline, and nothing is asked of anybody on the way.
+they can (`late_tokens.py`): a batch of prompts that had no part in the batch before begins while that one is on later
+stages. So the chunks of a prompt follow each other through the pipeline, and nothing is asked of anybody on the way.
 """
 
 import time
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from tandem.batch_tables import BatchTables, Span
-from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.batch_tables import BatchTables
+from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.values import Nanos
 from tandem.engine.attention.base import attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.kv_memory import KvMemory
+from tandem.engine.late_tokens import LateTokens, RunBatch
+from tandem.engine.native import library
 from tandem.engine.parallel import OneStage, Pipeline
-from tandem.engine.sampler import Draw, Sampled, sample
+from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.weights import LoadedModel
+from tandem.grammar import Matcher, Vocabulary
 from tandem.sampling import Payload
 
-MOST_UNSETTLED = 8  # batches
 _EXTRA = msgspec.msgpack.Encoder()
 ONE_STAGE = OneStage()
-
-
-@dataclass(frozen=True, slots=True)
-class RunBatch:
-    """What a forward pass was about."""
-
-    spans: list[Span[Sequence]]
-    samplers: list[Sequence]
-    decodes: bool
 
 
 class Engine:
@@ -60,8 +51,9 @@ class Engine:
         deterministic: bool = False,
         attention: str = DEFAULT_ATTENTION_BACKEND,
         pipeline: Pipeline = ONE_STAGE,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
-        """`model` is the part of the stage that `pipeline` names.
+        """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples.
 
         Raises ModelError for an attention backend that is not known or cannot do what this model needs.
         """
@@ -71,24 +63,42 @@ class Engine:
         self.kv = KvMemory(
             model.kv_shape, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
         )
+        self._kernels = library.use(library.best(deterministic=deterministic))
         self._attention = open_attention(self.kv, window=model.config.sliding_window, deterministic=deterministic)
-        self._batches = BatchBuilder(page_size=page_size, device=model.device, deterministic=deterministic)
+        self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
         self._decode_set = DecodeSet()
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
         self._pipeline = pipeline
-        self._unsettled: deque[RunBatch] = deque()  # whose tokens, sampled by another, were not needed yet
+        self._vocabulary = vocabulary if pipeline.samples else None
+        self._late_tokens = LateTokens(self._tables, pipeline)
 
     def add(self, payload: Payload) -> None:
         """Make a request known. Must come before the first plan that names it.
 
         A second time replaces its prompt: it was rendered anew, and no plan that named it is to come or under way.
         """
-        self._tables.add(Sequence.of(payload, page_size=self.page_size))
+        self._tables.add(Sequence.of(payload, page_size=self.page_size, matcher=self._matcher_of(payload)))
+
+    def prepare(self, payload: Payload) -> None:
+        """Compile its grammar, so that `add` need not. From any thread; takes no part in what the others do."""
+        self._matcher_of(payload)
+
+    def _matcher_of(self, payload: Payload) -> Matcher | None:
+        params = payload.sampling
+        if not params.grammar or self._vocabulary is None:
+            return None
+        return self._vocabulary.matcher(params.grammar, eos_ids=self.model.eos_ids, ignores_eos=params.ignore_eos)
 
     def forget(self, requests: Iterable[int]) -> None:
         """Drop tokens and tables, and the place in the decode set. Unknown requests are ignored."""
-        self._settle()
+        self._late_tokens.settle()
         self._tables.forget(requests)
+
+    @property
+    def kernels(self) -> str:
+        """What computes: for people."""
+        products = self._kernels.name if self._kernels is not None else "torch"
+        return f"products by {products}, attention by {type(self._attention).__name__}"
 
     def close(self) -> None:
         self.kv.close()
@@ -100,13 +110,13 @@ class Engine:
         Raises only for bugs, for a failing device, and when another worker is gone.
         """
         started = time.perf_counter_ns()
-        if not self._runs_ahead(plan):
-            self._settle()
+        library.use(self._kernels)
+        self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
         batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
         sampled = self._forward(batch)
         if batch.samplers and sampled is None:
-            self._unsettled.append(batch)
+            self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(started))
         sampled = sampled if sampled is not None else sample(torch.empty(0, 1), [], eos_ids=())
         if batch.samplers:
@@ -116,13 +126,13 @@ class Engine:
             batch=plan.id,
             iteration=plan.iteration,
             tokens=sampled.tokens.astype("<i4").tobytes(),
-            flags=sampled.flags,
+            flags=_with_ends(sampled.flags, batch.samplers),
             hashes=tuple(hashes) if self._pipeline.samples else (),
             extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
             duration_ns=since(started),
         )
 
-    def _forward(self, batch: RunBatch) -> Sampled | None:
+    def _forward(self, batch: RunBatch[Sequence]) -> Sampled | None:
         """The tokens, where they are sampled."""
         if not batch.spans and not batch.samplers:
             return None
@@ -143,31 +153,16 @@ class Engine:
         logits = model.logits(rows, hidden)  # all shards of the stage have a part in them
         if not pipeline.samples:
             return None
-        return sample(logits, [_draw(s) for s in batch.samplers], eos_ids=self.model.eos_ids)
-
-    def _runs_ahead(self, plan: BatchPlan) -> bool:
-        """Whether this batch can begin without the tokens of those before it."""
-        if plan.decodes or plan.join or plan.leave or plan.grow or len(self._unsettled) == MOST_UNSETTLED:
-            return False
-        sampled = {sequence.request for batch in self._unsettled for sequence in batch.samplers}
-        return not any(row.request in sampled for row in plan.rows)
-
-    def _settle(self) -> None:
-        """Take the tokens of all batches that have run."""
-        while self._unsettled:
-            batch = self._unsettled.popleft()
-            tokens = self._pipeline.receive_tokens(len(batch.samplers))
-            self._tables.finish(batch.spans, tokens.tolist(), decodes=batch.decodes)
+        return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids)
 
 
 def since(started: int) -> Nanos:
     return Nanos(time.perf_counter_ns() - started)
 
 
-def _draw(sequence: Sequence) -> Draw:
-    return Draw(
-        params=sequence.params,
-        position=len(sequence.tokens),
-        num_outputs=sequence.num_outputs,
-        history=sequence.history,
-    )
+def _with_ends(flags: bytes, samplers: list[Sequence]) -> bytes:
+    """A token after which a grammar allows nothing is the last one. `samplers` have taken theirs."""
+    if not any(sequence.matcher for sequence in samplers):
+        return flags
+    ends = (TokenFlag.STOP if sequence.is_finished else 0 for sequence in samplers)
+    return bytes(flag | end for flag, end in zip(flags, ends, strict=True))

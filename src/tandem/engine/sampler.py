@@ -8,7 +8,9 @@ where two of them nearly tie.
 To keep that promise to the last bit, whatever rounds (exp, log, sums) is computed row by row: over a batch, torch may
 cut the work between two rows differently. Only exact operations see several rows at once.
 
-Order: penalties (repetition, frequency, presence), logit bias, minimum length, temperature, top-k, top-p, min-p.
+Order: grammar, penalties (repetition, frequency, presence), logit bias, minimum length, temperature, top-k, top-p,
+min-p.
+What is forbidden has a score of minus infinity, and stays there.
 Equal scores are ordered by token id, lowest first, so top-k 1 and temperature 0 agree.
 """
 
@@ -70,6 +72,7 @@ class Draw:
     position: int  # index in the sequence of the token to be drawn
     num_outputs: int = 0  # output tokens so far
     history: History | None = None  # present when the parameters have a penalty
+    allowed: np.ndarray | None = None  # as `Matcher.allowed` has it, when the parameters have a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +87,9 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
     assert logits.shape[0] == len(draws)
     if not draws:
         return Sampled(np.empty(0, dtype=np.int32), b"", {})
-    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)  # ties: the lowest id
     is_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
+    logits, raw = _constrained(logits, draws, is_finite), logits
+    tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)  # ties: the lowest id
     scores: dict[int, TokenScore] = {}
     flags = bytearray(len(draws))
     for row, draw in enumerate(draws):
@@ -94,15 +98,30 @@ def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> 
             flags[row] = TokenFlag.INVALID
             continue
         if not is_plain(draw.params):
-            tokens[row], score = _sample_row(logits[row].cpu(), draw, eos_ids)
+            tokens[row], score = _sample_row(raw[row].cpu(), logits[row].cpu(), draw, eos_ids)
             if score is not None:
                 scores[row] = score
         flags[row] = _flags(int(tokens[row]), draw.params, eos_ids)
     return Sampled(tokens, bytes(flags), scores)
 
 
+def _constrained(logits: Tensor, draws: Sequence[Draw], is_possible: np.ndarray) -> Tensor:
+    """Scores of what a grammar forbids are minus infinity. Takes rows out of `is_possible` that may say nothing."""
+    rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
+    if not rows:
+        return logits
+    words = np.stack([bits for draw in draws if (bits := draw.allowed) is not None])
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]].view(np.bool_)
+    is_possible[rows] &= allowed.any(axis=1)
+    forbidden = torch.from_numpy(~allowed).to(logits.device)
+    if len(rows) == len(draws):
+        return logits.masked_fill(forbidden, -math.inf)
+    at = torch.tensor(rows, device=logits.device)
+    return logits.index_copy(0, at, logits[at].masked_fill(forbidden, -math.inf))
+
+
 def is_plain(params: SamplingParams) -> bool:
-    """Nothing but the largest logit is asked for."""
+    """Nothing but the largest logit is asked for, of those that a grammar allows."""
     return (
         params.temperature < GREEDY_BELOW
         and not params.logprobs
@@ -114,10 +133,10 @@ def is_plain(params: SamplingParams) -> bool:
     )
 
 
-def _sample_row(raw: Tensor, draw: Draw, eos_ids: Sequence[int]) -> tuple[int, TokenScore | None]:
-    """raw: [vocab] fp32 on the host."""
+def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]) -> tuple[int, TokenScore | None]:
+    """raw: [vocab] fp32 on the host. allowed: the same, with minus infinity where a grammar says no."""
     params = draw.params
-    adjusted = _adjust(raw, draw, eos_ids)
+    adjusted = _adjust(allowed, draw, eos_ids)
     if params.temperature < GREEDY_BELOW:
         token = int(adjusted.argmax())
     else:
@@ -145,8 +164,10 @@ def _adjust(raw: Tensor, draw: Draw, eos_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
     if draw.num_outputs < params.min_tokens and (ending := [*eos_ids, *params.stop_token_ids]):
-        logits = logits.clone() if logits is raw else logits
-        logits[torch.tensor(ending, dtype=torch.int64)] = -math.inf
+        longer = logits.clone()
+        longer[torch.tensor(ending, dtype=torch.int64)] = -math.inf
+        if draw.allowed is None or longer.max() > -math.inf:  # a grammar that is at its end wins over a minimum length
+            logits = longer
     return logits
 
 

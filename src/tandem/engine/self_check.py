@@ -27,7 +27,9 @@ from tandem.engine.attention.base import attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.kv_memory import KvMemory
+from tandem.engine.layers.product import product
 from tandem.engine.model_config import ModelError
+from tandem.engine.native import library
 from tandem.engine.sequence import Sequence
 from tandem.engine.summation import Products, pattern
 from tandem.engine.weights import LoadedModel
@@ -55,9 +57,10 @@ def proven(
     may_lower: nobody asked for so many threads: where their number shows, fewer are taken.
     Raises ModelError with cause and remedy where the promise cannot be kept.
     """
+    library.use(library.best(deterministic=True))
     counts = thread_counts(model.device, threads)
     sums, neighbours_show, digest = Products(
-        model.module.product_shapes(), dtype=model.dtype, device=model.device
+        model.module.product_shapes(), dtype=model.dtype, device=model.device, product=product
     ).compare(counts)
     path = ForwardPath(model, page_size=page_size, attention=attention)
     expected = path.bits(WHOLE, threads=1)
@@ -136,19 +139,19 @@ class ForwardPath:
 
     def _run(self, kv: KvMemory, text: Sequence, chunks: tuple[int, ...], *, others: list[Sequence]) -> Tensor:
         attention = self._open_attention(kv, window=self._model.config.sliding_window, deterministic=True)
-        builder = BatchBuilder(page_size=self._page_size, device=self._model.device, deterministic=True)
+        builder = BatchBuilder(page_size=self._page_size, device=self._model.device, tiles=attention.needs_tiles)
         logits = torch.empty(0)
         start = CACHED_TOKENS
         for size in chunks:
             stop = start + size
-            spans = [Span(other, 0, NEIGHBOUR_TOKENS, samples=False) for other in others]
+            spans = [Span(other, 0, NEIGHBOUR_TOKENS, samples=True) for other in others]
             spans.append(Span(text, start, stop, samples=stop == len(text.tokens)))
             batch = builder.build(spans, None)
             kv.clear(batch.pages_to_clear)
             attention.plan(batch)
             logits = self._module.logits(batch, self._module.forward(batch, attention))
             start = stop
-        return logits
+        return logits[-1]
 
     def _sequence(self, request: int, num_tokens: int, *, first_page: int) -> Sequence:
         tokens = array("i", [(7919 * index + request) % self._model.config.vocab_size for index in range(num_tokens)])

@@ -3,9 +3,12 @@
 from array import array
 from dataclasses import dataclass
 
+import numpy as np
+
 from tandem import batch_tables
 from tandem.core.values import RequestId
-from tandem.engine.sampler import History
+from tandem.engine.sampler import Draw, History
+from tandem.grammar import Matcher
 from tandem.sampling import Payload, SamplingParams
 
 
@@ -13,9 +16,10 @@ from tandem.sampling import Payload, SamplingParams
 class Sequence(batch_tables.Sequence):
     params: SamplingParams
     history: History | None  # token counts, only where a penalty needs them
+    matcher: Matcher | None = None  # only with a grammar, and only where tokens are sampled
 
     @classmethod
-    def of(cls, payload: Payload, *, page_size: int) -> "Sequence":
+    def of(cls, payload: Payload, *, page_size: int, matcher: Matcher | None = None) -> "Sequence":
         tokens = array("i")
         tokens.frombytes(payload.tokens)
         assert len(tokens) >= 1, "a prompt has at least one token"
@@ -27,12 +31,30 @@ class Sequence(batch_tables.Sequence):
             tokens=tokens,
             history=History.of(payload.sampling, tokens),
             prompt_hash=payload.last_hash,
+            matcher=matcher,
         )
+
+    def draw(self) -> Draw:
+        """What sampling the next token needs."""
+        return Draw(
+            params=self.params,
+            position=len(self.tokens),
+            num_outputs=self.num_outputs,
+            history=self.history,
+            allowed=None if self.matcher is None else np.frombuffer(self.matcher.allowed(), np.uint32),
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        """Its grammar is at its end."""
+        return self.matcher is not None and self.matcher.is_finished
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         if self.history is not None:
             self.history.add(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
 
     def cut(self, stop: int) -> None:
         is_cut = stop < len(self.tokens)
@@ -42,3 +64,5 @@ class Sequence(batch_tables.Sequence):
             assert self.history is not None
             for token in self.tokens[self.prompt_len :]:
                 self.history.add(token)
+        if is_cut and self.matcher is not None:
+            self.matcher.restart(self.tokens[self.prompt_len :])

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterable
 from typing import TextIO
 
 import msgspec
@@ -19,6 +20,11 @@ class RequestLog:
         self._line = json_line if format == "json" else text_line
         self._stream = stream or sys.stderr
         self._is_gone = False
+
+    def write_all(self, records: Iterable[RequestRecord]) -> None:
+        """In any thread."""
+        for record in records:
+            self.write(record)
 
     def write(self, record: RequestRecord) -> None:
         if self._is_gone:

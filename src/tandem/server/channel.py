@@ -22,13 +22,12 @@ from typing import Any, Generic, TypeVar  # Any: a union type as a value, which 
 
 import msgspec
 
+from tandem.server.frames import HEAD_BYTES, MalformedFrame, Splitter, decoded
 from tandem.server.wire import MAX_FRAME_BYTES
 
 Incoming = TypeVar("Incoming")
 
-HEAD_BYTES = 4
 READ_BYTES = 256 << 10
-MAX_COMPLAINT_CHARS = 200  # of a decoder, which quotes the bytes it was given
 MAX_PENDING_BYTES = 64 << 20  # of a neighbour in the same server; it reads all the time, so this is never usual
 
 
@@ -44,43 +43,6 @@ class MessageTooLong(Exception):
     """Longer than the other end takes in one piece."""
 
 
-class MalformedFrame(Exception):
-    """Bytes that are no frame of this channel; the connection is of no use any more."""
-
-
-class Splitter:
-    """Bytes in, bodies of frames out. `max_frame_bytes` may change between two frames."""
-
-    def __init__(self, max_frame_bytes: int) -> None:
-        self._buffer = bytearray()
-        self.max_frame_bytes = max_frame_bytes
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Bodies that are complete with `data`; a cut one waits for the next call. Raises MalformedFrame.
-
-        What has been taken out is not kept, also when the reader stops in between.
-        """
-        self._buffer += data
-        start = 0
-        try:
-            while (found := self._body_at(start)) is not None:
-                body, start = found
-                yield body
-        finally:
-            del self._buffer[:start]
-
-    def _body_at(self, start: int) -> tuple[bytes, int] | None:
-        """The body of the frame that begins at `start`, and where the frame stops; None while it is cut."""
-        begin = start + HEAD_BYTES
-        if len(self._buffer) < begin:
-            return None
-        size = int.from_bytes(self._buffer[start:begin])
-        if size > self.max_frame_bytes:
-            raise MalformedFrame(f"a frame of {size} bytes; at most {self.max_frame_bytes} are allowed")
-        stop = begin + size
-        return (bytes(memoryview(self._buffer)[begin:stop]), stop) if len(self._buffer) >= stop else None
-
-
 class Frames(Generic[Incoming]):
     """Bytes in, messages out."""
 
@@ -92,14 +54,6 @@ class Frames(Generic[Incoming]):
         """Messages that are complete with `data`; a cut one waits for the next call. Raises MalformedFrame."""
         for body in self._splitter.feed(data):
             yield decoded(self._decoder, body)
-
-
-def decoded(decoder: "msgspec.msgpack.Decoder[Incoming]", body: bytes) -> Incoming:
-    """The message in `body`. Raises MalformedFrame, and nothing else."""
-    try:
-        return decoder.decode(body)
-    except Exception as error:  # besides its own errors: RecursionError, OverflowError, MemoryError, UnicodeDecodeError
-        raise MalformedFrame(f"{type(error).__name__}: {error}"[:MAX_COMPLAINT_CHARS]) from error
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,6 +5,7 @@ thousands. Here taking and giving back cost the same whatever is open. How many 
 whoever makes the requests; how many idle ones are kept, here.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 
@@ -19,7 +20,8 @@ class PooledTransport(httpx.AsyncBaseTransport):
     """Belongs to one client and one event loop."""
 
     def __init__(self) -> None:
-        self._idle: dict[str, list[httpcore.AsyncHTTPConnection]] = {}
+        self._idle: dict[str, list[httpcore.AsyncHTTPConnection]] = {}  # by server; the first has idled longest
+        self._sweeper: asyncio.Task[None] | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         assert isinstance(request.stream, httpx.AsyncByteStream)
@@ -38,6 +40,8 @@ class PooledTransport(httpx.AsyncBaseTransport):
         return httpx.Response(answer.status, headers=answer.headers, stream=body, extensions=answer.extensions)
 
     async def aclose(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for connections in self._idle.values():
             for connection in connections:
                 await connection.aclose()
@@ -52,18 +56,24 @@ class PooledTransport(httpx.AsyncBaseTransport):
         await self.aclose()
 
     async def give_back(self, connection: httpcore.AsyncHTTPConnection, origin: httpcore.Origin) -> None:
-        """After the body: keep it if it can serve another request.
-
-        The one that has idled longest is looked at each time: `_take` never gets down to it while there is traffic,
-        and what a busy hour has left would stay open, here and at the server, until the traffic stops.
-        """
+        """After the body: keep it if it can serve another request."""
         idle = self._idle.setdefault(str(origin), [])
-        if idle and idle[0].has_expired():
-            await idle.pop(0).aclose()
         if connection.is_idle() and len(idle) < IDLE_MAX:
             idle.append(connection)
+            if self._sweeper is None:
+                self._sweeper = asyncio.create_task(self._sweep())
         else:
             await connection.aclose()
+
+    async def _sweep(self) -> None:
+        """Until none is idle any more: `_take` does not get down to what a busy hour has left while there is traffic,
+        and nobody looks at all when there is none."""
+        while any(self._idle.values()):
+            await asyncio.sleep(KEEPALIVE_SECONDS)
+            for idle in list(self._idle.values()):
+                while idle and idle[0].has_expired():
+                    await idle.pop(0).aclose()
+        self._sweeper = None
 
     async def _take(self, origin: httpcore.Origin) -> httpcore.AsyncHTTPConnection:
         """One that is still good, or a new one. When the last used one is too old, all the others are."""

@@ -30,6 +30,9 @@ from tandem.membership import ClusterSecret, SecretError, read_secret, user_secr
 from tandem.ranks import Rank, all_ranks
 
 PR_SET_PDEATHSIG = 1
+# How OpenMP's threads wait: in GNU's words and in Intel's. Spins are about a hundred microseconds.
+PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
 EXIT_WITH_OTHERS = 3  # of a worker that ends because another one of its replica is gone
 GROUP_HOST = "127.0.0.1"  # the workers of a replica are on one machine
 
@@ -77,6 +80,11 @@ class Children:
         for child in self.all:
             child.wait()
 
+    def ask_for_record(self) -> None:
+        """A node that hangs writes what it did last, and ends, if it still can."""
+        for number in (signal.SIGUSR1, signal.SIGCONT):
+            self.node.send_signal(number)
+
     def kill_some(self, name: ChildName) -> None:
         """End the node, or the workers, now; `kill` or `wait` collects them."""
         for child in (self.node,) if name == "node" else self.workers:
@@ -89,6 +97,13 @@ class Children:
         while loop.time() < deadline and any(child.poll() is None for child in self.all):
             await asyncio.sleep(0.01)
         self.kill()
+
+    async def node_ends(self, timeout_s: float) -> None:
+        """It may have something to write."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while loop.time() < deadline and self.node.poll() is None:
+            await asyncio.sleep(0.01)
 
     def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
@@ -110,14 +125,21 @@ def describe_exit(code: int) -> str:
 def start_children(launch: Launch) -> Children:
     """Call from the main thread: children die with the *thread* that started them."""
     ranks = all_ranks(launch.config.tp_size, launch.config.pp_size)
-    environment = worker_environment(launch.cpu_threads, deterministic=launch.config.deterministic)
+    environment = worker_environment(
+        launch.cpu_threads,
+        deterministic=launch.config.deterministic,
+        owns_cores=owns_cores(launch.config, launch.cpu_threads),
+    )
     started: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as ours:  # ends that the children have now
         api_end, node_api_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        kept = ours.enter_context(contextlib.ExitStack())  # the one end that stays, once all of them run
+        kept.enter_context(api_end)
         ours.enter_context(node_api_end)
-        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in ranks]
-        for pair in pairs:
-            for end in pair:
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        for _ in ranks:
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
+            for end in pairs[-1]:
                 ours.enter_context(end)
         meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0))) if len(ranks) > 1 else None
         if meeting is not None:
@@ -133,6 +155,7 @@ def start_children(launch: Launch) -> Children:
                 worker.kill()
                 worker.wait()
             raise
+        kept.pop_all()
     return Children(node, tuple(started), tuple(ranks), api_end)
 
 
@@ -165,16 +188,25 @@ def _end_with_parent() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def worker_environment(cpu_threads: int, *, deterministic: bool) -> dict[str, str]:
-    """Must be there before torch is imported. Threads that wait give their core away: others compute there."""
+def worker_environment(cpu_threads: int, *, deterministic: bool, owns_cores: bool = False) -> dict[str, str]:
+    """Must be there before torch is imported.
+
+    Threads that wait for the next operation give their core away at once where others compute there, and keep it for a
+    bounded time where nobody else needs it: to wake one up takes longer than a small operation.
+    """
     return {
         **os.environ,
         **(determinism.environment() if deterministic else {}),
         "OMP_NUM_THREADS": str(cpu_threads),
         "MKL_NUM_THREADS": str(cpu_threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
+        **(SPINNING if owns_cores else PASSIVE),
     }
+
+
+def owns_cores(config: ServerConfig, cpu_threads: int) -> bool:
+    """Whether there is a core for every thread of all the engines that are known of."""
+    threads = cpu_threads * config.num_workers * int(environment_number(ENGINES))
+    return threads <= len(os.sched_getaffinity(0))
 
 
 def engine_threads(config: ServerConfig) -> int:

@@ -177,6 +177,7 @@ ApiToNode = (
     | events.PeerLearned
     | events.PeerUnknown
     | events.DpRankAnswered
+    | events.RoomElsewhere
     | events.HooksChanged
     | events.DrainRequested
     | events.FlushRequested

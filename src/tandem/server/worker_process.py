@@ -1,10 +1,11 @@
 """The worker process: the engine and the KV transfer over one allocation. Executes; decides nothing.
 
     reader thread    takes messages from the node. Transfers go to the data plane at once, which has its own threads;
-                     what concerns the engine goes into one queue, in order
+                     what concerns the engine goes into one queue, in order. Grammars are compiled here, beside batches
     main thread      runs the queue: tokens of new requests, batches, requests to forget
 
-A forward pass that raises is an event, not the end: the requests of that batch end, the worker goes on.
+A forward pass that raises is an event, not the end: the requests of that batch end, the worker goes on. One of several
+workers ends, and says so: the others stand in the middle of that batch.
 """
 
 import contextlib
@@ -18,14 +19,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
 
 from tandem.config import ServerConfig
+from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import Cause, ceil_div
@@ -33,8 +36,10 @@ from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
+from tandem.engine.native import library as native
 from tandem.engine.parallel import Group, OneShard, OneStage, Pipeline, WorkerGone
 from tandem.engine.weights import LoadedModel
+from tandem.grammar import GrammarError, Vocabulary
 from tandem.membership import ClusterSecret
 from tandem.ranks import Rank
 from tandem.sampling import Payload
@@ -42,7 +47,7 @@ from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
-from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, process_name, read_launch
+from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
@@ -101,13 +106,47 @@ def layout_digest(fields: dict[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+class KvBytes(Protocol):
+    """KV memory, as far as the data plane is concerned."""
+
+    page_bytes: int  # of one page
+    buffer: memoryview | None  # all pages, one behind the other; None where the host cannot see them
+
+
+class WorkerEngine(Protocol):
+    """What a worker process asks of an engine: `engine.Engine`, or one that a simulation puts in its place."""
+
+    @property
+    def kv(self) -> KvBytes: ...
+
+    def add(self, payload: Payload) -> None: ...
+
+    def prepare(self, payload: Payload) -> None:
+        """Do ahead of `add` what would hold up others there. Called from the reader thread."""
+        ...
+
+    def forget(self, requests: Iterable[int]) -> None: ...
+
+    def run(self, plan: BatchPlan) -> BatchOutcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine that can run, and what the node has to know of it."""
+
+    engine: WorkerEngine
+    num_pages: int
+    vocab_size: int
+    layout_fields: dict[str, str]
+
+
 class Worker:
     """Everything of this process once the model is loaded."""
 
     def __init__(
         self,
         rank: Rank,
-        engine: Engine,
+        engine: WorkerEngine,
         transfer: KvTransfer | None,
         channel: BlockingChannel[wire.NodeToWorker],
         *,
@@ -135,11 +174,14 @@ class Worker:
     def _launch(self, command: LaunchBatch) -> BatchReturned | BatchFailed:
         try:
             return BatchReturned(self._engine.run(command.plan))
+        except WorkerGone:
+            raise
         except Exception as error:  # whatever torch raises: this batch's requests end, the others go on
-            if self._rank.num_shards > 1:
-                raise  # the others wait in the middle of this batch, or will
-            logger.exception("batch %d failed", command.plan.iteration)
-            return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+            number, why = command.plan.iteration, f"{type(error).__name__}: {error}"
+            logger.exception("batch %d failed", number)
+            if self._rank.num_shards > 1:  # the others wait in the middle of this batch, or will
+                raise ServerFailure(f"the {self._rank.name} process failed in batch {number}: {why}") from error
+            return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, why)
 
     def _read(self) -> None:
         try:
@@ -157,7 +199,11 @@ class Worker:
 
     def _take(self, message: wire.NodeToWorker) -> None:
         match message:
-            case Payload() | ForgetRequests() | LaunchBatch():
+            case Payload():
+                if message.sampling.grammar:
+                    self._engine.prepare(message)
+                self._work.put(message)
+            case ForgetRequests() | LaunchBatch():
                 self._work.put(message)
             case wire.Reach(peer, shards):
                 end = shards[self._rank.shard]  # the node has counted them
@@ -213,12 +259,10 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
     return Place(peers.group, peers.pipeline, peers.least)
 
 
-def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], listener_fd: int | None = None) -> None:
-    """Load, say EngineReady, and run. Raises ModelError, ServerFailure, OSError."""
+def load_engine(launch: Launch, place: Place) -> Loaded:
+    """Raises ModelError, ServerFailure, OSError."""
     config = launch.config
-    began = time.monotonic()
     torch.set_num_threads(launch.cpu_threads)
-    place = join_replica(launch, listener_fd)
     model = weights.load(
         Path(launch.model_dir), dtype=config.dtype, device=config.device, group=place.group, stage=place.pipeline.stage
     )
@@ -231,18 +275,36 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], listener_
             page_size=config.page_size,
             attention=config.attention_backend,
         )
-    engine = open_engine(config, model, place.pipeline, num_pages)
+    vocabulary = open_vocabulary(Path(launch.model_dir), model) if place.pipeline.samples else None
+    engine = open_engine(config, model, place.pipeline, num_pages, vocabulary)
+    native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
+    logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
+    return Loaded(engine, num_pages, model.config.vocab_size, layout_fields(config, model))
+
+
+Load = Callable[[Launch, Place], Loaded]
+
+
+def start(
+    launch: Launch,
+    channel: BlockingChannel[wire.NodeToWorker],
+    listener_fd: int | None = None,
+    load: Load = load_engine,
+) -> None:
+    """Load, say EngineReady, and run. Raises what `load` raises."""
+    began = time.monotonic()
+    loaded = load(launch, join_replica(launch, listener_fd))
+    engine = loaded.engine
     transfer = open_transfer(launch, engine, channel)
-    fields = layout_fields(config, model)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
     try:
         channel.send(
             wire.EngineReady(
-                num_pages=num_pages,
+                num_pages=loaded.num_pages,
                 page_bytes=engine.kv.page_bytes,
-                layout=layout_digest(fields),
-                layout_fields=fields,
-                vocab_size=model.config.vocab_size,
+                layout=layout_digest(loaded.layout_fields),
+                layout_fields=loaded.layout_fields,
+                vocab_size=loaded.vocab_size,
                 data=data,
                 load_seconds=time.monotonic() - began,
             )
@@ -255,7 +317,18 @@ def start(launch: Launch, channel: BlockingChannel[wire.NodeToWorker], listener_
             transfer.close()
 
 
-def open_engine(config: ServerConfig, model: LoadedModel, pipeline: Pipeline, num_pages: int) -> Engine:
+def open_vocabulary(model_dir: Path, model: LoadedModel) -> Vocabulary | None:
+    """None where grammars cannot be followed: the API process, which reads the same file, refuses them all."""
+    try:
+        return Vocabulary(model_dir / "tokenizer.json", size=model.config.vocab_size)
+    except GrammarError as error:
+        logger.info("no structured output: %s", error)
+        return None
+
+
+def open_engine(
+    config: ServerConfig, model: LoadedModel, pipeline: Pipeline, num_pages: int, vocabulary: Vocabulary | None
+) -> Engine:
     """Raises ServerFailure where there is no memory for the pool."""
     try:
         return Engine(
@@ -265,6 +338,7 @@ def open_engine(config: ServerConfig, model: LoadedModel, pipeline: Pipeline, nu
             deterministic=config.deterministic,
             attention=config.attention_backend,
             pipeline=pipeline,
+            vocabulary=vocabulary,
         )
     except OSError as error:
         raise ServerFailure(
@@ -273,7 +347,9 @@ def open_engine(config: ServerConfig, model: LoadedModel, pipeline: Pipeline, nu
         ) from error
 
 
-def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.NodeToWorker]) -> SockTransfer | None:
+def open_transfer(
+    launch: Launch, engine: WorkerEngine, channel: BlockingChannel[wire.NodeToWorker]
+) -> SockTransfer | None:
     """The data plane, where the role needs one."""
     if launch.config.role == "unified":
         return None
@@ -297,14 +373,14 @@ def open_transfer(launch: Launch, engine: Engine, channel: BlockingChannel[wire.
     )
 
 
-def main() -> int:
+def main(load: Load = load_engine) -> int:
     launch = read_launch()
     name = launch.rank.name
     logs.set_up(launch.config.log_format, process=process_name(launch, name))
     channel_fd, *listener_fd = map(int, sys.argv[1:])
     channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(socket.socket(fileno=channel_fd), wire.NodeToWorker)
     try:
-        start(launch, channel, listener_fd[0] if listener_fd else None)
+        start(launch, channel, listener_fd[0] if listener_fd else None, load)
     except ChannelClosed:
         return 1
     except WorkerGone as error:

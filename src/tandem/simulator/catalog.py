@@ -18,7 +18,7 @@ TITLE = """# Invariants and faults of the simulation
 
 Generated from `src/tandem/simulator/catalog.py`. S is safety, checked after every event; L is liveness, checked with
 deadlines in virtual time; W is what we added. Every checked invariant is the first to notice at least one mutant of
-`src/tandem/simulator/mutants/`. What waits for a capability has a probe: when the capability is there, a test fails.
+`tests/seeded_bugs/`. What waits for a capability has a probe: when the capability is there, a test fails.
 
 What never occurs is never checked: every event and command of the core and of the router, every message, transfer state
 and status of the data plane and every code of `docs/errors.md` has to occur in random worlds, or has its reason in
@@ -112,6 +112,8 @@ INVARIANTS: tuple[Row, ...] = (
     Row("W1", "every wait has a name and a deadline", "checkers.liveness:Waits"),
     Row("W2", "no node wakes up for nothing for ever", "checkers.liveness:IdleSteps"),
     Row("W3", "nobody asks the same in a circle", "checkers.liveness:Questions"),
+    Row("W4", "an edge ends a request once: by its node, its loss, or its silence", "checkers.edges:EdgeEnds"),
+    Row("W5", "no client waits beyond its deadline + 1 s, whatever a node does", "checkers.edges:EdgeDeadlines"),
 )
 
 FAULTS: tuple[Row, ...] = (

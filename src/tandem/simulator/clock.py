@@ -35,6 +35,7 @@ class LocalClock:
 class Clock:
     time: int = 0
     num_scheduled: int = 0
+    num_in_background: int = 0
     heap: list[tuple[int, int, Action, tuple[Any, ...]]] = field(default_factory=list)
 
     def now(self) -> Nanos:
@@ -48,9 +49,18 @@ class Clock:
     def after(self, delay_ns: float, action: Action, *arguments: Any) -> None:
         self.at(self.time + int(delay_ns), action, *arguments)
 
+    def in_background(self, time_ns: int, action: Action, *arguments: Any) -> None:
+        """As `at`. Where only such things are left to happen, nothing does: they happen for ever."""
+        self.num_in_background += 1
+        self.at(time_ns, self._run_in_background, action, arguments)
+
+    def _run_in_background(self, action: Action, arguments: tuple[Any, ...]) -> None:
+        self.num_in_background -= 1
+        action(*arguments)
+
     def next_time(self) -> int | None:
         """When the next thing happens; None when nothing is left."""
-        return self.heap[0][0] if self.heap else None
+        return self.heap[0][0] if len(self.heap) > self.num_in_background else None
 
     def run_next(self) -> None:
         """Go to the next thing and do it."""

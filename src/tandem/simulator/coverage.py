@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from tandem.core.batch import TokenFlag
 from tandem.core.commands import CancelPull, Command, FailRequest, FinishRequest, Path, RenderAgain, RevokePages, Tell
-from tandem.core.disagg.messages import Abort, Offer, Ready, Release
+from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.disagg.sides import DecodeSide, PrefillSide
 from tandem.core.events import (
     BatchFailed,
@@ -112,7 +112,7 @@ class Watch:
             case _:
                 pass
 
-    def _of_message(self, life: Life, message: Ready | Offer | Release | Abort) -> Iterator[str]:
+    def _of_message(self, life: Life, message: Message) -> Iterator[str]:
         state = life.node.state
         progress = state.requests.get(state.rooms.get(message.room, RequestId(-1)))
         match message:
@@ -141,6 +141,10 @@ class Watch:
             case Abort():
                 if progress is not None and self.before(life, progress.id) is State.ARRIVING:
                     yield "prefill gives up while pages arrive"
+            case Moved():
+                yield (
+                    "READY is sent on to another rank" if progress is not None else "an end is sent on to another rank"
+                )
 
     def _of_command(self, life: Life, command: Command) -> Iterator[str]:
         role = life.replica.role

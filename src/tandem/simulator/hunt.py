@@ -49,6 +49,7 @@ def run_seed(
     except Violation as violation:
         invariant, detail = violation.invariant, violation.detail
     occurrences.see_answers(world.page_faults.answers)
+    occurrences.see_links(world.network.heard)
     occurrences.see_codes(world.edge.codes)
     return SeedResult(
         seed=seed,
@@ -66,6 +67,9 @@ def run_seed(
     )
 
 
+RunSeed = Callable[[int], SeedResult]  # a function of a module, which other processes find by its name
+
+
 def run_seeds(
     first_seed: int, num_seeds: int, until_ns: int | None = None, *, watches: bool = False
 ) -> Iterator[SeedResult]:
@@ -73,9 +77,12 @@ def run_seeds(
 
 
 def run_all(seeds: Sequence[int], until_ns: int | None = None, *, watches: bool = False) -> Iterator[SeedResult]:
+    return run_each(seeds, partial(run_seed, until_ns=until_ns, watches=watches))
+
+
+def run_each(seeds: Sequence[int], run: RunSeed) -> Iterator[SeedResult]:
     """In the order of the seeds, from as many processes as there are cores when that pays."""
     num_processes = min(num_cores(), len(seeds) // WORTH_A_PROCESS + 1)
-    run = partial(run_seed, until_ns=until_ns, watches=watches)
     if num_processes == 1:
         yield from map(run, seeds)
         return
@@ -84,8 +91,11 @@ def run_all(seeds: Sequence[int], until_ns: int | None = None, *, watches: bool 
 
 
 def run_until(first_seed: int, is_over: Callable[[], bool], *, watches: bool = False) -> Iterator[SeedResult]:
+    return run_each_until(first_seed, is_over, partial(run_seed, watches=watches))
+
+
+def run_each_until(first_seed: int, is_over: Callable[[], bool], run: RunSeed) -> Iterator[SeedResult]:
     """Seeds in order, on all cores, until somebody has had enough; what is under way then still counts."""
-    run = partial(run_seed, watches=watches)
     with _workers(num_cores()) as pool:
         seeds = count(first_seed)
         ahead = deque([pool.apply_async(run, (next(seeds),))])

@@ -4,9 +4,11 @@ The KV of a position is a 64-bit number made of its token, its position and the 
 token is made of the sum of all KV of its row. So one wrong, stale or foreign slot anywhere in the pages of a request
 changes every token after it, and a sum over whole pages is enough to read them.
 
-A shard holds the content times its weight (1, 2, 4, ...). The weights of all shards add up to an odd number, which has
-an inverse modulo 2^64: the sum over the shards gives the content back, and a shard that is wrong shows.
+A shard holds the content times its weight (1, 3, 5, ...): pages of one shard are nonsense on another. Odd numbers have
+an inverse modulo 2^64, so every shard gets the content back from its own part, and one that is wrong shows.
 """
+
+from functools import cache
 
 MASK = (1 << 64) - 1
 EOS_TOKEN = 2
@@ -32,12 +34,15 @@ def sample(*, kv_sum: int, position: int, eos_one_in: int) -> int:
     return FIRST_TOKEN + (mixed >> 8) % VOCABULARY
 
 
-def shard_weight(shard_index: int) -> int:
-    return 1 << shard_index
+def shard_weight(shard: int) -> int:
+    return 2 * shard + 1
 
 
-def content_of_shards(sum_over_shards: int, num_shards: int) -> int:
-    """What the shards hold together, divided by the sum of their weights."""
-    if num_shards == 1:
-        return sum_over_shards & MASK
-    return sum_over_shards * pow((1 << num_shards) - 1, -1, 1 << 64) & MASK
+@cache
+def _inverse(shard: int) -> int:
+    return pow(shard_weight(shard), -1, 1 << 64)
+
+
+def content_of(sum_on_shard: int, shard: int) -> int:
+    """What lies on a shard, without its weight."""
+    return sum_on_shard * _inverse(shard) & MASK if shard else sum_on_shard & MASK

@@ -21,12 +21,14 @@ from tandem.core.disagg.transfer_state import TransferState
 from tandem.core.router import messages as router_messages
 from tandem.core.router.messages import Fail, RouteCause
 from tandem.core.router.worker_registry import ProbeResult
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import Cause
-from tandem.simulator.actors.replica import Life
+from tandem.server.node.session import Greeting, Hello, Ping
 from tandem.transfer.protocol import Status
 
 MODULES = (commands, events, messages, router_messages)
 ENUMS = (ProbeResult, Status)
+LINK_ONLY = [kind.__name__ for kind in (Hello, Greeting, Ping)]
 OUTCOMES = get_args(get_type_hints(Release)["outcome"])
 
 
@@ -41,9 +43,9 @@ class Occurrences:
         for it in (*heard, *wanted):
             self.counts.update(names_in(it))
 
-    def see_transfers(self, life: Life) -> None:
+    def see_transfers(self, node: EngineNode) -> None:
         """Where the transfers of a node are, after one of its steps."""
-        for progress in life.node.state.requests.values():
+        for progress in node.state.requests.values():
             side = progress.side
             if not isinstance(side, Local):
                 self.counts[f"{type(side).__name__} {side.state.name}"] += 1
@@ -51,6 +53,11 @@ class Occurrences:
     def see_answers(self, answers: Mapping[Status, int]) -> None:
         """What owners of pages have said to who wants to read them."""
         self.counts.update({name_of(status): count for status, count in answers.items()})
+
+    def see_links(self, heard: Mapping[str, int]) -> None:
+        """What nodes have heard on their connections, besides messages of the rendezvous, which come as events."""
+        said = {name: count for name, count in heard.items() if name in LINK_ONLY}
+        self.counts.update({f"link {name}": count for name, count in said.items()})
 
     def see_codes(self, codes: Mapping[str, int]) -> None:
         """With which edges have ended requests."""

@@ -33,7 +33,7 @@ from tandem.core.commands import (
     StartRequest,
     Tell,
 )
-from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release
+from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.events import (
     AbortRequested,
     BatchFailed,
@@ -53,6 +53,7 @@ from tandem.core.events import (
     ReadsDrained,
     RequestArrived,
     RequestRefused,
+    RoomElsewhere,
     SnapshotsGathered,
     SnapshotWanted,
     StopMatched,
@@ -80,10 +81,13 @@ class SeedResult:
     occurred: dict[str, int] = field(
         default_factory=dict
     )  # how often, by name, where that was asked (`occurrences.py`)
+    is_whole: bool = False  # of a whole cluster (`simulator/whole`)
 
     @property
     def line(self) -> str:
         """Reproduces the violation: the whole command, up to the moment after it happened."""
+        if self.is_whole:
+            return f"tandem simulate --whole --seed {self.seed} --trace"
         until_ms = self.simulated_ns // 1_000_000 + 1
         return f"tandem simulate --seed {self.seed} --until {until_ms / 1000:g}s --trace"
 
@@ -131,7 +135,7 @@ class Summary:
             "simulated_hours": round(self.lived_ns / SECOND / 3600, 4),
             "events": self.events,
             "requests": self.requests,
-            "faults": {name: self.faults[name] for name in sorted(self.faults, key=lambda name: int(name[1:]))},
+            "faults": {name: self.faults[name] for name in sorted(self.faults, key=fault_order)},
             "log_hash": self.log_hash(),
         }
 
@@ -154,6 +158,11 @@ class Summary:
             "simulated_hours_per_minute": self.lived_ns / SECOND / 3600 / seconds * 60,
             "events_per_second_per_core": self.events / seconds / num_cores,
         }
+
+
+def fault_order(name: str) -> tuple[int, str]:
+    """Classes (F1, F2, ...) by their number, others by name."""
+    return (int(name[1:]) if name[1:].isdigit() else 0, name)
 
 
 # --- traces ----------------------------------------------------------------------------------------------------------
@@ -195,6 +204,8 @@ def describe_event(event: Event) -> str:
             return f"{address.host} is unknown: {detail}"
         case DpRankAnswered(address, room, rank):
             return f"{address.host} has room {room} on DP rank {'unknown' if rank is None else rank}"
+        case RoomElsewhere(room, rank):
+            return f"DP rank {rank} has room {room}"
         case HooksChanged(prob):
             return f"forced retries: {prob:g} of all requests"
         case SnapshotWanted(number):
@@ -250,8 +261,10 @@ def describe_command(command: Command) -> str:
             return (
                 "want a pass of the delayer" if number is None else f"give a snapshot to pass {number} of the delayer"
             )
-        case AnnounceDpRank(room, rank):
-            return f"announce that room {room} is on DP rank {rank}"
+        case AnnounceDpRank(room, rank, sought):
+            return f"announce that room {room} is on DP rank {rank}" + (
+                "" if sought is None else f", also to rank {sought}"
+            )
         case Tell(peer, message):
             return f"tell {_name(peer)} {describe_message(message)}"
         case PublishPages():
@@ -307,6 +320,8 @@ def describe_message(message: Message) -> str:
             return f"RELEASE room {room}: {outcome}" + (f" ({cause})" if cause else "")
         case Abort(room, _, cause, detail):
             return f"ABORT room {room}: {cause} ({detail})"
+        case Moved(room, _, rank):
+            return f"MOVED room {room}: to DP rank {rank}"
 
 
 def _name(incarnation: Incarnation) -> str:

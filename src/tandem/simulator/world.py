@@ -39,8 +39,6 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
-    PeerLearned,
-    PeerLost,
     PromptRendered,
     RequestArrived,
     RequestRefused,
@@ -55,19 +53,22 @@ from tandem.simulator.actors.bootstraps import Bootstraps
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.direct import DirectClients
 from tandem.simulator.actors.edge import Edge
-from tandem.simulator.actors.executor import CostModel, Executor, MemoryGuard, PageMemory
+from tandem.simulator.actors.executor import CostModel, MemoryGuard, PageMemory
 from tandem.simulator.actors.gateway import Gateway
+from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server, rank_names, server_of
 from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
+from tandem.simulator.actors.workers import Worker, Workers
 from tandem.simulator.checkers import Checkers
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
 from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
 from tandem.simulator.faults.options import ALONE, Options
 from tandem.simulator.network.data_plane_faults import DataPlaneFaults
+from tandem.simulator.network.host import Host
 from tandem.simulator.network.http import Http
 from tandem.simulator.network.links import Network
 from tandem.simulator.occurrences import Occurrences
@@ -143,14 +144,25 @@ class World:
         self.random = Random(f"world {seed}")
         self.io_random = Random(f"io {seed}")
         settings = replace(self.options.links)  # healing changes it
-        self.network = Network(self.clock, Random(f"links {seed}"), settings, self._arrive, self._lose, self.count)
+        self.network = Network(
+            self.clock, Random(f"links {seed}"), settings, self._hear_copy, self._is_unreachable, self.count
+        )
         self.http = Http(self.clock, self.network, Random(f"http {seed}"), self.count, self.options.http_breaks)
         self.http.silent_share = self.options.http_silences
         self.page_faults = DataPlaneFaults(self.random, self.options, self.network, timing.page_digest, self.count)
-        self.edge = Edge(self, self.random, WallClocks(seed), Random(f"rendering {seed}"), timing.render)
-        self.edge.refuses = self.options.edge_refuses
+        self.edge = Edge(
+            self,
+            self.random,
+            WallClocks(seed),
+            Random(f"rendering {seed}"),
+            timing.render,
+            Random(f"readers {seed}"),
+            self.options.slow_readers,
+            refuses=self.options.edge_refuses,
+        )
         self.direct = DirectClients(self, self.options, Random(f"router {seed}"), self.random)
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
+        self.bootstraps.num_lanes = self.options.bootstrap_lanes
         self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
         self.checkers = Checkers(self)
         tick_ns = self.options.watchdog_ns // TICKS
@@ -185,10 +197,11 @@ class World:
             server.ranks.append(replica)
         self.start_server(server)
 
-    def add_replica(self, name: str, role: Role, template: NodeSettings) -> Replica:
-        """One rank, whose settings say which; up from now on. The first one brings its server."""
+    def add_replica(self, name: str, role: Role, template: NodeSettings, *, dp_size: int = 1) -> Replica:
+        """One rank, up from now on. The first one brings its server. dp_size: of one that is no prefill, whose settings
+        do not say it"""
         server_name = server_of(name)
-        info = template.prefill_info if role is Role.PREFILL else ALONE
+        info = template.prefill_info if role is Role.PREFILL else msgspec.structs.replace(ALONE, dp_size=dp_size)
         server = self.servers.setdefault(server_name, Server(server_name, role, info))
         replica = self.replicas[name] = Replica(name, role, template)
         server.ranks.append(replica)
@@ -207,9 +220,13 @@ class World:
 
     def start_server(self, server: Server) -> None:
         """An API process, and a new life of every rank."""
-        server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
+        self._start_edge(server)
         for rank in server.ranks:
             self.start(rank)
+
+    def _start_edge(self, server: Server) -> None:
+        clock = self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1)))
+        server.start(clock, server.ranks[0].template)
 
     def schedule_all(self) -> None:
         """Clients, faults, and the moment of healing."""
@@ -247,28 +264,51 @@ class World:
 
     def start(self, replica: Replica) -> None:
         """A new life: an empty node and empty memory under the next id. It registers by itself."""
+        if self.is_healed:  # who spoke with the last one may find out by its silence only
+            heartbeat = self.options.heartbeat
+            noticed_ns = heartbeat.silence_ns(heartbeat.interval_ns) + QUIET_NS
+            self.quiet_at = max(self.quiet_at, self.clock.time + noticed_ns)
         server = self.servers[server_of(replica.name)]
         if not server.is_up:
-            server.start(self._draw_clock(Incarnation(f"edge of {server.name}", str(server.epoch + 1))))
+            self._start_edge(server)
+        if replica.life is not None:
+            self.network.die(replica.life.host, with_host=False)
         replica.epoch += 1
         incarnation = Incarnation(replica.name, str(replica.epoch))
         settings = msgspec.structs.replace(replica.template, role=replica.role, incarnation=incarnation)
         num_shards = len(settings.shards)
-        executor = Executor(settings.num_pages, settings.page_size, num_shards, self._guard_of(replica))
+        workers = Workers(
+            num_shards,
+            num_pages=settings.num_pages,
+            page_size=settings.page_size,
+            guard=self._guard_of(replica),
+            seed=f"{self.options.seed} {incarnation.name} {incarnation.id}",
+        )
+        local_clock = self._draw_clock(incarnation)
         life = Life(
             replica,
             incarnation,
             settings,
             EngineNode(settings),
-            executor,
-            self._new_store(incarnation, executor.memories),
+            workers,
+            self._new_store(incarnation, workers.memories),
             CostModel(jitter=self.timing.batch_jitter),
-            self._draw_clock(incarnation),
+            Host(replica.name, self.clock, local_clock, self.network, lambda: replica.paused_until),
+            local_clock,
         )
         life.store.emit = lambda event: self.push(life, event)
+        link(
+            life,
+            self.options,
+            self.network,
+            list(self.replicas).index(replica.name),
+            lambda event: self.push(life, event),
+        )
         replica.life = life
         if replica.role is Role.PREFILL:
             self.bootstraps.register(life)
+        else:
+            self.edge.see_start(life)
 
     def _draw_clock(self, incarnation: Incarnation) -> LocalClock:
         """A clock that nobody else has: a time that leaves its node is years off for everybody else."""
@@ -340,9 +380,6 @@ class World:
 
     def _deliver(self, life: Life, event: Event) -> None:
         life.inbox.append(event)
-        if isinstance(event, PeerLearned) and self.find(event.peer) is None:
-            # who has learned of a rank, if from a late copy, connects to it and finds out that its life is over
-            self.clock.after(self.io_random.randrange(SECOND), self.tell_refusal, life, event.peer)
         if not life.is_step_due:
             life.is_step_due = True
             self.clock.after(self.random.randrange(*self.timing.hop), self._step, life)
@@ -378,7 +415,7 @@ class World:
         if self.trace is not None:
             self.trace(self.clock.time, life, events, effects.commands)
         if self.occurrences is not None:
-            self.occurrences.see_transfers(life)
+            self.occurrences.see_transfers(life.node)
         wake_at = effects.wake_at
         return effects.commands, life.local_clock.when(wake_at) if wake_at is not None else None
 
@@ -402,19 +439,16 @@ class World:
     def _dispatch(self, life: Life, command: Command) -> None:
         match command:
             case LaunchBatch(plan):
-                life.work.append(plan)
+                life.workers.tell(plan)
                 self._work(life)
                 self.watchdogs.watch(life)
             case ForgetRequests(requests):
-                life.work.append(requests)
-                life.store.forget(requests)
+                life.workers.tell(requests)
                 self._work(life)
             case EmitTokens(requests, tokens, _):
-                for index, request in enumerate(requests):
-                    token = int.from_bytes(tokens[4 * index : 4 * index + 4], "little")
-                    self.edge.see_token(life.halves[request], token)
-            case FinishRequest(request) | FailRequest(request):
-                self.edge.see_end(life.halves[request])
+                self.edge.see_tokens(life, requests, tokens)
+            case FinishRequest() | FailRequest():
+                self.edge.see_end(life, command)
             case RenderAgain(request, rendered_at):
                 self.edge.render_again(life.halves[request], rendered_at)
             case StartRequest():
@@ -426,8 +460,8 @@ class World:
             case GatherSnapshot(number, snapshot):
                 self._gather(life, number, snapshot)
             case Tell(peer, message):
-                if not self._io_fails():
-                    self.network.send(life.incarnation, peer, message)
+                if not self.io_fails():
+                    self.network.send(life.host, life.incarnation, peer, message)
             case PublishPages():
                 life.store.publish(command, failing=self._failing_shard(life))
             case RevokePages():
@@ -437,7 +471,7 @@ class World:
             case CancelPull():
                 life.store.cancel(command)
 
-    def _io_fails(self) -> bool:
+    def io_fails(self) -> bool:
         """A socket without room, a device without memory."""
         rate = 0.0 if self.is_healed else self.options.io_failure
         if not rate or self.io_random.random() >= rate:
@@ -446,10 +480,10 @@ class World:
         return True
 
     def _failing_shard(self, life: Life) -> ShardId | None:
-        return ShardId(self.io_random.randrange(len(life.settings.shards))) if self._io_fails() else None
+        return ShardId(self.io_random.randrange(len(life.settings.shards))) if self.io_fails() else None
 
     def _announce(self, life: Life, command: AnnounceDpRank) -> None:
-        if not self._io_fails():
+        if not self.io_fails():
             self.bootstraps.announce(life, command)
 
     def _gather(self, life: Life, number: int | None, snapshot: RankLoad) -> None:
@@ -474,47 +508,54 @@ class World:
                 self.push(life, event)
 
     def _work(self, life: Life) -> None:
-        """Give the worker its next batch, if it has none."""
-        while life.work and not life.is_working:
-            item = life.work.popleft()
-            if isinstance(item, BatchPlan):
-                life.is_working = True
-                num_decode_rows = len(life.executor.decode_set) + len(item.join) if item.decodes else 0
+        """Give every worker its next batch that has none."""
+        for worker in life.workers:
+            plan = life.workers.next_batch(worker)
+            if plan is not None:
+                num_decode_rows = len(worker.executor.decode_set) + len(plan.join) if plan.decodes else 0
                 life.cost.slowdown = life.replica.slowdown
-                duration_ns = life.cost.batch_ns(item, num_decode_rows, self.random)
-                self.clock.after(duration_ns, self._finish_batch, life, item)
-            else:
-                life.executor.forget(item)
+                random = self.random if worker is life.workers.sampling else worker.random
+                duration_ns = life.cost.batch_ns(plan, num_decode_rows, random)
+                self.clock.after(duration_ns, self._finish_batch, life, worker, plan)
 
-    def _finish_batch(self, life: Life, plan: BatchPlan) -> None:
+    def _finish_batch(self, life: Life, worker: Worker, plan: BatchPlan) -> None:
         if not life.is_alive or life.store.dead:
-            return  # a shard that is dead ends no batch
+            return  # with a worker that is dead nobody ends a batch
         if life.vitals.hang in (Hang.WORKER, Hang.BATCH):
-            life.vitals.held = plan
+            worker.held = plan
             return
-        life.is_working = False
-        invalid: frozenset[int] = frozenset()
+        fails, invalid = self._draw_failure(life) if worker is life.workers.sampling else (False, frozenset[int]())
+        if fails:
+            worker.executor.break_off(plan)
+            worker.is_working = False
+            self.push(life, BatchFailed(plan.id, Cause.ENGINE_FAILED, "the forward pass raised"))
+        else:
+            outcome = life.workers.returned(worker, worker.executor.run(plan, invalid=invalid))
+            if outcome is not None:
+                self.push(life, BatchReturned(outcome))
+        self._work(life)
+
+    def _draw_failure(self, life: Life) -> tuple[bool, frozenset[int]]:
+        """Whether a forward pass raises, and rows whose logits are not finite. One of several workers that raises ends
+        its replica: that is `FaultInjector.lose_shard`."""
+        fails, invalid = self.batches_to_fail > 0, frozenset[int]()
         rate = 0.0 if self.is_healed else self.options.batch_failure
-        fails = self.batches_to_fail > 0
         if rate and self.random.random() < rate:
             self.count("F20")
-            fails = self.random.random() < 0.5
+            fails = self.random.random() < 0.5 and len(life.workers.all) == 1
             invalid = frozenset({self.random.randrange(4)})
         if fails:
             self.batches_to_fail = max(0, self.batches_to_fail - 1)
-            life.executor.break_off(plan)
-            self.push(life, BatchFailed(plan.id, Cause.ENGINE_FAILED, "the forward pass raised"))
-        else:
-            self.push(life, BatchReturned(life.executor.run(plan, invalid=invalid)))
-        self._work(life)
+        return fails, invalid
 
     def worker_goes_on(self, life: Life) -> None:
         """It hangs no more, and begins with what it has been asked meanwhile."""
         life.vitals.echoes = life.vitals.pings
         life.store.thaw()
-        held, life.vitals.held = life.vitals.held, None
-        if held is not None:
-            self._finish_batch(life, held)
+        for worker in life.workers:
+            held, worker.held = worker.held, None
+            if held is not None:
+                self._finish_batch(life, worker, held)
 
     def _hangs(self, life: Life) -> None:
         self.checkers.watchdog_fires(life)
@@ -540,32 +581,16 @@ class World:
 
     # -- network
 
-    def _arrive(self, source: Incarnation, target: Incarnation, message: Message) -> None:
-        """A message has come over; only the life that it was meant for hears it."""
+    def _hear_copy(self, source: Incarnation, target: Incarnation, message: Message) -> None:
+        """A copy has come over; only the life that it was meant for hears it."""
         life = self.find(target)
         if life is not None:
             told = life.hear(source, message)
             assert told is not None, "our own nodes speak about rooms"
             self.push(life, told)
-            return
-        sender = self.find(source)
-        if sender is not None:  # the connection is refused, or made by another incarnation
-            self.clock.after(self.random.randrange(MILLISECOND, SECOND), self.tell_refusal, sender, target)
 
-    def _lose(self, name: str, lost: str) -> None:
-        """The connection from `name` to `lost` has broken although both live. Those of HTTP find out by themselves."""
-        if name not in self.replicas or lost not in self.replicas:
-            return
-        life, there = self.replicas[name].life, self.replicas[lost].life
-        if life is not None and there is not None:
-            self.push(life, PeerLost(there.incarnation))
-
-    def tell_refusal(self, life: Life, lost: Incarnation) -> None:
-        if life.is_alive and self.find(lost) is None:
-            self.push(life, PeerLost(lost))
-
-    def tell_loss(self, life: Life, lost: Life) -> None:
-        self.tell_refusal(life, lost.incarnation)
+    def _is_unreachable(self, place: str) -> bool:
+        return place in self.replicas and self.servers[server_of(place)].is_unreachable
 
     def find(self, incarnation: Incarnation) -> Life | None:
         replica = self.replicas.get(incarnation.name)
@@ -586,6 +611,9 @@ class World:
 
     def watch_deadline(self, life: Life, half: Half) -> None:
         self.checkers.watch_deadline(life, half)
+
+    def edge_ends(self, server: Server, half: Half | None, terminal: FinishRequest | FailRequest) -> None:
+        self.checkers.edge_ends(server, half, terminal)
 
     def copy_of(self, life: Life) -> EngineNode:
         return restored(life)

@@ -66,7 +66,10 @@ def dial(host: str, port: int, unix: str, *, timeout_s: float) -> socket.socket:
 
 
 def _dial_unix(path: str, timeout_s: float) -> socket.socket | None:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # no descriptor is left: TCP would have none either
+        raise LinkBroken(f"{path}: {error}") from error
     link.settimeout(timeout_s)
     try:
         link.connect(unix_address(path))

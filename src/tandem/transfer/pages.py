@@ -5,12 +5,10 @@ another request, another page or an earlier owner of the same page never compare
 It protects against mix-ups and torn reads, not against somebody who forges both page and digest.
 """
 
-import struct
 from collections.abc import Iterable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-DIGEST_BYTES = 8
 _MASK = (1 << 64) - 1
 # Odd 64-bit constants of splitmix64 and friends: they spread neighbouring rooms, pages and generations over the seeds.
 _ROOM, _PAGE, _GENERATION = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -59,14 +57,3 @@ class Pages:
             )
             for page, source, generation in zip(pages, sources, generations, strict=True)
         ]
-
-
-def pack_digests(digests: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(digests)}Q", *digests)
-
-
-def unpack_digests(packed: bytes) -> tuple[int, ...]:
-    """Raises ValueError when it is no whole number of digests."""
-    if len(packed) % DIGEST_BYTES:
-        raise ValueError(f"{len(packed)} bytes of digests")
-    return struct.unpack(f"<{len(packed) // DIGEST_BYTES}Q", packed)

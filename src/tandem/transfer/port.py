@@ -5,7 +5,7 @@ mirror the commands of `core/commands.py`: they return at once and never fail fo
 events, handed to `report` from threads of the transfer (so `report` is thread-safe and short). After `close` has
 returned no event follows and no byte lands.
 
-    publish   -> PagesDigested         per command; the pages may be read from then on
+    publish   -> PagesDigested         per command, unless it is revoked first; the pages may be read from then on
                  PageRead              at the first read of a request and then at most once per second
     revoke    -> ReadsDrained          the pages may be overwritten. A revoke while this answer is due adds none
     pull      -> PagesLanded*          watermarks; only pages whose digest was equal count

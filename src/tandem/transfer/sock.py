@@ -8,17 +8,17 @@ the answers to commands are said by one thread, the desk, in the order of the co
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
-from functools import partial
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
-from tandem.core.events import Event, PagesDigested, ReadsDrained
+from tandem.core.events import Event
 from tandem.core.values import Incarnation, ShardId
 from tandem.membership import ClusterSecret
-from tandem.transfer.grants import Grants
-from tandem.transfer.owner import PageOwner
-from tandem.transfer.pages import Pages, pack_digests
+from tandem.transfer.digests import pack_digests
+from tandem.transfer.lender import Grant
+from tandem.transfer.outbox import Outbox
+from tandem.transfer.owner import PageOwner, ReaderLink
+from tandem.transfer.pages import Pages
 from tandem.transfer.port import Held
 from tandem.transfer.reader import PageReader
 
@@ -56,20 +56,18 @@ class SockTransfer:
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
         """
         self._pages = Pages(buffer, page_bytes)
-        self._grants = Grants(clock=time.monotonic)
         self._shard = shard
-        self._deliver = report
         self._is_closed = False
+        self._outbox = Outbox(report)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owner = PageOwner(
             self._pages,
-            self._grants,
             incarnation=incarnation,
             secret=secret,
             shard=shard,
             host=host,
             unix_dir=unix_dir,
-            report=self._report,
+            outbox=self._outbox,
             io_timeout_s=io_timeout_s,
             max_links=max_links,
         )
@@ -78,8 +76,8 @@ class SockTransfer:
             incarnation=incarnation,
             secret=secret,
             shard=shard,
-            report=self._report,
-            report_later=self._report_later,
+            outbox=self._outbox,
+            flush_later=self._flush_later,
             io_timeout_s=io_timeout_s,
             max_transfers=max_transfers,
         )
@@ -96,11 +94,12 @@ class SockTransfer:
     def publish(self, command: PublishPages) -> None:
         assert len(command.pages) == len(command.generations)
         assert self._pages.has_all(command.pages)
-        self._tasks.put(partial(self._publish, command))
+        grant = self._owner.publish(command)
+        self._tasks.put(lambda: self._digest(grant, command))
 
     def revoke(self, command: RevokePages) -> None:
-        # Behind the publications that came before it, in the same queue: a grant cannot arise after its revocation.
-        self._tasks.put(partial(self._revoke, command))
+        self._owner.revoke(command.request, command.attempt)
+        self._flush_later()
 
     def pull(self, command: PullPages) -> None:
         self._reader.pull(command)
@@ -109,7 +108,7 @@ class SockTransfer:
         self._reader.cancel(command)
 
     def held(self) -> Held:
-        lent, pulled = self._grants.held(), self._reader.held()
+        lent, pulled = self._owner.held(), self._reader.held()
         return Held(
             lent.live_rooms + pulled.live_rooms,
             lent.pinned_pages + pulled.pinned_pages,
@@ -121,35 +120,23 @@ class SockTransfer:
         if self._is_closed:
             return
         self._is_closed = True
+        self._outbox.close()
         self._reader.close(grace_s=_CLOSE_GRACE_S)
         self._owner.close(grace_s=_CLOSE_GRACE_S)
         self._tasks.put(None)
         self._desk.join(_CLOSE_GRACE_S)
 
-    def _publish(self, command: PublishPages) -> None:
+    def _digest(self, grant: Grant[ReaderLink], command: PublishPages) -> None:
+        if grant.is_revoked:
+            return
         digests = self._pages.digests(
             command.pages, room=command.room, sources=command.pages, generations=command.generations
         )
-        secret = self._grants.extend(
-            command.request,
-            command.attempt,
-            room=command.room,
-            pages=command.pages,
-            generations=command.generations,
-        )
-        packed = pack_digests(digests)
-        self._report(PagesDigested(command.request, command.attempt, self._shard, command.first_page, packed, secret))
+        self._owner.digested(grant, command, pack_digests(digests))
+        self._outbox.flush()
 
-    def _revoke(self, command: RevokePages) -> None:
-        if self._grants.revoke(command.request, command.attempt):
-            self._report(ReadsDrained(command.request, command.attempt, self._shard))
-
-    def _report(self, event: Event) -> None:
-        if not self._is_closed:
-            self._deliver(event)
-
-    def _report_later(self, event: Event) -> None:
-        self._tasks.put(partial(self._report, event))
+    def _flush_later(self) -> None:
+        self._tasks.put(self._outbox.flush)
 
     def _desk_loop(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -3,6 +3,7 @@
 from engine import Target
 
 from targets import (
+    answers,
     bootstrap,
     clients,
     control,
@@ -15,5 +16,17 @@ from targets import (
     model_files,
 )
 
-MODULES = (frames, control, messages, data_plane, bootstrap, http_server, http_router, clients, model_files, flight)
+MODULES = (
+    frames,
+    answers,
+    control,
+    messages,
+    data_plane,
+    bootstrap,
+    http_server,
+    http_router,
+    clients,
+    model_files,
+    flight,
+)
 TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}

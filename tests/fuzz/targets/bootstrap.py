@@ -23,8 +23,9 @@ from tandem.core.values import SECOND, Address, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api import http_exchange
-from tandem.server.api.bootstrap import BootstrapServer, registration
+from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_client import BootstrapClient
+from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import WriteGuard, signed_headers
 from tandem.server.api.connections import Bounds
 from tandem.server.api.hosts import Hosts
@@ -158,7 +159,7 @@ class Client:
         client.learn(ASKED, None)
         for room in ROOMS:
             client.ask_rank(ASKED, room)
-        await until(lambda: not client._tasks, lambda: client._tasks)
+        await until(lambda: client._questions.next_deadline() is None, lambda: client._tasks)
         await client.close()
 
 

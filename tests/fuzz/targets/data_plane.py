@@ -10,11 +10,13 @@ Nobody reads a page that was not granted to him, and nothing lands but in the pa
 import contextlib
 import mmap
 import queue
+import secrets
 import select
 import socket
 import time
 from collections.abc import Callable, Mapping
 from random import Random
+from unittest.mock import patch
 
 from engine import Run, Target
 from mutators import EDGES, EDGES_64, apply, mutate_bytes, put_an_integer
@@ -26,7 +28,7 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, TransferDraine
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import protocol
-from tandem.transfer.pages import unpack_digests
+from tandem.transfer.digests import unpack_digests
 from tandem.transfer.protocol import Status
 from tandem.transfer.sock import SockTransfer
 from targets.http import Broken
@@ -81,8 +83,9 @@ class Lent:
 
     def __init__(self) -> None:
         self._side = Side(OWNER, marked)
-        self.secret = self._side.publish(1, GRANTED, room=ROOM).secret
-        self._side.publish(2, FOREIGN, room=FOREIGN_ROOM)
+        with patch.object(secrets, "token_bytes", Random("grants").randbytes):  # inputs name them
+            self.secret = self._side.publish(1, GRANTED, room=ROOM).secret
+            self._side.publish(2, FOREIGN, room=FOREIGN_ROOM)
         self.owner = Owner(OWNER, PAGE_BYTES, self._side.transfer.host, self._side.transfer.port)
 
     def check(self, heard: bytes, *, granted: tuple[int, ...]) -> None:

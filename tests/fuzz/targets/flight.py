@@ -1,10 +1,11 @@
-"""InflightBatch records, as somebody sends them with a bug report: `tandem replay FILE`."""
+"""Records of nodes, edges and routers, as somebody sends them with a bug report: `tandem replay FILE`."""
 
 import argparse
 import contextlib
 import io
 import tempfile
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -14,13 +15,24 @@ from mutators import framed, mutate_msgpack, mutate_typed
 from core_driver import World
 from tandem.cli import replay
 from tandem.cli.failure import CommandFailed
-from tandem.core.values import SECOND
-from tandem.server.node.flight import BrokenRecord, FlightRecorder, read_segment
+from tandem.core.request import Request
+from tandem.core.router.messages import ClientAsked, Failure, HalfFailed, RouterEvent, Side, WorkerProbed
+from tandem.core.router.router import Router, RouterSettings
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.settings import Role
+from tandem.core.values import SECOND, Nanos, RequestId, Room
+from tandem.server.api.edge_record import EdgeRing
+from tandem.server.api.live_requests import Arrival, LiveRequests
+from tandem.server.channel import frame
+from tandem.server.node.flight import FlightRecorder, read_segment
+from tandem.server.record_file import BrokenRecord
+from tandem.server.router.record import Draws, RouterRing
 
 
 def seeds() -> Mapping[str, bytes]:
-    """A pair's story, recorded on both sides from the beginning, and from the middle on."""
-    found: dict[str, bytes] = {}
+    """A pair's story, recorded on both sides from the beginning, and from the middle on; an edge's and a router's."""
+    found = {"edge": edge_record(), "router": router_record()}
     for story, before in (("whole", 0), ("second_half", 6)):
         world = World()
         replicas = {"prefill": world.prefill(chunk_tokens=48), "decode": world.decode()}
@@ -36,6 +48,44 @@ def seeds() -> Mapping[str, bytes]:
                 replica.state.settings, lambda s=snapshots[name]: s, replica.log[starts[name] :]
             )
     return found
+
+
+def edge_record() -> bytes:
+    requests = LiveRequests(2, 5 * SECOND)
+    ring = requests.recorder = EdgeRing(requests)
+    for rank in range(2):
+        requests.ready(rank)
+    request = Request(requests.next_id(), "rid", 20, (bytes(16),), 5, Nanos(60 * SECOND), room=Room(7))
+    requests.submit([Arrival(request, ("name",))], Nanos(SECOND))
+    requests.emitted((request.id,), Nanos(SECOND))
+    requests.abort_named("name", Nanos(SECOND))
+    requests.lose("it is gone", 0)
+    requests.wake(Nanos(100 * SECOND))
+    return b"".join(map(frame, ring.frames()))
+
+
+def router_record() -> bytes:
+    workers = [
+        Worker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
+        for number, role in enumerate((Role.PREFILL, Role.DECODE))
+    ]
+    rooms = count(1)
+    draws, settings, policy = Draws(lambda: next(rooms)), RouterSettings(), "least_load"
+    made = [POLICIES[policy]() for _ in range(2)]
+    router = Router(workers, prefill_policy=made[0], decode_policy=made[1], draw=draws, settings=settings, now=Nanos(0))
+    ring = RouterRing(router, draws, policies=(policy, policy), settings=settings)
+    story: list[tuple[RouterEvent, ...]] = [
+        (),
+        tuple(WorkerProbed(worker.id, ProbeResult.OK) for worker in workers),
+        (ClientAsked(RequestId(1), None, Nanos(5 * SECOND)),),
+        (HalfFailed(RequestId(1), 1, Side.DECODE, Failure.BROKEN, "it is gone"),),
+        (),
+    ]
+    for number, events in enumerate(story):
+        now = Nanos(number * SECOND)
+        ring.before(now, events)
+        ring.after(router.step(events, now))
+    return b"".join(map(frame, ring.frames()))
 
 
 def recorded(settings: object, snapshot: Callable[[], bytes], log: list) -> bytes:

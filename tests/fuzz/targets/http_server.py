@@ -168,7 +168,7 @@ def is_idle(it: World) -> bool:
 def left(it: World) -> dict[str, object]:
     return {
         "live": it.client.num_live,
-        "rids": list(it.client._named),
+        "rids": list(it.client._requests._named),
         "queries": [query for rank in it.client.ranks for query in rank._queries],
         "running on the node": list(it.node.running),
     }

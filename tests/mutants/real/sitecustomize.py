@@ -26,7 +26,7 @@ def decides(words: list[str]) -> bool:
 def put_in(name: str) -> None:
     from worker_mutants import WORKER_MUTANTS
 
-    from tandem.simulator.mutants import MUTANTS
+    from seeded_bugs import MUTANTS
 
     broken.enter_context(WORKER_MUTANTS[name]() if name in WORKER_MUTANTS else MUTANTS[name].breaks())
     with open(os.environ["TANDEM_TEST_MUTANT_LOG"], "a") as log:

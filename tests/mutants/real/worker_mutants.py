@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from seeded_bugs.base import replaced
 from tandem.core.commands import CancelPull, RevokePages
 from tandem.core.events import ReadsDrained
-from tandem.simulator.mutants.base import replaced
 from tandem.transfer.sock import SockTransfer
 
 
@@ -29,7 +29,8 @@ def one_worker_says_drained_and_keeps_its_grants() -> Iterator[None]:
         if self._shard == 0:
             original(self, command)
         else:
-            self._report_later(ReadsDrained(command.request, command.attempt, self._shard))
+            self._outbox.put(ReadsDrained(command.request, command.attempt, self._shard))
+            self._flush_later()
 
     with replaced(SockTransfer, "revoke", revoke):
         yield

@@ -8,10 +8,21 @@ the request is queued like any other, and its prompt is computed here.
 
 from typing import assert_never
 
-from tandem.core.commands import AskDpRank, CancelPull, LearnPeer, Path, PullPages, Tell
-from tandem.core.disagg.dp_rank import Ask, Conflict, Known, RequestFacts, resolve
+from tandem.core.commands import AskDpRank, CancelPull, Path, PullPages, Tell
+from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
-from tandem.core.disagg.messages import LAYOUT_DIFFERS, MAX_GRANT_SECRET_BYTES, Abort, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.messages import (
+    LAYOUT_DIFFERS,
+    MAX_GRANT_SECRET_BYTES,
+    Abort,
+    Moved,
+    Offer,
+    Ready,
+    Release,
+    ReleaseOutcome,
+    ResultSlot,
+)
+from tandem.core.disagg.prefill_lookup import ask_who, find_rank, key, say_farewell, say_farewells, tell_prefill
 from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
 from tandem.core.disagg.sides import Arrival, DecodeSide, Local
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
@@ -19,6 +30,7 @@ from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnk
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger
 from tandem.core.scheduler.state import (
+    Farewell,
     KnownPeer,
     NodeState,
     add_stage,
@@ -44,11 +56,6 @@ TOKEN_BYTES = 4
 RELEARN_EVERY = 4  # questions for a rank
 
 
-def key(address: Address, dp_rank: int | None = None) -> str:
-    where = f"{address.host}:{address.port}"
-    return where if dp_rank is None else f"{where}/{dp_rank}"
-
-
 # --- bootstrap -------------------------------------------------------------------------------------------------------
 
 
@@ -65,14 +72,19 @@ def open_room(node: NodeState, progress: Progress, side: DecodeSide) -> None:
 def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
     """What prefill is there, which of its DP ranks has the room, who is that? What is not known yet is asked for."""
     search = side.search
-    found = find_rank(node, side.address, facts_of(progress, side), search.dp_rank)
+    found = find_rank(node, side.address, facts_of(progress, side))
+    if search.dp_rank is not None and isinstance(found, Ask | Likely):
+        found = Known(search.dp_rank)
+    elif search.is_astray and isinstance(found, Likely):
+        found = Ask()
     if isinstance(found, Ask) and not search.asks_rank:
         search.ask_at = node.now  # a new question
     search.asks_rank = isinstance(found, Ask)
+    search.is_likely = isinstance(found, Likely)
     match found:
         case None:
             learn(node, progress, side, None)
-        case Known(rank):
+        case Known(rank) | Likely(rank):
             known = node.peers.get(key(side.address, rank))
             if known is not None:
                 meet(node, progress, side, known)
@@ -90,44 +102,11 @@ def facts_of(progress: Progress, side: DecodeSide) -> RequestFacts:
     return RequestFacts(side.room, progress.request.dp_rank_hint)
 
 
-def find_rank(
-    node: NodeState, address: Address, facts: RequestFacts, answered: int | None = None
-) -> Known | Ask | Conflict | None:
-    """Which DP rank of the prefill has the request. None: nothing is known of that prefill."""
-    prefill = node.prefills.get(key(address))
-    if prefill is None:
-        return None
-    found = resolve(facts, prefill, force_query=node.settings.force_query)
-    return Known(answered) if isinstance(found, Ask) and answered is not None else found
-
-
-def tell_prefill(node: NodeState, address: Address, facts: RequestFacts, release: Release) -> None:
-    """A half that never said READY is over. Where its rank is not known, the answer to a question brings it over."""
-    found = find_rank(node, address, facts)
-    if isinstance(found, Known):
-        known = node.peers.get(key(address, found.rank))
-        if known is not None:
-            node.out.append(Tell(known.incarnation, release))
-    elif isinstance(found, Ask):
-        node.out.append(AskDpRank(address, facts.room))
-
-
 def learn(node: NodeState, progress: Progress, side: DecodeSide, dp_rank: int | None) -> None:
     side.search.learns_rank = dp_rank
     asked_at = ask_who(node, side.address, dp_rank)
     side.search.ask_at = Nanos(asked_at + node.settings.learn_peer_ns)
     schedule(node, progress)
-
-
-def ask_who(node: NodeState, address: Address, dp_rank: int | None) -> Nanos:
-    """One question per rank and interval, however many requests wait for the answer. Returns when it was asked."""
-    while node.asked and next(iter(node.asked.values())) + node.settings.learn_peer_ns <= node.now:
-        del node.asked[next(iter(node.asked))]  # in the order in which they were asked
-    question = key(address, dp_rank)
-    if question not in node.asked:
-        node.asked[question] = node.now
-        node.out.append(LearnPeer(address, dp_rank))
-    return node.asked[question]
 
 
 def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
@@ -154,22 +133,29 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide):
         tombstone = node.tombstones.get(event.room)
-        known = node.peers.get(key(event.address, event.dp_rank)) if event.dp_rank is not None else None
-        if tombstone is not None and known is not None:
-            node.out.append(Tell(known.incarnation, tombstone))
-    elif progress.state is State.BOOTSTRAPPING and side.address == event.address and event.dp_rank is not None:
+        if tombstone is not None and event.dp_rank is not None:
+            say_farewell(node, Farewell(event.address, RequestFacts(event.room), event.dp_rank), tombstone)
+    elif side.address != event.address or event.dp_rank is None:
+        pass
+    elif progress.state is State.BOOTSTRAPPING:
         side.search.dp_rank = event.dp_rank
         find_peer(node, progress, side)
+    elif side.arrival is not None:
+        go_on_to(node, progress, side, side.arrival, event.dp_rank)
 
 
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
     node.asked.pop(key(event.address, event.dp_rank), None)
     remember_prefill(node, key(event.address), event.prefill)
-    node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.peer, event.layout, event.differs)
+    node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.address, event.peer, event.layout, event.differs)
+    say_farewells(node, event.address)
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         if side.address == event.address:
             find_peer(node, progress, side)
+    for progress, side in decode_sides(node, State.ARRIVING):
+        if side.address == event.address and side.arrival is not None and side.arrival.moved_to == event.dp_rank:
+            go_on_to(node, progress, side, side.arrival, event.dp_rank)
 
 
 def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSide]]:
@@ -189,12 +175,19 @@ def remember_prefill(node: NodeState, address: str, prefill: PrefillInfo) -> Non
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
     """Asked again at the next timer of those who wait, some times: a gateway that sent us here waits for our answer."""
+    nobody = (event.address, event.dp_rank)
+    for room in [room for room, whom in node.farewells.items() if (whom.address, whom.dp_rank) == nobody]:
+        del node.farewells[room]
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         search = side.search
         if side.address != event.address:
             continue
         if event.dp_rank is not None and (search.asks_rank or search.learns_rank != event.dp_rank):
             continue  # nobody asked that for it
+        if event.dp_rank is not None and search.is_likely:
+            search.is_astray = True  # while that rank is down, its rooms go to others
+            find_peer(node, progress, side)
+            continue
         progress.first_cause = event.detail
         if search.missed_at is not None and node.now < search.missed_at + node.settings.learn_peer_ns // 2:
             continue  # ranks are asked for more often than one would give up
@@ -231,7 +224,8 @@ def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
 def compute_here(node: NodeState, progress: Progress, side: DecodeSide) -> None:
     """Tell prefill that it is not needed; from here on this is a request like any other."""
     assert side.state is TransferState.BOOTSTRAPPING, "READY is said: prefill may send already"
-    close_room(node, progress, side, Release(side.room, node.settings.incarnation, "not_needed", attempt=side.attempt))
+    release = last_word(node, progress.request, side.room, "not_needed", attempt=side.attempt)
+    close_room(node, progress, side, release)
     charge_stage(node, progress)
     progress.side = Local()
 
@@ -251,6 +245,7 @@ def await_arrival(node: NodeState, progress: Progress, side: DecodeSide) -> None
         until=later(node, node.settings.waiting_timeout_ns),
     )
     side.move(TransferTrigger.READY_SENT)
+    side.search.ask_at = Nanos(node.now + node.settings.resend_ns)
     send_ready(node, progress, side, arrival)
     enter(node, progress, Trigger.ARRIVE)
 
@@ -273,11 +268,59 @@ def send_ready(node: NodeState, progress: Progress, side: DecodeSide, arrival: A
     schedule(node, progress)
 
 
+def send_again(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival) -> None:
+    """READY may be lost, or the answer to who it goes to next."""
+    rank = arrival.moved_to
+    if rank is None or key(side.address, rank) in node.peers:
+        send_ready(node, progress, side, arrival)
+        return
+    arrival.resend_at = Nanos(node.now + node.settings.resend_ns)
+    ask_who(node, side.address, rank)
+    schedule(node, progress)
+
+
 def on_peer_returned(node: NodeState, peer: Incarnation) -> None:
     """Do not wait for the timer: what READY asks for may have been lost with the connection, or READY itself."""
     for progress, side in decode_sides(node, State.ARRIVING):
         if side.arrival is not None and side.arrival.peer == peer:
-            send_ready(node, progress, side, side.arrival)
+            send_again(node, progress, side, side.arrival)
+
+
+def ask_if_astray(node: NodeState, side: DecodeSide) -> None:
+    """The likely rank has not offered anything yet. It tells us when the room is elsewhere, unless that was lost."""
+    search = side.search
+    if side.is_unmet and is_over(node, search.ask_at):
+        search.ask_at = Nanos(node.now + (node.settings.resend_ns << search.rank_asked))
+        search.rank_asked += 1
+        node.out.append(AskDpRank(side.address, side.room))
+
+
+def on_moved(node: NodeState, peer: Incarnation, moved: Moved) -> None:
+    """The likely rank has not got the room: say what it was told where it was meant to go."""
+    found = arriving(node.in_room(moved.room))
+    if found is not None:
+        progress, side, arrival = found
+        if peer == arrival.peer:
+            go_on_to(node, progress, side, arrival, moved.dp_rank)
+        return
+    tombstone = node.tombstones.get(moved.room)
+    known = next((known for known in node.peers.values() if known.incarnation == peer), None)
+    if tombstone is not None and known is not None and moved.room not in node.rooms:
+        say_farewell(node, Farewell(known.address, RequestFacts(moved.room), moved.dp_rank), tombstone)
+
+
+def go_on_to(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, dp_rank: int) -> None:
+    """Another rank has the room: READY is said there, once it is known who that is. Only once, and before any offer."""
+    if arrival.offered_at is not None or arrival.moved_to not in (None, dp_rank):
+        return
+    known = node.peers.get(key(side.address, dp_rank))
+    if known is None:
+        arrival.moved_to = dp_rank
+        ask_who(node, side.address, dp_rank)
+    elif known.incarnation != arrival.peer:
+        arrival.moved_to = dp_rank
+        side.peer = arrival.peer = known.incarnation
+        send_ready(node, progress, side, arrival)
 
 
 def arriving(progress: Progress | None) -> tuple[Progress, DecodeSide, Arrival] | None:
@@ -395,7 +438,7 @@ def commit_if_landed(node: NodeState, request: RequestId | None) -> tuple[Progre
     if result is None:
         return None
     side.move(TransferTrigger.COMMITTED)
-    close_room(node, progress, side, Release(side.room, node.settings.incarnation, "done", attempt=side.attempt))
+    close_room(node, progress, side, last_word(node, progress.request, side.room, "done", attempt=side.attempt))
     split_arrival_stage(progress, arrival, result)
     progress.path = Path.REMOTE
     progress.kv_pages = arrival.num_wanted
@@ -434,6 +477,13 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
         fail_transfer(node, progress, side, abort.cause, abort.detail or "prefill gave up")
 
 
+def lose_prefill(node: NodeState, progress: Progress, side: DecodeSide, cause: Cause, detail: str) -> None:
+    """Its rank is gone. If it was only likely to have the room, another one may have it, and is to hear of the end."""
+    if side.is_unmet:
+        side.peer, side.search.is_astray = None, True
+    fail_transfer(node, progress, side, cause, detail)
+
+
 def fail_transfer(node: NodeState, progress: Progress, side: DecodeSide, cause: Cause, detail: str) -> None:
     """The KV will not come. By policy the request ends, or its prompt is computed here once its pages are drained."""
     recompute = node.settings.load_failure is LoadFailurePolicy.RECOMPUTE and cause not in FINAL_CAUSES
@@ -467,7 +517,7 @@ def abandon_transfer(node: NodeState, progress: Progress, side: DecodeSide, caus
     side.move(TransferTrigger.FAULT)
     node.counters.transfer_failed += side.arrival is not None
     node.counters.bootstrap_failed += side.arrival is None
-    release = Release(side.room, node.settings.incarnation, "aborted", cause, side.attempt, detail)
+    release = last_word(node, progress.request, side.room, "aborted", cause, detail, attempt=side.attempt)
     close_room(node, progress, side, release)
     if side.arrival is not None and side.arrival.pulling:
         progress.drains = dict.fromkeys(node.settings.shards)
@@ -478,6 +528,8 @@ def close_room(node: NodeState, progress: Progress, side: DecodeSide, release: R
     """The last word to prefill, now and whenever it speaks of the room again."""
     if side.peer is not None:
         node.out.append(Tell(side.peer, release))
+    elif side.search.is_astray:
+        node.out.append(AskDpRank(side.address, side.room))
     else:
         tell_prefill(node, side.address, facts_of(progress, side), release)
     record_closed_room(node, side.room, release)
@@ -496,6 +548,22 @@ def on_timer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
         case State.ARRIVING, Arrival() as arrival if is_over(node, arrival.until):
             fail_transfer(node, progress, side, Cause.WAITING_TIMEOUT, "the KV has not come in time")
         case State.ARRIVING, Arrival() as arrival if arrival.resend_at <= node.now:
-            send_ready(node, progress, side, arrival)
+            ask_if_astray(node, side)
+            send_again(node, progress, side, arrival)
         case _:
             pass
+
+
+def last_word(
+    node: NodeState,
+    request: Request,
+    room: Room,
+    outcome: ReleaseOutcome,
+    cause: Cause | None = None,
+    detail: str = "",
+    *,
+    attempt: int = 0,
+) -> Release:
+    """With what shows a prefill that was never told READY that it is told by the other half of its request."""
+    own, digest = node.settings.incarnation, request.prompt_digest
+    return Release(room, own, outcome, cause, attempt, detail, digest, request.rendered_at)

@@ -1,28 +1,29 @@
-"""Which data-parallel rank of a prefill holds a request: `Known`, `Ask`, or `Conflict`. Both halves import this.
+"""Which data-parallel rank of a prefill holds a request: `Known`, `Likely`, `Ask`, or `Conflict`. For both halves.
 
 Decode has to say READY to the rank that computes the prompt, and all that both halves share is the request's body. The
 rule that derives a rank from the room lives in `resolve` and nowhere else. Decode follows what `resolve` says; prefill,
-which knows where the request really is, compares (`settle`), and announces what cannot be derived.
+which knows where the request really is, compares (`settle`), and announces what contradicts it.
 
     what is known, first that applies                          decode         prefill, request on rank r
     `disagg_prefill_dp_rank` names rank h                      Known(h)       quiet if h = r, else Conflict
     nothing of that prefill yet                                Ask            -
     `disagg_prefill_dp_rank` names a rank that is not there    Conflict       Conflict
     it has one rank                                            Known(0)       quiet
-    rooms tell the rank                                        Known(room%n)  quiet if room%n = r, else Conflict
+    rooms tell the rank: g = room % n                          Likely(g)      quiet if g = r, else Announce(r, sought=g)
+    the same, and what contradicts a room is refused           Known(g)       quiet if g = r, else Conflict
     anything else                                              Ask            Announce(r)
 
-Rooms tell the rank where the method is `follow_bootstrap_room` and the prefill promises to refuse what was routed
-elsewhere (`DpConflictPolicy.FAIL`): the guess is right, or the request has failed. By default (`RESOLVE`) nothing is
-refused: the prefill announces every request's real rank, and decode asks, which is one round trip more. A switch in the
-environment forces the same on both sides.
+Rooms tell the rank where the method is `follow_bootstrap_room`. Nobody asks then: decode says READY to the likely rank.
+Where a router has sent the request to another one, that rank announces it, and the likely one, told so by its server,
+sends decode on (`Moved`). A prefill with `DpConflictPolicy.FAIL` refuses such requests. A switch in the environment
+makes both sides ask and announce for every request.
 """
 
 from typing import assert_never
 
 from msgspec import Struct
 
-from tandem.core.settings import PrefillInfo
+from tandem.core.settings import DpConflictPolicy, PrefillInfo
 from tandem.core.values import Room
 
 FORCE_QUERY = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
@@ -65,6 +66,12 @@ class Known(Struct, frozen=True, tag=True):
     rank: int
 
 
+class Likely(Struct, frozen=True, tag=True):
+    """Nearly always; this rank says where the request is when it is elsewhere."""
+
+    rank: int
+
+
 class Ask(Struct, frozen=True, tag=True):
     """The prefill has to be asked."""
 
@@ -73,6 +80,7 @@ class Conflict(Struct, frozen=True, tag=True):
     """What the request says of its rank cannot be true; for the user."""
 
     explanation: str
+    sought: int | None = None  # the rank where decode looks nevertheless
 
 
 class Quiet(Struct, frozen=True, tag=True):
@@ -80,9 +88,10 @@ class Quiet(Struct, frozen=True, tag=True):
 
 
 class Announce(Struct, frozen=True, tag=True):
-    """Register this rank for the request's room, so that decode can ask for it."""
+    """Register this rank for the request's room, so that decode finds it; the rank where it is sought hears of it."""
 
     rank: int
+    sought: int | None = None
 
 
 def room_rank(room: Room, dp_size: int) -> int:
@@ -90,7 +99,9 @@ def room_rank(room: Room, dp_size: int) -> int:
     return room % dp_size
 
 
-def resolve(request: RequestFacts, prefill: PrefillInfo | None, *, force_query: bool = False) -> Known | Ask | Conflict:
+def resolve(
+    request: RequestFacts, prefill: PrefillInfo | None, *, force_query: bool = False
+) -> Known | Likely | Ask | Conflict:
     """Where decode finds the request. `prefill` is None as long as nothing is known of it."""
     hint = request.disagg_prefill_dp_rank
     if prefill is not None and prefill.dp_size < 1:
@@ -105,9 +116,10 @@ def resolve(request: RequestFacts, prefill: PrefillInfo | None, *, force_query: 
         return Ask()
     if prefill.dp_size == 1:
         return Known(0)
-    if prefill.rooms_tell_the_rank and not force_query:
-        return Known(room_rank(request.room, prefill.dp_size))
-    return Ask()
+    if not prefill.rooms_tell_the_rank or force_query:
+        return Ask()
+    implied = room_rank(request.room, prefill.dp_size)
+    return Known(implied) if prefill.conflict is DpConflictPolicy.FAIL else Likely(implied)
 
 
 def settle(
@@ -117,12 +129,14 @@ def settle(
     assert 0 <= actual < own.dp_size
     found = resolve(request, own, force_query=force_query)
     match found:
-        case Known(rank) if rank == actual:
+        case Known(rank) | Likely(rank) if rank == actual:
             return Quiet()
+        case Likely(rank):
+            return Announce(actual, sought=rank)
         case Known(rank) if request.disagg_prefill_dp_rank is None:
-            return Conflict(room_conflict(request.room, actual=actual, implied=rank))
+            return Conflict(room_conflict(request.room, actual=actual, implied=rank), sought=rank)
         case Known(rank):
-            return Conflict(f"dispatched to dp_rank {actual} but disagg_prefill_dp_rank is {rank}")
+            return Conflict(f"dispatched to dp_rank {actual} but disagg_prefill_dp_rank is {rank}", sought=rank)
         case Ask():
             return Announce(actual)
         case Conflict() as conflict:

@@ -18,7 +18,8 @@ from typing import assert_never
 from msgspec import Struct, structs
 
 from tandem.core.batch import TokenFlag
-from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Moved, Offer, Ready, Release, ResultSlot
+from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Incarnation
 
 MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
@@ -55,11 +56,12 @@ def admitted(message: Message, bounds: Bounds) -> Message | None:
             fault = offer_fault(message, bounds)
             return message if fault is None else Abort(message.room, message.source, Cause.PROTOCOL, fault)
         case Release():
-            if not 0 <= message.attempt < MAX_NUMBER:
-                return given_up(message, "attempt is out of bounds")
-            return in_one_line(message)
+            fault = release_fault(message)
+            return in_one_line(message) if fault is None else given_up(message, fault)
         case Abort():
             return in_one_line(message)
+        case Moved():
+            return message if 0 <= message.dp_rank < MAX_DP_SIZE else None
         case _:
             assert_never(message)
 
@@ -67,7 +69,19 @@ def admitted(message: Message, bounds: Bounds) -> Message | None:
 def given_up(message: Ready | Release, fault: str) -> Release:
     """As if decode had said that it will not collect. For the attempt that was named, where that can be one."""
     attempt = message.attempt if 0 <= message.attempt < MAX_NUMBER else 0
-    return Release(message.room, message.source, "aborted", Cause.PROTOCOL, attempt, fault)
+    digest = message.prompt_digest if len(message.prompt_digest) <= MAX_DIGEST_BYTES else b""
+    rendered_at = message.rendered_at if 0 <= message.rendered_at <= MAX_RENDERED_AT else 0
+    return Release(message.room, message.source, "aborted", Cause.PROTOCOL, attempt, fault, digest, rendered_at)
+
+
+def release_fault(release: Release) -> str | None:
+    if not 0 <= release.attempt < MAX_NUMBER:
+        return "attempt is out of bounds"
+    if len(release.prompt_digest) > MAX_DIGEST_BYTES:
+        return "prompt_digest is too long"
+    if not 0 <= release.rendered_at <= MAX_RENDERED_AT:
+        return "rendered_at is out of bounds"
+    return None
 
 
 def ready_fault(ready: Ready) -> str | None:

@@ -16,6 +16,9 @@ MAX_GRANT_SECRET_BYTES = 64  # what a data plane may ask to be remembered per gr
 LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
 
 
+ReleaseOutcome = Literal["done", "aborted", "not_needed"]
+
+
 class Ready(Struct, frozen=True, tag="ready"):
     """decode -> prefill: pages are reserved for this room and somebody will collect. This is the bootstrap."""
 
@@ -69,10 +72,12 @@ class Release(Struct, frozen=True, tag="release"):
 
     room: Room
     source: Incarnation
-    outcome: Literal["done", "aborted", "not_needed"]
+    outcome: ReleaseOutcome
     cause: Cause | None = None
     attempt: int = 0  # of the READY; a late copy about a room that is used again is told apart
     detail: str = ""
+    prompt_digest: bytes = b""  # before READY nobody is bound to the room: only who has its prompt is believed
+    rendered_at: int = 0  # as in READY: of prompts that show different times the digests differ
 
 
 class Abort(Struct, frozen=True, tag="abort"):
@@ -84,4 +89,13 @@ class Abort(Struct, frozen=True, tag="abort"):
     detail: str = ""
 
 
-Message = Ready | Offer | Release | Abort
+class Moved(Struct, frozen=True, tag="moved"):
+    """prefill -> decode: this room is not with this DP rank but with that one. Say there what you have said here."""
+
+    room: Room
+    source: Incarnation
+    dp_rank: int
+
+
+Message = Ready | Offer | Release | Abort | Moved
+LastWord = Release | Abort | Moved  # what a node answers to whatever is said of a room that it has closed

@@ -23,11 +23,11 @@ from tandem.core.commands import (
     Tell,
 )
 from tandem.core.disagg.dp_rank import Announce, Conflict, Quiet, RequestFacts, settle
-from tandem.core.disagg.messages import LAYOUT_DIFFERS, SHUTTING_DOWN, Abort, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.messages import LAYOUT_DIFFERS, SHUTTING_DOWN, Abort, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.optimistic_prefill import Verdict, View, bootstrap_policy, should_force_retry
 from tandem.core.disagg.sides import PrefillSide, Reader
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferTrigger
-from tandem.core.events import PageRead, PagesDigested, TransferFailed
+from tandem.core.events import PageRead, PagesDigested, RoomElsewhere, TransferFailed
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
@@ -72,9 +72,12 @@ def announce_rank(node: NodeState, progress: Progress, side: PrefillSide) -> Non
     match found:
         case Quiet():
             pass
-        case Announce():
+        case Announce(_, sought):
+            side.sought = sought
             say_rank(node, side)
-        case Conflict(explanation):
+        case Conflict(explanation, sought):
+            side.sought = sought
+            say_rank(node, side)
             fail(node, progress, side, Cause.ROUTE_CONFLICT, explanation)
         case _:
             assert_never(found)
@@ -83,7 +86,18 @@ def announce_rank(node: NodeState, progress: Progress, side: PrefillSide) -> Non
 def say_rank(node: NodeState, side: PrefillSide) -> None:
     """Until READY comes: a bootstrap server may restart, or hear it before it knows this rank."""
     side.announce_at = Nanos(node.now + node.settings.resend_ns)
-    node.out.append(AnnounceDpRank(side.room, node.settings.dp_rank))
+    node.out.append(AnnounceDpRank(side.room, node.settings.dp_rank, side.sought))
+
+
+def on_elsewhere(node: NodeState, event: RoomElsewhere) -> None:
+    """Whoever looks for this room here is sent on; also to hear there that it was refused."""
+    if event.room in node.rooms:
+        return  # a number that is used again
+    moved = Moved(event.room, node.settings.incarnation, event.dp_rank)
+    waiting = node.stash.pop(event.room, None)
+    if waiting is not None:
+        node.out.append(Tell(waiting.peer, moved))
+    record_closed_room(node, event.room, moved)
 
 
 def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
@@ -111,7 +125,8 @@ def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
     if refusal is not None:
         cause, detail = refusal
         node.out.append(Tell(peer, Abort(ready.room, node.settings.incarnation, cause, detail)))
-        if cause is not Cause.PEER_LOST and not has_ended(progress):
+        is_final = cause is not Cause.PEER_LOST and is_other_half(side, progress.request, peer, ready)
+        if is_final and not has_ended(progress):
             fail(node, progress, side, cause, detail)
         return
     if has_ended(progress):
@@ -158,6 +173,18 @@ def refuse(node: NodeState, request: Request, reader: Reader | None, ready: Read
     if not 0 <= ready.held_pages <= pages_for(node, ready.prompt_len):
         return Cause.PROTOCOL, "decode claims to hold more pages than the prompt has"
     return None
+
+
+def is_other_half(side: PrefillSide, request: Request, peer: Incarnation, ready: Ready) -> bool:
+    """Whether a READY that does not fit is nevertheless that of the decode which this half waits for.
+
+    Before a READY is checked only the other half of the request can say the keyed digest of its prompt. A member that
+    knows no more than the room hears why it is refused, and the half goes on waiting for the right one. A prompt that
+    was rendered anew is that of the READY which named its time, and of no other.
+    """
+    if side.reader is not None:
+        return side.reader.peer == peer
+    return side.is_rendered_anew or ready.prompt_digest == request.prompt_digest
 
 
 def finalize_bootstrap(node: NodeState, progress: Progress, side: PrefillSide, peer: Incarnation, ready: Ready) -> None:
@@ -408,11 +435,14 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
     progress = node.in_room(release.room)
     if progress is None:
         node.stash.pop(release.room, None)
-        if release.room not in node.tombstones and release.outcome != "done":
+        last_word = node.tombstones.get(release.room)
+        if isinstance(last_word, Moved):
+            node.out.append(Tell(peer, last_word))
+        elif last_word is None and release.outcome != "done":
             stash(node, peer, release)
         return
     side = progress.side
-    if not isinstance(side, PrefillSide) or has_ended(progress) or is_stale(side.reader, peer, release):
+    if not isinstance(side, PrefillSide) or has_ended(progress) or not may_end(side, progress.request, peer, release):
         return
     has_everything = side.reader is not None and side.reader.result_offered
     if release.outcome == "aborted":
@@ -427,11 +457,19 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
         finish(node, progress, side, Path.REMOTE if release.outcome == "done" else Path.LOCAL)
 
 
-def is_stale(reader: Reader | None, peer: Incarnation, release: Release) -> bool:
-    """Said by somebody else, or of an earlier request in the same room."""
-    if reader is None:
-        return release.outcome == "done"
-    return reader.peer != peer or release.attempt != reader.attempt
+def may_end(side: PrefillSide, request: Request, peer: Incarnation, release: Release) -> bool:
+    """Whether it is said by the decode of this room, and not of an earlier request in it.
+
+    READY binds the room to who has said it. Before, whoever is in the cluster may have seen the number of the room, but
+    only the other half of the request has its prompt, of which the digest is keyed. Where both show a time, and not the
+    same, their digests tell nothing, and the number has to do.
+    """
+    if side.counterpart is not None and side.counterpart != peer:
+        return False
+    if side.reader is not None:
+        return release.attempt == side.reader.attempt
+    has_times = bool(request.rendered_at and release.rendered_at) and request.rendered_at != release.rendered_at
+    return release.outcome != "done" and (has_times or release.prompt_digest == request.prompt_digest)
 
 
 def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -> None:

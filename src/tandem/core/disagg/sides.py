@@ -75,6 +75,7 @@ class PrefillSide(Struct, tag="prefill"):
     bootstrap_until: Nanos | None  # when READY has to be here
     state: TransferState = TransferState.BOOTSTRAPPING
     announce_at: Nanos | None = None  # decode asks for our rank: when to say it again, in case it was forgotten
+    sought: int | None = None  # the rank where decode looks without asking
     ready: Ready | None = None  # means a prompt that is being rendered anew, and waits for it
     is_rendered_anew: bool = False
     reader: Reader | None = None
@@ -116,6 +117,8 @@ class PeerSearch:
     dp_rank: int | None = None  # of the prefill, as its bootstrap server answered
     learns_rank: int | None = None  # whose incarnation is asked for
     asks_rank: bool = False  # it is a question which rank has the room
+    is_likely: bool = False  # the rank is the one that the room implies, and nobody was asked
+    is_astray: bool = False  # it is not, or nobody is there: ask
     rank_asked: int = 0  # times
     rank_until: Nanos | None = None  # when some rank has to have it
     unanswered: int = 0  # times it was found that nobody is there
@@ -134,6 +137,7 @@ class Arrival:
     until: Nanos | None  # when the KV has to be here
     resend_at: Nanos = ZERO_NS
     reports: dict[ShardId, ShardReport] = field(default_factory=dict[ShardId, ShardReport])  # of this attempt
+    moved_to: int | None = None  # the DP rank that has the room, as we were told; once per attempt
     pulling: bool = False  # a PullPages of this attempt was given out, so it has to be drained
     offered_at: Nanos | None = None  # first offer
     result: ResultSlot | None = None
@@ -167,6 +171,14 @@ class DecodeSide(Struct, tag="decode"):
     @property
     def counterpart(self) -> Incarnation | None:
         return self.peer
+
+    @property
+    def is_unmet(self) -> bool:
+        """READY went where the room is likely to be, and nothing has come from there: it may be elsewhere."""
+        has_answered = self.arrival is not None and (
+            self.arrival.offered_at is not None or self.arrival.moved_to is not None
+        )
+        return self.search.is_likely and not has_answered
 
     @property
     def offered(self) -> int:

@@ -7,12 +7,15 @@ injected source of 64-bit numbers: random in the server, seeded in the simulator
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast
 
+import msgspec
 from msgspec import Struct
 
 from tandem.core.router.worker_registry import Worker
 from tandem.core.values import Room
 
 ROOM_MASK = (1 << 63) - 1
+ROUTED_RANK = ("routed_dp_rank", "data_parallel_rank")  # the second is the deprecated name of the first
+PREFILL_RANK = "disagg_prefill_dp_rank"
 DRAWS_MAX = 64  # a source that is wrong that often in a row is broken, not unlucky
 
 
@@ -50,6 +53,12 @@ class Rooms:
     def close(self, rooms: Iterable[Room]) -> None:
         self._live.difference_update(rooms)
 
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(sorted(self._live))
+
+    def restore(self, snapshot: bytes) -> None:
+        self._live = msgspec.msgpack.decode(snapshot, type=set[Room])
+
     def num_live(self) -> int:
         return len(self._live)
 
@@ -60,6 +69,18 @@ class Rooms:
                 self._live.add(room)
                 return room
         raise AssertionError("the source of room numbers repeats itself")
+
+
+def fields_of_decode(body: Mapping[str, object]) -> dict[str, object]:
+    """What decode's half finds besides: the DP rank of the prefill, where the client has chosen it.
+
+    `routed_dp_rank` of a body names a rank of whoever gets it, so prefill's half goes there, and decode need not ask.
+    A client that says `disagg_prefill_dp_rank` itself knows better. One rank, or a list with one (or none) per prompt.
+    """
+    if body.get(PREFILL_RANK) is not None:
+        return {}
+    routed = next((body[name] for name in ROUTED_RANK if body.get(name) is not None), None)
+    return {} if routed is None else {PREFILL_RANK: routed}
 
 
 def num_prompts(body: Mapping[str, object]) -> int | None:

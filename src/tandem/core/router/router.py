@@ -12,6 +12,7 @@ request is `exchange.py`; here is what requests share: who is alive, whose turn 
 import heapq
 from collections.abc import Callable, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from tandem.core.router.messages import (
@@ -40,6 +41,19 @@ class RouterSettings(Struct, frozen=True):
     health: HealthSettings = HealthSettings()
     max_active: int = 4096  # requests under way; more are refused
     lost_ns: Nanos = Nanos(30 * SECOND)  # how long the connections of a silent worker are kept
+
+
+class RouterSnapshot(Struct, frozen=True):
+    """All that a router knows, beside what it was made with."""
+
+    registry: bytes
+    policies: dict[Role, bytes]
+    rooms: bytes
+    exchanges: dict[RequestId, RoutedRequest]
+    tried: dict[RequestId, list[Pair]]
+    load: dict[WorkerId, int]
+    wakes: list[tuple[Nanos, RequestId]]
+    lost: dict[WorkerId, Nanos]
 
 
 class RouterEffects(Struct, frozen=True):
@@ -82,6 +96,31 @@ class Router:
         commands += self._give_up_lost(now)
         commands += self._wake(now)
         return RouterEffects(tuple(commands), self._wake_at(now))
+
+    def snapshot(self) -> bytes:
+        """Between two steps. What follows depends on it, on events, on time and on the numbers that `draw` gives."""
+        return msgspec.msgpack.encode(
+            RouterSnapshot(
+                self.registry.snapshot(),
+                {role: policy.snapshot() for role, policy in self._policies.items()},
+                self._rooms.snapshot(),
+                self._exchanges,
+                self._tried,
+                self._load,
+                self._wakes,
+                self._lost,
+            )
+        )
+
+    def restore(self, snapshot: bytes) -> None:
+        """Of a router that was made with the same workers, policies and settings."""
+        found = msgspec.msgpack.decode(snapshot, type=RouterSnapshot)
+        self.registry.restore(found.registry)
+        for role, policy in self._policies.items():
+            policy.restore(found.policies[role])
+        self._rooms.restore(found.rooms)
+        self._exchanges, self._tried = found.exchanges, found.tried
+        self._load, self._wakes, self._lost = found.load, found.wakes, found.lost
 
     def has_live_pair(self) -> bool:
         return bool(self.registry.live(Role.PREFILL)) and bool(self.registry.live(Role.DECODE))

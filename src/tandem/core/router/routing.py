@@ -7,6 +7,7 @@ may differ from call to call as workers come and go.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 from msgspec import Struct
 
 from tandem.core.router.worker_registry import WorkerId
@@ -22,6 +23,10 @@ class Policy(Protocol):
         """One of `candidates`, of which there is at least one."""
         ...
 
+    def snapshot(self) -> bytes: ...
+
+    def restore(self, snapshot: bytes) -> None: ...
+
 
 class RoundRobin:
     """The next one in the order of ids after the one chosen last."""
@@ -34,6 +39,12 @@ class RoundRobin:
         chosen = next((worker for worker in ids if worker > self._last), ids[0])
         self._last = chosen
         return chosen
+
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(self._last)
+
+    def restore(self, snapshot: bytes) -> None:
+        self._last = msgspec.msgpack.decode(snapshot, type=int)
 
 
 class LeastLoad:
@@ -48,6 +59,12 @@ class LeastLoad:
         self._turns += 1
         self._chosen_at[best.worker] = self._turns
         return best.worker
+
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode((self._turns, self._chosen_at))
+
+    def restore(self, snapshot: bytes) -> None:
+        self._turns, self._chosen_at = msgspec.msgpack.decode(snapshot, type=tuple[int, dict[WorkerId, int]])
 
 
 POLICIES: dict[str, Callable[[], Policy]] = {"round_robin": RoundRobin, "least_load": LeastLoad}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
+import msgspec
 from msgspec import Struct
 
 from tandem.core.settings import Role
@@ -45,6 +46,16 @@ class ProbeResult(StrEnum):
     DECLINED = "declined"  # 503: the worker itself says that it takes no requests (starting, draining)
 
 
+HTTP_UNAVAILABLE = 503
+
+
+def probe_result(status: int | None) -> ProbeResult:
+    """Of a question for /health; None: it was not answered."""
+    if status == HTTP_UNAVAILABLE:
+        return ProbeResult.DECLINED
+    return ProbeResult.OK if status is not None and 200 <= status < 300 else ProbeResult.MISSED
+
+
 class HealthSettings(Struct, frozen=True):
     interval_ns: Nanos = Nanos(5 * SECOND)  # between two probes of a live worker
     fast_interval_ns: Nanos = Nanos(500 * MILLISECOND)  # of any other
@@ -71,6 +82,12 @@ class Registry:
         self._entries = {worker.id: _Entry(worker, next_probe=now) for worker in workers}
         assert len(self._entries) == len(workers), "worker ids must be distinct"
 
+    def snapshot(self) -> bytes:
+        return msgspec.msgpack.encode(self._entries)
+
+    def restore(self, snapshot: bytes) -> None:
+        self._entries = msgspec.msgpack.decode(snapshot, type=dict[WorkerId, _Entry])
+
     def workers(self) -> list[Worker]:
         return [entry.worker for entry in self._entries.values()]
 
@@ -88,6 +105,11 @@ class Registry:
     def live(self, role: Role) -> list[Worker]:
         """Workers that may get requests, in order of their ids."""
         return [e.worker for e in self._entries.values() if e.worker.role is role and _is_live(e)]
+
+    @property
+    def has_asked_all(self) -> bool:
+        """Whether each has been probed once, and has answered or was given up."""
+        return all(entry.health is not Health.JOINING or entry.misses for entry in self._entries.values())
 
     def due(self, now: Nanos) -> list[WorkerId]:
         """Workers to probe now; each is answered by `probed`. At most one probe of a worker is under way."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from itertools import accumulate
 
-from tandem.core.disagg.decode_side import key
+from tandem.core.disagg.prefill_lookup import key
 from tandem.core.disagg.sides import AnySide, DecodeSide
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode

@@ -21,9 +21,9 @@ from tandem.core.commands import (
     StartRequest,
     Tell,
 )
-from tandem.core.disagg import decode_side, prefill_side, rendering
+from tandem.core.disagg import decode_side, prefill_lookup, prefill_side, rendering
 from tandem.core.disagg.dp_rank import RequestFacts
-from tandem.core.disagg.messages import SHUTTING_DOWN, Abort, Offer, Ready, Release
+from tandem.core.disagg.messages import SHUTTING_DOWN, Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.disagg.sides import AnySide, DecodeSide, Local, PrefillSide
 from tandem.core.events import (
     AbortRequested,
@@ -46,6 +46,7 @@ from tandem.core.events import (
     ReadsDrained,
     RequestArrived,
     RequestRefused,
+    RoomElsewhere,
     SnapshotsGathered,
     SnapshotWanted,
     StopMatched,
@@ -75,6 +76,8 @@ from tandem.core.scheduler.state import (
 )
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId
+
+NO_TOKEN = "no token can be sampled: logits are not finite, or a grammar has grown beyond its bounds"
 
 
 class EngineNode:
@@ -132,6 +135,8 @@ def handle(node: NodeState, event: Event) -> None:
             decode_side.on_peer_unknown(node, event)
         case DpRankAnswered():
             decode_side.on_rank_answered(node, event)
+        case RoomElsewhere():
+            prefill_side.on_elsewhere(node, event)
         case PeerReturned(peer):
             decode_side.on_peer_returned(node, peer)
         case PeerLost():
@@ -237,8 +242,8 @@ def decline_room(node: NodeState, request: Request, cause: Cause, detail: str) -
         if from_peer is not None:
             node.out.append(Tell(from_peer.peer, abort))
     else:
-        abort = Release(room, node.settings.incarnation, "aborted", cause, detail=detail)
-        decode_side.tell_prefill(node, request.peer, RequestFacts(room, request.dp_rank_hint), abort)
+        abort = decode_side.last_word(node, request, room, "aborted", cause, detail)
+        prefill_lookup.tell_prefill(node, request.peer, RequestFacts(room, request.dp_rank_hint), abort)
     record_closed_room(node, room, abort)
 
 
@@ -305,7 +310,7 @@ def settle_prompt_row(
         return
     checkpoint(node, progress)
     if flags & TokenFlag.INVALID:
-        fail(node, progress, Cause.INVALID_LOGITS, "logits are not finite")
+        fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
     elif isinstance(progress.side, PrefillSide):
         if is_last:
             prefill_side.after_prompt(node, progress, progress.side, token=token, flags=flags, extra=extra)
@@ -331,7 +336,7 @@ def settle_late(node: NodeState, progress: Progress) -> None:
 def take_token(node: NodeState, progress: Progress, emitted: Emission, token: bytes, flags: int, extra: bytes) -> bool:
     """One more token is known: emit it. False if it was the last."""
     if flags & TokenFlag.INVALID:
-        fail(node, progress, Cause.INVALID_LOGITS, "logits are not finite")
+        fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
         return False
     if not progress.generated:
         announce_first_token(node, progress)
@@ -395,7 +400,7 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-def hear(node: NodeState, peer: Incarnation, message: Ready | Offer | Release | Abort) -> None:
+def hear(node: NodeState, peer: Incarnation, message: Message) -> None:
     match message:
         case Ready():
             rendering.on_ready(node, peer, message)
@@ -406,6 +411,8 @@ def hear(node: NodeState, peer: Incarnation, message: Ready | Offer | Release | 
             start_if_landed(node, node.rooms.get(message.room))
         case Abort():
             decode_side.on_peer_abort(node, peer, message)
+        case Moved():
+            decode_side.on_moved(node, peer, message)
         case _:
             assert_never(message)
 
@@ -443,7 +450,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
             case PrefillSide() as side:
                 prefill_side.fail(node, progress, side, event.cause, f"decode {gone}")
             case DecodeSide() as side if progress.state in (State.QUEUED, State.ARRIVING):  # it still wants KV from it
-                decode_side.fail_transfer(node, progress, side, event.cause, f"prefill {gone}")
+                decode_side.lose_prefill(node, progress, side, event.cause, f"prefill {gone}")
             case _:
                 pass
 

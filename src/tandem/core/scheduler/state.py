@@ -13,7 +13,8 @@ import msgspec
 
 from tandem.core.batch import Join
 from tandem.core.commands import Command, FailRequest, FinishRequest, ForgetRequests
-from tandem.core.disagg.messages import Abort, Ready, Release
+from tandem.core.disagg.dp_rank import RequestFacts
+from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
@@ -23,7 +24,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
 from tandem.core.scheduler.request_state import LIFECYCLE, SLOT_STATES, InflightBatch, Progress, State, Trigger
 from tandem.core.settings import NodeSettings, PrefillInfo
-from tandem.core.values import ZERO_NS, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
+from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
@@ -36,9 +37,19 @@ class Stashed:
 
 
 @dataclass(slots=True)
+class Farewell:
+    """Whom to tell that a half of decode is over, as soon as it is known who that is."""
+
+    address: Address  # of the bootstrap server
+    facts: RequestFacts
+    dp_rank: int | None  # the one that is meant; None: follows from the facts
+
+
+@dataclass(slots=True)
 class KnownPeer:
     """What the bootstrap server at one address told of one DP rank."""
 
+    address: Address
     incarnation: Incarnation
     layout: str
     differs: str = ""  # where it is another layout than ours, in words
@@ -96,7 +107,8 @@ class NodeState:
     leaves: list[RequestId] = field(default_factory=list[RequestId])
     timers: list[tuple[Nanos, RequestId]] = field(default_factory=list[tuple[Nanos, RequestId]])
     stash: dict[Room, Stashed] = field(default_factory=dict[Room, Stashed])
-    tombstones: dict[Room, Release | Abort] = field(default_factory=dict[Room, Release | Abort])
+    tombstones: dict[Room, LastWord] = field(default_factory=dict[Room, LastWord])
+    farewells: dict[Room, Farewell] = field(default_factory=dict[Room, Farewell])  # tombstones that nobody was told
     prefills: dict[str, PrefillInfo] = field(default_factory=dict[str, PrefillInfo])  # by bootstrap address
     peers: dict[str, KnownPeer] = field(default_factory=dict[str, KnownPeer])  # by bootstrap address and DP rank
     asked: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
@@ -348,7 +360,7 @@ def forget_command(node: NodeState) -> None:
         node.forgotten = []
 
 
-def record_closed_room(node: NodeState, room: Room, answer: Release | Abort) -> None:
+def record_closed_room(node: NodeState, room: Room, answer: LastWord) -> None:
     """Remember what to answer when the peer speaks of this room again; the oldest is forgotten first."""
     node.tombstones.pop(room, None)
     node.tombstones[room] = answer

@@ -19,6 +19,11 @@ from tandem.engine.kv_memory import KvMemory
 class AttentionBackend(Protocol):
     """What a model calls between the two halves of a layer."""
 
+    @property
+    def needs_tiles(self) -> bool:
+        """Whether rows keep their bits only in tiles (`rows.py`): the batch has to be arranged so."""
+        ...
+
     def plan(self, batch: Batch) -> None:
         """Get ready for a batch: everything that is the same for all layers (masks, gathers, buckets)."""
         ...

@@ -5,6 +5,8 @@ command line reads this table, and it is not to load torch, nor a backend the li
 """
 
 ATTENTION_BACKENDS: dict[str, str] = {
+    "auto": "tandem.engine.attention.native:automatic",
+    "native": "tandem.engine.attention.native:NativeAttention",
     "torch_native": "tandem.engine.attention.torch_sdpa:TorchSdpa",
 }
 DEFAULT_ATTENTION_BACKEND = next(iter(ATTENTION_BACKENDS))

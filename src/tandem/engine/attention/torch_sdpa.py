@@ -67,6 +67,7 @@ class TorchSdpa:
     """An `AttentionBackend`."""
 
     def __init__(self, kv: KvMemory, *, window: int | None, deterministic: bool) -> None:
+        self.needs_tiles = deterministic
         self._kv = kv
         self._page_size = kv.page_size
         self._window = window

@@ -3,6 +3,7 @@
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine.native import library
 from tandem.engine.rows import TILE_ROWS
 
 UNDIVIDED_ELEMENTS = 1 << 15  # torch computes so many elements of a tensor in one thread
@@ -23,4 +24,7 @@ def silu(x: Tensor) -> Tensor:
 
 def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, in the memory of `gate`."""
+    kernels = library.fitting(gate)
+    if kernels is not None and up.is_contiguous():
+        return kernels.silu_and_mul(gate, up)
     return silu(gate).mul_(up)

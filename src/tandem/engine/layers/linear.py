@@ -12,8 +12,8 @@ and gate and up, stay tensors of their own: joining them would copy them.
 from dataclasses import dataclass
 
 from torch import Tensor
-from torch.nn import functional
 
+from tandem.engine.layers.product import product
 from tandem.engine.layers.weights import Weights
 from tandem.engine.parallel import Group, HeadShard
 
@@ -35,7 +35,7 @@ class ColumnParallelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in_features] to [n, this shard's out_features]"""
-        return functional.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class RowParallelLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, this shard's in_features] to [n, out_features], the same on every shard"""
-        return self.group.all_reduce(functional.linear(x, self.weight, self.bias))
+        return self.group.all_reduce(product(x, self.weight, self.bias))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine.native import library
+
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
@@ -15,6 +17,9 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
+        kernels = library.fitting(x)
+        if kernels is not None:
+            return kernels.rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight

@@ -10,6 +10,7 @@ from typing import Any  # values of JSON documents
 import torch
 from torch import Tensor
 
+from tandem.engine.native import library
 from tandem.engine.rope_config import RopeConfig
 
 BLOCK_POSITIONS = 1024
@@ -31,9 +32,14 @@ class RotaryTable:
 
         positions: [n] int64, none beyond `last_position`, which the caller knows without asking the device.
         """
+        cos, sin = self.up_to(last_position)
+        return cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1)
+
+    def up_to(self, last_position: int) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of every position up to this one at least, each [positions, head_dim]."""
         if last_position >= self._num_positions:
             self._grow(last_position + 1)
-        return self._cos.index_select(0, positions).unsqueeze(1), self._sin.index_select(0, positions).unsqueeze(1)
+        return self._cos, self._sin
 
     def _grow(self, num_positions: int) -> None:
         cos, sin = [self._cos], [self._sin]
@@ -48,7 +54,10 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [n, heads, head_dim]; cos, sin from `RotaryTable.at`."""
+    """In the memory of x, or not. x: [n, heads, head_dim]; cos, sin from `RotaryTable.at`."""
+    kernels = library.fitting(x)
+    if kernels is not None:
+        return kernels.rotate(x, cos, sin)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine.layers.product import product
 from tandem.engine.parallel import Group, Shard
 
 
@@ -32,7 +33,7 @@ class VocabParallelHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to the scores of all tokens, [n, vocab], on every shard"""
-        return self.group.all_gather(functional.linear(x, self.weight), vocab_parts(self.vocab_size, self.group.shard))
+        return self.group.all_gather(product(x, self.weight), vocab_parts(self.vocab_size, self.group.shard))
 
 
 def vocab_parts(vocab_size: int, shard: Shard) -> list[int]:

@@ -7,11 +7,12 @@ A family says of what its blocks consist, with a `Loader`; everything else is he
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
 from tandem.engine.layers.activation import silu_and_mul
 from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
@@ -20,6 +21,7 @@ from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.flat import FlatBlocks
 from tandem.engine.parallel import Group, HeadShard, Shard, layers_of
 
 
@@ -61,10 +63,16 @@ class Decoder:
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: VocabParallelHead
+    flat: FlatBlocks | None = field(init=False, repr=False)  # of `blocks`, where one call can run them
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "flat", FlatBlocks.of(self.blocks))
 
     def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
         rows = batch.rows
         x = self.embedding(batch.token_ids) if hidden is None else hidden
+        if self.flat is not None and isinstance(attention, NativeAttention) and self.flat.fits(x, attention):
+            return self.flat.forward(x, *self.rotary.up_to(batch.last_position), attention)
         cos, sin = self.rotary.at(batch.positions, last_position=batch.last_position)
         for layer, block in enumerate(self.blocks):
             q, k, v = rows.apply(block.project, x, cos, sin)

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.gate import error_response, request_id_of
 from tandem.server.api.hosts import is_loopback
+from tandem.server.api.tenant import given_key
 from tandem.server.exposure import Reachable, is_number, listens_on_loopback
 from tandem.server.keys import KeyRing
 
@@ -157,10 +158,8 @@ class AuthMiddleware:
 
 
 def holds_key(headers: Headers, rings: tuple[KeyRing, ...]) -> bool:
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        return False
-    matches = [ring.holds(given.strip()) for ring in rings]
+    given = given_key(headers)
+    matches = [ring.holds(given) for ring in rings]
     return any(matches)
 
 

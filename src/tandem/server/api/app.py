@@ -1,15 +1,15 @@
 """The HTTP application of one server.
 
-A generation request's way: `read_body` - `decode_body` - the dialect's `read_*` (prompts and parameters) - `ask_all`
+A generation request's way: `read_body` - `decode_both` - the dialect's `read_*` (prompts and parameters) - `ask_all`
 (rooms, seeds, deadlines) - `submission` - `TokenResponse`, which has the node run it (`NodeClient.running`).
-Everything before that may refuse, and has reserved nothing.
+Everything before that may refuse, and has reserved nothing; what a body makes long leaves the event loop.
 """
 
-import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct, structs
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
-from tandem.core.values import SECOND, Cause
+from tandem.core.values import SECOND, RequestId
 from tandem.metrics.export import Exporter
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestStats
@@ -31,24 +31,29 @@ from tandem.server.api.body import (
     CompletionBody,
     NativeBody,
     Routing,
-    decode_body,
 )
+from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
+from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.client import NodeClient
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, limits_of
 from tandem.server.api.faults import FaultsPage
-from tandem.server.api.gate import error_response, read_body
+from tandem.server.api.gate import Found, error_response, read_body, within
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
+from tandem.server.api.large_body import decode_both
+from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
+from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
-from tandem.server.api.ops import Ops, check_model
+from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
-from tandem.server.api.tenant import bearer_token, tenant_of
+from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.turn_limits import TurnMiddleware
 from tandem.server.api.validation import (
     GenerationParams,
     ModelLimits,
@@ -62,7 +67,8 @@ from tandem.server.api.validation import (
 
 logger = logging.getLogger("tandem.server")
 Body = TypeVar("Body", bound=Struct)
-Reader = Callable[[Body, Routing, Tokenizer, ModelLimits], Awaitable[tuple[list[Prompt], list[GenerationParams]]]]
+# The last: bytes of the body, by which a reader knows what is too much for the loop.
+Reader = Callable[[Body, Routing, Tokenizer, ModelLimits, int], Awaitable[tuple[list[Prompt], list[GenerationParams]]]]
 
 
 def build_app(
@@ -96,9 +102,16 @@ def build_app(
             stats.refuse(error.failure.code.value)
         return error_response(error.failure, request.state.request_id)
 
+    async def on_bug(request: Request, error: Exception) -> Response:
+        client.last_steps.write(f"request {request.state.request_id} has met an error of ours")
+        return error_response(Failure(Problem.INTERNAL, "the server made a mistake"), request.state.request_id)
+
     app = Starlette(
         routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
-        middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE)],
+        middleware=[
+            Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
+            Middleware(TurnMiddleware),
+        ],
         exception_handlers={
             Refusal: on_refusal,
             HTTPException: on_http_error,
@@ -130,19 +143,23 @@ class Endpoints:
         self._stats = stats
         self._log = log
         self._hosts = Hosts.of(config)
+        self._chat_form = ChatForm.of(config, tokenizer)
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/generate", self.generate, methods=["POST"]),
+            Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
     async def chat(self, request: Request) -> TokenResponse:
         def reply(body: ChatBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
-            return ChatReply(self._shape(body, routing, asks, "chatcmpl-"), self._tokenizer)
+            shape = self._shape(body, routing, asks, "chatcmpl-")
+            return ChatReply(shape, self._tokenizer, self._chat_form.answer_to(body))
 
-        return await self._answer(request, ChatBody, read_chat, reply)
+        return await self._answer(request, ChatBody, partial(read_chat, form=self._chat_form), reply)
 
     async def complete(self, request: Request) -> TokenResponse:
         def reply(body: CompletionBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
@@ -162,6 +179,21 @@ class Endpoints:
 
         return await self._answer(request, NativeBody, read_native, reply, checks_model=False)
 
+    async def messages(self, request: Request) -> TokenResponse:
+        def reply(body: MessagesBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+            name = routing.rid if isinstance(routing.rid, str) else "msg_" + asks[0].rid
+            form = self._chat_form.answer_to(chat_of(body))
+            return MessagesReply(id=name, model=routing.model or self._config.model_name, form=form)
+
+        return await self._answer(request, MessagesBody, partial(read_messages, form=self._chat_form), reply)
+
+    async def count_tokens(self, request: Request) -> Response:
+        raw = await read_body(request)
+        routing, body = await decode_both(raw, Routing, MessagesBody)
+        check_model(routing.model, self._config)
+        count = await count_tokens(body, routing, self._tokenizer, self._limits, len(raw), form=self._chat_form)
+        return json_response({"input_tokens": count})
+
     async def _answer(
         self,
         request: Request,
@@ -172,35 +204,29 @@ class Endpoints:
         checks_model: bool = True,
     ) -> TokenResponse:
         self._client.check_there()
-        raw = await read_body(request)
-        routing, body = decode_body(raw, Routing), decode_body(raw, kind)
+        raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
+        seconds, size = self._seconds_left(request), len(raw)
+        routing, body = await within(seconds, decode_both(raw, Routing, kind), "the body was not read")
         routing.rendered_at = time_of(routing)
         if checks_model:
             check_model(routing.model, self._config)
-        timeout_ms = request.headers.get("x-request-timeout-ms")
-        timeout_ns = check_timeout(routing.timeout, timeout_ms, self._config.request_timeout)
-        try:
-            async with asyncio.timeout((request.state.arrival_ns + timeout_ns - time.monotonic_ns()) / SECOND):
-                prompts, all_params = await read(body, routing, self._tokenizer, self._limits)
-                if self._limits.role != "unified":  # which ignores the fields of a pair
-                    await self._hosts.check(routing.bootstrap_host)
-        except TimeoutError:
-            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the prompt was tokenized") from None
-        tenant = tenant_of(bearer_token(request.headers), routing.cache_salt)
-        asks = ask_all(
-            routing, prompts, all_params, self._limits, own_rid=uuid.uuid4().hex, tenant=tenant, timeout_ns=timeout_ns
+        prompts, all_params = await within(
+            self._seconds_left(request, routing),
+            self._checked(read(body, routing, self._tokenizer, self._limits, size), routing),
+            "the prompt was not tokenized",
         )
+        asks = await self._asks(request, routing, prompts, all_params)
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
-            return (await read(body, there, self._tokenizer, self._limits))[0]
+            return (await read(body, there, self._tokenizer, self._limits, size))[0]
 
         may_differ = self._limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
             client=self._client,
-            prepared=[self._prepared(ask, request.state.arrival_ns) for ask in asks],
+            prepared=await self._prepared(asks, request.state.arrival_ns),
             arrival_ns=request.state.arrival_ns,
-            reply=reply(body, routing, asks),
+            reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks),
             is_streamed=bool(routing.stream),
             sends_head_first=self._limits.role == "prefill",
             renderer=Renderer(self._client, self._limits, prompts_at) if may_differ else None,
@@ -210,9 +236,49 @@ class Endpoints:
             log=self._log,
         )
 
-    def _prepared(self, ask: SampleRequest, arrival_ns: int) -> Prepared:
-        submit = submission(ask, self._client.next_request_id(), arrival_ns, self._limits)
-        return Prepared(ask, submit, self._text(ask))
+    async def _asks(
+        self, request: Request, routing: Routing, prompts: list[Prompt], all_params: list[GenerationParams]
+    ) -> list[SampleRequest]:
+        return await off_loop(
+            sum(params.n for params in all_params),
+            LOOP_SAMPLES,
+            ask_all,
+            routing,
+            prompts,
+            all_params,
+            self._limits,
+            own_rid=uuid.uuid4().hex,
+            tenant=tenant_of(given_key(request.headers), routing.cache_salt),
+            timeout_ns=self._timeout_ns(request, routing),
+        )
+
+    def _timeout_ns(self, request: Request, routing: Routing | None = None) -> int:
+        """As the head says, and the body where it is there."""
+        given = None if routing is None else routing.timeout
+        return check_timeout(given, request.headers.get("x-request-timeout-ms"), self._config.request_timeout)
+
+    def _seconds_left(self, request: Request, routing: Routing | None = None) -> float:
+        left: float = (request.state.arrival_ns + self._timeout_ns(request, routing) - time.monotonic_ns()) / SECOND
+        return left
+
+    async def _checked(self, reading: Awaitable[Found], routing: Routing) -> Found:
+        """With the host of the other half. Raises `Refusal`."""
+        found = await reading
+        if self._limits.role != "unified":  # which ignores the fields of a pair
+            await self._hosts.check(routing.bootstrap_host)
+        return found
+
+    async def _prepared(self, asks: Sequence[SampleRequest], arrival_ns: int) -> list[Prepared]:
+        requests = [(ask, self._client.next_request_id()) for ask in asks]
+        size = sum(len(ask.prompt.tokens) for ask in asks) + len(asks) * (LOOP_IDS // LOOP_SAMPLES)
+        return await off_loop(size, LOOP_IDS, self._prepare, requests, arrival_ns)
+
+    def _prepare(self, requests: Sequence[tuple[SampleRequest, RequestId]], arrival_ns: int) -> list[Prepared]:
+        """In any thread."""
+        return [
+            Prepared(ask, submission(ask, number, arrival_ns, self._limits), self._text(ask))
+            for ask, number in requests
+        ]
 
     def _text(self, ask: SampleRequest) -> TextStream:
         eos = frozenset() if ask.sampling.ignore_eos else self._limits.eos_token_ids
@@ -250,7 +316,3 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
-
-
-async def on_bug(request: Request, error: Exception) -> Response:
-    return error_response(Failure(Problem.INTERNAL, "the server made a mistake"), request.state.request_id)

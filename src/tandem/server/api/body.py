@@ -15,6 +15,9 @@ from tandem.core.values import MAX_RENDERED_AT
 from tandem.server.api.bounds import (
     MAX_MESSAGES,
     MAX_PROMPTS,
+    MAX_TOOLS,
+    Choices,
+    GrammarText,
     Int,
     LogitBias,
     MinP,
@@ -41,6 +44,7 @@ NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw fiel
 EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
 NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
 
+Schema = GrammarText | dict[str, Any]  # a JSON schema, as text or as it is
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 
 
@@ -85,10 +89,33 @@ class SamplingFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     stop_regex: Raw = NOTHING
-    regex: Raw = NOTHING
-    ebnf: Raw = NOTHING
-    json_schema: Raw = NOTHING
-    structural_tag: Raw = NOTHING
+    regex: GrammarText | None = None
+    ebnf: GrammarText | None = None
+    json_schema: Schema | None = None
+    structural_tag: Schema | None = None
+    format: Raw = NOTHING
+    num_predict: Raw = NOTHING
+    n_predict: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
+    max_length: Raw = NOTHING
+    min_length: Raw = NOTHING
+    repeat_penalty: Raw = NOTHING
+    length_penalty: Raw = NOTHING
+    typical_p: Raw = NOTHING
+
+
+class StructuredOutputs(Struct, kw_only=True):
+    """vLLM's `structured_outputs`."""
+
+    json: Schema | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    structural_tag: Schema | None = None
+    whitespace_pattern: GrammarText | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: Raw = NOTHING
 
 
 class StreamOptions(Struct):
@@ -113,11 +140,16 @@ class OpenAIBody(SamplingFields, kw_only=True):
     allowed_token_ids: Raw = NOTHING
     bad_words: Raw = NOTHING
     logits_processors: Raw = NOTHING
-    structured_outputs: Raw = NOTHING
-    guided_json: Raw = NOTHING
-    guided_regex: Raw = NOTHING
-    guided_choice: Raw = NOTHING
-    guided_grammar: Raw = NOTHING
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: GrammarText | None = None
+    grammar: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING
+    min_new_tokens: Raw = NOTHING
 
 
 class ChatBody(OpenAIBody, kw_only=True):
@@ -125,8 +157,11 @@ class ChatBody(OpenAIBody, kw_only=True):
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Raw = NOTHING
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
     functions: Raw = NOTHING
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -157,6 +192,10 @@ class NativeSampling(SamplingFields, kw_only=True):
     min_new_tokens: MinTokens | None = None
     sampling_seed: Int | None = None
     beam_width: Raw = NOTHING
+    grammar: Raw = NOTHING
+    max_tokens: Raw = NOTHING
+    min_tokens: Raw = NOTHING
+    seed: Raw = NOTHING
 
 
 class NativeBody(Struct, kw_only=True):
@@ -177,6 +216,14 @@ class NativeBody(Struct, kw_only=True):
     background: Raw = NOTHING
     return_bytes: Raw = NOTHING
     return_entropy: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING
+    max_tokens: Raw = NOTHING
+    stop: Raw = NOTHING
+    regex: Raw = NOTHING
+    ebnf: Raw = NOTHING
+    json_schema: Raw = NOTHING
+    grammar: Raw = NOTHING
+    format: Raw = NOTHING
 
 
 class TokenizeBody(Struct):
@@ -223,21 +270,49 @@ def refuse_unsupported(body: Struct, prefix: str = "") -> None:
     """Refuse what was asked for in a field that is declared as raw JSON: such fields can only be empty here."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
-        if isinstance(value, Raw) and is_asked_for(value) and not is_waived(body, name):
-            raise unsupported(prefix + name)
+        if isinstance(value, Raw) and is_asked_for(value):
+            raise unsupported(prefix + name, hint(body, name))
+    structured = getattr(body, "structured_outputs", None)
+    if structured is not None:
+        refuse_unsupported(structured, "structured_outputs.")
     sampling = getattr(body, "sampling_params", None)
     for fields in sampling if isinstance(sampling, list) else [sampling]:
         if fields is not None:
             refuse_unsupported(fields, "sampling_params.")
 
 
+OTHER_NAMES = {
+    "num_predict": "max_tokens",
+    "n_predict": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "min_length": "min_tokens",
+    "min_new_tokens": "min_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "format": "response_format",
+    "grammar": "guided_grammar",
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+}
+NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+NATIVE_ONLY = {"format": "json_schema", "grammar": "ebnf"}
+
+
+def hint(body: Struct, name: str) -> str:
+    """What a field of another server's, which would bound or shape the output, is called here."""
+    is_native = isinstance(body, NativeSampling | NativeBody)
+    other = OTHER_NAMES.get(name)
+    if is_native:
+        other = NATIVE_ONLY.get(name) or NATIVE_NAMES.get(other or "", other)
+    if isinstance(body, NativeBody) and (other or name) in NativeSampling.__struct_fields__:
+        other = f"sampling_params.{other or name}"
+    return "" if other is None else f": here it is {other}"
+
+
 def is_asked_for(value: Raw) -> bool:
     return bytes(value) not in EMPTY
-
-
-def is_waived(body: Struct, name: str) -> bool:
-    """Tools that the model may not call are as good as none."""
-    return name == "tools" and getattr(body, "tool_choice", None) == "none"
 
 
 def unsupported(param: str, detail: str = "") -> Refusal:

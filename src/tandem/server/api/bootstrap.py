@@ -7,7 +7,7 @@
     GET  /challenge                   what the next write has to prove the secret for
     GET  /health                      200 once all ranks are there
 
-What is decided is decided by `core.fleet.bootstrap_registry`; the prefill's own process registers with the same object,
+What is decided is decided by `core.bootstrap_registry`; the prefill's own process registers with the same object,
 without HTTP. PUT and `register_dp_rank` are writes: who makes them is known before their body is read (`cluster_auth`).
 """
 
@@ -27,17 +27,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tandem.core.bootstrap_registry import Registration, Registry, Rejected
+from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.values import SECOND, ZERO_NS, Nanos, Room
-from tandem.server import wire
 from tandem.server.api.body_store import BodyStore
+from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
+from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.cluster_auth import CHALLENGE_HEADER, CHALLENGE_PATH, WriteGuard, has_hash
 from tandem.server.api.errors import Failure, Problem, Refusal, invalid
 from tandem.server.api.gate import error_response, request_id_of
+from tandem.server.api.off_loop import off_loop
 from tandem.server.api.validation import check_room
 from tandem.server.documents import BadDocument, one_line, read_document, read_replica
 
-MAX_ROOMS_PER_QUERY = 4096
 REFUSAL_LOG_NS = 10 * SECOND  # between two log lines about refused writes
 RANK = re.compile(r"-1|[0-9]{1,9}")
 
@@ -59,16 +60,6 @@ class RoomsQuery(Struct):
     """`POST /query_dp_ranks`."""
 
     bootstrap_rooms: list[AnyRoom]
-
-
-def registration(replica: wire.ReplicaInfo) -> Registration:
-    return Registration(
-        who=replica.incarnation,
-        dp_rank=replica.dp_rank,
-        prefill=replica.prefill,
-        layout_fields=replica.layout_fields,
-        document=msgspec.json.encode(replica),
-    )
 
 
 def monotonic_now() -> Nanos:
@@ -112,18 +103,19 @@ class BootstrapServer:
         return Response(found.document, media_type="application/json")
 
     async def put_route(self, request: Request) -> Response:
+        raw = await self._written(request)
         try:
-            replica = read_replica(await self._written(request))
+            replica = await off_loop(len(raw), LOOP_BYTES, read_replica, raw)
         except BadDocument as bad:
             raise refused(bad) from None
         return self._answer(self.registry.register(registration(replica)), f"rank {replica.dp_rank} by PUT /route")
 
     async def register_dp_rank(self, request: Request) -> Response:
-        body = decoded(await self._written(request), RoomOfRank)
+        body = await decoded(await self._written(request), RoomOfRank)
         return self._answer(self.registry.announce(room_of(body.bootstrap_room), body.dp_rank, self.now()))
 
     async def query_dp_ranks(self, request: Request) -> Response:
-        body = decoded(await self.bodies.read(request), RoomsQuery)
+        body = await decoded(await self.bodies.read(request), RoomsQuery)
         if len(body.bootstrap_rooms) > MAX_ROOMS_PER_QUERY:
             raise invalid("bootstrap_rooms", f"at most {MAX_ROOMS_PER_QUERY} at a time")
         found = self.registry.ranks_of(map(room_of, body.bootstrap_rooms), self.now())
@@ -182,10 +174,10 @@ def target_of(request: Request) -> str:
     return (raw.partition(b"?")[0] + (b"?" + query if query else b"")).decode("latin-1")
 
 
-def decoded(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+async def decoded(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     """Raises Refusal."""
     try:
-        return read_document(raw, kind)
+        return await off_loop(len(raw), LOOP_BYTES, read_document, raw, kind)
     except BadDocument as bad:
         raise refused(bad) from None
 

@@ -15,6 +15,8 @@ from msgspec import Meta
 from tandem.core.settings import MAX_DP_SIZE
 
 MAX_BODY_BYTES = 32 << 20
+MAX_CONTAINERS = 1 << 16  # objects and arrays of one body, at any depth
+MAX_VALUES = 1 << 20  # of one body
 MIN_INT, MAX_INT = -(1 << 63), (1 << 63) - 1
 MAX_ROOM = MAX_INT
 MAX_PORT = (1 << 16) - 1
@@ -22,6 +24,7 @@ MAX_PORT = (1 << 16) - 1
 # of one request
 MAX_PROMPTS = 1024
 MAX_N = 128
+MAX_SAMPLES = 1024  # of all prompts: each is a request of its own to the scheduler
 MAX_SUBMITTED_TOKENS = 8 << 20  # prompt tokens of all samples together: they go to the node in one message
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 MAX_MESSAGES = 1 << 14
@@ -32,10 +35,21 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_LOGIT_BIAS = 1024
 MAX_RID_CHARS = 256
 MAX_SALT_CHARS = 1024
+MAX_GRAMMAR_CHARS = 1 << 16  # of one schema, expression or grammar as text
+MAX_CHOICES = 1024
+MAX_TOOLS = 128
 
 # of /tokenize and /detokenize, all texts or lists together
-MAX_TEXT_CHARS = 4 << 20
+MAX_TEXT_CHARS = 1 << 20
 MAX_DETOKENIZED = 1 << 18
+
+# of what one turn of the event loop does itself, about 2 ms on a slow core; more goes to a thread (`off_loop.py`)
+LOOP_BYTES = 1 << 15  # of JSON that becomes values, or the other way round
+LOOP_CHAT_BYTES = 1 << 13  # of a body whose conversation becomes text: a template runs some lines for each message
+LOOP_CHARS = 1 << 12  # of texts that become tokens
+LOOP_IDS = 1 << 12  # tokens that become page hashes, or text
+LOOP_SCORES = 1 << 10  # tokens with their logprobs, and alternatives, in one answer
+LOOP_SAMPLES = 1 << 6  # prompts or samples, however short
 
 Int = Annotated[int, Meta(ge=MIN_INT, le=MAX_INT)]
 Samples = Annotated[int, Meta(ge=1, le=MAX_N)]
@@ -59,3 +73,5 @@ Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[GrammarText], Meta(max_length=MAX_CHOICES)]

@@ -1,22 +1,51 @@
 """Connections of a port that anybody may reach: each has a deadline for what it does now, and their number a bound.
 
     a head      from the first moment, or the first byte of the next request, until it is whole
-    a request   from there until its answer is handed over, a body that never comes and an answer that nobody reads
+    a body      between two of its pieces (`body_s`), or from its head until the whole request is answered (`request_s`)
+    an answer   while it waits for somebody to read it (`write_s`): more is not written before some of it has gone
     idle        until the next request begins
 
 Who is late is cut, not closed: closing would wait until everything that was written has been read. Where there are too
-many, the one goes that has waited longest for its next request, or for its first one to begin.
+many, the one goes that has waited longest for its next request, or for its first one to begin, if it had `patience_s`
+for that. Else the newcomer is refused before a byte of it is read: with a 503 that says when to come back.
+
+Of the requests, those under way are bounded, too (`max_requests`). One more is refused by its head alone, with the same
+503: its body is not waited for, and no task begins for it. Probes, and what operators ask for (`PAGES`), are neither
+counted nor refused: who is full is not ill.
 """
 
+import asyncio
+import logging
+import resource
+import time
 from asyncio import TimerHandle, Transport
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any  # what asyncio tells a handler of errors
 
-from tandem.server.api.http1 import Http1
+from tandem.server.api.access import PAGES
+from tandem.server.api.errors import Failure, Problem
+from tandem.server.api.http1 import Http1, whole_answer
 
 MAX_CONNECTIONS = 1024
 HEAD_SECONDS = 10.0
+BODY_SECONDS = 30.0
 REQUEST_SECONDS = 30.0
+WRITE_SECONDS = 30.0
 IDLE_SECONDS = 60.0
+LINGER_SECONDS = 1.0  # for who is refused to read why
+MAX_LINGERING = 256  # further ones are cut at once, and may not read it
+
+MAX_API_CONNECTIONS = 4096
+MAX_API_LINGERING = 4096
+KEEP_ALIVE_SECONDS = 90.0  # longer than uvicorn's own, which closes in peace
+API_PATIENCE_SECONDS = 1.0  # a head may take so long in a storm before somebody else gets its place
+SPARE_FDS = 128  # for the model, logs, channels, and what is being accepted
+LINE_EVERY_SECONDS = 1.0
+NO_ACCEPT = "socket.accept() out of system resource"  # what asyncio says then, many times at once
+
+logger = logging.getLogger("tandem.http")
 
 
 @dataclass(slots=True)
@@ -25,14 +54,92 @@ class Bounds:
 
     max_connections: int = MAX_CONNECTIONS
     head_s: float = HEAD_SECONDS
-    request_s: float = REQUEST_SECONDS
+    body_s: float | None = None  # None: `request_s` bounds it
+    request_s: float | None = REQUEST_SECONDS  # None: the application bounds it
+    write_s: float = WRITE_SECONDS
     idle_s: float = IDLE_SECONDS
-    num_open: int = 0
-    waiting: "dict[BoundedHttp1, None]" = field(default_factory=dict)
+    patience_s: float = 0.0
+    max_lingering: int = MAX_LINGERING
+    max_requests: int | None = None  # under way; None: as many as there are connections
+    num_requests: int = 0
+    num_open: int = 0  # without those that are being refused
+    num_refused: int = 0
+    waiting: "dict[BoundedHttp1, float]" = field(default_factory=dict)  # since when
+    lingering: "dict[BoundedHttp1, None]" = field(default_factory=dict)
+    line: "Line" = field(default_factory=lambda: Line("connections were refused: as many are open as may be"))
 
     def protocol(self) -> "type[BoundedHttp1]":
         """For `uvicorn.Config(http=...)`, which makes one per connection."""
         return type("BoundedHttp1", (BoundedHttp1,), {"bounds": self})
+
+    @property
+    def is_full(self) -> bool:
+        return self.max_requests is not None and self.num_requests >= self.max_requests
+
+    def make_room(self, now: float) -> bool:
+        """For one more. False when nobody has waited long enough."""
+        oldest, since = next(iter(self.waiting.items()), (None, now))
+        if oldest is None or now - since < self.patience_s:
+            return False
+        oldest.give_way()
+        return True
+
+
+def api_bounds(*, max_requests: int, write_s: float = WRITE_SECONDS, fds_each: int = 1) -> Bounds:
+    """For generation: a request is as long as its deadline says. fds_each: file descriptors that a request takes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fds = 1 << 30 if soft == resource.RLIM_INFINITY else soft - SPARE_FDS
+    most = max(16, min(MAX_API_CONNECTIONS, fds // fds_each))
+    return Bounds(
+        max_lingering=max(MAX_LINGERING, min(MAX_API_LINGERING, fds - most * fds_each)),
+        max_connections=most,
+        body_s=BODY_SECONDS,
+        request_s=None,
+        write_s=write_s,
+        idle_s=KEEP_ALIVE_SECONDS,
+        patience_s=API_PATIENCE_SECONDS,
+        max_requests=min(
+            max_requests, most - most // 8
+        ),  # the others: for probes, and who hears that it is one too many
+    )
+
+
+def raise_fd_limit() -> None:
+    """As far as it may be raised: every connection is a file descriptor, and the usual limit is for a shell."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Line:
+    """A line of the log for what may happen thousands of times: once a second, with how often."""
+
+    def __init__(self, what: str, now: Callable[[], float] = lambda: time.monotonic()) -> None:
+        self._what = what
+        self._now = now
+        self._count = 0
+        self._last: float | None = None
+
+    def note(self) -> None:
+        self._count += 1
+        now = self._now()
+        if self._last is None or now - self._last >= LINE_EVERY_SECONDS:
+            logger.warning("%d %s", self._count, self._what)
+            self._count, self._last = 0, now
+
+
+def quiet_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
+    """Where file descriptors run out asyncio tries again after a second, but tells of it with a traceback each time,
+    and as often in a row as the backlog is long."""
+    line = Line("connections could not be accepted: no file descriptor, or no memory, is left")
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if context.get("message") == NO_ACCEPT:
+            line.note()
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
 
 
 class BoundedHttp1(Http1):
@@ -40,21 +147,66 @@ class BoundedHttp1(Http1):
 
     bounds: Bounds
     _timer: TimerHandle | None = None
+    _write_timer: TimerHandle | None = None
+    _is_refused = False
+    _is_open = False  # one of `num_open`
+    _has_asked = False  # the head of a request has come whole
+    _counted: deque[bool]  # for each request that is under way, in order: whether it is one of `num_requests`
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        bounds = self.bounds
+        bounds, self._counted = self.bounds, deque()
+        if bounds.num_open >= bounds.max_connections and not bounds.make_room(self.loop.time()):
+            self._refuse(TOO_MANY_CONNECTIONS)
+            self._linger()
+            return
         bounds.num_open += 1
+        self._is_open = True
         self._wait(bounds.head_s)
-        if bounds.num_open > bounds.max_connections:
-            next(iter(bounds.waiting)).cut()
+
+    def _refuse(self, answer: bytes) -> None:
+        """Nothing that comes is heard any more."""
+        bounds = self.bounds
+        self._is_refused = True
+        bounds.num_refused += 1
+        bounds.line.note()
+        self.transport.write(answer)
+
+    def _linger(self) -> None:
+        """Closing at once would reset the connection, and who sends would not read why."""
+        bounds = self.bounds
+        if len(bounds.lingering) >= bounds.max_lingering:
+            self.transport.abort()
+            return
+        bounds.lingering[self] = None
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._limit(LINGER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.bounds.num_open -= 1
-        self.bounds.waiting.pop(self, None)
-        if self._timer is not None:
-            self._timer.cancel()
+        bounds = self.bounds
+        bounds.num_requests -= sum(self._counted)
+        self._counted.clear()
+        bounds.lingering.pop(self, None)
+        self._leave()
+        bounds.waiting.pop(self, None)
+        for timer in (self._timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        if self._is_refused and not self.transport.is_closing():
+            self._linger()  # the rest of its request is still under way
+
+    def eof_received(self) -> None:
+        if self._is_refused:
+            self.transport.close()
+        else:
+            super().eof_received()
 
     def on_message_begin(self) -> None:
         if self in self.bounds.waiting:
@@ -62,30 +214,92 @@ class BoundedHttp1(Http1):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self._is_refused:
+            return
         self.bounds.waiting.pop(self, None)
-        self._limit(self.bounds.request_s)
+        self._has_asked = True
+        counts = self.url.partition(b"?")[0].decode("latin-1") not in PAGES
+        if counts and self.bounds.is_full and not self._counted:  # an answer that is under way is not cut short
+            self._leave()
+            self._refuse(TOO_MANY_REQUESTS)
+            return
+        self._counted.append(counts)
+        self.bounds.num_requests += counts
+        self._limit(self.bounds.request_s or self.bounds.body_s)
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
+        if self.bounds.request_s is None and self not in self.bounds.waiting:
+            self._limit(self.bounds.body_s)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_refused:
+            self.transport.close()  # nothing of it is left that could reset the connection
+            return
+        if self.bounds.request_s is None and self not in self.bounds.waiting:
+            self._limit(None)
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         is_next_there = bool(self.pipeline)
+        self.bounds.num_requests -= self._counted.popleft()
         super().on_response_complete()
         if self.transport.is_closing():
-            return  # with the deadline of its request: the answer may still wait for somebody to read it
-        if is_next_there:
+            if self.bounds.request_s is None:  # else with the deadline of its request
+                self._limit(self.bounds.write_s)  # the answer may still wait for somebody to read it
+        elif is_next_there:
             self._limit(self.bounds.request_s)
         else:
             self._wait(self.bounds.idle_s)
 
-    def cut(self) -> None:
+    def pause_writing(self) -> None:
+        self._write_timer = self.loop.call_later(self.bounds.write_s, self.cut)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+        super().resume_writing()
+
+    def give_way(self) -> None:
+        """To a newcomer. Who has not asked yet is told why; between two requests an answer would be to none of them."""
+        if self._has_asked:
+            self.cut()
+            return
+        self._leave()
         self.bounds.waiting.pop(self, None)
-        self.transport.abort()
+        self._refuse(TOO_MANY_CONNECTIONS)
+        self._linger()
+
+    def cut(self) -> None:
+        """Its place is free at once."""
+        self._leave()
+        self.bounds.waiting.pop(self, None)
+        super().cut()
+
+    def _leave(self) -> None:
+        """It is none of those that are counted as open any more."""
+        if self._is_open:
+            self._is_open = False
+            self.bounds.num_open -= 1
 
     def _wait(self, seconds: float) -> None:
         self.bounds.waiting.pop(self, None)
-        self.bounds.waiting[self] = None
+        self.bounds.waiting[self] = self.loop.time()
         self._limit(seconds)
 
-    def _limit(self, seconds: float) -> None:
+    def _limit(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(seconds, self.cut)
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self.cut)
+
+
+def busy(message: str) -> bytes:
+    return whole_answer(Failure(Problem.BUSY, message), "Service Unavailable")
+
+
+TOO_MANY_CONNECTIONS = busy("this server has as many connections as it can hold")
+TOO_MANY_REQUESTS = busy("this server has as many requests under way as it may")

@@ -38,6 +38,7 @@ class Problem(StrEnum):
     BODY_TOO_LARGE = "body_too_large"
     DUPLICATE_RID = "duplicate_rid"
     NOT_READY = "not_ready"
+    BUSY = "busy"
     NODE_SILENT = "node_silent"
     NO_LIVE_PAIR = "no_live_pair"
     WORKER_UNREACHABLE = "worker_unreachable"
@@ -67,7 +68,7 @@ RULES: dict[Code, Rule] = {
     Problem.MODEL_NOT_FOUND: Rule(404, False, "edge", "GET /v1/models lists the served model"),
     Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
     Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
-    Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`"),
+    Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),
     Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
     Problem.FORBIDDEN: Rule(
         403,
@@ -84,6 +85,7 @@ RULES: dict[Code, Rule] = {
     Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
     Problem.NOT_READY: Rule(503, True, "edge", "wait until /ready answers 200"),
+    Problem.BUSY: Rule(503, True, "edge or router", "wait as long as `Retry-After` says, or use another server"),
     Problem.NODE_SILENT: Rule(503, True, "edge", "a process of the server does not answer; see its log"),
     Problem.NO_LIVE_PAIR: Rule(503, True, "router", "start the missing worker: the router finds it by itself"),
     Problem.WORKER_UNREACHABLE: Rule(
@@ -122,7 +124,12 @@ RULES: dict[Code, Rule] = {
     ),
     Cause.TRANSFER_FAILED: Rule(502, True, "node", "try again; `message` names the worker"),
     Cause.PROTOCOL: Rule(502, True, "node", "run the same version on both halves"),
-    Cause.INVALID_LOGITS: Rule(500, False, "worker", "the model made no finite numbers: check weights and dtype"),
+    Cause.INVALID_LOGITS: Rule(
+        500,
+        False,
+        "worker",
+        "no finite numbers: check weights and dtype; or a grammar too complex to follow: simplify it",
+    ),
     Cause.WORKER_LOST: Rule(503, True, "node", "the engine process ended; see the server's log"),
     Cause.ENGINE_FAILED: Rule(500, True, "node", "the forward pass of its batch raised; see the server's log"),
 }
@@ -140,6 +147,9 @@ TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+
+
+NAMED_EVENTS = frozenset({"/v1/messages"})  # pages whose clients know the events of a stream by their names
 
 
 class Failure(Struct, frozen=True):
@@ -171,6 +181,10 @@ class Refusal(Exception):
         super().__init__(message)
         self.failure = Failure(code, message, param, stage)
 
+    @classmethod
+    def of(cls, failure: Failure) -> "Refusal":
+        return cls(failure.code, failure.message, param=failure.param, stage=failure.stage)
+
 
 def invalid(param: str, message: str) -> Refusal:
     return Refusal(Problem.INVALID_VALUE, f"{param}: {message}", param=param)
@@ -184,10 +198,11 @@ def failure_of(command: FailRequest) -> Failure:
 
 
 def error_json(failure: Failure, request_id: str) -> bytes:
-    """The error envelope of every endpoint, OpenAI's shape with a few more fields."""
+    """The error envelope of every endpoint: OpenAI's shape with a few more fields, and Anthropic's `type`."""
     rule = RULES[failure.code]
     return msgspec.json.encode(
         {
+            "type": "error",
             "error": {
                 "message": failure.message,
                 "type": TYPES.get(rule.status, "server_error"),
@@ -199,9 +214,15 @@ def error_json(failure: Failure, request_id: str) -> bytes:
                 "peer": failure.peer or None,
                 "remedy": rule.remedy,
                 "request_id": request_id,
-            }
+            },
         }
     )
+
+
+def error_event(path: str, error: bytes) -> bytes:
+    """The last event of a stream that has failed; `error` is its `error_json`."""
+    name = b"event: error\n" if path in NAMED_EVENTS else b""
+    return name + b"data: " + error + b"\n\n"
 
 
 def error_headers(failure: Failure) -> dict[str, str]:
@@ -229,7 +250,8 @@ def errors_page() -> str:
             "`waited_seconds` is the time it spent in that wait, `peer` the server it waited for, if it knew one.",
             "",
             "```json",
-            '{"error": {"message": "...", "type": "...", "param": null, "code": "...", "retryable": true,',
+            '{"type": "error",',
+            ' "error": {"message": "...", "type": "...", "param": null, "code": "...", "retryable": true,',
             '           "stage": "...", "waited_seconds": 0.0, "peer": null, "remedy": "...", "request_id": "..."}}',
             "```",
             "",

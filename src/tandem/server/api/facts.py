@@ -5,6 +5,7 @@ import os
 from msgspec import Struct
 
 from tandem.config import ServerConfig
+from tandem.server.api.bounds import MAX_SAMPLES
 from tandem.server.api.validation import HashKeys, ModelLimits
 
 SECRET_BYTES = 32
@@ -36,7 +37,7 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         page_size=model.page_size,
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        max_samples=config.max_queued_requests,
+        max_samples=min(config.max_queued_requests, MAX_SAMPLES),
         bootstrap_port=config.disaggregation_bootstrap_port,
         is_strict_remote=config.strict_remote,
         dp_size=config.dp_size,

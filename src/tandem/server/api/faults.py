@@ -13,10 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
-from tandem.server.api.body import decode_body, unsupported
+from tandem.server.api.body import unsupported
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.gate import read_body
+from tandem.server.api.large_body import decode_anywhere
 
 Probability = Annotated[float, Meta(ge=0, le=1)]
 
@@ -52,7 +53,7 @@ class FaultsPage:
     async def change(self, request: Request) -> Response:
         """The answer is what is in force from now on."""
         self._check_enabled()
-        body = decode_body(await read_body(request), FaultsBody)
+        body = await decode_anywhere(await read_body(request), FaultsBody)
         self._check_possible(body)
         self._client.change_hooks(body.force_optimistic_prefill_retry_prob, body.disagg_failure_prob)
         answer = await self._client.query("faults")

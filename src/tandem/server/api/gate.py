@@ -1,15 +1,20 @@
 """What every endpoint needs of a request and for its refusal: its id, its body within bounds, the error document."""
 
+import asyncio
 import uuid
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.core.values import Cause
 from tandem.server.api.bounds import MAX_BODY_BYTES
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
 
 MAX_REQUEST_ID_CHARS = 256
+Found = TypeVar("Found")
 
 
 def request_id_of(headers: Headers) -> str:
@@ -38,3 +43,12 @@ async def read_body(request: Request) -> bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+async def within(seconds: float, work: Awaitable[Found], what: str) -> Found:
+    """Raises `Refusal` when the deadline passes meanwhile; `what` says what was not done by then."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise Refusal(Cause.DEADLINE_EXCEEDED, f"the deadline passed: {what}") from None

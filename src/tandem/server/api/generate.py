@@ -12,9 +12,11 @@ from typing import Any  # values that may be one or one per prompt
 import msgspec
 
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
-from tandem.server.api.bounds import MAX_PROMPTS
+from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.errors import invalid
+from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
+from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
@@ -22,7 +24,7 @@ from tandem.server.api.validation import (
     Names,
     Prompt,
     check_params,
-    check_prompt,
+    check_prompts,
     read_text,
 )
 
@@ -35,11 +37,14 @@ encode = msgspec.json.Encoder().encode
 
 
 async def read_native(
-    body: NativeBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+    body: NativeBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
 ) -> tuple[list[Prompt], list[GenerationParams]]:
-    prompts = await read_prompts(body, tokenizer, limits)
+    """size: bytes of the body."""
+    prompts: list[Prompt] = []
+    async for item in in_turns(await off_loop(size, LOOP_BYTES, prompt_items, body), LOOP_SAMPLES):
+        prompts.append(await read_text(item, tokenizer, limits, "text") if isinstance(item, str) else Prompt(item))
     param = "text" if body.text is not None else "input_ids"
-    prompts = [check_prompt(prompt, limits, param) for prompt in prompts]
+    prompts = await off_loop(size, LOOP_BYTES, check_prompts, prompts, limits, param)
     count = len(prompts)
     columns = zip(
         per_prompt(body.sampling_params, count, "sampling_params"),
@@ -49,22 +54,30 @@ async def read_native(
         prompts,
         strict=True,
     )
-    return prompts, [native_params(*column, limits) for column in columns]
+    grammars: dict[int, str] = {}  # prompts may share their parameters
+    params: list[GenerationParams] = []
+    async for column in in_turns(columns, LOOP_SAMPLES):
+        if (key := id(column[0])) not in grammars:
+            sampling = column[0] or NativeSampling()
+            grammars[key] = await read_grammar(sampling, tokenizer, "sampling_params.", size=size)
+        params.append(native_params(*column, limits, grammars[key]))
+    return prompts, params
 
 
-async def read_prompts(body: NativeBody, tokenizer: Tokenizer, limits: ModelLimits) -> list[Prompt]:
+def prompt_items(body: NativeBody) -> list[str] | list[list[int]]:
+    """One for each prompt."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "exactly one of text and input_ids must be given")
     if body.text is not None:
         texts = [body.text] if isinstance(body.text, str) else body.text
         check_count(len(texts), "text")
-        return [await read_text(text, tokenizer, limits, "text") for text in texts]
+        return texts
     ids: Any = body.input_ids
     rows = [ids] if all(isinstance(item, int) for item in ids) else ids
     check_count(len(rows), "input_ids")
     if not all(isinstance(row, list) for row in rows):
         raise invalid("input_ids", "mixes ids and lists")
-    return [Prompt(row) for row in rows]
+    return rows
 
 
 def check_count(count: int, param: str) -> None:
@@ -79,6 +92,7 @@ def native_params(
     logprob_start: int | None,
     prompt: Prompt,
     limits: ModelLimits,
+    grammar: str,
 ) -> GenerationParams:
     sampling = sampling or NativeSampling()
     if returns_logprob and logprob_start is not None and 0 <= logprob_start < len(prompt.tokens):
@@ -92,6 +106,7 @@ def native_params(
         seed=sampling.sampling_seed,
         top_logprobs=(top_logprobs or 0) if returns_logprob else None,
         keeps_stop=bool(sampling.no_stop_trim),
+        grammar=grammar,
     )
 
 
@@ -112,6 +127,7 @@ class GenerateReply:
     """`is_list`: the client sent lists, or wants several samples, and gets a list."""
 
     def __init__(self, tokenizer: Tokenizer, *, is_list: bool, shows_text: bool, shows_tops: bool) -> None:
+        self.shows_prompts = False
         self._tokenizer = tokenizer
         self._is_list = is_list
         self._shows_text = shows_text  # of tokens in logprobs

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from tandem.config import ServerConfig
-from tandem.server.api.errors import invalid
-from tandem.server.api.resolver import Resolver
+from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.resolver import NoThread, Resolver
 
 EVERY_HOST = ("0.0.0.0", "::", "")
 LOCALHOST = ("127.0.0.1", "::1")
@@ -60,9 +60,11 @@ class Hosts:
                 await self.addresses(host)
             except HostRefused as refused:
                 raise invalid("bootstrap_host", str(refused)) from None
+            except NoThread as lack:
+                raise Refusal(Problem.NOT_READY, str(lack)) from None
 
     async def addresses(self, host: str) -> Sequence[str]:
-        """The numbers to connect to, at least one. Raises HostRefused."""
+        """The numbers to connect to, at least one. Raises HostRefused, NoThread."""
         bare = without_brackets(host)
         if not is_host(bare):
             raise HostRefused(f"{host[:MAX_NAME_CHARS]!r} is no host: 1 to {MAX_NAME_CHARS} printable characters")

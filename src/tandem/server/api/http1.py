@@ -14,9 +14,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from tandem.server.api.errors import Failure, Problem, error_json
+from tandem.server.api.errors import Failure, Problem, error_headers, error_json
 
 OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
+ACCEPTS_PER_TURN = 32  # of one listener
+CUT = "tandem.cut"  # extension of a scope: ends the connection at once, whatever is still to be written
 MAX_HEAD_BYTES = 1 << 16  # looked at after each such piece, so a head of nearly twice as much may pass
 
 
@@ -38,6 +40,13 @@ class Http1(HttpToolsProtocol):
                 self._refuse_head()
                 return
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["extensions"] = {CUT: self.cut}  # type: ignore[typeddict-item]  # ASGI has names of its own there
+
+    def cut(self) -> None:
+        self.transport.abort()
+
     def on_headers_complete(self) -> None:
         self._kept_bytes = 0
         super().on_headers_complete()
@@ -56,26 +65,27 @@ class Http1(HttpToolsProtocol):
         self.transport.close()
 
 
-def head_refused() -> bytes:
-    """The whole answer. The request has no id yet."""
-    failure = Failure(Problem.HEAD_TOO_LARGE, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes")
+def whole_answer(failure: Failure, reason: str) -> bytes:
+    """For a request that has no id yet, on a connection that ends with it. reason: the status in words."""
     body = error_json(failure, "")
-    lines = (
-        f"HTTP/1.1 {failure.status} Request Header Fields Too Large",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        "connection: close",
-    )
+    headers = error_headers(failure) | {"content-length": str(len(body)), "connection": "close"}
+    lines = (f"HTTP/1.1 {failure.status} {reason}", *(f"{name}: {value}" for name, value in headers.items()))
     return "\r\n".join((*lines, "", "")).encode() + body
 
 
-HEAD_REFUSED = head_refused()
+HEAD_REFUSED = whole_answer(
+    Failure(Problem.HEAD_TOO_LARGE, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"),
+    "Request Header Fields Too Large",
+)
 
 
 def uvicorn_config(
     app: ASGIApp, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off", http: type[Http1] = Http1
 ) -> uvicorn.Config:
-    """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends."""
+    """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends.
+
+    Run it with a `TurnServer`: `backlog` is how many connections asyncio accepts in one turn, too.
+    """
     return uvicorn.Config(
         app,
         interface="asgi3",
@@ -87,5 +97,6 @@ def uvicorn_config(
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
+        backlog=ACCEPTS_PER_TURN,
         timeout_graceful_shutdown=drain_seconds,
     )

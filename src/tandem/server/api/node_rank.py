@@ -1,19 +1,19 @@
-"""One data-parallel rank, as the API process sees it: the way to its node, what the node answers, and its load.
+"""One data-parallel rank, as the API process sees it: the way to its node, and what the node answers.
 
-Everything here runs on the event loop. Whose tokens come and who is told is `client.py`'s; a rank counts only how much
-of that is its own.
+Everything here runs on the event loop. Whose tokens come and who is told is `client.py`'s.
 """
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 from tandem.core import commands
-from tandem.core.dp_dispatch import RankLoad
 from tandem.server import wire
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.hosts import Hosts
+from tandem.server.api.live_requests import LOADING, LiveRank
 
 QUERY_SECONDS = 5.0
 
@@ -31,31 +31,40 @@ class NodePort(Protocol):
 
 
 class NodeRank:
-    """`node` is None until the node is ready, and again when it is gone."""
+    """`node` is None until the node is ready, and again when it is gone. state: what decides about it; shared.
 
-    def __init__(self, dp_rank: int, port: NodePort, hosts: Hosts) -> None:
+    see_trouble: changes it there.
+    """
+
+    def __init__(
+        self, dp_rank: int, port: NodePort, hosts: Hosts, state: LiveRank, see_trouble: Callable[[str], None]
+    ) -> None:
         self.dp_rank = dp_rank
         self.port = port
         self.node: wire.NodeReady | None = None
-        self.loss = ""  # why the node is gone
-        self.trouble = ""  # which of its processes makes no progress, in words; empty: all do
-        self.num_requests = 0
-        self.num_tokens = 0  # of those: prompts, and what has come
+        self.state = state
+        self._see_trouble = see_trouble
         self._query_ids = itertools.count(1)
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._bootstraps = BootstrapClient(hosts, own=self._own_replica, report=port.send)
 
     @property
     def is_active(self) -> bool:
-        return self.node is not None and not self.trouble
+        return self.state.is_active
 
-    def load(self, *, is_active: bool) -> RankLoad:
-        return RankLoad(self.num_requests, self.num_tokens, is_active)
+    @property
+    def trouble(self) -> str:
+        return self.state.trouble
+
+    @trouble.setter
+    def trouble(self, trouble: str) -> None:
+        if trouble != self.state.trouble:
+            self._see_trouble(trouble)
 
     def check_there(self) -> None:
         """Raises `Refusal` while there is no node."""
         if self.node is None:
-            raise Refusal(Problem.NOT_READY, self.loss or "the model is still being loaded")
+            raise Refusal(Problem.NOT_READY, self.state.loss or LOADING)
 
     async def query(self, what: str, *, timeout: float = QUERY_SECONDS) -> bytes:
         """Ask the node for one of `wire.Query`'s documents (JSON). Raises `Refusal` when it does not answer."""
@@ -83,12 +92,10 @@ class NodeRank:
                 self._bootstraps.ask_rank(message.address, message.room)
             case wire.NodeReady():
                 self.node = message
-                self.loss = self.trouble = ""
 
     def lose(self, reason: str) -> None:
         """The node is gone. Its requests are ended by who owns them."""
         self.node = None
-        self.loss = reason
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(Refusal(Problem.NODE_SILENT, f"the node is gone: {reason}"))

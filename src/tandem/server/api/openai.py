@@ -13,10 +13,14 @@ from msgspec import Struct, structs
 
 from tandem.sampling import TokenScore
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
-from tandem.server.api.bounds import MAX_PROMPTS
+from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
+from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
 from tandem.server.api.errors import invalid
+from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
+from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import RenderedChat, Tokenizer
+from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.server.api.validation import (
     GenerationParams,
     ModelLimits,
@@ -24,6 +28,7 @@ from tandem.server.api.validation import (
     Prompt,
     check_params,
     check_prompt,
+    check_prompts,
     read_text,
     time_of,
 )
@@ -37,32 +42,41 @@ encode = msgspec.json.Encoder().encode
 
 
 async def read_chat(
-    body: ChatBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+    body: ChatBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
 ) -> tuple[list[Prompt], list[GenerationParams]]:
-    """The one prompt of a chat request."""
-    refuse_formats(body, routing)
-    refuse_tool_choice(body)
-    if body.modalities not in (None, ["text"]):
-        raise unsupported("modalities", "; it answers in text only")
-    if body.top_logprobs is not None and not body.logprobs:
-        raise invalid("top_logprobs", "needs logprobs: true")
+    """The one prompt of a chat request. size: bytes of the body."""
+    answer, chat = await off_loop(size, LOOP_CHAT_BYTES, rendered, body, routing, tokenizer, form)
     params = openai_params(
         body,
         limits,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         max_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=await answer.read_grammar(body, tokenizer, chat.text, size),
     )
-    chat = chat_text(body, tokenizer, time_of(routing))
+    if answer.shows_special_tokens(tokenizer):
+        params = structs.replace(params, skip_special_tokens=False)
     prompt = await read_text(chat.text, tokenizer, limits, "messages", add_special_tokens=False)
     prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
     return [check_prompt(prompt, limits, "messages")], [params]
 
 
+def rendered(body: ChatBody, routing: Routing, tokenizer: Tokenizer, form: ChatForm) -> tuple[AnswerForm, RenderedChat]:
+    """In any thread: what must be right before there is a prompt, and its text."""
+    refuse_options(body, routing)
+    refuse_functions(body)
+    answer = form.answer_to(body)
+    if body.modalities not in (None, ["text"]):
+        raise unsupported("modalities", "; it answers in text only")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs: true")
+    return answer, chat_text(body, tokenizer, time_of(routing), answer.offered)
+
+
 async def read_completion(
-    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits
+    body: CompletionBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
 ) -> tuple[list[Prompt], list[GenerationParams]]:
-    refuse_formats(body, routing)
+    refuse_options(body, routing)
     if body.echo and body.logprobs is not None:
         raise unsupported("echo", " together with logprobs: there are no logprobs of prompt tokens")
     params = openai_params(
@@ -71,40 +85,42 @@ async def read_completion(
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         max_name="max_tokens",
         top_logprobs=body.logprobs,
+        grammar=await read_grammar(body, tokenizer, size=size),
     )
     adds_special = body.add_special_tokens is not False
-    prompts = await read_prompts(body.prompt, tokenizer, limits, adds_special)
-    prompts = [check_prompt(prompt, limits, "prompt") for prompt in prompts]
-    return prompts, [params] * len(prompts)
+    prompts: list[Prompt] = []
+    async for item in in_turns(await off_loop(size, LOOP_BYTES, prompt_items, body.prompt), LOOP_SAMPLES):
+        if isinstance(item, str):
+            prompts.append(await read_text(item, tokenizer, limits, "prompt", add_special_tokens=adds_special))
+        else:
+            prompts.append(Prompt(item))
+    return await off_loop(size, LOOP_BYTES, check_prompts, prompts, limits, "prompt"), [params] * len(prompts)
 
 
-async def read_prompts(
-    value: str | list[str | int | list[int]] | None, tokenizer: Tokenizer, limits: ModelLimits, adds_special: bool
-) -> list[Prompt]:
-    """A text, texts, ids, or lists of ids."""
+def prompt_items(value: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+    """A text, texts, ids, or lists of ids: one item for each prompt."""
     if value is None or value == []:
         raise invalid("prompt", "is missing or empty")
     if isinstance(value, str):
-        items: Sequence[str | int | list[int]] = [value]
-    elif all(isinstance(item, int) for item in value):
-        items = [value]  # type: ignore[list-item]  # just checked: all ints
-    else:
-        items = value
-    if len(items) > MAX_PROMPTS:
+        return [value]
+    if all(isinstance(item, int) for item in value):
+        return [value]  # type: ignore[list-item]  # just checked: all ints
+    if len(value) > MAX_PROMPTS:
         raise invalid("prompt", f"at most {MAX_PROMPTS} prompts in one request")
-    prompts: list[Prompt] = []
-    for item in items:
-        if isinstance(item, str):
-            prompts.append(await read_text(item, tokenizer, limits, "prompt", add_special_tokens=adds_special))
-        elif isinstance(item, list):
-            prompts.append(Prompt(item))
-        else:
-            raise invalid("prompt", "mixes texts, ids and lists")
-    return prompts
+    items = [item for item in value if not isinstance(item, int)]
+    if len(items) < len(value):
+        raise invalid("prompt", "mixes texts, ids and lists")
+    return items
 
 
 def openai_params(
-    body: OpenAIBody, limits: ModelLimits, *, max_tokens: int | None, max_name: str, top_logprobs: int | None
+    body: OpenAIBody,
+    limits: ModelLimits,
+    *,
+    max_tokens: int | None,
+    max_name: str,
+    top_logprobs: int | None,
+    grammar: str,
 ) -> GenerationParams:
     return check_params(
         body,
@@ -115,28 +131,26 @@ def openai_params(
         seed=body.seed,
         top_logprobs=top_logprobs,
         keeps_stop=bool(body.no_stop_trim or body.include_stop_str_in_output),
+        grammar=grammar,
     )
 
 
-def refuse_formats(body: OpenAIBody, routing: Routing) -> None:
+def refuse_options(body: OpenAIBody, routing: Routing) -> None:
     if body.stream_options is not None and not routing.stream:
         raise invalid("stream_options", "needs stream: true")
-    format = (body.response_format or {}).get("type", "text")
-    if format != "text":
-        raise unsupported("response_format", f" with type {format!r}; only text")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", " unless it equals n")
 
 
-def refuse_tool_choice(body: ChatBody) -> None:
-    """Tools themselves are refused where the body is decoded; here is a choice among none."""
-    if body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "needs tools, which this server does not support")
+def refuse_functions(body: ChatBody) -> None:
+    """Functions themselves are refused where the body is decoded; here is a choice among none."""
     if body.function_call not in (None, "none", "auto"):
-        raise invalid("function_call", "needs functions, which this server does not support")
+        raise invalid("function_call", "needs functions, which this server does not support; use tools")
 
 
-def chat_text(body: ChatBody, tokenizer: Tokenizer, rendered_at: int) -> RenderedChat:
+def chat_text(
+    body: ChatBody, tokenizer: Tokenizer, rendered_at: int, tools: Sequence[dict[str, Any]] = ()
+) -> RenderedChat:
     """The conversation as text. An unfinished last message of the assistant may be continued instead of answered."""
     if not body.messages:
         raise invalid("messages", "is missing or empty")
@@ -147,6 +161,8 @@ def chat_text(body: ChatBody, tokenizer: Tokenizer, rendered_at: int) -> Rendere
     for reserved in ("messages", "add_generation_prompt"):
         if reserved in variables:
             raise invalid("chat_template_kwargs", f"must not set {reserved}")
+    if tools:
+        variables["tools"] = list(tools)
     if not body.continue_final_message:
         adds_prompt = body.add_generation_prompt is not False
         return tokenizer.render_chat(
@@ -159,26 +175,6 @@ def chat_text(body: ChatBody, tokenizer: Tokenizer, rendered_at: int) -> Rendere
         messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
     )
     return before._replace(text=before.text + last["content"])
-
-
-def flat_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose content is text: parts of text are joined, other parts refused."""
-    if not isinstance(message.get("role"), str):
-        raise invalid("messages", "every message needs a role")
-    content = message.get("content")
-    if content is None:
-        return {**message, "content": ""}
-    if isinstance(content, str):
-        return message
-    if not isinstance(content, list):
-        raise invalid("messages", "content must be a string or a list of parts")
-    texts: list[str] = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise unsupported("messages", f" with content of type {kind!r}; only text")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
 
 
 # out
@@ -241,34 +237,37 @@ class Writer:
 
 
 class ChatReply:
-    def __init__(self, shape: Shape, tokenizer: Tokenizer, *, role: str = "assistant") -> None:
+    """`form`: how its answers are taken apart; None where they are text."""
+
+    def __init__(self, shape: Shape, tokenizer: Tokenizer, form: AnswerForm | None = None) -> None:
+        self.shows_prompts = shape.returns_ids
         self._shape = shape
         self._chunk = Writer(shape, tokenizer, "chat.completion.chunk")
         self._whole = Writer(shape, tokenizer, "chat.completion")
-        self._role = role
-        self._openings = [b'{"index":%d,"delta":{"content":' % index for index in range(shape.n)]
+        self._form = form if form is not None and not form.is_plain else None
+        self._splitters: dict[int, AnswerSplitter] = {}  # by index of the sample
+        self._openings = [b'{"index":%d,"delta":' % index for index in range(shape.n)]
 
     def begin(self, sample: Sample) -> bytes:
-        choice = b'{"index":%d,"delta":{"role":%s,"content":""},"logprobs":null,"finish_reason":null' % (
-            sample.ask.index,
-            encode(self._role),
-        )
+        choice = self._openings[sample.ask.index] + b'{"role":"assistant","content":""},"logprobs":null'
+        choice += b',"finish_reason":null'
         if self._shape.returns_ids:
             choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
         return self._chunk.event(choice + b"}", sample)
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
-        if not text and not sample.scores and not self._shape.returns_ids:
-            return b""
-        choice = self._openings[sample.ask.index] + encode(text)
-        choice += b'},"logprobs":' + self._logprobs(sample, start) + self._chunk.ids(sample, start)
-        return self._chunk.event(choice + b',"finish_reason":null}', sample)
+        if self._form is None:
+            if not text and not sample.scores and not self._shape.returns_ids:
+                return b""
+            return self._delta(sample, b'{"content":' + encode(text) + b"}", start)
+        return self._pieces(sample, self._splitter(sample).feed(text), start)
 
     def end(self, sample: Sample, text: str, start: int) -> bytes:
         last = self.delta(sample, text, start) if len(sample.tokens) > start or text else b""
-        choice = b'{"index":%d,"delta":{},"logprobs":null,"finish_reason":"%s","matched_stop":%s}' % (
-            sample.ask.index,
-            sample.finish_reason.encode(),
+        if self._form is not None:
+            last += self._pieces(sample, self._splitter(sample).finish(), len(sample.tokens), is_last=True)
+        choice = self._openings[sample.ask.index] + b'{},"logprobs":null,"finish_reason":"%s","matched_stop":%s}' % (
+            self._finish_reason(sample).encode(),
             encode(sample.text.matched),
         )
         return last + self._chunk.event(choice, sample)
@@ -283,22 +282,89 @@ class ChatReply:
             answer["prompt_token_ids"] = samples[0].ask.prompt.tokens
         return encode(answer)
 
+    def _splitter(self, sample: Sample) -> AnswerSplitter:
+        assert self._form is not None
+        found = self._splitters.get(sample.ask.index)
+        if found is None:
+            found = self._form.splitter(sample.ask.prompt.text or "")
+            self._splitters[sample.ask.index] = found
+        return found
+
+    def _finish_reason(self, sample: Sample) -> str:
+        splitter = self._splitters.get(sample.ask.index)
+        calls = splitter is not None and splitter.num_calls and sample.finish_reason == "stop"
+        return "tool_calls" if calls else sample.finish_reason
+
+    def _pieces(self, sample: Sample, pieces: Sequence[Piece], start: int, *, is_last: bool = False) -> bytes:
+        """An event for each; what is said of the tokens goes with the first, or with one that says nothing else."""
+        deltas = [encode(self._delta_of(sample, piece)) for piece in pieces]
+        if not deltas and not is_last and (sample.scores or self._shape.returns_ids):
+            deltas = [b"{}"]
+        events = []
+        for delta in deltas:
+            events.append(self._delta(sample, delta, start))
+            start = len(sample.tokens)
+        return b"".join(events)
+
+    def _delta_of(self, sample: Sample, piece: Piece) -> dict[str, object]:
+        match piece:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallStart(index, name):
+                id = self._splitter(sample).id_of(index)
+                function = {"name": name, "arguments": ""}
+                return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+            case CallArguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _delta(self, sample: Sample, delta: bytes, start: int) -> bytes:
+        choice = self._openings[sample.ask.index] + delta
+        choice += b',"logprobs":' + self._logprobs(sample, start) + self._chunk.ids(sample, start)
+        return self._chunk.event(choice + b',"finish_reason":null}', sample)
+
     def _choice(self, sample: Sample) -> dict[str, object]:
+        message = self._message(sample)
         choice: dict[str, object] = {
             "index": sample.ask.index,
-            "message": {
-                "role": self._role,
-                "content": "".join(sample.parts),
-                "tool_calls": None,
-                "reasoning_content": None,
-            },
+            "message": message,
             "logprobs": {"content": self._entries(sample, 0)} if sample.ask.sampling.logprobs else None,
-            "finish_reason": sample.finish_reason,
+            "finish_reason": self._finish_reason(sample),
             "matched_stop": sample.text.matched,
         }
         if self._shape.returns_ids:
             choice["token_ids"] = sample.tokens
         return choice
+
+    def _message(self, sample: Sample) -> dict[str, object]:
+        text = "".join(sample.parts)
+        if self._form is None:
+            return {"role": "assistant", "content": text, "tool_calls": None, "reasoning_content": None}
+        splitter = self._splitter(sample)
+        pieces = [*splitter.feed(text), *splitter.finish()]
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+        thought = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        calls = [
+            {
+                "id": splitter.id_of(call.index),
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": "".join(
+                        piece.text for piece in pieces if isinstance(piece, CallArguments) and piece.index == call.index
+                    ),
+                },
+            }
+            for call in pieces
+            if isinstance(call, CallStart)
+        ]
+        return {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "tool_calls": calls or None,
+            "reasoning_content": thought or None,
+        }
 
     def _logprobs(self, sample: Sample, start: int) -> bytes:
         if not sample.ask.sampling.logprobs:
@@ -319,6 +385,7 @@ class CompletionReply:
     """`echo`: the prompt's text goes before the answer's."""
 
     def __init__(self, shape: Shape, tokenizer: Tokenizer, *, echo: bool) -> None:
+        self.shows_prompts = echo or shape.returns_ids
         self._shape = shape
         self._writer = Writer(shape, tokenizer, "text_completion")
         self._tokenizer = tokenizer

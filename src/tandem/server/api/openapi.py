@@ -20,9 +20,11 @@ from tandem.server.api.body import (
     NativeSampling,
     Routing,
     StreamOptions,
+    StructuredOutputs,
     TokenizeBody,
 )
 from tandem.server.api.bounds import MAX_ROOM
+from tandem.server.api.messages import MessagesBody
 
 Schema = dict[str, Any]
 LIST: Schema = {"type": "array", "minItems": 1}
@@ -39,18 +41,45 @@ MESSAGE: Schema = {
     "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": PART}},
 }
+TEXTS: Schema = {"type": ["string", "array"], "items": PART}
+TURN: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {"role": {"enum": ["user", "assistant"]}, "content": TEXTS},
+}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 # Per path: the body, the fields one of which must be there and what it must be then, and what the path does.
 GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/v1/chat/completions": (ChatBody, {"messages": LIST | {"items": MESSAGE}}, "Answer a conversation."),
     "/v1/completions": (CompletionBody, {"prompt": PROMPT}, "Continue a text."),
+    "/v1/messages": (MessagesBody, {"messages": LIST | {"items": TURN}}, "Answer a conversation, as Anthropic has it."),
     "/generate": (NativeBody, {"text": PROMPT, "input_ids": LIST}, "SGLang's dialect; streams are cumulative."),
+}
+# What else a body must hold, or what a member must be that its type leaves open.
+NARROWER: dict[str, Schema] = {
+    "/v1/messages": {
+        "required": ["max_tokens"],
+        "properties": {
+            "max_tokens": {"type": "integer"},
+            "system": {"type": ["string", "array", "null"], "items": PART},
+            "tools": {
+                "items": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}}
+            },
+            "tool_choice": {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+            "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
+        },
+    },
 }
 OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/tokenize": (
         TokenizeBody,
         {"prompt": GIVEN, "text": GIVEN, "messages": {"type": "array", "items": MESSAGE}},
         "Text to token ids.",
+    ),
+    "/v1/messages/count_tokens": (
+        MessagesBody,
+        {"messages": LIST | {"items": TURN}},
+        "How many tokens such a prompt has.",
     ),
     "/detokenize": (
         DetokenizeBody,
@@ -91,7 +120,13 @@ def bounds(dp_size: int) -> dict[str, Schema]:
 @cache
 def openapi_document(role: str, dp_size: int = 1) -> Schema:
     narrower = bounds(dp_size)
-    kinds = [Routing, StreamOptions, NativeSampling, *(kind for kind, _, _ in (GENERATION | OTHERS).values())]
+    kinds = [
+        Routing,
+        StreamOptions,
+        StructuredOutputs,
+        NativeSampling,
+        *dict.fromkeys(kind for kind, _, _ in (GENERATION | OTHERS).values()),
+    ]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         drop_refused(components[kind.__name__], kind)
@@ -103,7 +138,9 @@ def openapi_document(role: str, dp_size: int = 1) -> Schema:
     ]
     beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
     for path, (kind, fields, text) in GENERATION.items():
-        paths[path] = {"post": operation(text, {"allOf": [reference(kind), with_one(fields, of="oneOf"), *beside]})}
+        narrower_still = [NARROWER[path]] if path in NARROWER else []
+        parts = [reference(kind), with_one(fields, of="oneOf"), *narrower_still, *beside]
+        paths[path] = {"post": operation(text, {"allOf": parts})}
     for path, (kind, fields, text) in OTHERS.items():
         paths[path] = {"post": operation(text, {"allOf": [reference(kind), with_one(fields, of="anyOf")]})}
     paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})

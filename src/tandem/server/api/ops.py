@@ -18,11 +18,12 @@ from tandem.core.settings import LoadBalanceMethod, Role
 from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
 from tandem.sampling import SamplingParams
 from tandem.server import wire
-from tandem.server.api.body import AbortBody, decode_body
+from tandem.server.api.body import AbortBody
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gate import error_response, read_body
+from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
 from tandem.server.api.tenant import tenant_of
@@ -270,7 +271,7 @@ class Ops:
 
     async def abort_request(self, request: Request) -> Response:
         """Exact rid only; the answer says how many requests were told to end."""
-        body = decode_body(await read_body(request) or b"{}", AbortBody)
+        body = await decode_anywhere(await read_body(request) or b"{}", AbortBody)
         if body.abort_all:
             return json_response({"aborted": self._client.abort_all()})
         if not body.rid:

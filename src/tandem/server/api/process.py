@@ -2,9 +2,13 @@
 
 start     the children load while this process reads the tokenizer; the ports listen when all nodes are ready,
           the bootstrap server's before the one whose /health says so
-SIGTERM   /health says 503 and nothing new is accepted; what runs may finish within --drain-timeout; exit 0
+SIGTERM, SIGINT, SIGHUP
+          /health says 503 and nothing new is accepted; what runs may finish within --drain-timeout, and ends with
+          `draining` after that; exit 0
 again     exit at once
 a child hangs   its rank takes no more requests, later the child is killed (`watchdog.py`)
+this process hangs
+                its loop's watchdog ends it, and the kernel the children (`loop_watchdog.py`)
 a child dies    every live request of its rank ends with `worker_lost`. The only rank: exit 1 with one line that says
                 why. One of several: the others serve, it is started anew
 """
@@ -12,17 +16,18 @@ a child dies    every live request of its rank ends with `worker_lost`. The only
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any  # what a coroutine is sent and gives back while it runs
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
@@ -30,29 +35,34 @@ from tandem.core.bootstrap_registry import Registry, Rejected
 from tandem.core.commands import AnnounceDpRank
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
-from tandem.core.values import Cause, Room
+from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api.app import build_app
-from tandem.server.api.bootstrap import BootstrapServer, monotonic_now, registration
+from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
+from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
-from tandem.server.api.connections import Bounds
+from tandem.server.api.connections import Bounds, api_bounds, quiet_accept_errors, raise_fd_limit
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http1 import Http1, uvicorn_config
+from tandem.server.api.loop_watchdog import LoopWatchdog, end_process
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.turn_limits import TurnServer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
+from tandem.server.fault_records import OFF, folder_of
 from tandem.server.processes import ChildName, Children, Listeners, Replicas, ServerFailure
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: its terminal is closed
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
 READY_POLL_S = 0.05
+RECORD_S = 2.0  # for a node that hangs, to write what it did last
 OBITUARY_S = 1.0  # until the kernel has told how a child ended
 
 logger = logging.getLogger("tandem.api")
@@ -79,7 +89,7 @@ class NodeLink:
             raise Refusal(Problem.BODY_TOO_LARGE, f"all samples together make {error}") from None
 
 
-class QuietServer(uvicorn.Server):
+class QuietServer(TurnServer):
     """Leaves the signals to us."""
 
     @contextlib.contextmanager
@@ -110,6 +120,7 @@ class ApiProcess:
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._has_said_goodbye = False  # the nodes end because we told them to
+        self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=end_process)
         self._registry = Registry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._client = NodeClient(
@@ -119,13 +130,17 @@ class ApiProcess:
             method=method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role)),
             rooms_move=config.disaggregation_dp_rank_conflict == DpConflictPolicy.RESOLVE,
             announce=self._announce,
+            fault_folder=folder_of(config.fault_records),
         )
 
     async def run(self, model: ModelFacts, secret: ClusterSecret | None) -> None:
         """Until a signal ends it. Raises ServerFailure. `secret`: the cluster's, None for a server without peers."""
         loop = asyncio.get_running_loop()
+        raise_fd_limit()
+        quiet_accept_errors(loop)
         for number in STOP_SIGNALS:
-            loop.add_signal_handler(number, self._signalled)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                loop.add_signal_handler(number, self._signalled)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         for dp_rank in range(len(self._replicas)):
             await self._meet(dp_rank)
@@ -137,19 +152,25 @@ class ApiProcess:
                 self._open(server.app(), self._listeners.bootstrap, http=Bounds().protocol())
             digest_secret = None if secret is None else secret.key("prompt digest")
             app = build_app(self._config, self._client, model, tokenizer, digest_secret=digest_secret)
-            self._open(app, self._listeners.http)
+            self._open(app, self._listeners.http, http=self._bounds().protocol())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
                 gc.collect()
                 gc.freeze()  # what is here now stays; the collector need not look at it again
                 for dp_rank in range(len(self._replicas)):
                     self._watch(dp_rank)
-                print(ready_line(self._config, self._listeners), flush=True)
+                self._loop_watchdog.start()
+                say(ready_line(self._config, self._listeners))
                 await self._wait_for(self._stop.wait())
             self._client.drain()
             await self._wait_for(self._client.wait_idle(), asyncio.sleep(self._config.drain_timeout))
             self._unregister()  # not before: decode may still have to find us for what runs here
-            self._client.abort_all()
+            self._client.abort_all(Cause.DRAINING)
+        except ServerFailure:
+            raise  # somebody else's, or it is on record already
+        except Exception as error:
+            self._client.last_steps.write_last(f"the API process ends: {type(error).__name__} {error}")
+            raise
         finally:
             await self._end()
 
@@ -162,6 +183,7 @@ class ApiProcess:
         if self._loss.done():
             reason = await self._cause_of_loss()
             self._client.lose(reason)
+            self._client.last_steps.write(f"the server ends: {reason}")
             raise ServerFailure(reason)
 
     async def _meet(self, dp_rank: int) -> None:
@@ -188,6 +210,7 @@ class ApiProcess:
         return said or children.exit_reason() or "a process of this server ended without a word; see its log"
 
     async def _end(self) -> None:
+        self._loop_watchdog.stop()
         for task in (*self._watching.values(), *(restart.task for restart in self._restarts.values())):
             task.cancel()
         for server, _ in self._servers:
@@ -202,6 +225,12 @@ class ApiProcess:
         for link in self._links:
             if link.channel is not None:
                 link.channel.close()
+
+    def _bounds(self) -> Bounds:
+        """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed."""
+        config = self._config
+        held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
+        return api_bounds(max_requests=held, write_s=config.stall_timeout)
 
     def _open(self, app: ASGIApp, listener: socket.socket, *, http: type[Http1] = Http1) -> None:
         config = uvicorn_config(app, drain_seconds=FLUSH_S, http=http)
@@ -228,7 +257,7 @@ class ApiProcess:
                 if self._client.has_started:
                     self._ready.set()
             case AnnounceDpRank():
-                self._announce(message.room, message.dp_rank)
+                self._announce(message)
             case _:
                 self._client.receive(message, dp_rank)
 
@@ -241,10 +270,11 @@ class ApiProcess:
             reason = f"cannot register with our own bootstrap server: {outcome.param}: {outcome.reason}"
             self._end_with(replica.dp_rank, reason)
 
-    def _announce(self, room: Room, dp_rank: int) -> None:
-        outcome = self._registry.announce(room, dp_rank, monotonic_now())
+    def _announce(self, announced: AnnounceDpRank) -> None:
+        outcome = self._registry.announce(announced.room, announced.dp_rank, monotonic_now())
         if isinstance(outcome, Rejected):  # we have unregistered: decode finds another life, or nobody
-            logger.warning("room %d is not announced: %s", room, outcome.reason)
+            logger.warning("room %d is not announced: %s", announced.room, outcome.reason)
+        self._client.tell_elsewhere(announced)
 
     def _unregister(self) -> None:
         for rank in self._client.there:
@@ -262,7 +292,11 @@ class ApiProcess:
         """End it, which the others take for the loss that it is: they write what they still have, and end too."""
         children = self._replicas.children[dp_rank]
         self._lose(dp_rank, f"{reason} (--watchdog-timeout); start the server again", children)
-        children.kill_some(who)
+        if who == "node" and self._config.fault_records != OFF:
+            children.ask_for_record()
+            asyncio.get_running_loop().call_later(RECORD_S, children.kill_some, who)
+        else:
+            children.kill_some(who)
 
     # -- a rank that is lost -----------------------------------------------------------------------------------------
 
@@ -290,13 +324,12 @@ class ApiProcess:
         if (watching := self._watching.pop(dp_rank, None)) is not None:
             watching.cancel()
         logger.warning("DP rank %d is lost: %s", dp_rank, reason)
+        self._client.last_steps.write(f"DP rank {dp_rank} is lost")
         link = self._links[dp_rank]
         if link.channel is not None:
             link.channel.close()
-        await asyncio.sleep(restart_delay_s(attempt))
-        if self._stop.is_set():
+        if not await self._start_anew(dp_rank, attempt):
             return
-        self._replicas.restart(dp_rank)
         self._restarts[dp_rank].is_loading = True
         await self._meet(dp_rank)
         while rank.node is None:  # should it die instead, `_lose` cancels this and starts the next attempt
@@ -304,6 +337,20 @@ class ApiProcess:
         del self._restarts[dp_rank]
         self._watch(dp_rank)
         logger.info("DP rank %d serves again", dp_rank)
+
+    async def _start_anew(self, dp_rank: int, attempt: int) -> bool:
+        """False: the server is about to end. Where the machine has no process left for it, others serve meanwhile."""
+        for number in itertools.count(attempt):
+            await asyncio.sleep(restart_delay_s(number))
+            await self._replicas.children[dp_rank].node_ends(RECORD_S)
+            if self._stop.is_set():
+                break
+            try:
+                self._replicas.restart(dp_rank)
+                return True
+            except OSError as error:
+                logger.warning("DP rank %d cannot be started yet: %s", dp_rank, error)
+        return False
 
     def _end_with(self, dp_rank: int, reason: str) -> None:
         """The server ends."""
@@ -323,6 +370,12 @@ class ApiProcess:
 def restart_delay_s(attempt: int) -> float:
     """`attempt`: how often it has died before it was ready, since it last served."""
     return min(RESTART_MAX_S, RESTART_S * 2.0 ** min(attempt, 32))
+
+
+def say(line: str) -> None:
+    """On standard output, if that takes it: a full disk does not keep a server from serving."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 def ready_line(config: ServerConfig, listeners: Listeners) -> str:

@@ -26,6 +26,10 @@ def addresses_of(name: str) -> Addresses:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
+class NoThread(Exception):
+    """It says nothing of the name: whoever asks again may be answered."""
+
+
 @dataclass(slots=True, eq=False)
 class Resolver:
     """Of one event loop."""
@@ -36,7 +40,7 @@ class Resolver:
     _found: dict[str, tuple[float, Addresses]] = field(default_factory=dict)  # until when; the oldest first
 
     async def __call__(self, name: str) -> Addresses:
-        """Raises OSError, UnicodeError."""
+        """Raises OSError, UnicodeError, NoThread."""
         answer = self._under_way.get(name)
         if answer is None:
             if len(self._under_way) >= MAX_LOOKUPS:
@@ -58,7 +62,11 @@ class Resolver:
             with suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(self._end, name, found)
 
-        threading.Thread(target=run, name="lookup", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="lookup", daemon=True).start()
+        except RuntimeError as error:
+            del self._under_way[name]  # nobody will ever answer
+            raise NoThread(f"the system has no thread left to look {name!r} up") from error
         return answer
 
     def _end(self, name: str, found: "Addresses | BaseException") -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tandem.core import commands
 from tandem.core.values import Cause
@@ -23,14 +23,18 @@ from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
 from tandem.sampling import TokenScore
 from tandem.server import wire
+from tandem.server.api.bounds import LOOP_IDS, LOOP_SAMPLES, LOOP_SCORES
 from tandem.server.api.client import Generation, Live, NodeClient
-from tandem.server.api.errors import Failure, Problem, error_headers, error_json, failure_of
+from tandem.server.api.errors import Failure, Problem, error_event, error_headers, error_json, failure_of
+from tandem.server.api.http1 import CUT
+from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.text import TextStream
 from tandem.server.api.validation import SampleRequest
 
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
+SAMPLE_SCORES = LOOP_SCORES // LOOP_SAMPLES  # that an event is worth, whatever it holds
 PATH_ORDER = ("unified", "remote", "local", "fallback")  # of several samples the head names the last of these
 
 
@@ -163,6 +167,8 @@ class Sample:
 class Reply(Protocol):
     """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing."""
 
+    shows_prompts: bool  # the text or the ids of a sample's prompt are part of its answer
+
     def begin(self, sample: Sample) -> bytes:
         """Before the first text of a sample."""
         ...
@@ -225,6 +231,7 @@ class TokenResponse:
         routed = [one.ask.dp_rank for one in self._prepared]
         with self._client.running(submits, names, routed=routed) as generation:
             self._watch_over(generation)
+            generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
             watch = asyncio.create_task(self._watch_client(receive))
             try:
                 if self._sends_head_first:
@@ -235,6 +242,7 @@ class TokenResponse:
                     await self._answer(send)
             except Exception:  # the outermost frame of this task: the client gets an answer, the server goes on
                 logger.exception("request %s", self._request_id)
+                self._client.last_steps.write(f"request {self._request_id} has met an error of ours")
                 await self._fail(send, Failure(Problem.INTERNAL, "the server made a mistake"))
             finally:
                 watch.cancel()
@@ -253,11 +261,11 @@ class TokenResponse:
         while (await receive())["type"] != "http.disconnect":
             pass
         self._generation.abandon()
-        self._abort()
+        self._client.leave(self._generation)
 
-    def _abort(self) -> None:
-        for sample in self._samples:
-            self._client.abort(sample.live)
+    async def _write(self, send: Send, message: Message) -> None:
+        with self._client.writing(self._generation):
+            await send(message)
 
     async def _news(self) -> list[Live]:
         """Who has news. Prompts that the node wants anew are on their way to it by then."""
@@ -273,50 +281,66 @@ class TokenResponse:
             changed = await self._news()
             if self._generation.is_abandoned:
                 return
-            events, failure = self._advance(changed)
+            events, failure = await self._advance(changed)
             if not self._is_head_sent and failure is None and self._is_started():
                 await self._send_head(send, self._path())
             if events and failure is None:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
+                await self._write(send, {"type": "http.response.body", "body": events, "more_body": True})
             if failure is not None:
                 await self._fail(send, failure, events)
                 return
         end = self._reply.close(self._samples)
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await self._write(send, {"type": "http.response.body", "body": end, "more_body": False})
 
-    def _advance(self, changed: Sequence[Live]) -> tuple[bytes, Failure | None]:
-        """Take all news: the events to write for it, and the first failure."""
+    async def _advance(self, changed: Sequence[Live]) -> tuple[bytes, Failure | None]:
+        """Take all news: the events to write for it, and the first failure.
+
+        Others have their turn in between, and then more may come to a sample: that is the next news of it.
+        """
         events: list[bytes] = []
-        now_ns = time.monotonic_ns()
+        num_scores = 0
         for live in changed:
             sample = self._by_live[id(live)]
+            coming = SAMPLE_SCORES + self._num_scores(sample, live.tokens)
+            if num_scores + coming > LOOP_SCORES:
+                num_scores = 0
+                await asyncio.sleep(0)
+            num_scores += coming
+            now_ns = time.monotonic_ns()
             start = len(sample.tokens)
-            text = sample.absorb(now_ns, self._stats)
+            text, has_ended = sample.absorb(now_ns, self._stats), live.ended is not None
+            fresh = self._num_scores(sample, sample.tokens[start:])
             if isinstance(sample.text.matched, str):
                 self._client.stop(live)
             if (failure := sample.failure) is not None:
                 return b"".join(events), failure
-            if not sample.has_begun and (sample.tokens or live.ended is not None):
+            if not sample.has_begun and (sample.tokens or has_ended):
                 sample.has_begun = True
-                events.append(self._reply.begin(sample))
-            if live.ended is None:
+                events.append(await off_loop(self._prompt_size(sample), LOOP_IDS, self._reply.begin, sample))
+            if not has_ended:
                 if len(sample.tokens) > start:
-                    events.append(self._reply.delta(sample, text, start))
+                    events.append(await off_loop(fresh, LOOP_SCORES, self._reply.delta, sample, text, start))
             elif not sample.ended_ns:
                 self._num_open -= 1
                 text += sample.finish()
-                events.append(self._reply.end(sample, text, start))
+                events.append(await off_loop(fresh, LOOP_SCORES, self._reply.end, sample, text, start))
         return b"".join(events), None
+
+    def _num_scores(self, sample: Sample, tokens: Sequence[int]) -> int:
+        return len(tokens) * (1 + sample.ask.sampling.top_logprobs)
+
+    def _prompt_size(self, sample: Sample) -> int:
+        """Of what its answer shows of its prompt."""
+        return len(sample.ask.prompt.tokens) if self._reply.shows_prompts else 0
 
     async def _answer(self, send: Send) -> None:
         while self._num_open:
             changed = await self._news()
             if self._generation.is_abandoned:
                 return
-            now_ns = time.monotonic_ns()
-            for live in changed:
+            async for live in in_turns(changed, LOOP_SAMPLES):
                 sample = self._by_live[id(live)]
-                sample.absorb(now_ns, self._stats)
+                sample.absorb(time.monotonic_ns(), self._stats)
                 if isinstance(sample.text.matched, str):
                     self._client.stop(live)
                 if (failure := sample.failure) is not None:
@@ -325,10 +349,11 @@ class TokenResponse:
                 if live.ended is not None and not sample.ended_ns:
                     self._num_open -= 1
                     sample.finish()
-        body = self._reply.whole(self._samples)
+        size = sum(self._num_scores(sample, sample.tokens) + self._prompt_size(sample) for sample in self._samples)
+        body = await off_loop(size, LOOP_SCORES, self._reply.whole, self._samples)
         if not self._is_head_sent:
             await self._send_head(send, self._path(), length=len(body))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _is_started(self) -> bool:
         return any(sample.has_begun for sample in self._samples)
@@ -349,24 +374,27 @@ class TokenResponse:
         else:
             headers.append((b"content-type", b"application/json"))
         self._is_head_sent = True
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._write(send, {"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, send: Send, failure: Failure, events: bytes = b"") -> None:
         """Tell the client, in the way that is still open, and end what else runs for it."""
-        self._abort()
+        self._client.leave(self._generation)
         body = error_json(failure, self._request_id)
         if not self._is_head_sent:
             headers = [(name.encode(), value.encode()) for name, value in error_headers(failure).items()]
             headers += [(b"x-request-id", self._request_id.encode()), (b"content-length", b"%d" % len(body))]
             self._is_head_sent = True
-            await send({"type": "http.response.start", "status": failure.status, "headers": headers})
+            await self._write(send, {"type": "http.response.start", "status": failure.status, "headers": headers})
         elif self._is_streamed:
-            body = events + b"data: " + body + b"\n\n"
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+            body = events + error_event(self._endpoint, body)
+        await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _record(self) -> None:
-        """Count every sample once."""
-        for sample in self._samples:
-            record = sample.record(endpoint=self._endpoint, request_id=self._request_id)
+        """Count every sample once. The lines of many come a little later."""
+        records = [sample.record(endpoint=self._endpoint, request_id=self._request_id) for sample in self._samples]
+        for record in records:
             self._stats.add(record)
-            self._log.write(record)
+        if len(records) <= LOOP_SAMPLES:
+            self._log.write_all(records)
+        else:
+            asyncio.get_running_loop().run_in_executor(None, self._log.write_all, records)

@@ -9,10 +9,11 @@ import hashlib
 from starlette.datastructures import Headers
 
 
-def bearer_token(headers: Headers) -> str:
-    """The key that a request presented; empty when it presented none."""
+def given_key(headers: Headers) -> str:
+    """The key that a request presented, as a bearer token or as clients of Anthropic do; empty when it has none."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
+    token = given.strip() if scheme.lower() == "bearer" else ""
+    return token or headers.get("x-api-key", "").strip()
 
 
 def tenant_of(key: str, salt: str | None) -> str:

@@ -7,11 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.server.api.body import DetokenizeBody, TokenizeBody, decode_body
-from tandem.server.api.bounds import MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
+from tandem.server.api.body import DetokenizeBody, TokenizeBody
+from tandem.server.api.bounds import LOOP_CHAT_BYTES, LOOP_IDS, MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
+from tandem.server.api.chat_form import flat_message
 from tandem.server.api.errors import invalid
 from tandem.server.api.gate import read_body
-from tandem.server.api.openai import flat_message
+from tandem.server.api.large_body import decode_anywhere
+from tandem.server.api.off_loop import off_loop
 from tandem.server.api.ops import json_response
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import ModelLimits, check_ids
@@ -31,10 +33,13 @@ class TokenizationPage:
         ]
 
     async def tokenize(self, request: Request) -> Response:
-        body = decode_body(await read_body(request), TokenizeBody)
+        raw = await read_body(request)
+        body = await decode_anywhere(raw, TokenizeBody)
         is_chat = body.messages is not None
         param = "messages" if is_chat else "prompt" if body.prompt is not None else "text"
-        value = self._chat_text(body) if is_chat else body.text if body.prompt is None else body.prompt
+        value: str | list[str] | None = body.text if body.prompt is None else body.prompt
+        if is_chat:
+            value = await off_loop(len(raw), LOOP_CHAT_BYTES, self._chat_text, body)
         if value is None:
             raise invalid("prompt", "is missing")
         texts = [value] if isinstance(value, str) else value
@@ -42,13 +47,12 @@ class TokenizationPage:
         adds = body.add_special_tokens is not False and not is_chat  # a template writes them itself
         rows = [await self._tokenizer.encode_anywhere(text, add_special_tokens=adds) for text in texts]
         is_single = isinstance(value, str)
-        return json_response(
-            {
-                "tokens": rows[0] if is_single else rows,
-                "count": len(rows[0]) if is_single else [len(row) for row in rows],
-                "max_model_len": self._limits.context_length,
-            }
-        )
+        document = {
+            "tokens": rows[0] if is_single else rows,
+            "count": len(rows[0]) if is_single else [len(row) for row in rows],
+            "max_model_len": self._limits.context_length,
+        }
+        return await off_loop(sum(map(len, rows)), LOOP_IDS, json_response, document)
 
     def _chat_text(self, body: TokenizeBody) -> str:
         messages = [flat_message(message) for message in body.messages or ()]
@@ -59,7 +63,12 @@ class TokenizationPage:
         ).text
 
     async def detokenize(self, request: Request) -> Response:
-        body = decode_body(await read_body(request), DetokenizeBody)
+        raw = await read_body(request)
+        body = await decode_anywhere(raw, DetokenizeBody)
+        return await off_loop(len(raw), LOOP_IDS, self._text_of, body)  # an id takes two bytes at least
+
+    def _text_of(self, body: DetokenizeBody) -> Response:
+        """In any thread."""
         if body.tokens is None:
             raise invalid("tokens", "is missing")
         lists = [item for item in body.tokens if isinstance(item, list)]

@@ -19,11 +19,12 @@ import jinja2.parser
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tandem.grammar import Vocabulary
+from tandem.server.api.bounds import LOOP_CHARS
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.render_time import RenderTime
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # as SentencePiece names them
-LONG_TEXT_CHARS = 1 << 14  # beyond that, encoding leaves the event loop
 NORMALIZED_CHARS = 4  # that a normalizer makes one of, at most
 # What a template may make of messages and variables that it was not written for.
 TEMPLATE_ERRORS = (
@@ -51,6 +52,8 @@ class Tokenizer:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"{path} does not exist: save the model with its fast tokenizer (tokenizer.json)")
+        self._path = path
+        self._vocabulary: Vocabulary | None = None
         definition = json.loads(path.read_text(encoding="utf-8"))
         self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
@@ -67,13 +70,21 @@ class Tokenizer:
         self._drop_bos = None
         if self._config.get("add_bos_token") is False and "bos_token" in self.special_tokens:
             self._drop_bos = self._tokenizer.token_to_id(self.special_tokens["bos_token"])
+        self._chars_in_turn = 0  # encoded on the event loop since others had their turn
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return self._ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_anywhere(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`encode`, but a long text does not hold up the event loop: `encode_batch` lets go of the interpreter lock."""
-        if len(text) < LONG_TEXT_CHARS:
+        """`encode`, but neither a long text nor many short ones hold up the event loop.
+
+        `encode_batch` lets go of the interpreter lock. After every `LOOP_CHARS` of short texts others have their turn.
+        """
+        if len(text) <= LOOP_CHARS:
+            self._chars_in_turn += len(text) + 1
+            if self._chars_in_turn > LOOP_CHARS:
+                self._chars_in_turn = 0
+                await asyncio.sleep(0)
             return self.encode(text, add_special_tokens=add_special_tokens)
         encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
         return self._ids(encodings[0])
@@ -99,6 +110,22 @@ class Tokenizer:
     def token_name(self, id: int) -> str | None:
         """The token as the vocabulary spells it."""
         return self._tokenizer.id_to_token(id)
+
+    @cached_property
+    def special_names(self) -> dict[str, int]:
+        """Special tokens as texts spell them."""
+        return {name: id for id in self.special_ids if (name := self.token_name(id))}
+
+    @property
+    def opened_vocabulary(self) -> Vocabulary | None:
+        """What grammars are compiled for, once `open_vocabulary` has read it."""
+        return self._vocabulary
+
+    def open_vocabulary(self) -> Vocabulary:
+        """Takes a second with a large vocabulary. Raises GrammarError where no grammar can be followed."""
+        if self._vocabulary is None:
+            self._vocabulary = Vocabulary(self._path)
+        return self._vocabulary
 
     @cached_property
     def byte_table(self) -> list[bytes]:
@@ -132,7 +159,7 @@ class Tokenizer:
         A function of its arguments alone, on every server that has the same model. `rendered_at`: Unix seconds, for
         templates that show the time.
         """
-        template = self._template
+        template = self._template_for(variables)
         if template is None:
             raise Refusal(Problem.NO_CHAT_TEMPLATE, "this model has no chat template", param="messages")
         time = RenderTime(rendered_at)
@@ -182,10 +209,17 @@ class Tokenizer:
         plain = (id for id in range(self.vocab_size) if id not in added and byte_of(self.token_name(id)) is None)
         return next((id for id in plain if (text := self.decode([id])).isascii() and text.isalpha()), None)
 
+    def _template_for(self, variables: Mapping[str, Any]) -> jinja2.Template | None:
+        """Some models have one of its own for chats with tools."""
+        return self._template("tool_use" if variables.get("tools") and "tool_use" in self.templates else "default")
+
     @cached_property
-    def _template(self) -> jinja2.Template | None:
+    def _template(self) -> Callable[[str], jinja2.Template | None]:
+        return lru_cache(2)(self._compiled)
+
+    def _compiled(self, name: str) -> jinja2.Template | None:
         """Raises `Refusal` when what the model brings is none: all that needs no chat is served."""
-        source = self.templates.get("default")
+        source = self.templates.get(name)
         try:
             return None if source is None else environment().from_string(source)
         except TEMPLATE_ERRORS as error:

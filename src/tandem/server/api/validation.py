@@ -123,6 +123,7 @@ def check_params(
     seed: int | None,
     top_logprobs: int | None,  # None: no logprobs wanted
     keeps_stop: bool,
+    grammar: str = "",
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix = names.prefix
@@ -146,6 +147,7 @@ def check_params(
         min_tokens=min_tokens or 0,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
+        grammar=grammar,
     )
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     return GenerationParams(
@@ -195,6 +197,10 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
             param=param,
         )
     return prompt
+
+
+def check_prompts(prompts: list[Prompt], limits: ModelLimits, param: str) -> list[Prompt]:
+    return [check_prompt(prompt, limits, param) for prompt in prompts]
 
 
 # the whole request

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tandem.core.stall_detector import TICKS, Liveness, ProgressReport, Stall
+from tandem.core.stall_detector import TICKS, ProgressReport, PulseQuestions, Stall
 from tandem.server.api.errors import Refusal
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.processes import ChildName
@@ -25,26 +25,25 @@ class Watchdog:
 
     async def run(self) -> None:
         """Until somebody hangs. Begin when the node is ready."""
-        liveness = Liveness()
-        asked = asyncio.ensure_future(self._ask())
+        questions = PulseQuestions()
+        liveness = questions.liveness
+        asked = asyncio.ensure_future(self._ask(questions))
         try:
             while not liveness.longest.is_final:
                 await asyncio.sleep(self._tick_s)
-                if asked.done():
-                    liveness.tick(asked.result())
-                    asked = asyncio.ensure_future(self._ask())
-                else:
-                    liveness.tick(None)
+                if questions.tick():
+                    asked = asyncio.ensure_future(self._ask(questions))
                 self._rank.trouble = self._trouble(liveness.longest)
         finally:
             asked.cancel()
         self._fire(liveness.longest.who, self._rank.trouble)
 
-    async def _ask(self) -> ProgressReport | None:
+    async def _ask(self, questions: PulseQuestions) -> None:
         try:
-            return msgspec.json.decode(await self._rank.query("pulse", timeout=self._timeout_s), type=ProgressReport)
+            answer = await self._rank.query("pulse", timeout=self._timeout_s)
+            questions.answered(msgspec.json.decode(answer, type=ProgressReport))
         except Refusal:
-            return None
+            questions.answered(None)
 
     def _trouble(self, longest: Stall) -> str:
         return longest.describe(self._tick_s) if longest.is_sick else ""

@@ -6,8 +6,7 @@ raises is on record, and an `Output`. The bound is that of the folder: of all re
 segment takes a quarter of it, but holds at least as many bytes of steps as its snapshot takes, or a small bound would
 turn the page every step; and the last two of a running node stay whatever the bound.
 
-No text is in it: token ids and their scores are replaced by zeros of the same length. The core never looks at them,
-so a replay decides the same. (A snapshot may hold the first token of a request that was being handed over.)
+No text and no token is in it (`without_tokens.py`).
 """
 
 import contextlib
@@ -17,18 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct, structs
+from msgspec import Struct
 
-from tandem.core.batch import BatchPlan
-from tandem.core.commands import Command, Effects, EmitTokens, LaunchBatch, Tell
-from tandem.core.disagg.messages import Message, Offer
-from tandem.core.events import BatchReturned, Event, PeerSaid
+from tandem.core.commands import Command, Effects, LaunchBatch
+from tandem.core.events import Event
 from tandem.core.settings import NodeSettings
-from tandem.core.values import SECOND, Nanos, RequestId
+from tandem.core.values import SECOND, Nanos
 from tandem.ports import Node
-from tandem.server.channel import HEAD_BYTES, append_frame
-from tandem.server.node.record_folder import RecordFolder
-from tandem.server.wire import MAX_FRAME_BYTES
+from tandem.server.channel import append_frame
+from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens, snapshot_without_tokens
+from tandem.server.record_file import (
+    BrokenRecord,
+    Difference,
+    Frames,
+    NothingWritten,
+    Replay,
+    StepRaised,
+    same_bytes,
+)
+from tandem.server.record_folder import FLIGHT_NAME, RecordFolder
 
 FORMAT = 3
 SEGMENTS = 4  # that fit into the bound
@@ -55,51 +61,8 @@ class Output(Struct, frozen=True, tag=True):
 Frame = Head | Input | Output
 
 
-def event_without_tokens(event: Event) -> Event:
-    """The same with every token id and score zeroed, lengths kept."""
-    match event:
-        case BatchReturned(outcome):
-            return BatchReturned(
-                structs.replace(outcome, tokens=bytes(len(outcome.tokens)), extras=_zeroed(outcome.extras))
-            )
-        case PeerSaid():
-            return structs.replace(event, message=_without_result(event.message))
-        case _:
-            return event
-
-
-def command_without_tokens(command: Command) -> Command:
-    """The same with every token id and score zeroed, lengths kept."""
-    match command:
-        case EmitTokens():
-            return structs.replace(command, tokens=bytes(len(command.tokens)), extras=_zeroed(command.extras))
-        case LaunchBatch(plan) if plan.join or any(row.token for row in plan.rows):
-            return LaunchBatch(_without_first_tokens(plan))
-        case Tell():
-            return structs.replace(command, message=_without_result(command.message))
-        case _:
-            return command
-
-
-def _zeroed(extras: tuple[tuple[RequestId, bytes], ...]) -> tuple[tuple[RequestId, bytes], ...]:
-    return tuple((key, bytes(len(extra))) for key, extra in extras)
-
-
-def _without_first_tokens(plan: BatchPlan) -> BatchPlan:
-    """A first token that another node sampled comes with the join, or with the row after a retraction."""
-    return structs.replace(
-        plan,
-        rows=tuple(structs.replace(row, token=bytes(len(row.token))) if row.token else row for row in plan.rows),
-        join=tuple(structs.replace(join, token=bytes(len(join.token))) for join in plan.join),
-    )
-
-
-def _without_result(message: Message) -> Message:
-    if not isinstance(message, Offer) or message.result is None:
-        return message
-    result = message.result
-    masked = structs.replace(result, token=bytes(len(result.token)), extra=bytes(len(result.extra)))
-    return structs.replace(message, result=masked)
+def given(now: Nanos, happened: Sequence[Event]) -> Input:
+    return Input(now, tuple(event_without_tokens(event) for event in happened))
 
 
 def recorded(effects: Effects) -> Output:
@@ -119,7 +82,7 @@ class FlightRecorder:
         note: Callable[[str], None],
     ) -> None:
         """Raises OSError when the folder cannot be written."""
-        self._folder = RecordFolder(folder)
+        self._folder = RecordFolder(folder, FLIGHT_NAME)
         self._folder.prepare()
         self._settings = settings
         self._snapshot = snapshot
@@ -139,7 +102,7 @@ class FlightRecorder:
     def before(self, now: Nanos, happened: Sequence[Event]) -> None:
         if not self._is_broken:
             with self._given_up_on_error():
-                self._write(Input(now, tuple(event_without_tokens(event) for event in happened)))
+                self._write(given(now, happened))
 
     def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
         if not self._is_broken:
@@ -174,7 +137,7 @@ class FlightRecorder:
         self._num_segments += 1
         self._file = self._folder.create(last_two[0])
         self._written = 0
-        self._write(Head(FORMAT, self._steps, self._settings, self._snapshot()))
+        self._write(Head(FORMAT, self._steps, self._settings, snapshot_without_tokens(self._snapshot())))
         self._head_bytes = self._written
         self._file.flush()  # before older ones go: whatever kills us now leaves a beginning
         room = self._max_bytes - self._segment_bytes + self._written  # for what is there; this one may grow
@@ -187,34 +150,24 @@ class FlightRecorder:
         self._written += len(self._scratch)
 
 
-class BrokenRecord(Exception):
-    """The file is no flight record of this version."""
-
-
-class NothingWritten(BrokenRecord):
-    """Not even a snapshot is in the file."""
-
-
-class StepRaised(Exception):
-    """The node raised, as it may have done when it was recorded: a bug of ours, found again."""
-
-    def __init__(self, step: int, error: Exception) -> None:
-        super().__init__(f"step {step} raises {type(error).__name__}: {error}")
-
-
 class Segment:
     """One file of a record, read in order. Raises BrokenRecord if it does not begin as one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_cut = False  # known at the end: the process was killed while it wrote
-        self.frames = self._read()
+        self.frames = Frames[Frame](path, msgspec.msgpack.Decoder(Frame))
+        self._ends_in_a_step = False  # known at the end
         head = next(self.frames, None)
         if head is None:
             raise NothingWritten(f"{path}: ends before its first step, so it is no flight record yet")
         if not isinstance(head, Head) or head.format != FORMAT:
             raise BrokenRecord(f"{path}: does not begin as a flight record of format {FORMAT}")
         self.head = head
+
+    @property
+    def is_cut(self) -> bool:
+        """Known at the end: the process was killed while it wrote, or its last step raised."""
+        return self.frames.is_cut or self._ends_in_a_step
 
     def steps(self, node: Node) -> Iterator["Step"]:
         """Step a node through it, once. It is the one that was recorded, or restored from `head.snapshot`."""
@@ -225,31 +178,13 @@ class Segment:
             expected = next(self.frames, None)
             if not isinstance(expected, Output | None):
                 raise BrokenRecord(f"{self.path}: step {index} has no output")
-            self.is_cut = self.is_cut or expected is None
+            self._ends_in_a_step = expected is None
             try:
                 got = recorded(node.step(entry.happened, entry.now))
             except Exception as error:
                 raise StepRaised(index, error) from error
             yield Step(index, entry, expected, got, node)
             index += 1
-
-    def _read(self) -> Iterator[Frame]:
-        """Never more than a frame in memory, and never more of it than the file has."""
-        decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-        with self.path.open("rb") as file:
-            left = os.fstat(file.fileno()).st_size
-            while head := file.read(HEAD_BYTES):
-                size, left = int.from_bytes(head), left - HEAD_BYTES
-                if len(head) < HEAD_BYTES or size > left:
-                    self.is_cut = True
-                    return
-                if size > MAX_FRAME_BYTES:
-                    raise BrokenRecord(f"{self.path}: a frame of {size} bytes; at most {MAX_FRAME_BYTES} are written")
-                left -= size
-                try:
-                    yield decoder.decode(file.read(size))
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    raise BrokenRecord(f"{self.path}: {error}") from error
 
 
 def read_segment(path: Path) -> Iterator[Frame]:
@@ -265,21 +200,6 @@ def segments_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    step: int
-    expected: Output
-    got: Output
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    steps: int
-    events: int
-    difference: Difference | None
-    is_cut: bool = False  # the record ends within a frame or a step
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """One step of a record, done again by `node`."""
 
@@ -291,7 +211,7 @@ class Step:
 
     @property
     def is_as_recorded(self) -> bool:
-        return self.expected is None or _same_bytes(self.expected, self.got)
+        return self.expected is None or same_bytes(self.expected, self.got)
 
 
 def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Iterator[Step]:
@@ -302,9 +222,12 @@ def replayed_steps(path: Path, make_node: Callable[[NodeSettings], Node]) -> Ite
 
 def restored(segment: Segment, make_node: Callable[[NodeSettings], Node]) -> Node:
     """Raises BrokenRecord."""
+    settings, snapshot = segment.head.settings, segment.head.snapshot
     try:
-        node = make_node(segment.head.settings)
-        node.restore(segment.head.snapshot)
+        if max(settings.num_pages, settings.metadata_slots) > len(snapshot):  # each has a byte in it, or more
+            raise ValueError(f"{settings.num_pages} pages in {len(snapshot)} bytes")
+        node = make_node(settings)
+        node.restore(snapshot)
     except Exception as error:  # whatever settings and a snapshot of other code, or with a flipped bit, lead to
         raise BrokenRecord(f"{segment.path}: no node can be made of its snapshot ({error!r})") from error
     return node
@@ -326,7 +249,3 @@ def compared(segment: Segment, node: Node) -> Replay:
             assert step.expected is not None
             return Replay(steps, num_events, Difference(step.index, step.expected, step.got))
     return Replay(steps, num_events, None, segment.is_cut)
-
-
-def _same_bytes(left: Output, right: Output) -> bool:
-    return msgspec.msgpack.encode(left) == msgspec.msgpack.encode(right)

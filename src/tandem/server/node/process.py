@@ -3,11 +3,13 @@
 No torch in here, ever: this process must start in no time, and one plain thread is all that runs.
 """
 
+import errno
 import gc
 import logging
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,15 +35,20 @@ from tandem.ranks import all_ranks
 from tandem.sampling import is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
+from tandem.server.fault_records import folder_of
 from tandem.server.node.driver import Inbox, Observer, drive
 from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
+from tandem.server.node.last_steps import keep_last_steps
 from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.node.settings import heartbeat, node_settings
+from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch, ServerFailure, process_name, read_launch
 
 logger = logging.getLogger("tandem.node")
+
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)  # which may happen to anybody; another error is a wrong folder
 
 
 class MonotonicClock:
@@ -85,7 +92,10 @@ class Questions:
         return ProgressReport(self.node.state.forward_ct, oldest, workers.echoes, workers.slowest.name)
 
 
-def run(launch: Launch, *, api_fd: int, worker_fds: list[int]) -> None:
+MakeNode = Callable[[NodeSettings], EngineNode]
+
+
+def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNode = EngineNode) -> None:
     """Until the API process says Shutdown. Raises LocalPeerLost, ServerFailure."""
     clock = MonotonicClock()
     poller = Poller()
@@ -97,7 +107,7 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int]) -> None:
     failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
     inbox = Inbox(poller=poller, api=api, ranks=ranks, workers=workers, clock=clock, failures=failures)
     try:
-        _run(launch, inbox, poller, clock)
+        _run(launch, inbox, poller, clock, make_node)
     except LocalPeerLost as lost:
         _last_words(api, wire.Died(lost.who, lost.reason))
         raise
@@ -112,12 +122,12 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int]) -> None:
             _last_words(worker, wire.Shutdown())
 
 
-def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) -> None:
+def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, make_node: MakeNode) -> None:
     engines = inbox.wait_for_engines()
     if engines is None:
         return
     settings = node_settings(launch, engines)
-    node = EngineNode(settings)
+    node = make_node(settings)
     peers = Peers(
         launch.incarnation,
         engines.layout,
@@ -131,24 +141,13 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
         note=logger.info,
         heartbeat=heartbeat(),
     )
-    host = numeric_host(launch.config.host)
-    replica = wire.ReplicaInfo(
-        incarnation=launch.incarnation,
-        role=launch.config.role,
-        layout=engines.layout,
-        layout_fields=engines.layout_fields,
-        control_host=host,
-        control_port=peers.listen(host) if launch.config.role == "prefill" else 0,  # decode dials, prefill answers
-        shards=engines.shards,
-        http_port=launch.http_port,
-        dp_rank=settings.dp_rank,
-        prefill=settings.prefill_info,
-    )
+    replica = _replica(launch, engines, settings, peers)
     inbox.meet(peers)
     if launch.config.enable_fault_injection or inbox.failures.prob > 0:
         logger.info("transfers fail with probability %g, seed %d", inbox.failures.prob, inbox.failures.seed)
     recorder = _recorder(launch.config, settings, node)
-    observers: list[Observer] = [recorder] if recorder is not None else []
+    kept = keep_last_steps(folder_of(launch.config.fault_records), settings, node)
+    observers: list[Observer] = [observer for observer in (recorder, kept) if observer is not None]
     observers.append(
         logs.BatchLog(
             logger.info,
@@ -162,10 +161,31 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock) ->
     gc.freeze()  # what is here now stays; the collector need not look at it again
     try:
         drive(node, inbox, clock, observers=observers, answer=Questions(node, inbox).answer)
+    except Exception as error:
+        if kept is not None:
+            kept.write_last(f"the node ends: {type(error).__name__} {error}")
+        raise
     finally:
         peers.close()
         if recorder is not None:
             recorder.close()
+
+
+def _replica(launch: Launch, engines: Engines, settings: NodeSettings, peers: Peers) -> wire.ReplicaInfo:
+    """What others are told of this replica. Decode dials, prefill answers: it listens from here on."""
+    host = numeric_host(launch.config.host)
+    return wire.ReplicaInfo(
+        incarnation=launch.incarnation,
+        role=launch.config.role,
+        layout=engines.layout,
+        layout_fields=engines.layout_fields,
+        control_host=host,
+        control_port=peers.listen(host) if launch.config.role == "prefill" else 0,
+        shards=engines.shards,
+        http_port=launch.http_port,
+        dp_rank=settings.dp_rank,
+        prefill=settings.prefill_info,
+    )
 
 
 def _recorder(config: ServerConfig, settings: NodeSettings, node: EngineNode) -> FlightRecorder | None:
@@ -180,6 +200,9 @@ def _recorder(config: ServerConfig, settings: NodeSettings, node: EngineNode) ->
             note=logger.warning,
         )
     except OSError as error:
+        if error.errno in DISK_IS_FULL:
+            logger.warning("there is no flight record: %s", error)
+            return None
         raise ServerFailure(f"cannot write the flight record: {error}; choose another --flight-record") from error
 
 
@@ -193,11 +216,11 @@ def _last_words(channel: PolledChannel, message: msgspec.Struct) -> None:  # of 
         pass  # nobody is there to hear them
 
 
-def main() -> int:
+def main(make_node: MakeNode = EngineNode) -> int:
     launch = read_launch()
     logs.set_up(launch.config.log_format, process=process_name(launch, "node"))
     try:
-        run(launch, api_fd=int(sys.argv[1]), worker_fds=[int(fd) for fd in sys.argv[2:]])
+        run(launch, api_fd=int(sys.argv[1]), worker_fds=[int(fd) for fd in sys.argv[2:]], make_node=make_node)
     except (LocalPeerLost, ServerFailure):
         return 1  # the parent has been told and says it to the user
     except Exception:

@@ -10,16 +10,8 @@ from pathlib import Path
 
 from tandem.core.settings import NodeSettings
 from tandem.ports import Node
-from tandem.server.node.flight import (
-    BrokenRecord,
-    NothingWritten,
-    Replay,
-    Segment,
-    Step,
-    compared,
-    restored,
-    segments_of,
-)
+from tandem.server.node.flight import Segment, Step, compared, restored, segments_of
+from tandem.server.record_file import BrokenRecord, NothingWritten, Replay
 
 MakeNode = Callable[[NodeSettings], Node]
 
@@ -35,14 +27,16 @@ class Record:
 
 
 def records_at(path: Path) -> list[Record]:
-    """All records of a folder; of a segment the record that it belongs to."""
+    """All records of a folder, those that faults have left at the end; of a segment the record that it belongs to."""
     folder, wanted = (path.parent, _name(path)) if path.is_file() else (path, None)
     found: dict[str, list[Path]] = {}
     for segment in segments_of(folder):
         found.setdefault(_name(segment), []).append(segment)
     if wanted is not None and wanted not in found:  # it was given a name of its own
         return [Record(path.name, (path,))]
-    return [Record(name, tuple(segments)) for name, segments in found.items() if wanted in (None, name)]
+    records = [Record(name, tuple(segments)) for name, segments in found.items() if wanted in (None, name)]
+    faults = folder.glob("fault-*.tandem") if wanted is None else ()
+    return records + [Record(path.name, (path,)) for path in sorted(faults) if path.is_file()]
 
 
 def replay_through(record: Record, make_node: MakeNode) -> Replay:

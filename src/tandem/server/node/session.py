@@ -24,10 +24,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from msgspec import Struct, structs
 
 from tandem.core.disagg.message_checks import MAX_LAYOUT_CHARS, is_name
-from tandem.core.disagg.messages import Abort, Offer, Ready, Release
+from tandem.core.disagg.messages import Abort, Moved, Offer, Ready, Release
 from tandem.core.values import Incarnation, Nanos
 from tandem.membership import CHALLENGE_BYTES, ClusterSecret
-from tandem.server.channel import HEAD_BYTES, MalformedFrame, Splitter, decoded
+from tandem.server.frames import HEAD_BYTES, MalformedFrame, Splitter, decoded
 from tandem.server.wire import DataEndpoint
 
 CONTROL_PROTOCOL = 3
@@ -61,7 +61,7 @@ class Ping(Struct, frozen=True, tag="ping"):
     """I am here and have nothing to say."""
 
 
-Frame = Ping | Ready | Offer | Release | Abort
+Frame = Ping | Ready | Offer | Release | Abort | Moved
 
 _encode = msgspec.msgpack.Encoder().encode
 _hellos: msgspec.msgpack.Decoder[Hello] = msgspec.msgpack.Decoder(Hello)

@@ -28,7 +28,7 @@ from tandem.core.settings import (
 )
 from tandem.core.values import MILLISECOND, SECOND, Nanos
 from tandem.ranks import all_ranks
-from tandem.server.node.peers import Heartbeat
+from tandem.server.node.links import Heartbeat
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
 

@@ -14,11 +14,12 @@ PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A whole answer."""
+    """A whole answer. prefill: of which something is still to be merged into it (`merge_input_logprobs`)."""
 
     status: int
     headers: dict[str, str]
     body: bytes
+    prefill: bytes = b""
 
 
 class Stream(msgspec.Struct, frozen=True):

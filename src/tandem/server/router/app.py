@@ -1,7 +1,7 @@
 """The router's HTTP face: generation through a prefill and a decode, the rest proxied, fanned out or answered here.
 
-    through a pair      /v1/chat/completions /v1/completions /generate
-    to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /openapi.json
+    through a pair      /v1/chat/completions /v1/completions /v1/messages /generate
+    to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
     answered here       /health /ready /metrics /version
 
@@ -9,18 +9,17 @@ Error bodies are those of `errors.py`; who may ask for what is in `access.py`, w
 """
 
 import asyncio
+import contextlib
 import logging
-import resource
 import secrets
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from operator import itemgetter
 
 import httpx
-import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -35,16 +34,23 @@ from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
 from tandem.server.api.access import AccessRules, AuthMiddleware
-from tandem.server.api.body import NOT_JSON, AbortBody
+from tandem.server.api.body import AbortBody
+from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.api.connections import api_bounds, quiet_accept_errors, raise_fd_limit
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.gate import error_response
 from tandem.server.api.http1 import uvicorn_config
+from tandem.server.api.large_body import decode_anywhere
+from tandem.server.api.off_loop import off_loop
+from tandem.server.api.turn_limits import LISTEN_BACKLOG, TurnMiddleware, TurnServer
+from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
 from tandem.server.router.config import RouterConfig
 from tandem.server.router.forward import (
     ABORT_REQUEST,
     CONTROL_HEADERS,
+    COUNT_TOKENS,
     DETOKENIZE,
     FLUSH_CACHE,
     GET_LOAD,
@@ -60,7 +66,10 @@ from tandem.server.router.forward import (
     sent_headers,
 )
 from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, read_body
+from tandem.server.router.last_steps import LastSteps
 from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.prober import Prober
+from tandem.server.router.record import Draws
 from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
 from tandem.server.router.worker_documents import (
     STAGE,
@@ -77,6 +86,7 @@ from tandem.server.router.worker_documents import (
     sum_of_loads,
 )
 
+FIRST_LOOK_SECONDS = 4.0  # longer than the timeout of a probe
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
 
 log = logging.getLogger("tandem.router")
@@ -89,24 +99,43 @@ class RouterApp:
         self._config = config
         self._metrics = RouterMetrics()
         self._client = make_client()
+        draws = Draws(lambda: secrets.randbits(64))
         self.router = Router(
             config.workers,
             prefill_policy=POLICIES[config.policy](),
             decode_policy=POLICIES[config.policy](),
-            draw=lambda: secrets.randbits(64),
+            draw=draws,
             settings=config.settings(),
             now=Nanos(time.monotonic_ns()),
         )
-        self._shell = RouterShell(self.router, self._client, self._metrics, stall_seconds=config.stall_timeout)
+        prober = Prober(make_client, timeout_s=CONNECT_SECONDS)
+        self._last_steps = LastSteps(
+            self.router,
+            draws,
+            folder_of(config.fault_records),
+            policies=(config.policy, config.policy),
+            settings=config.settings(),
+        )
+        self._shell = RouterShell(
+            self.router,
+            self._client,
+            prober,
+            self._metrics,
+            stall_seconds=config.stall_timeout,
+            step=self._last_steps.step,
+        )
         self.app = Starlette(
             routes=self._routes(),
             lifespan=self._lifespan,
-            middleware=[Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE)],
+            middleware=[
+                Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE),
+                Middleware(TurnMiddleware),
+            ],
             exception_handlers={
                 Refusal: refused,
                 HTTPException: not_served,
                 ClientDisconnect: has_left,
-                Exception: our_bug,
+                Exception: self._our_bug,
             },
         )
         self.app.router.redirect_slashes = False  # as on the workers
@@ -125,6 +154,7 @@ class RouterApp:
             *(self._proxied(path, MODEL_INFO) for path in ("/model_info", "/get_model_info")),
             self._proxied("/tokenize", TOKENIZE),
             self._proxied("/detokenize", DETOKENIZE),
+            self._proxied("/v1/messages/count_tokens", COUNT_TOKENS),
             *(Route(path, self._server_info) for path in ("/server_info", "/get_server_info")),
             Route("/v1/loads", self._loads),
             Route("/get_load", self._get_load),
@@ -133,12 +163,26 @@ class RouterApp:
             Route("/abort_request", self._abort_request, methods=["POST"]),
         ]
 
+    async def _our_bug(self, request: Request, error: Exception) -> Response:
+        self._last_steps.write(f"request {request.state.request_id} has met an error of ours")
+        failure = Failure(Problem.INTERNAL, f"{type(error).__name__} in the router", None, STAGE)
+        return error_response(failure, request.state.request_id)
+
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        quiet_accept_errors(asyncio.get_running_loop())
         self._shell.start()
+        await self._first_look()
         yield
         await self._shell.close()
         await self._client.aclose()
+
+    async def _first_look(self) -> None:
+        """Nobody is answered before the workers are known: who has connected to a router that starts anew waits."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_LOOK_SECONDS):
+                while not self.router.registry.has_asked_all:
+                    await asyncio.sleep(FIRST_LOOK_SECONDS / 100)
 
     # --- answered here --------------------------------------------------------------------------------------------
 
@@ -187,11 +231,13 @@ class RouterApp:
         answer = await self._to_decode(request, OPENAPI)
         if answer.status_code != 200:
             return answer
-        document, offered = read_document(bytes(answer.body), Info), read_document(bytes(answer.body), OpenApi)
+        raw = bytes(answer.body)
+        document = await off_loop(len(raw), LOOP_BYTES, read_document, raw, Info)
+        offered = await off_loop(len(raw), LOOP_BYTES, read_document, raw, OpenApi)
         if document is None or offered is None:
             raise Refusal(Problem.CONNECTION_LOST, "the decode worker describes no API", stage=STAGE)
         paths = {path: item for path, item in offered.paths.items() if not path.startswith("/debug/")}
-        return passed_on({**document, "paths": paths})
+        return await off_loop(len(raw), LOOP_BYTES, passed_on, {**document, "paths": paths})
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
@@ -207,7 +253,7 @@ class RouterApp:
     async def _documents(self, request: Request, page: Page, kind: type[Document]) -> list[tuple[Worker, Document]]:
         """Of all live workers that give one of this shape."""
         answers = await self._ask_all(request, page)
-        documents = [(worker, document_of(answer, kind)) for worker, answer in answers]
+        documents = [(worker, await document_of(answer, kind)) for worker, answer in answers]
         return [(worker, document) for worker, document in documents if document is not None]
 
     async def _server_info(self, request: Request) -> Response:
@@ -272,19 +318,20 @@ class RouterApp:
     async def _abort_request(self, request: Request) -> Response:
         """Both halves of a request know it, one of them perhaps no more: the larger count is the answer."""
         body = await read_body(request)
-        self._keep_from_retrying(body)
+        await self._keep_from_retrying(body)
         answers = await self._send_all(request, ABORT_REQUEST, body)
         given = [answer for _, answer in answers if isinstance(answer, httpx.Response)]
         if not given:
             raise Refusal(Problem.NO_LIVE_PAIR, "no worker answers", stage=STAGE)
-        best = max(given, key=lambda answer: (answer.is_success, num_aborted(answer)))
+        counts = [await num_aborted(answer) for answer in given]
+        _, _, best = max(zip((answer.is_success for answer in given), counts, given, strict=True), key=itemgetter(0, 1))
         return Response(best.content, best.status_code, passed_headers(best.headers))
 
-    def _keep_from_retrying(self, body: bytes) -> None:
+    async def _keep_from_retrying(self, body: bytes) -> None:
         """What is aborted here must not come up at another pair. What names nothing is the workers' to refuse."""
         try:
-            asked = msgspec.json.decode(body, type=AbortBody)
-        except NOT_JSON:
+            asked = await decode_anywhere(body, AbortBody)
+        except Refusal:
             return
         if asked.abort_all or asked.rid is not None:
             self._shell.abort(None if asked.abort_all else asked.rid)
@@ -314,8 +361,8 @@ def make_client() -> httpx.AsyncClient:
     )
 
 
-def num_aborted(answer: httpx.Response) -> int:
-    document = document_of(answer, Aborted)
+async def num_aborted(answer: httpx.Response) -> int:
+    document = await document_of(answer, Aborted)
     return 0 if document is None else document.aborted
 
 
@@ -337,15 +384,13 @@ async def has_left(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_LEFT)  # nobody reads it
 
 
-async def our_bug(request: Request, error: Exception) -> Response:
-    failure = Failure(Problem.INTERNAL, f"{type(error).__name__} in the router", None, STAGE)
-    return error_response(failure, request.state.request_id)
-
-
 def listen(config: RouterConfig) -> socket.socket:
-    """Raises OSError when the address is taken."""
+    """Raises OSError when the address is taken, or what was inherited is no socket."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
+    if config.fd is not None:
+        listener = socket.socket(fileno=config.fd)
+    else:
+        listener = socket.create_server((config.host, config.port), family=family, backlog=LISTEN_BACKLOG)
     # Accepted sockets inherit it; asyncio sets it only on sockets that were made with IPPROTO_TCP, which this was not.
     # Without it each small write of a stream waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -353,17 +398,22 @@ def listen(config: RouterConfig) -> socket.socket:
 
 
 def serve_router(config: RouterConfig, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT; then no new connection, and running requests get `drain_timeout`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # three connections per request
+    """Serve until SIGTERM, SIGINT or SIGHUP; then no new connection, and running requests get `drain_timeout`."""
+    raise_fd_limit()
+    bounds = api_bounds(
+        max_requests=config.max_active_requests,
+        write_s=config.stall_timeout,
+        fds_each=3,  # the client's connection, and those to both halves
+    )
     drain_seconds = max(1, round(config.drain_timeout))
-    server = uvicorn.Server(uvicorn_config(RouterApp(config).app, drain_seconds=drain_seconds, lifespan="on"))
+    app = RouterApp(config).app
+    server = TurnServer(uvicorn_config(app, drain_seconds=drain_seconds, lifespan="on", http=bounds.protocol()))
 
     def end(*_: object) -> None:
         """For a signal before uvicorn listens to any. It raises one again after the drain; that changes nothing."""
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, end)
     server.run(sockets=[listener])

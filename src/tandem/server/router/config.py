@@ -17,6 +17,11 @@ class RouterConfig:
     workers: tuple[Worker, ...]
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "HTTP port; 0 picks a free one")
+    fd: int | None = flag(
+        None,
+        "listen on this inherited file descriptor instead, a listening socket that outlives the router",
+        metavar="N",
+    )
     policy: str = flag("round_robin", "which worker of a role gets the next request", choices=tuple(POLICIES))
     api_key: str | None = flag(
         None,
@@ -52,6 +57,12 @@ class RouterConfig:
     health_check_interval: float = flag(5.0, "seconds between two health checks of a live worker")
     max_active_requests: int = flag(4096, "requests under way; more are refused with 503")
     drain_timeout: float = flag(60.0, "seconds that running requests get after SIGTERM")
+    fault_records: str | None = flag(
+        None,
+        "directory for what the router did last before a fault of ours, which is written then; off: nothing is kept "
+        "(default: tandem/faults in this user's state directory)",
+        metavar="DIR|off",
+    )
 
     def settings(self) -> RouterSettings:
         """The same numbers in the units of the core."""

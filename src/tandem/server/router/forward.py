@@ -15,8 +15,8 @@ from starlette.datastructures import Headers
 from tandem.server.api.access import malformed_path
 from tandem.server.api.errors import Problem, Refusal
 
-CONTROL_HEADERS = ("authorization",)
-GENERATION_HEADERS = ("authorization", "traceparent", "tracestate", "x-data-parallel-rank")
+CONTROL_HEADERS = ("authorization", "x-api-key")
+GENERATION_HEADERS = (*CONTROL_HEADERS, "traceparent", "tracestate", "x-data-parallel-rank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ MODEL_INFO = Page("GET", "/model_info")
 OPENAPI = Page("GET", "/openapi.json")
 TOKENIZE = Page("POST", "/tokenize")
 DETOKENIZE = Page("POST", "/detokenize")
+COUNT_TOKENS = Page("POST", "/v1/messages/count_tokens")
 SERVER_INFO = Page("GET", "/server_info")
 LOADS = Page("GET", "/v1/loads")
 GET_LOAD = Page("GET", "/get_load")

@@ -16,15 +16,29 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
+from tandem.core.values import Cause
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
-from tandem.server.api.errors import RULES, Code, Failure, Problem, Refusal, error_headers, error_json, invalid
-from tandem.server.router.answer import Document, Gone, Stream
+from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
+from tandem.server.api.errors import (
+    RULES,
+    Code,
+    Failure,
+    Problem,
+    Refusal,
+    error_event,
+    error_headers,
+    error_json,
+    invalid,
+)
+from tandem.server.api.large_body import check_counts
+from tandem.server.api.off_loop import off_loop
+from tandem.server.router.answer import Document, Gone, Stream, merge_input_logprobs
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
-from tandem.server.router.shell import Call, RouterShell
+from tandem.server.router.shell import Call, RouterShell, encode_rest
+from tandem.server.router.worker_documents import STAGE
 
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate")
 CLIENT_LEFT = 499
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
@@ -40,13 +54,17 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
         request = Request(scope, receive)
-        body = await read_object(request)
-        stamp_time(body)
-        check_prompts(body)
+        limit = began + timeout_seconds(request, {}, default=self._timeout_seconds) - time.monotonic()
+        try:
+            async with asyncio.timeout(limit):
+                raw = await read_body(request)
+                body, content = await off_loop(len(raw), LOOP_BYTES, read_object, raw)
+        except TimeoutError:
+            raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
-        reply = _Reply(send, request.state.request_id, began)
+        reply = _Reply(send, request.scope["path"], request.state.request_id, began)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
-        call = self._shell.open(request.scope["path"], body, headers, timeout_seconds=timeout)
+        call = self._shell.open(request.scope["path"], body, content, headers, timeout_seconds=timeout)
         watcher = asyncio.create_task(self._watch(receive, call, reply))
         try:
             await reply.write(call)
@@ -69,8 +87,9 @@ class Generate:
 class _Reply:
     """What the client gets. `is_whole` once nothing is missing, just before the last byte is handed over."""
 
-    def __init__(self, send: Send, request_id: str, began: float) -> None:
+    def __init__(self, send: Send, path: str, request_id: str, began: float) -> None:
         self._send = send
+        self._path = path
         self._began = began
         self.request_id = request_id
         self.status = CLIENT_LEFT
@@ -78,8 +97,17 @@ class _Reply:
         self.is_whole = False
 
     async def write(self, call: Call) -> None:
+        try:
+            await self._write(call)
+        except asyncio.CancelledError:  # the drain is over, and this request is not
+            await self._end(Failure(Cause.DRAINING, "the router has ended before the request", None, STAGE))
+
+    async def _write(self, call: Call) -> None:
         match await call.outcome:
-            case Document(status, headers, body):
+            case Document(status, headers, body, prefill):
+                if prefill:
+                    size = len(prefill) + len(body)
+                    body = await off_loop(size, LOOP_BYTES, merge_input_logprobs, prefill=prefill, decode=body)
                 await self._document(status, headers, body)
             case Stream() as stream:
                 await self._stream(stream)
@@ -101,11 +129,21 @@ class _Reply:
             tail = (tail + chunk)[-2:]
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         if stream.pipe.failure is not None:
-            event = b"data: " + error_json(failure_of(stream.pipe.failure), self.request_id) + b"\n\n"
+            event = error_event(self._path, error_json(failure_of(stream.pipe.failure), self.request_id))
             torn = b"" if tail == b"\n\n" else b"\n\n"  # what decode left unfinished must not swallow the event
             await self._send({"type": "http.response.body", "body": torn + event, "more_body": True})
         self.is_whole = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _end(self, failure: Failure) -> None:
+        """In the way that is still open."""
+        body = error_json(failure, self.request_id)
+        if self.first_byte_seconds is None:
+            await self._document(failure.status, error_headers(failure), body)
+        elif not self.is_whole:
+            self.is_whole = True
+            event = b"\n\n" + error_event(self._path, body)
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _head(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
@@ -130,14 +168,18 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def read_object(request: Request) -> dict[str, Any]:
+def read_object(raw: bytes) -> tuple[dict[str, Any], bytes]:
+    """In any thread: the body, and what of it all attempts send alike. Raises `Refusal`."""
+    check_counts(raw)
     try:
-        body = msgspec.json.decode(await read_body(request))
+        body = msgspec.json.decode(raw)
     except NOT_JSON as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
-    return body
+    stamp_time(body)
+    check_prompts(body)
+    return body, encode_rest(body)
 
 
 def stamp_time(body: dict[str, Any]) -> None:

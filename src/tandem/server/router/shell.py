@@ -1,7 +1,8 @@
 """The loop around the router's core: it turns commands into HTTP connections and what they do into events.
 
-Everything runs on one asyncio loop. `tell` steps the core and begins its commands; nothing that is begun there calls
-`tell` again before it returns. A half of an attempt is one task, an `UpstreamCall`; to cancel it closes its connection.
+Everything but the probes (`prober.py`) runs on one asyncio loop. `tell` steps the core and begins its commands; nothing
+that is begun there calls `tell` again before it returns. A half of an attempt is one task around the core's
+`UpstreamCall`; to cancel it closes its connection.
 
     stream (SSE)   a decode's first bytes are the event, then bytes go through a bounded pipe to the client
     document       read to its end before the client gets a byte, so that a decode that dies can still be retried
@@ -10,8 +11,9 @@ Everything runs on one asyncio loop. `tell` steps the core and begins its comman
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import httpx
 import msgspec
@@ -21,28 +23,26 @@ from tandem.core.router.messages import (
     CancelHalf,
     ClientAsked,
     ClientLeft,
-    DecodeSpoke,
     DispatchPair,
     Fail,
     Failure,
     Finish,
     Forward,
     ForwardRejection,
-    HalfAnswered,
-    HalfEnded,
     HalfFailed,
-    HalfRejected,
     Probe,
     RouterCommand,
     RouterEvent,
     Side,
-    WorkerProbed,
 )
-from tandem.core.router.pairing import num_prompts
-from tandem.core.router.router import Router
-from tandem.core.router.worker_registry import ProbeResult, Worker
-from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
+from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_prompts
+from tandem.core.router.router import Router, RouterEffects
+from tandem.core.router.upstream_call import Said, UpstreamCall
+from tandem.core.router.worker_registry import Health, Worker, WorkerId
+from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
+from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.off_loop import off_loop
 from tandem.server.router.answer import (
     Document,
     Gone,
@@ -50,12 +50,12 @@ from tandem.server.router.answer import (
     Pipe,
     Stream,
     error_at_end,
-    merge_input_logprobs,
     passed_headers,
     retryable_of,
 )
 from tandem.server.router.config import nanos
 from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.prober import Prober
 
 log = logging.getLogger("tandem.router")
 
@@ -67,16 +67,14 @@ OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout")  
 
 
 @dataclass(slots=True)
-class UpstreamCall:
-    """One half of one attempt."""
+class Leg:
+    """The connection of one half of one attempt."""
 
     call: "Call"
-    attempt: int
-    half: Side
+    upstream: UpstreamCall
     worker: Worker
     sent_at: Nanos
     task: asyncio.Task[None] | None = None
-    status: int = 0
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytearray = field(default_factory=bytearray)
     pipe: Pipe | None = None  # decode only, when it streams
@@ -89,22 +87,33 @@ class Call:
     id: RequestId
     path: str
     content: bytes  # the client's body, without the fields that each attempt sets
+    decode_fields: dict[str, object]  # that only decode's half gets
     has_timeout: bool  # in the body: then it says there how much is left
     headers: dict[str, str]  # for both halves
     merges: bool
     names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
-    legs: dict[Side, UpstreamCall] = field(default_factory=dict[Side, UpstreamCall])  # of the latest attempt
+    legs: dict[Side, Leg] = field(default_factory=dict[Side, Leg])  # of the latest attempt
 
 
 class RouterShell:
     """`start` begins probing, `close` cancels everything."""
 
     def __init__(
-        self, router: Router, client: httpx.AsyncClient, metrics: RouterMetrics, *, stall_seconds: float
+        self,
+        router: Router,
+        client: httpx.AsyncClient,
+        prober: Prober,
+        metrics: RouterMetrics,
+        *,
+        stall_seconds: float,
+        step: Callable[[Sequence[RouterEvent], Nanos], RouterEffects],
     ) -> None:
+        """step: the router's, with whoever looks on."""
         self.router = router
+        self._step = step
         self._client = client
+        self._prober = prober
         self._metrics = metrics
         self._stall_seconds = stall_seconds
         self._calls: dict[RequestId, Call] = {}
@@ -113,24 +122,40 @@ class RouterShell:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
+        self._prober.start(partial(asyncio.get_running_loop().call_soon_threadsafe, self.tell))
         self.tell()
 
     async def close(self) -> None:
+        self._prober.close()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def open(self, path: str, body: dict[str, object], headers: dict[str, str], *, timeout_seconds: float) -> Call:
-        """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`."""
-        content = encode_rest(body)
+    def open(
+        self, path: str, body: dict[str, object], content: bytes, headers: dict[str, str], *, timeout_seconds: float
+    ) -> Call:
+        """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`.
+
+        content: of the body, as `encode_rest` makes it.
+        """
         self._next_id += 1
         streams = bool(body.get("stream"))
         merges = path == "/generate" and bool(body.get("return_logprob")) and not streams
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         names, has_timeout = names_of(body, headers), "timeout" in body
-        call = Call(RequestId(self._next_id), path, content, has_timeout, headers, merges, names, future)
+        call = Call(
+            RequestId(self._next_id),
+            path,
+            content,
+            fields_of_decode(body),
+            has_timeout,
+            headers,
+            merges,
+            names,
+            future,
+        )
         self._calls[call.id] = call
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges))
         return call
@@ -146,11 +171,21 @@ class RouterShell:
         self.tell(*map(AbortAsked, named))
 
     def tell(self, *events: RouterEvent) -> None:
-        effects = self.router.step(events, Nanos(time.monotonic_ns()))
+        """Probes that were answered meanwhile come first: an answer that is here is not late because we are."""
+        probed = self._prober.take()
+        before = [self.router.registry.health(probe.worker) for probe in probed]
+        effects = self._step((*probed, *events), Nanos(time.monotonic_ns()))
+        for probe, health in zip(probed, before, strict=True):
+            self._note_health(probe.worker, health)
         for command in effects.commands:
             self._metrics.see(command)
             self._begin(command)
         self._wake_at(effects.wake_at)
+
+    def _note_health(self, worker: WorkerId, before: Health) -> None:
+        who, after = self.router.registry.worker(worker), self.router.registry.health(worker)
+        if before is not after:
+            log.info("%s worker %s: %s -> %s", who.role.value, who.url, before.value, after.value)
 
     def _wake_at(self, wake_at: Nanos) -> None:
         if self._timer is not None:
@@ -170,40 +205,43 @@ class RouterShell:
                 self._forward(self._calls[request], merged)
             case ForwardRejection(request=request, half=half):
                 leg = self._calls[request].legs[half]
-                self._end(request, Document(leg.status, leg.headers, bytes(leg.body)))
+                self._end(request, Document(leg.upstream.status, leg.headers, bytes(leg.body)))
             case Fail(request=request):
                 self._end(request, command)
             case Finish(request=request):
                 self._end(request, Gone())
             case Probe(worker=worker):
-                self._spawn(self._probe(worker))
+                self._prober.probe(worker)
 
     def _dispatch(self, sent: DispatchPair) -> None:
         call = self._calls[sent.request]
         own = sent.pair.fields()
         if call.has_timeout:
             own["timeout"] = sent.timeout_ns / SECOND
-        content = with_fields(own, call.content)
+        contents = {
+            Side.PREFILL: with_fields(own, call.content),
+            Side.DECODE: with_fields(own | call.decode_fields, call.content),
+        }
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
-            leg = UpstreamCall(call, sent.attempt, half, worker, now)
+            upstream = UpstreamCall(call.id, sent.attempt, half, nanos(self._stall_seconds))
+            leg = Leg(call, upstream, worker, now)
             call.legs[half] = leg
-            leg.task = self._spawn(self._run(leg, content, headers))
+            leg.task = self._spawn(self._run(leg, contents[half], headers))
 
-    def _cancel(self, leg: UpstreamCall) -> None:
+    def _cancel(self, leg: Leg) -> None:
         assert leg.task is not None
+        leg.upstream.cancel()
         leg.task.cancel()
 
     def _forward(self, call: Call, merged: bool) -> None:
         leg = call.legs[Side.DECODE]
         if leg.pipe is not None:
-            self._resolve(call, Stream(leg.status, leg.headers, leg.pipe))
+            self._resolve(call, Stream(leg.upstream.status, leg.headers, leg.pipe))
             return
-        body = bytes(leg.body)
-        if merged:
-            body = merge_input_logprobs(prefill=bytes(call.legs[Side.PREFILL].body), decode=body)
-        self._resolve(call, Document(leg.status, leg.headers, body))
+        prefill = bytes(call.legs[Side.PREFILL].body) if merged else b""
+        self._resolve(call, Document(leg.upstream.status, leg.headers, bytes(leg.body), prefill))
 
     def _end(self, request: RequestId, outcome: Outcome) -> None:
         call = self._calls.pop(request)
@@ -218,84 +256,70 @@ class RouterShell:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    async def _run(self, leg: UpstreamCall, content: bytes, headers: dict[str, str]) -> None:
+    async def _run(self, leg: Leg, content: bytes, headers: dict[str, str]) -> None:
         """Talk to one worker and tell what happened. Cancelled, it closes the connection and tells nothing."""
+        upstream = leg.upstream
         try:
             url = leg.worker.url + leg.call.path
             sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
             async with self._client.stream("POST", url, content=content, headers=sent) as response:
                 await self._listen(leg, response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._fail(leg, Failure.REFUSED, f"cannot connect: {error}")
+            self._hear(leg, upstream.fail(Failure.REFUSED, f"cannot connect: {error}"))
         except TimeoutError:
-            self._fail(leg, Failure.STALLED, f"no byte for {self._stall_seconds:g} s")
+            self._hear(leg, upstream.stall())
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
-            self._fail(leg, Failure.BROKEN, f"{type(error).__name__} {error}".strip())
+            self._hear(leg, upstream.fail(Failure.BROKEN, f"{type(error).__name__} {error}".strip()))
 
-    def _fail(self, leg: UpstreamCall, failure: Failure, detail: str) -> None:
-        log.warning("%s worker %s: %s", leg.half.value, leg.worker.url, detail)
-        self.tell(HalfFailed(leg.call.id, leg.attempt, leg.half, failure, detail))
+    def _hear(self, leg: Leg, said: Said) -> None:
+        for event in said:
+            if isinstance(event, HalfFailed):
+                log.warning("%s worker %s: %s", event.half.value, leg.worker.url, event.detail)
+        if said:
+            self.tell(*said)
 
-    async def _listen(self, leg: UpstreamCall, response: httpx.Response) -> None:
-        leg.status = response.status_code
+    async def _listen(self, leg: Leg, response: httpx.Response) -> None:
+        upstream = leg.upstream
         leg.headers = passed_headers(response.headers)
         self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
-        if not response.is_success:
+        is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+        self._hear(leg, upstream.head(response.status_code, is_event_stream=is_event_stream))
+        if not upstream.is_accepted:
             await collect(response, leg.body, REJECTION_BYTES_MAX)
-            said = retryable_of(bytes(leg.body))
-            self.tell(HalfRejected(leg.call.id, leg.attempt, leg.half, leg.status, said))
-        elif leg.half is Side.PREFILL:
-            await self._listen_to_prefill(leg, response)
-        elif response.headers.get("content-type", "").startswith("text/event-stream"):
+            is_retryable = await off_loop(len(leg.body), LOOP_BYTES, retryable_of, bytes(leg.body))
+            self._hear(leg, upstream.reject(is_retryable=is_retryable))
+        elif upstream.is_stream:
             await self._listen_to_stream(leg, response)
-        else:
-            self.tell(HalfAnswered(leg.call.id, leg.attempt, leg.half))
+        elif upstream.half is Side.DECODE:
             await collect(response, leg.body, DOCUMENT_BYTES_MAX)
-            self.tell(DecodeSpoke(leg.call.id, leg.attempt), HalfEnded(leg.call.id, leg.attempt, leg.half))
+            self._hear(leg, upstream.end())
+        else:
+            await self._listen_to_prefill(leg, response)
 
-    async def _listen_to_prefill(self, leg: UpstreamCall, response: httpx.Response) -> None:
+    async def _listen_to_prefill(self, leg: Leg, response: httpx.Response) -> None:
         """Its body says nothing that decode does not say, but for prompt logprobs; all but its end is dropped."""
-        self.tell(HalfAnswered(leg.call.id, leg.attempt, leg.half))
         if leg.call.merges:
             await collect(response, leg.body, DOCUMENT_BYTES_MAX)
         else:
             async for piece in response.aiter_raw():
                 leg.body = (leg.body + piece)[-PREFILL_TAIL_BYTES:]
         error = error_at_end(bytes(leg.body[-PREFILL_TAIL_BYTES:]))
-        if error is not None and error.get("code") == Cause.WORKER_LOST:
-            self._fail(leg, Failure.BROKEN, f"its server ends: {error.get('message')}")  # and has told decode nothing
-        else:
-            self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half, has_error=error is not None))
+        code, message = (str(error.get("code")), str(error.get("message"))) if error is not None else (None, "")
+        self._hear(leg, leg.upstream.end(code, message))
 
-    async def _listen_to_stream(self, leg: UpstreamCall, response: httpx.Response) -> None:
+    async def _listen_to_stream(self, leg: Leg, response: httpx.Response) -> None:
         pieces = response.aiter_raw()
-        leg.pipe = Pipe()
-        limit: float | None = None  # until the first piece the request's deadline counts
+        pipe = leg.pipe = Pipe()
         while True:
-            async with asyncio.timeout(limit):
+            patience_ns = leg.upstream.patience_ns
+            async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
                 piece = await anext(pieces, None)
             if piece is None:
                 break
-            await leg.pipe.put(piece)
-            if limit is None:
-                limit = self._stall_seconds
-                self.tell(DecodeSpoke(leg.call.id, leg.attempt))
-        leg.pipe.end()
-        self.tell(HalfEnded(leg.call.id, leg.attempt, leg.half))
-
-    async def _probe(self, worker: Worker) -> None:
-        try:
-            response = await self._client.get(worker.url + "/health", timeout=CONNECT_SECONDS)
-        except httpx.HTTPError:
-            result = ProbeResult.MISSED
-        else:
-            declined = response.status_code == 503
-            result = ProbeResult.DECLINED if declined else ProbeResult.OK if response.is_success else ProbeResult.MISSED
-        before = self.router.registry.health(worker.id)
-        self.tell(WorkerProbed(worker.id, result))
-        after = self.router.registry.health(worker.id)
-        if before is not after:
-            log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before.value, after.value)
+            await pipe.put(piece)
+            self._hear(leg, leg.upstream.piece())
+        pipe.end()
+        self._hear(leg, leg.upstream.end())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -313,8 +337,9 @@ async def collect(response: httpx.Response, body: bytearray, size_max: int) -> N
 
 def encode_rest(body: dict[str, object]) -> bytes:
     """What all attempts send alike. Raises `Refusal` for what is nested beyond what can be written."""
+    own = OWN_FIELDS if body.get(PREFILL_RANK) is not None else (*OWN_FIELDS, PREFILL_RANK)
     try:
-        return msgspec.json.encode({name: value for name, value in body.items() if name not in OWN_FIELDS})
+        return msgspec.json.encode({name: value for name, value in body.items() if name not in own})
     except RecursionError as error:
         raise Refusal(Problem.INVALID_JSON, f"the body is nested too deeply: {error}") from None
 

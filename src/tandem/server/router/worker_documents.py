@@ -13,7 +13,9 @@ from msgspec import Struct
 from starlette.responses import JSONResponse
 
 from tandem.server.api.body import NOT_JSON
+from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.off_loop import off_loop
 
 STAGE = "router"
 LOAD_SUMS = ("num_running_reqs", "num_waiting_reqs", "num_total_reqs", "num_used_tokens")
@@ -35,11 +37,11 @@ class Aborted(Struct):
     aborted: int = 0
 
 
-def document_of(answer: httpx.Response | str, kind: type[Document]) -> Document | None:
+async def document_of(answer: httpx.Response | str, kind: type[Document]) -> Document | None:
     """None when there is no answer (a text says why), it is an error, or not of this shape."""
     if isinstance(answer, str) or not answer.is_success:
         return None
-    return read_document(answer.content, kind)
+    return await off_loop(len(answer.content), LOOP_BYTES, read_document, answer.content, kind)
 
 
 def read_document(raw: bytes, kind: type[Document]) -> Document | None:

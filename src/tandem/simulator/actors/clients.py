@@ -10,6 +10,7 @@ from typing import Protocol
 from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.settings import Role
 from tandem.core.values import RequestId, Room
+from tandem.server.api.live_requests import ClientId
 from tandem.simulator.oracle import Script
 from tandem.simulator.workload import Ask
 
@@ -20,10 +21,14 @@ class Listener(Protocol):
     def token_left(self, half: "Half", token: int) -> None: ...
 
     def half_ended(self, half: "Half") -> None:
-        """`half.terminal` says how."""
+        """`half.answer` says how."""
         ...
 
-    def replica_died(self, half: "Half") -> None:
+    def was_cut(self, half: "Half") -> None:
+        """It has taken nothing for too long. The half ends too, but nobody is there to hear how."""
+        ...
+
+    def server_died(self, half: "Half") -> None:
         """Without a word."""
         ...
 
@@ -37,6 +42,7 @@ class Half:
     role: Role
     replica: str
     request: RequestId
+    client: ClientId
     room: Room | None
     arrived_at: int
     deadline: int
@@ -50,8 +56,9 @@ class Half:
     has_started: bool = False
     stop_sent: bool = False
     abort_sent_at: int | None = None  # or given up otherwise, by who had sent it
-    terminal: FinishRequest | FailRequest | None = None
-    ended_at: int | None = None  # also when its replica died
+    terminal: FinishRequest | FailRequest | None = None  # what its node has said
+    answer: FinishRequest | FailRequest | None = None  # what its edge has said
+    ended_at: int | None = None  # also when its server died
 
     @property
     def is_open(self) -> bool:

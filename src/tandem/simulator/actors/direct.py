@@ -105,14 +105,10 @@ class DirectClients:
         edge.num_to_come -= 1
         if exchange.has_left:
             return
-        life = None
+        half = None
         if server.is_up:
-            life = server.choose(len(ask.script.prompt), room, ask.routed_rank, self.world.clock.time)
-        if isinstance(life, Life) and (status := edge.refuse(exchange, life, server, room, peer)) is not None:
-            life = status
-        if isinstance(life, Life):
-            edge.submit(exchange, life, room, peer, listener=self)
-        elif self.random.random() < 0.7:  # mostly the gateway takes the other half back, sometimes it dies first
+            half = edge.submit(exchange, server, room, peer, listener=self, routed=ask.routed_rank)
+        if not isinstance(half, Half) and self.random.random() < 0.7:  # mostly the gateway takes the other half back
             self.world.clock.after(self.random.randrange(SECOND), self.leave, exchange, "")
 
     # -- what becomes of them
@@ -131,13 +127,17 @@ class DirectClients:
     def half_ended(self, half: Half) -> None:
         """The gateway has its answer; now and then it forgets to let go of the prefill."""
         if half.role is Role.DECODE:
-            has_failed = isinstance(half.terminal, FailRequest)
-            is_remote = isinstance(half.terminal, FinishRequest) and half.terminal.path is Path.REMOTE
+            has_failed = isinstance(half.answer, FailRequest)
+            is_remote = isinstance(half.answer, FinishRequest) and half.answer.path is Path.REMOTE
             if has_failed or (self.random.random() < 0.7 and not (half.must_finish and is_remote)):
                 delay_ns = self.random.randrange(20 * MILLISECOND if has_failed else 5 * SECOND)
                 self.world.clock.after(delay_ns, self.leave, half.exchange, "")
 
-    def replica_died(self, half: Half) -> None:
+    def was_cut(self, half: Half) -> None:
+        """Where it takes nothing from one half, it has no use for the other."""
+        self.leave(half.exchange, "")
+
+    def server_died(self, half: Half) -> None:
         """The other half goes on, and has to find out."""
 
     def _lie(self, exchange: RoutedRequest) -> None:

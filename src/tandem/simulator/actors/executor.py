@@ -4,7 +4,7 @@ Plans are applied by `batch_tables.py`, as in the engine; here is a forward pass
 page table. A batch touches memory at its end: the latest moment, and so the one at which a page that was given away too
 early has already been written by somebody else.
 
-Memory is per shard. Pages are never cleared, as in a real device, so stale content is there to be found.
+Pages are never cleared, as in a real device, so stale content is there to be found.
 """
 
 from array import array
@@ -14,9 +14,9 @@ from random import Random
 
 from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, Span
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
-from tandem.core.values import MILLISECOND, PageId, RequestId
+from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
 from tandem.pagehash import prompt_links
-from tandem.simulator.model import EOS_TOKEN, MASK, content_of_shards, kv_content, sample, shard_weight
+from tandem.simulator.model import EOS_TOKEN, MASK, content_of, kv_content, sample, shard_weight
 from tandem.simulator.oracle import Script, Violation
 
 
@@ -104,18 +104,21 @@ MemoryGuard = Callable[[RequestId, list[PageId], int, int], None]
 
 @dataclass(slots=True)
 class Executor:
-    """All shards of one replica in lock step: they run the same plans, so they differ only in what they hold."""
+    """One shard of a replica. All run the same plans, and differ in when, and in what they hold.
+
+    Every shard finds the tokens from its own part of the KV; the first one's are the outcome of a batch.
+    """
 
     num_pages: int
     page_size: int
-    num_shards: int
+    shard: ShardId
     guard: MemoryGuard
-    memories: list[PageMemory] = field(default_factory=list)
+    memory: PageMemory = field(init=False)
     tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(PlainDecodeSet()))
     last_iteration: int = 0
 
     def __post_init__(self) -> None:
-        self.memories = [PageMemory(self.num_pages, self.page_size) for _ in range(self.num_shards)]
+        self.memory = PageMemory(self.num_pages, self.page_size)
 
     @property
     def requests(self) -> dict[RequestId, WorkerRequest]:
@@ -149,6 +152,8 @@ class Executor:
             if samples:
                 self._sample(sequence, kv_sum, sampled, flags, invalid)
         hashes = self.tables.finish(spans, sampled, decodes=plan.decodes)
+        if self.shard != 0:
+            return BatchOutcome(plan.id, plan.iteration, b"", b"")
         return BatchOutcome(plan.id, plan.iteration, array("i", sampled).tobytes(), bytes(flags), tuple(hashes))
 
     def break_off(self, plan: BatchPlan) -> None:
@@ -201,14 +206,12 @@ class Executor:
         kv_sum = self._read(table, start)
         if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
             raise Violation("S5", f"request {sequence.request}: KV of [0, {start}) is not what its tokens make")
+        write, weight = self.memory.write, shard_weight(self.shard)
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
-            page, slot = table[position // page_size], position % page_size
-            for index, memory in enumerate(self.memories):
-                memory.write(page, slot, content * shard_weight(index))
+            write(table[position // page_size], position % page_size, content * weight)
             kv_sum = (kv_sum + content) & MASK
         return kv_sum
 
     def _read(self, table: list[PageId], length: int) -> int:
-        total = sum(memory.read(table, length) for memory in self.memories)
-        return content_of_shards(total, self.num_shards)
+        return content_of(self.memory.read(table, length), self.shard)

@@ -25,13 +25,14 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES
-from tandem.core.router.worker_registry import ProbeResult, Worker
+from tandem.core.router.upstream_call import UpstreamCall
+from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, Worker, probe_result
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.simulator.actors.clients import RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.servers import Server
-from tandem.simulator.actors.upstream_calls import Caller, Surroundings, UpstreamCall
+from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Leg, Surroundings
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.network.http import CONNECT_NS
 from tandem.simulator.oracle import Violation
@@ -190,7 +191,7 @@ class Gateway:
             case Forward():
                 self._forward(caller)
             case ForwardRejection(half=side):
-                self._close(caller, f"rejected {caller.legs[side].status}")
+                self._close(caller, f"rejected {caller.legs[side].upstream.status}")
             case Fail(cause=cause):
                 self._close(caller, f"failed {cause}")
             case Finish():
@@ -198,7 +199,8 @@ class Gateway:
 
     def _dispatch(self, caller: Caller, sent: DispatchPair) -> None:
         for side, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
-            leg = UpstreamCall(self, caller, sent.attempt, side, self.world.servers[worker.host], self.epoch)
+            upstream = UpstreamCall(sent.request, sent.attempt, side, STALL_NS)
+            leg = Leg(self, caller, upstream, self.world.servers[worker.host], self.epoch)
             caller.legs[side] = leg
             leg.send(sent)
 
@@ -233,20 +235,19 @@ class Gateway:
     def _probe_returns(self, worker: Worker, server: Server, epoch: int) -> None:
         """A server that is frozen answers when it goes on; one that cannot be reached does not answer."""
         if self.world.http.network.is_cut(self.name, server.name) or (not server.is_up and server.is_unreachable):
-            self.world.clock.after(CONNECT_NS, self._probed, worker, ProbeResult.MISSED, epoch)
+            self.world.clock.after(CONNECT_NS, self._probed, worker, None, epoch)
             return
-        if not server.is_up:
-            result = ProbeResult.MISSED
-        else:
-            result = ProbeResult.OK if server.is_healthy else ProbeResult.DECLINED
+        status = None
+        if server.is_up:
+            status = HTTP_OK if server.is_healthy else HTTP_UNAVAILABLE
         if server.frozen_until > self.world.clock.time:
-            self.world.clock.at(server.frozen_until, self._probed, worker, result, epoch)
+            self.world.clock.at(server.frozen_until, self._probed, worker, status, epoch)
         else:
-            self._probed(worker, result, epoch)
+            self._probed(worker, status, epoch)
 
-    def _probed(self, worker: Worker, result: ProbeResult, epoch: int) -> None:
+    def _probed(self, worker: Worker, status: int | None, epoch: int) -> None:
         if epoch == self.epoch:
-            self.tell(WorkerProbed(worker.id, result))
+            self.tell(WorkerProbed(worker.id, probe_result(status)))
 
     # -- faults of servers' edges
 

@@ -4,21 +4,22 @@ A `Life` is what `tandem serve` is: the production node, a worker and a data pla
 drops a life whole; nothing of it answers any more, and the next one starts empty with another id.
 """
 
-from collections import deque
 from dataclasses import dataclass, field
 
-from tandem.core.batch import BatchPlan
 from tandem.core.disagg.message_checks import Bounds, admitted
 from tandem.core.disagg.messages import Message
 from tandem.core.events import Event, PeerSaid
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import Incarnation, RequestId
+from tandem.server.node.candidates import Endpoint
 from tandem.simulator.actors.clients import Half
-from tandem.simulator.actors.executor import CostModel, Executor
+from tandem.simulator.actors.executor import CostModel
 from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.vitals import Vitals
+from tandem.simulator.actors.workers import Workers
 from tandem.simulator.clock import LocalClock
+from tandem.simulator.network.host import Host
 
 TOKEN_IDS = 1 << 31  # the simulated model has no vocabulary
 
@@ -29,19 +30,18 @@ class Life:
     incarnation: Incarnation
     settings: NodeSettings
     node: EngineNode
-    executor: Executor
+    workers: Workers
     store: KvStore
     cost: CostModel
+    host: Host
     local_clock: LocalClock = field(default_factory=LocalClock)
+    endpoint: Endpoint = ("", 0)  # where its peers may dial it
     inbox: list[Event] = field(default_factory=list)
     is_step_due: bool = False  # a step is on the clock
     wake_at: int | None = None
     num_steps: int = 0
     num_idle_steps: int = 0  # in a row, without an event and without a command
-    work: deque[BatchPlan | tuple[RequestId, ...]] = field(default_factory=deque)  # batches, and requests to forget
-    is_working: bool = False
     halves: dict[RequestId, Half] = field(default_factory=dict)
-    num_refused: int = 0  # by its edge: they have had ids, too
     vitals: Vitals = field(default_factory=Vitals)
     twin: EngineNode | None = None  # restored from a snapshot of `node`; has to decide the same
     twin_steps: int = 0  # how long they still run side by side
@@ -55,13 +55,14 @@ class Life:
         """No other life has begun at its place, whether this one has ended or not."""
         return self.incarnation.id == str(self.replica.epoch)
 
-    def next_request_id(self) -> RequestId:
-        return RequestId(len(self.halves) + self.num_refused + 1)
+    @property
+    def bounds(self) -> Bounds:
+        """Of what peers may say."""
+        return Bounds(len(self.settings.shards), TOKEN_IDS, lambda extra: True)
 
     def hear(self, peer: Incarnation, message: Message) -> PeerSaid | None:
-        """What the node is told when `peer` says this: it comes through the same door as in a server."""
-        bounds = Bounds(len(self.settings.shards), TOKEN_IDS, lambda extra: True)
-        told = admitted(message, bounds)
+        """What the node is told when this comes to it past all connections: through the same door as in a server."""
+        told = admitted(message, self.bounds)
         return PeerSaid(peer, told) if told is not None else None
 
     def touches(self, request: RequestId) -> bool:
@@ -69,13 +70,9 @@ class Life:
         for flight in self.node.state.inflight:
             if request in flight.members or any(row.request == request for row in flight.rows):
                 return True
-        if any(getattr(event, "request", None) == request for event in (*self.inbox, *self.store.held)):
+        if any(getattr(event, "request", None) == request for event in self.inbox):
             return True
-        grants = [grant for grant in self.store.grants.values() if grant.request == request]
-        pulls = [pull for (pulled, _), pull in self.store.pulls.items() if pulled == request]
-        return any(any(grant.num_reading) for grant in grants) or any(
-            stream.is_moving for pull in pulls for stream in pull.streams
-        )
+        return self.store.touches(request)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
 """One half of one attempt: its connection, from the gateway that dispatched it to the server and back.
 
 A server's edge answers as the product's does: a stream gets its head with the first token, a document when it is whole;
-a failure before the head is a status, after it the last word of the body. What the gateway hears is told to its core in
-the words that the product's shell uses.
+a failure before the head is a status, after it the last word of the body. What the gateway makes of head, pieces and
+end is decided by the product's `UpstreamCall`.
 """
 
 from collections.abc import Sequence
@@ -11,47 +11,21 @@ from random import Random
 from typing import Any, Protocol  # Any: the world writes down what it is given
 
 from tandem.core.commands import FailRequest
-from tandem.core.router.messages import (
-    DecodeSpoke,
-    DispatchPair,
-    Failure,
-    HalfAnswered,
-    HalfEnded,
-    HalfFailed,
-    HalfRejected,
-    RouterEvent,
-    Side,
-)
+from tandem.core.router.messages import DispatchPair, Failure, RouterEvent, Side
 from tandem.core.router.router import Router
+from tandem.core.router.upstream_call import Said, UpstreamCall
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId
+from tandem.server.api.errors import RULES
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT, Edge
-from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.servers import HTTP_UNAVAILABLE, Server
+from tandem.simulator.actors.servers import Server
 from tandem.simulator.clock import Clock
 from tandem.simulator.network.http import CONNECT_NS, Http, Way
 from tandem.simulator.oracle import Violation
 
-STALL_NS = 60 * SECOND  # between two pieces of a stream
-
-STATUS = {  # as `server/api/errors.py` has it; a test compares them
-    Cause.ABORTED: 499,
-    Cause.DEADLINE_EXCEEDED: 504,
-    Cause.PROMPT_TOO_LONG: 400,
-    Cause.QUEUE_FULL: 503,
-    Cause.DUPLICATE_ROOM: 409,
-    Cause.DRAINING: 503,
-    Cause.OUT_OF_PAGES: 413,
-    Cause.ROUTE_CONFLICT: 400,
-    Cause.BOOTSTRAP_TIMEOUT: 504,
-    Cause.WAITING_TIMEOUT: 504,
-    Cause.INVALID_LOGITS: 500,
-    Cause.WORKER_LOST: 503,
-    Cause.ENGINE_FAILED: 500,
-}
-OTHER_STATUS = 502
-FINAL = frozenset({Cause.INVALID_LOGITS})  # 5xx that no other pair answers better: the same table, the same test
+STALL_NS = Nanos(60 * SECOND)  # between two pieces of a stream
+HTTP_OK = 200
 
 
 class Surroundings(Protocol):
@@ -85,11 +59,10 @@ class Dispatcher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class UpstreamCall:
+class Leg:
     gateway: Dispatcher
     caller: "Caller"
-    attempt: int
-    side: Side
+    upstream: UpstreamCall
     server: Server
     epoch: int  # of the gateway
     up: Way = field(init=False)
@@ -103,10 +76,17 @@ class UpstreamCall:
     is_server_done: bool = False
 
     # At the gateway.
-    status: int = 0
     tokens: list[int] = field(default_factory=list)  # that have come
-    is_over: bool = False  # nothing that comes is heard any more
     last_piece_at: int = 0
+
+    @property
+    def side(self) -> Side:
+        return self.upstream.half
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing that comes is heard any more."""
+        return self.upstream.is_over
 
     def __post_init__(self) -> None:
         gateway, server = self.gateway.name, self.server.name
@@ -135,18 +115,24 @@ class UpstreamCall:
             world.clock.after(world.http.delay_ns(), self._failed, Failure.REFUSED, "connection refused")
             return
         room = sent.pair.rooms[0]
-        status = gateway.draw_error()
-        life = status or self.server.choose(len(ask.script.prompt), room, ask.routed_rank, world.clock.time)
         peer = None if self.side is Side.PREFILL else Address(sent.pair.prefill.host, BOOTSTRAP_PORT)
-        exchange, timeout_ns = self.caller.exchange, sent.timeout_ns
-        if isinstance(life, Life):
-            life = world.edge.refuse(exchange, life, self.server, room, peer) or life
-        if isinstance(life, int):
-            self._reject(life)
+        if (status := gateway.draw_error()) is not None:
+            self._reject(status)
             return
-        self.half = world.edge.submit(
-            exchange, life, room, peer, timeout_ns=timeout_ns, listener=self, is_given_up=self.is_over
+        half = world.edge.submit(
+            self.caller.exchange,
+            self.server,
+            room,
+            peer,
+            timeout_ns=sent.timeout_ns,
+            listener=self,
+            routed=ask.routed_rank,
+            is_given_up=self.is_over,
         )
+        if not isinstance(half, Half):
+            self._reject(half.status, is_retryable=RULES[half.code].retryable)
+            return
+        self.half = half
         if self.is_over:
             self._let_go()
 
@@ -154,7 +140,7 @@ class UpstreamCall:
         """The gateway closes the connection; the server learns it if it can be told."""
         if self.is_over:
             return
-        self.is_over = True
+        self.upstream.cancel()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -184,11 +170,10 @@ class UpstreamCall:
         self.is_head_sent = self.is_head_sent or self.caller.streams
 
     def half_ended(self, half: Half) -> None:
-        failure = half.terminal if isinstance(half.terminal, FailRequest) else None
+        failure = half.answer if isinstance(half.answer, FailRequest) else None
         cause = failure.cause if failure is not None else None
         if cause is not None and not self.is_head_sent:
-            status = STATUS.get(cause, OTHER_STATUS)
-            self._reject(status, is_retryable=status >= 500 and cause not in FINAL)
+            self._reject(RULES[cause].status, is_retryable=RULES[cause].retryable)
             return
         if not self.is_head_sent:
             self._say(self._heard_head)
@@ -197,15 +182,12 @@ class UpstreamCall:
         self._say(self._heard_end, cause)
         self.is_server_done = True
 
-    def replica_died(self, half: Half) -> None:
-        """The API process of a server with more ranks lives on, and says so; otherwise the connection breaks."""
-        if self.server.is_up:
-            self.gateway.world.edge.codes[Cause.WORKER_LOST] += 1
-            if self.is_head_sent:
-                self._say(self._heard_end, Cause.WORKER_LOST)
-            else:
-                self._reject(HTTP_UNAVAILABLE)
-        elif not self.server.is_unreachable:
+    def was_cut(self, half: Half) -> None:
+        self._say(self._failed, Failure.BROKEN, "connection reset")
+        self.is_server_done = True
+
+    def server_died(self, half: Half) -> None:
+        if not self.server.is_unreachable:
             self._say(self._failed, Failure.BROKEN, "connection reset")
         self.is_server_done = True
 
@@ -228,60 +210,60 @@ class UpstreamCall:
 
     # -- at the gateway
 
-    def _heard_head(self) -> None:
-        """Of a stream of decode the first piece counts."""
-        self.status = 200
-        if self._is_heard() and not (self.side is Side.DECODE and self.caller.streams):
-            self.gateway.tell(HalfAnswered(self.caller.request, self.attempt, self.side))
+    def _heard_head(self, status: int = HTTP_OK) -> None:
+        if self._is_heard():
+            self._hear(self.upstream.head(status, is_event_stream=self.caller.streams))
 
     def _heard_piece(self, tokens: tuple[int, ...]) -> None:
+        """The first one of decode's stream brings its head."""
         if not self._is_heard() or self.side is Side.PREFILL:
             return
-        is_first = not self.tokens
+        if not self.upstream.status:
+            self._heard_head()
         self.last_piece_at = self.gateway.world.clock.time
         self.tokens.extend(tokens)
         if self.caller.source is self:
             self.pass_on(tokens)
-        if is_first and self.caller.streams:
-            self.gateway.world.clock.after(STALL_NS, self._look)
-            self.gateway.tell(DecodeSpoke(self.caller.request, self.attempt))
+        was_patient = self.upstream.patience_ns is None
+        self._hear(self.upstream.piece())
+        if was_patient and self.upstream.patience_ns is not None:
+            self.gateway.world.clock.after(self.upstream.patience_ns, self._look)
 
     def _look(self) -> None:
         """A stream that says nothing for too long has broken."""
-        stalls_at = self.last_piece_at + STALL_NS
-        if not self._is_heard():
+        patience_ns = self.upstream.patience_ns
+        if not self._is_heard() or patience_ns is None:
             return
-        if stalls_at > self.gateway.world.clock.time:
-            self.gateway.world.clock.at(stalls_at, self._look)
+        if self.last_piece_at + patience_ns > self.gateway.world.clock.time:
+            self.gateway.world.clock.at(self.last_piece_at + patience_ns, self._look)
         else:
-            self._failed(Failure.STALLED, "no byte")
+            self._hear_last(self.upstream.stall())
 
     def _heard_end(self, cause: Cause | None) -> None:
         if not self._is_heard():
             return
-        if self.side is Side.PREFILL and cause is Cause.WORKER_LOST:
-            self._failed(Failure.BROKEN, "its server ends")
-            return
-        self.is_over = True
-        request = self.caller.request
-        ended = HalfEnded(request, self.attempt, self.side, has_error=cause is not None and self.side is Side.PREFILL)
+        said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")
         if self.side is Side.DECODE and self.caller.source is self:
             self.gateway.end(self.caller, "finished" if cause is None else f"error {cause}")
-        if self.side is Side.DECODE and not self.caller.streams:
-            self.gateway.tell(DecodeSpoke(request, self.attempt), ended)
-        else:
-            self.gateway.tell(ended)
+        self._hear_last(said)
 
     def _heard_rejection(self, status: int, is_retryable: bool | None) -> None:
         if self._is_heard():
-            self.is_over = True
-            self.status = status
-            self.gateway.tell(HalfRejected(self.caller.request, self.attempt, self.side, status, is_retryable))
+            self._hear(self.upstream.head(status, is_event_stream=False))
+            self._hear(self.upstream.reject(is_retryable=is_retryable))
 
     def _failed(self, failure: Failure, detail: str) -> None:
         if self._is_heard():
-            self.hang_up()
-            self.gateway.tell(HalfFailed(self.caller.request, self.attempt, self.side, failure, detail))
+            self._hear_last(self.upstream.fail(failure, detail))
+
+    def _hear(self, said: Said) -> None:
+        if said:
+            self.gateway.tell(*said)
+
+    def _hear_last(self, said: Said) -> None:
+        """Its task ends, and with it the connection."""
+        self._let_go()
+        self._hear(said)
 
     def _is_heard(self) -> bool:
         return not self.is_over and self.gateway.epoch == self.epoch and self.gateway.router is not None
@@ -303,8 +285,8 @@ class Caller:
     deadline: int
     streams: bool
     merges: bool
-    legs: dict[Side, UpstreamCall] = field(default_factory=dict)
-    source: UpstreamCall | None = None  # whose answer it gets
+    legs: dict[Side, Leg] = field(default_factory=dict)
+    source: Leg | None = None  # whose answer it gets
     num_tokens: int = 0
     outcome: str = ""
     has_left: bool = False

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tandem.core.batch import BatchPlan
-from tandem.core.stall_detector import Liveness, ProgressReport
+from tandem.core.stall_detector import Liveness, PulseQuestions
 
 
 class Hang(StrEnum):
@@ -18,10 +17,12 @@ class Hang(StrEnum):
 @dataclass(slots=True)
 class Vitals:
     hang: Hang | None = None
-    held: BatchPlan | None = None  # would have returned, but for the hang
     pings: int = 0  # how often the node has asked its worker
     echoes: int = 0  # how often that has answered
-    liveness: Liveness = field(default_factory=Liveness)
-    answer: ProgressReport | None = None  # of the node to the last question; None: it has not answered
+    questions: PulseQuestions = field(default_factory=PulseQuestions)
     is_watched: bool = False  # a tick is on the clock
     quiet_ticks: int = 0  # since the last batch, in a row, without a standstill
+
+    @property
+    def liveness(self) -> Liveness:
+        return self.questions.liveness

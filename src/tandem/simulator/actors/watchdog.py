@@ -1,4 +1,4 @@
-"""The watchdogs of all servers: for each rank the product's `Liveness`, and around it what `api/watchdog.py` does.
+"""The watchdogs of all servers: for each rank the product's `PulseQuestions`, and a node that answers or hangs.
 
 A rank is watched by the API process of its server, in that server's time, and not while the server is frozen as a
 whole. A tick reads the answer to the question that was asked at the tick before. Where nothing is under way and nothing
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.core.stall_detector import TICKS, ProgressReport
+from tandem.core.values import SECOND
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.servers import Server, server_of
+from tandem.simulator.actors.servers import Server, rank_number, server_of
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
 
@@ -64,12 +65,24 @@ class Watchdogs:
         """The answer, and the next question; a node that could not answer does so as soon as it goes on."""
         vitals = life.vitals
         was_sick = vitals.liveness.longest.is_sick
-        if vitals.answer is None:
-            vitals.answer = pulse_of(life)
-        vitals.liveness.tick(vitals.answer)
-        if vitals.answer is not None:
-            vitals.answer = pulse_of(life)
+        if not vitals.questions.is_answered:
+            answer_if_it_can(life)
+        if vitals.questions.tick():
+            answer_if_it_can(life)
+        self._tell_server(life)
         self.num_recovered += was_sick and not vitals.liveness.longest.is_sick
+
+    def _tell_server(self, life: Life) -> None:
+        server, longest = self._server_of(life), life.vitals.liveness.longest
+        if server.requests is not None:
+            trouble = longest.describe(self.tick_ns / SECOND) if longest.is_sick else ""
+            server.requests.see_trouble(rank_number(life.replica.name), trouble)
+
+
+def answer_if_it_can(life: Life) -> None:
+    pulse = pulse_of(life)
+    if pulse is not None:
+        life.vitals.questions.answered(pulse)
 
 
 def pulse_of(life: Life) -> ProgressReport | None:

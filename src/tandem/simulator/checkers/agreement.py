@@ -18,6 +18,7 @@ from tandem.core.scheduler.request_state import State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, Nanos, RequestId, Room, ShardId
 from tandem.simulator.actors.clients import Half
+from tandem.simulator.actors.executor import Executor
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import Watched, where
 from tandem.simulator.oracle import Violation
@@ -47,9 +48,10 @@ class OneSequence:
         last = self.last[life.incarnation]
         if last != life.node.state.forward_ct:
             raise Violation(self.id, f"recount: {where(life)}: told up to {last}, made {life.node.state.forward_ct}")
-        waiting = [item.id for item in life.work if isinstance(item, BatchPlan)]
-        if waiting != list(range(last - len(waiting) + 1, last + 1)):
-            raise Violation(self.id, f"{where(life)}: batches {waiting} wait, {last} was told last")
+        for worker in life.workers:
+            waiting = [order.id for order in worker.work if isinstance(order, BatchPlan)]
+            if waiting != list(range(last - len(waiting) + 1, last + 1)):
+                raise Violation(self.id, f"{where(life)}: batches {waiting} wait, {last} was told last")
 
 
 class SameSet:
@@ -79,14 +81,17 @@ class SameSet:
             members.pop(request, None)
 
     def recount(self, life: Life) -> None:
-        """When the worker has done all that it was told, it has these members and the node's page tables."""
-        if life.work or life.is_working:
-            return
+        """When a worker has done all that it was told, it has these members and the node's page tables."""
+        for worker in life.workers:
+            if worker.is_idle:
+                self._compare(life, worker.executor)
+
+    def _compare(self, life: Life, executor: Executor) -> None:
         members, state = self.members[life.incarnation], life.node.state
-        if life.executor.decode_set != list(members):
-            raise Violation(self.id, f"recount: {where(life)} decodes {life.executor.decode_set}, told {list(members)}")
+        if executor.decode_set != list(members):
+            raise Violation(self.id, f"recount: {where(life)} decodes {executor.decode_set}, told {list(members)}")
         for progress in state.requests.values():
-            sequence = life.executor.requests.get(progress.id)
+            sequence = executor.requests.get(progress.id)
             if not progress.synced_pages or progress.id in state.joins or sequence is None:
                 continue
             if sequence.pages[: progress.synced_pages] != progress.pages[: progress.synced_pages]:
@@ -138,7 +143,8 @@ class OneVerdict:
 
 
 class RightRank:
-    """Decode asks the very replica that has the prefill's half, and a rank announces no room but its own.
+    """Decode asks the very replica that has the prefill's half, or first the one that the room implies; and a rank
+    announces no room but its own.
 
     Who names a wrong rank may send decode astray, but then the rank that has the request refuses it.
     """
@@ -165,6 +171,9 @@ class RightRank:
         half = life.halves.get(request) if request is not None else None
         if half is None:
             return
+        side = life.node.state.requests[half.request].side
+        if isinstance(side, DecodeSide) and side.is_unmet:
+            return  # it is sent on from there
         homes = [other for other in half.exchange.halves if other.role is Role.PREFILL and other.room == ready.room]
         if any(home.replica == ready.target.name for home in homes):
             return

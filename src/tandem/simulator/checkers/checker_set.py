@@ -29,8 +29,10 @@ from tandem.core.commands import (
 from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Nanos, PageId, RequestId
 from tandem.simulator.actors.clients import Half
+from tandem.simulator.actors.kv_reader import SimulatedGrant
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.transfer import Grant, KvStore
+from tandem.simulator.actors.servers import Server
+from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.checkers.accounting import FirstTokenClock, Gauges, HitRate
 from tandem.simulator.checkers.agreement import (
     DelayerVetoes,
@@ -40,8 +42,9 @@ from tandem.simulator.checkers.agreement import (
     RightRank,
     SameSet,
 )
-from tandem.simulator.checkers.base import Watched
+from tandem.simulator.checkers.base import End, Watched
 from tandem.simulator.checkers.changes import OneQueue, PingPong, QueueOrder, Retries, StateChanges
+from tandem.simulator.checkers.edges import EdgeDeadlines, EdgeEnds
 from tandem.simulator.checkers.intake import Bounds, NoNewWork, Refusals
 from tandem.simulator.checkers.liveness import (
     Deadlines,
@@ -120,6 +123,8 @@ class Checkers:
     pages_come_back: PagesComeBack = field(default_factory=PagesComeBack)
     well_formed: WellFormed = field(init=False)
     deadlines: Deadlines = field(init=False)
+    edge_one_end: EdgeEnds = field(init=False)
+    edge_deadlines: EdgeDeadlines = field(init=False)
     releases: Releases = field(init=False)
     stalls: Standstills = field(init=False)
 
@@ -131,6 +136,7 @@ class Checkers:
         self.well_formed = WellFormed(self.world)
         self.right_rank = RightRank(self.world)
         self.deadlines = Deadlines(self.world)
+        self.edge_one_end, self.edge_deadlines = EdgeEnds(self.world), EdgeDeadlines(self.world)
         self.releases = Releases(self.world)
         self.stalls = Standstills(self.world)
         self.of_command = self._wires()
@@ -234,6 +240,10 @@ class Checkers:
         self.one_dispatch.arrived(life, half)
         self.right_rank.arrived(life, half)
         self.deadlines.watch(life, half)
+        self.edge_deadlines.watch(half)
+
+    def edge_ends(self, server: Server, half: Half | None, terminal: End) -> None:
+        self.edge_one_end.ended(server, half, terminal)
 
     def watchdog_has_ticked(self, life: Life) -> None:
         self.stalls.ticked(life)
@@ -247,13 +257,21 @@ class Checkers:
         self.ownership.memory_is_used(life, request, table, first_written, num_used)
 
     def page_is_read(
-        self, store: KvStore, grant: Grant, page: PageId, generation: int, contents: list[int], *, is_own: bool
+        self,
+        store: KvStore,
+        grant: SimulatedGrant,
+        page: PageId,
+        generation: int,
+        contents: list[int],
+        *,
+        is_own: bool,
     ) -> None:
         life = self.world.find(store.incarnation)
         if life is not None:
             self.stale_reads.page_is_read(life, grant, page, generation, is_own=is_own)
             self.freed_pages.page_is_read(life, grant, page)
-            self.sent_pages.page_is_read(life, grant, page, contents)
+            index = store.page_indices[grant.request, grant.attempt][page]
+            self.sent_pages.page_is_read(life, grant, page, index, contents)
 
     def page_is_written(self, store: KvStore, request: RequestId, page: PageId) -> None:
         life = self.world.find(store.incarnation)

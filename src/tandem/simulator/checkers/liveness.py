@@ -9,6 +9,7 @@ from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import Role
 from tandem.core.values import Cause, Incarnation, Nanos
+from tandem.server.api.live_requests import SILENCE_GRACE_NS
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import GRACE_NS, End, Watched, where
@@ -16,6 +17,7 @@ from tandem.simulator.clock import MILLION
 from tandem.simulator.oracle import Violation
 
 MAX_IDLE_STEPS = 1000
+NODE_GRACE_NS = SILENCE_GRACE_NS // 2  # for a node, whose edge speaks for it after all of that
 MAX_QUESTIONS = 10  # within the time after which one question would be put again
 Question = LearnPeer | AskDpRank
 LETS_GO = (Cause.ABORTED, Cause.PEER_ABORTED, Cause.PEER_LOST)
@@ -38,10 +40,10 @@ class NothingLeft:
             "pinned pages": state.tree.num_pinned,
             "batches in flight": len(state.inflight),
             "decode rows": len(state.decode_set) + len(state.joins),
-            "requests of the worker": len(life.executor.requests),
-            "decode rows of the worker": len(life.executor.decode_set),
-            "grants": sum(1 for grant in store.grants.values() if not grant.is_revoked),
-            "pulls": sum(1 for pull in store.pulls.values() if any(stream.is_moving for stream in pull.streams)),
+            "requests of the workers": sum(len(worker.executor.requests) for worker in life.workers),
+            "decode rows of the workers": sum(len(worker.executor.decode_set) for worker in life.workers),
+            "grants": len(store.grants()),
+            "pulls": sum(reader.puller.held().live_rooms for reader in store.readers),
         }
         held = [f"{count} {what}" for what, count in left.items() if count]
         if held:
@@ -117,11 +119,12 @@ class Deadlines:
         paused_ns = life.replica.pauses_ns - half.pauses_before_ns
         if half.last_token_at is None:
             lost_ns = (half.deadline - half.arrived_at) * max(0, -life.local_clock.drift_ppm) // MILLION
-            return half.deadline + lost_ns + paused_ns + GRACE_NS
-        return half.last_token_at + life.settings.stall_timeout_ns + paused_ns + GRACE_NS
+            return half.deadline + lost_ns + paused_ns + NODE_GRACE_NS
+        return half.last_token_at + life.settings.stall_timeout_ns + paused_ns + NODE_GRACE_NS
 
     def _look(self, life: Life, half: Half) -> None:
-        if not half.is_open or not life.is_alive:
+        """What its node says; what its client hears is the edge's."""
+        if half.terminal is not None or not life.is_alive:
             return
         latest = max(self._latest_end(life, half), life.replica.paused_until)
         if latest > self.world.clock.time:

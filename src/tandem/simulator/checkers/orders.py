@@ -1,12 +1,12 @@
 """What comes to a node from its own edge and from its connections, and has to be done in that very step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from tandem.core.commands import Command, FailRequest, Tell
 from tandem.core.disagg.messages import Abort, Ready, Release
-from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, TransferFailed
+from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, PeerSaid, TransferFailed
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import Cause, Incarnation
+from tandem.core.values import Cause, Incarnation, Room
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import where
 from tandem.simulator.oracle import Violation
@@ -52,17 +52,20 @@ class Returns:
                 )
         if any(isinstance(event, PeerLost | TransferFailed) for event in events):
             return
-        for peer in losses(commands):
+        asked = {event.message.room for event in events if isinstance(event, PeerSaid)}
+        for peer in losses(commands, asked):
             raise Violation(self.id, f"{where(life)}: {peer} is given up in the step in which {back} are back")
 
 
-def losses(commands: Sequence[Command]) -> Iterator[Incarnation | str]:
-    """Whom a node says that it has lost."""
+def losses(commands: Sequence[Command], asked: Collection[Room]) -> Iterator[Incarnation | str]:
+    """Whom a node says that it has lost; not who asks for a room of `asked` and hears how that ended long ago."""
     for command in commands:
         match command:
             case FailRequest(cause=Cause.PEER_LOST, peer=peer):
                 yield peer
-            case Tell(peer, Release(cause=Cause.PEER_LOST) | Abort(cause=Cause.PEER_LOST)):
+            case Tell(peer, Release(cause=Cause.PEER_LOST) | Abort(cause=Cause.PEER_LOST) as last) if (
+                last.room not in asked
+            ):
                 yield peer
             case _:
                 pass

@@ -1,7 +1,7 @@
 """What a node has from outside: dispatches of the router, messages of peers, its clock, its own snapshot."""
 
 from tandem.core.commands import Effects, PullPages, Tell
-from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release
+from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.disagg.sides import AnySide, PrefillSide
 from tandem.core.events import Event
 from tandem.core.scheduler.request_state import has_ended
@@ -99,6 +99,9 @@ def malformed(message: Message) -> str | None:
         case Abort():
             if not message.cause:
                 return "no cause"
+        case Moved():
+            if message.dp_rank < 0:
+                return "no such rank"
     return None
 
 

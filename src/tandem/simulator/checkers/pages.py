@@ -9,8 +9,8 @@ from tandem.core.commands import LaunchBatch, PullPages
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Incarnation, PageId, RequestId
+from tandem.simulator.actors.kv_reader import SimulatedGrant
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.transfer import Grant
 from tandem.simulator.checkers.base import owner_of, where
 from tandem.simulator.oracle import Violation
 
@@ -80,7 +80,7 @@ class StaleReads:
 
     id = "S3"
 
-    def page_is_read(self, life: Life, grant: Grant, page: PageId, generation: int, *, is_own: bool) -> None:
+    def page_is_read(self, life: Life, grant: SimulatedGrant, page: PageId, generation: int, *, is_own: bool) -> None:
         if not is_own:
             raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read without the grant's secret")
         if life.node.state.pool.generations[page] != generation:
@@ -92,7 +92,7 @@ class FreedPages:
 
     id = "S4"
 
-    def page_is_read(self, life: Life, grant: Grant, page: PageId) -> None:
+    def page_is_read(self, life: Life, grant: SimulatedGrant, page: PageId) -> None:
         pool = life.node.state.pool
         if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
             raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read and is {owner_of(pool, page)}")
@@ -110,12 +110,12 @@ class SentPages:
 
     id = "S5"
 
-    def page_is_read(self, life: Life, grant: Grant, page: PageId, contents: list[int]) -> None:
+    def page_is_read(self, life: Life, grant: SimulatedGrant, page: PageId, index: int, contents: list[int]) -> None:
         half = life.halves.get(grant.request)
         if half is None or not contents:
             return
         script = half.script
-        index, page_size = grant.page_indices[page], life.settings.page_size
+        page_size = life.settings.page_size
         expected = script.page(index, page_size=page_size, length=len(script.prompt))
         if contents[: len(expected)] != expected:
             raise Violation(

@@ -44,7 +44,7 @@ class Standstills:
         counted = self.counted.setdefault(life.incarnation, Counted())
         counted.before = counted.longest
         counted.ticks = dict(self._count(life, counted.ticks))
-        is_healthy = self.world.servers[server_of(life.replica.name)].is_healthy
+        is_healthy = self.world.servers[server_of(life.replica.name)].trusts(life.replica)
         counted.unhealthy = 0 if is_healthy else counted.unhealthy + 1
         at_least, at_most = self._bounds(counted)
         if at_least >= SICK_TICKS + LATE_TICKS and is_healthy:

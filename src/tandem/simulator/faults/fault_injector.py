@@ -5,11 +5,11 @@ that has more lives on with the others. A replica of several shards has one brai
 replica is lost, a moment later. What only hangs is found by the watchdog of its server.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
-from tandem.core.events import DrainRequested, Event, FlushRequested, HooksChanged, PeerLost, PeerReturned
+from tandem.core.events import Event, FlushRequested, HooksChanged
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import SECOND, ShardId
 from tandem.simulator.actors.bootstraps import Bootstraps
@@ -29,7 +29,6 @@ QUIET_NS = 5 * SECOND  # late copies of messages still come
 HOST_SHARE = 0.3  # of dead servers: nothing answers in their place
 LONGEST_RESTART_NS = 60 * SECOND
 DRAIN_NS = 30 * SECOND  # for a replica that drains; then it is killed
-RETURN_NS = 2 * SECOND  # how long a broken connection may take to return; as in `server/node/peers.py`, a test compares
 
 
 class Victim(Protocol):
@@ -57,8 +56,6 @@ class Victim(Protocol):
 
     def start_gateway(self, gateway: Gateway) -> None: ...
 
-    def tell_loss(self, life: Life, lost: Life) -> None: ...
-
     def step_if_due(self, life: Life) -> None: ...
 
     def worker_goes_on(self, life: Life) -> None: ...
@@ -66,14 +63,6 @@ class Victim(Protocol):
     def copy_of(self, life: Life) -> EngineNode: ...
 
     def count(self, fault: str) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class Break:
-    """A connection between two lives that has broken."""
-
-    ends: tuple[Life, Life]
-    is_lost: bool = False  # they have given up on it
 
 
 @dataclass(slots=True)
@@ -85,7 +74,6 @@ class FaultInjector:
     hosts: Random  # whether a server dies with its host
     supervisor: Random  # when a server that ended by itself is started again
     clock: Clock
-    breaks: dict[tuple[str, str], Break] = field(default_factory=dict)
 
     def _ranks_of(self, name: str) -> list[Replica]:
         world = self.world
@@ -165,13 +153,9 @@ class FaultInjector:
         if life.vitals.hang is Hang.NODE:
             self._thaw(life.replica)
         life.replica.life = None
-        world.network.drop_stalled(life.replica.name)
-        self._forget_breaks(life)
+        with_host = world.servers[server_of(life.replica.name)].is_unreachable
+        world.network.die(life.host, with_host=with_host)
         world.edge.see_death(life)
-        for other in world.replicas.values():
-            if other.life is not None:
-                detected_ns = int(3 * SECOND * 10 ** self.random.uniform(-3.0, 0.0))
-                self.clock.after(detected_ns, world.tell_loss, other.life, life)
 
     def _restart_server(self, server: Server) -> None:
         self.world.num_planned -= 1
@@ -219,11 +203,8 @@ class FaultInjector:
         if not server.is_up or server.is_draining:
             return
         self.world.count("F21")
-        server.is_draining = True
         self.world.num_planned += 1
-        for rank in server.ranks:
-            if rank.life is not None:
-                self.world.push(rank.life, DrainRequested())
+        self.world.edge.drain(server)
         self.clock.after(SECOND, self._look_whether_drained, server, server.epoch, self.clock.time + DRAIN_NS, down_ns)
 
     def scale_down(self, name: str) -> None:
@@ -257,6 +238,8 @@ class FaultInjector:
         self.world.count("F21")
         server.stop(is_unreachable=True)
         for rank in server.ranks:
+            if rank.life is not None:
+                self.world.network.die(rank.life.host, with_host=True)
             rank.life = None
         self.world.num_planned += 1
         self.clock.after(after_ns, self._restart_server, server)
@@ -294,6 +277,8 @@ class FaultInjector:
     def _thaw(self, replica: Replica) -> None:
         replica.pauses_ns -= max(0, replica.paused_until - self.clock.time)
         replica.paused_until = 0
+        if replica.life is not None:
+            self.clock.after(0, replica.life.host.go_on)
 
     def slow_down(self, name: str, *, factor: float, duration_ns: int) -> None:
         self.world.count("F9")
@@ -342,51 +327,16 @@ class FaultInjector:
         return list(dict.fromkeys([place, *(rank.name for rank in server.ranks)])) if server is not None else [place]
 
     def flicker(self, source: str, target: str, *, down_ns: int) -> None:
-        """The connection between each two of their ranks breaks, and is there again after `down_ns`.
-
-        Both ends hear that it is back, or after `RETURN_NS` that the other is lost.
-        """
-        world = self.world
+        """The connection between each two of their ranks breaks, and can be made again after `down_ns`."""
         for left, right in self._links(source, target):
-            ends = self._life_at(left), self._life_at(right)
-            if ends[0] is None or ends[1] is None or (left, right) in self.breaks or (right, left) in self.breaks:
-                continue
-            world.count("F23")
-            broken = self.breaks[(left, right)] = Break((ends[0], ends[1]))
-            world.network.break_off(left, right)
-            self.clock.after(RETURN_NS, self._give_up, broken)
-            self.clock.after(down_ns, self._connect, left, right, broken)
+            self.world.count("F23")
+            self.world.network.break_off(left, right, down_ns=down_ns)
 
-    def _life_at(self, name: str) -> Life | None:
-        replica = self.world.replicas.get(name)
-        return replica.life if replica is not None else None
-
-    def _give_up(self, broken: Break) -> None:
-        if broken in self.breaks.values():
-            broken.is_lost = True
-            self._tell_ends(broken, PeerLost)
-
-    def _connect(self, left: str, right: str, broken: Break) -> None:
-        if self.breaks.get((left, right)) is not broken:
-            return
-        del self.breaks[(left, right)]
-        self.world.network.connect(left, right)
-        if not broken.is_lost:
-            self._tell_ends(broken, PeerReturned)
-
-    def _forget_breaks(self, life: Life) -> None:
-        """The next life at this place makes connections of its own."""
-        for (left, right), broken in list(self.breaks.items()):
-            if life in broken.ends:
-                del self.breaks[(left, right)]
-                self.world.network.connect(left, right)
-
-    def _tell_ends(self, broken: Break, event: type[PeerLost | PeerReturned]) -> None:
-        """A life that has ended meanwhile does not return; who talked to it hears of that by itself."""
-        left, right = broken.ends
-        if left.is_alive and right.is_alive:
-            self.world.push(left, event(right.incarnation))
-            self.world.push(right, event(left.incarnation))
+    def silence(self, source: str, target: str) -> None:
+        """Nothing arrives any more on the connections that they have, in either direction, and nobody is told."""
+        for left, right in self._links(source, target):
+            self.world.count("F23")
+            self.world.network.silence(left, right)
 
     # -- operators
 
@@ -427,8 +377,6 @@ class FaultInjector:
         world.num_planned -= 1
         world.is_healed = world.page_faults.is_calm = world.http.is_calm = True
         self._let_gateways_find_out()
-        for (left, right), broken in list(self.breaks.items()):
-            self._connect(left, right, broken)
         world.network.heal_all()
         for replica in world.replicas.values():
             replica.slowdown = 1.0
@@ -437,6 +385,7 @@ class FaultInjector:
                 self._go_on(replica.life)
         for server in world.servers.values():
             self._revive(server)
+            world.edge.go_on(server)
         for gateway in world.gateways.values():
             if gateway.router is None:
                 world.start_gateway(gateway)

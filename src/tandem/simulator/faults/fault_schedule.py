@@ -17,6 +17,7 @@ from tandem.simulator.clock import Clock
 from tandem.simulator.faults.options import Options
 
 HANG_SHARE = 0.5  # of the seeds with F9
+SILENT_SHARE = 0.1  # of the connections that fail
 FOR_GOOD_NS = 600 * SECOND  # longer than any watchdog waits
 
 
@@ -82,6 +83,8 @@ class Target(Protocol):
     def disconnect(self, share: float) -> None: ...
 
     def flicker(self, source: str, target: str, *, down_ns: int) -> None: ...
+
+    def silence(self, source: str, target: str) -> None: ...
 
     def flush(self, name: str) -> None: ...
 
@@ -201,7 +204,11 @@ class FaultSchedule:
         """Mostly the connection is back before its ends give up on it."""
         draw, cast = self.flickers, self.cast
         left, right = draw.choice(cast.servers_of(Role.PREFILL)), draw.choice(cast.servers_of(Role.DECODE))
-        self.target.flicker(left, right, down_ns=int(6 * SECOND * 10 ** draw.uniform(-3.0, 0.0)))
+        down_ns = int(6 * SECOND * 10 ** draw.uniform(-3.0, 0.0))
+        if draw.random() < SILENT_SHARE:
+            self.target.silence(left, right)
+        else:
+            self.target.flicker(left, right, down_ns=down_ns)
 
     def _operate(self) -> None:
         draw = self.operators

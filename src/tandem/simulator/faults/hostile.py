@@ -1,14 +1,14 @@
 """What nobody who keeps the protocol would do: messages from a stranger, or malformed, about rooms that exist, and
 reads of pages by somebody who knows all about them but the secret of their grant, or their generation."""
 
-from itertools import product
 from random import Random
 
-from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
+from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, PageId, Room
+from tandem.simulator.actors.kv_reader import Link
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.actors.transfer import Grant
+from tandem.transfer.lender import Grant
 
 STRANGER = Incarnation("stranger", "1")
 
@@ -18,7 +18,7 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
     names = sorted(life.node.state.peers.values(), key=lambda known: known.incarnation)
     claimed = random.choice(names).incarnation if names and random.random() < 0.5 else STRANGER
     attempt = random.choice((0, 1, 1, 2))
-    match random.randrange(5):
+    match random.randrange(6):
         case 0:
             target = Incarnation(life.incarnation.name, str(int(life.incarnation.id) - random.choice((0, 0, 1))))
             ready = Ready(
@@ -46,7 +46,10 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             return STRANGER, offer
         case 2:
             outcome = random.choice(("done", "aborted", "not_needed"))
-            return STRANGER, Release(room, claimed, outcome, random.choice((None, Cause.ABORTED)))
+            cause, digest = random.choice((None, Cause.ABORTED)), bytes(16 * attempt)  # none, or of no prompt
+            return STRANGER, Release(room, claimed, outcome, cause, prompt_digest=digest)
+        case 3:
+            return STRANGER, Moved(room, claimed, random.randrange(4))
         case _:
             return STRANGER, Abort(room, claimed, random.choice(tuple(Cause)), "made up")
 
@@ -55,13 +58,14 @@ def read_wrongly(life: Life, room: Room) -> None:
     """Ask every shard for every page of this room: with the secret of nobody, and for another generation with the right
     one."""
     store = life.store
-    granted = [known for (granted_room, _, _), known in store.grants.items() if granted_room == room]
-    for known, shard in product(granted, life.settings.shards):
-        for page, generation in list(known.generations.items()):
-            grant = store.begin_read(room, page, generation, shard, bytes(16))
-            store.begin_read(room, page, generation + 1, shard, known.secrets[shard])
-            if isinstance(grant, Grant):
-                store.end_read(grant, PageId(page), generation, shard, bytes(16))
+    for shard, lender in zip(life.settings.shards, store.lenders, strict=True):
+        link = Link(store.readers[shard], store, shard)
+        for known in lender.grants(room):
+            for page, generation in list(known.generations.items()):
+                grant = store.lease(link, room, page, generation, secret=bytes(16))
+                store.lease(link, room, page, generation + 1, secret=known.secret)
+                if isinstance(grant, Grant):
+                    store.end_lease(link, grant, PageId(page), generation, secret=bytes(16))
 
 
 def _misfitting_offer(random: Random, room: Room, end: DecodeSide, peer: Incarnation, num_shards: int) -> Offer:

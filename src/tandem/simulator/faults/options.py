@@ -39,6 +39,8 @@ from tandem.core.settings import (
     Role,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
+from tandem.server.api.question_lanes import MAX_UNKNOWN
+from tandem.server.node.links import Heartbeat, Limits
 from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.workload import WorkloadSettings
@@ -75,6 +77,8 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
 USUAL_ROUTER = RouterSettings()
+USUAL_LIMITS = Limits()
+RARE_PINGS = Heartbeat(Nanos(60 * SECOND))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,11 @@ class Options:
     http_silences: float = 0.0  # share of what is said between routers and servers
     edge_refuses: bool = False  # a server's edge says itself that it drains, or that a name is in use
     repeated_names: float = 0.0  # share of requests with the name of an earlier one
+    heartbeat: Heartbeat = RARE_PINGS  # of all nodes
+    link_limits: Limits = USUAL_LIMITS
+    slow_readers: float = 0.0  # share of clients that take nothing for a while
     misfits: float = 0.0  # share of requests whose prompt or answer is larger than all pages together
+    bootstrap_lanes: int = MAX_UNKNOWN  # bootstrap servers that a client asks at a time, of those that keep silent
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
         """After healing: of every other probe, where some requests show the time."""
@@ -147,8 +155,9 @@ def draw_options(seed: int) -> Options:
     if "F25" in classes:
         timeouts = Random(f"rendezvous timeouts {seed}")
         prefill, decode = _with_rendezvous_timeouts(prefill, timeouts), _with_rendezvous_timeouts(decode, timeouts)
-        if prefill.delayer is not None:  # a healthy prefill may be held back for so long
-            least = prefill.delayer.max_delay_ns + 3 * SECOND
+        if prefill.delayer is not None:  # a healthy prefill may be held back for so long, and once more for a retry
+            delayer = prefill.delayer
+            least = 2 * max(delayer.max_delay_ns, delayer.max_delay_passes * delayer.pass_ns) + 3 * SECOND
             decode = structs.replace(decode, waiting_timeout_ns=Nanos(max(decode.waiting_timeout_ns or 0, least)))
     ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
     prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
@@ -186,7 +195,10 @@ def draw_options(seed: int) -> Options:
         http_silences=Random(f"silences {seed}").uniform(0.0, 0.02) if "F23" in classes else 0.0,
         edge_refuses="F24" in classes,
         repeated_names=0.1 if "F24" in classes else 0.0,
+        heartbeat=_draw_heartbeat(Random(f"heartbeat {seed}"), workload),
+        slow_readers=0.05 if "F2" in classes else 0.0,
         misfits=0.1 if "F25" in classes else 0.0,
+        bootstrap_lanes=Random(f"bootstrap lanes {seed}").choice((1, 2, MAX_UNKNOWN)),
     )
     if "F24" in classes and Random(f"far away {seed}").random() < 0.5:  # so that what operators do meets transfers
         links = replace(options.links, base_ns=20 * MILLISECOND)
@@ -257,7 +269,14 @@ def _draw_links(random: Random, classes: tuple[str, ...]) -> LinkSettings:
         duplicate_class="F4" if "F4" in classes else "F3",
         clog=random.uniform(0.0, 0.02) if "F2" in classes else 0.0,
         clog_ns=random.choice((SECOND, 30 * SECOND)),
+        flips=random.choice((0.0, 0.003, 0.03)) if "F14" in classes else 0.0,
     )
+
+
+def _draw_heartbeat(random: Random, workload: WorkloadSettings) -> Heartbeat:
+    """Often where requests last seconds. Where they last hours rarely: pings would be all that happens."""
+    is_short = max(workload.duration_ns, workload.timeout_ns_range[1]) <= 60 * SECOND
+    return Heartbeat(Nanos(random.choice((1, 3, 10) if is_short else (30, 60)) * SECOND), random.choice((1, 4)))
 
 
 def _draw_settings(

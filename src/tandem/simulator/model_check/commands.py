@@ -27,7 +27,7 @@ from tandem.core.events import TransferDrained
 from tandem.core.settings import Role
 from tandem.core.values import ZERO_NS, RequestId
 from tandem.simulator.model_check.replica_value import Draft, Pull, SmallHalf
-from tandem.simulator.model_check.transitions import SHARD, drop_if_drained, end_pull, grant_of
+from tandem.simulator.model_check.transitions import SHARD, end_pull
 from tandem.simulator.oracle import Script, Violation
 
 DIGEST_BYTES = 8
@@ -50,12 +50,11 @@ def dispatch(draft: Draft, command: Command) -> None:
         case Tell(peer, message):
             draft.told.append((peer, _timeless(message)))
         case PublishPages():
+            draft.lender.publish(command)
             draft.to_digest.append(command)
-        case RevokePages(request, attempt, room):
+        case RevokePages(request, attempt):
             draft.to_digest = [job for job in draft.to_digest if (job.request, job.attempt) != (request, attempt)]
-            at = grant_of(draft, room, request, attempt)
-            draft.grants[at] = msgspec.structs.replace(draft.grants[at], is_revoked=True)
-            drop_if_drained(draft, at)
+            draft.lender.revoke(request, attempt)
         case PullPages():
             _pull(draft, command)
         case CancelPull(request, attempt):

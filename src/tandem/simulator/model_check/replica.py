@@ -17,13 +17,23 @@ from tandem.core.events import Event
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
-from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId
+from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId, ShardId
 from tandem.simulator import checkers
 from tandem.simulator.actors.executor import Executor
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
 from tandem.simulator.model_check.forks import Forks
-from tandem.simulator.model_check.replica_value import Cast, Draft, Numbered, SmallReplica, WorkerValue, frozen, thaw
+from tandem.simulator.model_check.replica_value import (
+    Cast,
+    Draft,
+    Numbered,
+    SmallReplica,
+    WorkerValue,
+    frozen,
+    frozen_lender,
+    thaw,
+    thaw_lender,
+)
 from tandem.simulator.model_check.transitions import TRANSITIONS
 from tandem.simulator.oracle import Violation
 
@@ -123,8 +133,9 @@ class Stage:
     def _draft(self, replica: SmallReplica) -> Draft:
         node = self.forks.node(replica.node)
         guard = self._guard(self._look(replica.life, node))
-        executor = Executor(self.cast.settings.num_pages, self.cast.settings.page_size, 1, guard)
+        executor = Executor(self.cast.settings.num_pages, self.cast.settings.page_size, ShardId(0), guard)
         thaw(executor, replica.worker, self.cast)
+        inbox = list(replica.inbox)
         return Draft(
             self.cast,
             replica.life,
@@ -135,11 +146,11 @@ class Stage:
             {half.request: half for half in replica.halves},
             list(replica.work),
             list(replica.to_digest),
-            list(replica.grants),
+            thaw_lender(replica.grants, inbox),
             list(replica.pulls),
             list(replica.lookups),
             list(replica.to_render),
-            list(replica.inbox),
+            inbox,
         )
 
     def _value(self, draft: Draft, fork: int, age_ns: Nanos) -> SmallReplica:
@@ -152,7 +163,7 @@ class Stage:
             tuple(draft.halves.values()),
             tuple(draft.work),
             tuple(draft.to_digest),
-            tuple(draft.grants),
+            frozen_lender(draft.lender),
             tuple(draft.pulls),
             tuple(draft.lookups),
             tuple(draft.to_render),

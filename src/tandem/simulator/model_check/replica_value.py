@@ -20,9 +20,10 @@ from tandem.core.kv.pool import PageState
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
-from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId, ShardId
 from tandem.simulator.actors.executor import Executor, PageMemory, WorkerRequest
 from tandem.simulator.oracle import Script
+from tandem.transfer.lender import Grant, Lender
 
 Value = TypeVar("Value", bound=Hashable)
 
@@ -59,16 +60,16 @@ class Cast:
         return self.rendered[request][1] if is_rendered_anew else self.scripts[request]
 
 
-class Grant(Struct, frozen=True):
-    """Pages of one room that a peer may read. A page is there once it is digested."""
+class GrantValue(Struct, frozen=True):
+    """A grant of the product's `Lender`. When a read of it was last told does not count: that must not matter."""
 
     room: int
     request: RequestId
     attempt: int
     secret: bytes
-    pages: tuple[tuple[int, int], ...] = ()  # page, generation
-    num_reading: int = 0
-    is_revoked: bool = False
+    generations: tuple[tuple[int, int], ...]
+    readers: tuple[int, ...]
+    is_revoked: bool
 
 
 class Pull(Struct, frozen=True):
@@ -121,7 +122,7 @@ class SmallReplica(Struct, frozen=True):
     halves: tuple[SmallHalf, ...] = ()
     work: tuple[BatchPlan | tuple[RequestId, ...], ...] = ()  # batches, and requests to forget in between
     to_digest: tuple[PublishPages, ...] = ()
-    grants: tuple[Grant, ...] = ()
+    grants: tuple[GrantValue, ...] = ()
     pulls: tuple[Pull, ...] = ()
     lookups: tuple[Address, ...] = ()
     to_render: tuple[RequestId, ...] = ()
@@ -141,7 +142,7 @@ class Draft:
     halves: dict[RequestId, SmallHalf]
     work: list[BatchPlan | tuple[RequestId, ...]]
     to_digest: list[PublishPages]
-    grants: list[Grant]
+    lender: Lender[int]  # links are numbers, each for one page
     pulls: list[Pull]
     lookups: list[Address]
     to_render: list[RequestId]
@@ -155,12 +156,43 @@ class Draft:
             self.executor.forget(self.work.pop(0))  # type: ignore[arg-type]
 
 
+def thaw_lender(grants: tuple[GrantValue, ...], inbox: list[Event]) -> Lender[int]:
+    """One that says to `inbox` what it has to say."""
+
+    def draw_secret(command: PublishPages) -> bytes:
+        return b"secret of %d.%d" % (command.request, command.attempt)
+
+    lender: Lender[int] = Lender(
+        ShardId(0), draw_secret=draw_secret, report=inbox.append, cut=lambda link: None, max_links=1
+    )
+    for value in grants:
+        grant: Grant[int] = Grant(value.request, value.attempt, value.room, value.secret, dict(value.generations))
+        grant.readers, grant.is_revoked = list(value.readers), value.is_revoked
+        lender.take_over(grant)
+    return lender
+
+
+def frozen_lender(lender: Lender[int]) -> tuple[GrantValue, ...]:
+    return tuple(
+        GrantValue(
+            grant.room,
+            grant.request,
+            grant.attempt,
+            grant.secret,
+            tuple(grant.generations.items()),
+            tuple(grant.readers),
+            grant.is_revoked,
+        )
+        for grant in lender.grants()
+    )
+
+
 def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
     """Make `executor`, which is new, what `value` says."""
     memory = PageMemory(executor.num_pages, executor.page_size)
     memory.slots = [list(slots) for slots in value.slots]
     memory.sums = [sum(slots) for slots in value.slots]
-    executor.memories = [memory]
+    executor.memory = memory
     executor.last_iteration = value.last_iteration
     for kept in value.requests:
         script = cast.script(kept.request, is_rendered_anew=kept.is_rendered_anew)
@@ -175,7 +207,7 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
 
 def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
     states, wiped = node.state.pool.states, (0,) * executor.page_size
-    slots = executor.memories[0].slots
+    slots = executor.memory.slots
     return WorkerValue(
         tuple(wiped if states[page] == PageState.FREE else tuple(slots[page]) for page in range(executor.num_pages)),
         tuple(

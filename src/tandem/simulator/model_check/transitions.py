@@ -17,15 +17,12 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
-    PageRead,
-    PagesDigested,
     PagesLanded,
     PeerLearned,
     PeerLost,
     PeerSaid,
     PeerUnknown,
     PromptRendered,
-    ReadsDrained,
     RequestArrived,
     TransferDrained,
     TransferFailed,
@@ -33,9 +30,9 @@ from tandem.core.events import (
 from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
 from tandem.simulator.actors.executor import digest
-from tandem.simulator.model_check.replica_value import Draft, Grant, SmallHalf
+from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Violation
-from tandem.transfer import grants as granting
+from tandem.transfer.protocol import REFUSALS, Status
 
 SHARD = ShardId(0)
 
@@ -63,9 +60,9 @@ def _never_comes(draft: Draft, request: RequestId) -> None:
 def _is_not_needed(draft: Draft, request: RequestId, peer: Incarnation) -> None:
     """The decode half is served without a peer, and says so (local prefill)."""
     draft.to_come.remove(request)
-    room = draft.cast.requests[request].room
-    assert room is not None
-    draft.told.append((peer, Release(room, draft.life, "not_needed")))
+    asked = draft.cast.requests[request]
+    assert asked.room is not None
+    draft.told.append((peer, Release(asked.room, draft.life, "not_needed", prompt_digest=asked.prompt_digest)))
 
 
 def _aborts(draft: Draft, request: RequestId) -> tuple[Event, ...]:
@@ -119,64 +116,41 @@ def _waits(draft: Draft, for_ns: int) -> None:
 
 def _digested(draft: Draft) -> tuple[Event, ...]:
     command = draft.to_digest.pop(0)
-    slots = draft.executor.memories[0].slots
-    digests = b"".join(digest(slots[page]) for page in command.pages)
-    granted = tuple(zip(command.pages, command.generations, strict=True))
-    at = grant_of(draft, command.room, command.request, command.attempt)
-    draft.grants[at] = msgspec.structs.replace(draft.grants[at], pages=draft.grants[at].pages + granted)
-    return (
-        PagesDigested(command.request, command.attempt, SHARD, command.first_page, digests, draft.grants[at].secret),
-    )
-
-
-def grant_of(draft: Draft, room: int, request: RequestId, attempt: int) -> int:
-    for index, grant in enumerate(draft.grants):
-        if (grant.room, grant.request, grant.attempt) == (room, request, attempt):
-            return index
-    draft.grants.append(Grant(room, request, attempt, b"secret of %d.%d" % (request, attempt)))
-    return len(draft.grants) - 1
+    slots = draft.executor.memory.slots
+    grant = draft.lender.publish(command)  # the one that it has
+    draft.lender.digested(grant, command, b"".join(digest(slots[page]) for page in command.pages))
+    return (draft.inbox.pop(),)  # the one thread that digests says it before it goes on
 
 
 def _read_begins(draft: Draft, room: int, page: int, generation: int, secret: bytes) -> None:
-    """Answers with the cause of a refusal. How often a node hears that its pages are read must not matter."""
-    for index, grant in enumerate(draft.grants):
-        is_meant = grant.room == room and granting.opens(secret, grant.secret)
-        if is_meant and not grant.is_revoked and (page, generation) in grant.pages:
-            draft.grants[index] = msgspec.structs.replace(grant, num_reading=grant.num_reading + 1)
-            draft.inbox.append(PageRead(grant.request, SHARD))
-            return
-    draft.answer = Cause.LEASE_EXPIRED
+    """Answers with the cause of a refusal."""
+    grant = draft.lender.lease(page, room, secret=secret, pages=(page,), generations=(generation,))
+    if isinstance(grant, Status):
+        draft.answer = REFUSALS[grant][0]
 
 
 def _read_ends(draft: Draft, room: int, page: PageId, generation: int) -> None:
     """Answers with the contents. The page must still be what it was when the read began."""
-    index = next(
-        i for i, g in enumerate(draft.grants) if g.room == room and g.num_reading and (page, generation) in g.pages
+    grant = next(
+        grant
+        for grant in draft.lender.grants()
+        if grant.room == room and page in grant.readers and grant.generations[page] == generation
     )
-    grant, pool = draft.grants[index], draft.node.state.pool
+    pool = draft.node.state.pool
     if pool.generations[page] != generation:
         raise Violation(
             "S3", f"{draft.cast.name}: page {page} of request {grant.request} is read under an old generation"
         )
     if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
         raise Violation("S4", f"{draft.cast.name}: page {page} of request {grant.request} is read and given away")
-    draft.answer = tuple(draft.executor.memories[0].slots[page])
-    draft.grants[index] = msgspec.structs.replace(grant, num_reading=grant.num_reading - 1)
-    drop_if_drained(draft, index)
+    draft.answer = tuple(draft.executor.memory.slots[page])
+    draft.lender.end_lease(grant, page, draft.now, is_sent=True)
 
 
 def _readers_die(draft: Draft) -> None:
-    for index in reversed(range(len(draft.grants))):
-        if draft.grants[index].num_reading:
-            draft.grants[index] = msgspec.structs.replace(draft.grants[index], num_reading=0)
-            drop_if_drained(draft, index)
-
-
-def drop_if_drained(draft: Draft, index: int) -> None:
-    grant = draft.grants[index]
-    if grant.is_revoked and not grant.num_reading:
-        del draft.grants[index]
-        draft.inbox.append(ReadsDrained(grant.request, grant.attempt, SHARD))
+    for grant in reversed(draft.lender.grants()):
+        for page in list(grant.readers):
+            draft.lender.end_lease(grant, page, draft.now, is_sent=False)
 
 
 # The destination of pages.
@@ -194,7 +168,7 @@ def _page_lands(draft: Draft, index: int, contents: tuple[int, ...]) -> None:
         raise Violation(
             "S4", f"{draft.cast.name}: a page of request {pull.request} lands in {destination}, which is not its own"
         )
-    draft.executor.memories[0].copy_in(destination, list(contents))
+    draft.executor.memory.copy_in(destination, list(contents))
     if pull.has_ended:
         end_pull(draft, index)
     elif digest(list(contents)) != expected:

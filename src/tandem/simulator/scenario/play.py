@@ -14,6 +14,7 @@
     at 5ms decode-0 told {"type":"..."}       # any event of the core, without blanks
     at 5ms decode-0 look                      # what its node holds, as lines of the trace
     at 5ms cut prefill-0 decode-0 [2s] | heal prefill-0 decode-0 | break prefill-0 decode-0 1s   # back after 1 s
+    at 5ms silence prefill-0 decode-0         # their connection: nothing arrives, and nobody is told
     at 5ms heal                               # everything; when all is quiet, every pair has to answer once more
     at 5ms corrupt 1 pages | fail 1 batches
     recount every 256 events                  # without this line after every one
@@ -35,7 +36,9 @@ from tandem.core.settings import Role
 from tandem.core.values import SECOND, Address, RequestId, Room
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
+from tandem.simulator.actors.linking import introduce
 from tandem.simulator.actors.replica import Life, Replica
+from tandem.simulator.actors.servers import rank_number, server_of
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.report import trace_step
@@ -62,6 +65,7 @@ class Scenario:
     until_ns: int = SECOND
     stories: Stories = field(default_factory=Stories)
     asks: list[str] = field(default_factory=list)  # the own story of each
+    dp_sizes: dict[str, int] = field(default_factory=dict)  # by the name of the server
 
     def __post_init__(self) -> None:
         self.world = World(quiet_options(), timing=STEADY, trace=self._record, recount_every=1)
@@ -71,14 +75,20 @@ class Scenario:
         self.lines.extend(trace_step(now, name, events, commands))
 
     def read(self, script: str) -> None:
-        for number, line in enumerate(script.splitlines(), start=1):
-            words = line.partition("#")[0].split()
+        lines = [line.partition("#")[0].split() for line in script.splitlines()]
+        for words in lines:
+            match words:
+                case ["node", name, *_]:
+                    self.dp_sizes[server_of(name)] = max(self.dp_sizes.get(server_of(name), 0), rank_number(name) + 1)
+                case _:
+                    pass
+        for number, words in enumerate(lines, start=1):
             if not words:
                 continue
             try:
                 self._command(words)
             except (ValueError, KeyError, IndexError, msgspec.MsgspecError) as error:
-                raise BadScript(f"line {number}: {line.strip()}: {error}") from error
+                raise BadScript(f"line {number}: {' '.join(words)}: {error}") from error
 
     def _command(self, words: list[str]) -> None:
         match words:
@@ -90,7 +100,7 @@ class Scenario:
                 self.world.recount_every = int(number)
             case ["node", name, role, *settings]:
                 template = msgspec.structs.replace(SMALL, **dict(map(parse_setting, settings)))
-                self.world.add_replica(name, Role(role), template)
+                self.world.add_replica(name, Role(role), template, dp_size=self.dp_sizes[server_of(name)])
             case ["at", time, *action]:
                 self.world.clock.at(parse_ns(time), self._action(action))
             case ["until", "idle"]:
@@ -109,6 +119,8 @@ class Scenario:
                 return lambda: world.harm.cut(source, target)
             case ["break", source, target, duration]:
                 return lambda: world.harm.flicker(source, target, down_ns=parse_ns(duration))
+            case ["silence", source, target]:
+                return lambda: world.harm.silence(source, target)
             case ["heal", source, target]:
                 return lambda: world.harm.mend(source, target)
             case ["heal"]:
@@ -194,7 +206,8 @@ class Scenario:
         edge = self.world.edge
         edge.num_to_come -= 1
         if replica.life is not None:
-            edge.submit(exchange, replica.life, exchange.room, peer, listener=self.world.direct)
+            server, number = self.world.servers[server_of(replica.name)], rank_number(replica.name)
+            edge.submit(exchange, server, exchange.room, peer, listener=self.world.direct, routed=number)
 
     def _with_half(self, replica: Replica, which: list[str], act: Callable[[Life, Half], None]) -> Callable[[], None]:
         """By its id, which has to be there, or by its story, wherever that is."""
@@ -225,6 +238,7 @@ class Scenario:
 
     def run(self) -> str:
         """The trace. Raises `Violation` if the story breaks an invariant."""
+        introduce(self.world.replicas.values())
         self.world.run(self.until_ns)
         return "\n".join([*self.lines, ""])
 

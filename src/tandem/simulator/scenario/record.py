@@ -85,6 +85,9 @@ class Diary:
     def flicker(self, source: str, target: str, *, down_ns: int) -> None:
         self._note("break", source, target, _short(down_ns))
 
+    def silence(self, source: str, target: str) -> None:
+        self._note("silence", source, target)
+
     def flush(self, name: str) -> None:
         """The nodes hear it."""
 

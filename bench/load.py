@@ -1,0 +1,208 @@
+"""What a router with one prefill and one decode server does under more than it can serve.
+
+    streams     so many clients at once, each with a stream of its own that it reads to the end
+    requests    so many one-token requests at once, each on a connection of its own
+
+For each: answers by status, the time until a refusal was there, `/health` of the router meanwhile, and memory and file
+descriptors of all processes at their highest. The last line is JSON. Clients and servers share the machine's cores.
+
+    refusal_ms    of the burst, from the moment in which the client began to connect. All its clients live in one loop,
+                  which begins thousands of connections before it reads the first answer: mostly their own time
+    sent_ms       the same, from the moment in which the request was handed to the kernel
+"""
+
+import argparse
+import asyncio
+import json
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.conditions import conditions
+
+HEALTH_SECONDS = 0.1  # between two probes
+CLIENT_SECONDS = 300.0
+READY_SECONDS = 120.0
+PAGE_BYTES = resource.getpagesize()
+
+
+@dataclass
+class Figures:
+    """Of one burst. Durations are seconds."""
+
+    name: str
+    statuses: Counter[str] = field(default_factory=Counter[str])
+    refusals: list[float] = field(default_factory=list[float])
+    sent: list[float] = field(default_factory=list[float])
+    answers: list[float] = field(default_factory=list[float])
+    health: list[float] = field(default_factory=list[float])
+    health_failures: int = 0
+    memory_bytes: int = 0
+    descriptors: int = 0
+    seconds: float = 0.0
+
+    def row(self) -> dict[str, object]:
+        return {
+            "burst": self.name,
+            "answers": dict(self.statuses),
+            "refusal_ms": milliseconds(self.refusals),
+            "sent_ms": milliseconds(self.sent),
+            "answer_ms": milliseconds(self.answers),
+            "health_ms": milliseconds(self.health),
+            "health_failures": self.health_failures,
+            "memory_mb": round(self.memory_bytes / 1e6),
+            "fds": self.descriptors,
+            "seconds": round(self.seconds, 1),
+        }
+
+
+def milliseconds(seconds: list[float]) -> dict[str, float]:
+    """p50, p99 and the longest; empty where there were none."""
+    found = sorted(seconds)
+    if not found:
+        return {}
+    places = {"p50": len(found) // 2, "p99": len(found) * 99 // 100, "max": len(found) - 1}
+    return {name: round(found[place] * 1000, 1) for name, place in places.items()}
+
+
+def request_bytes(body: dict[str, object]) -> bytes:
+    raw = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+async def client(port: int, request: bytes, figures: Figures) -> None:
+    """Reads its answer to the end."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(CLIENT_SECONDS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                sent = time.monotonic()
+                writer.write(request)
+                status = (await reader.readline()).split()[1].decode()
+                now = time.monotonic()
+                while await reader.read(1 << 16):
+                    pass
+            finally:
+                writer.close()
+    except (OSError, IndexError, TimeoutError) as error:
+        figures.statuses[type(error).__name__] += 1
+        return
+    figures.statuses[status] += 1
+    (figures.answers if status == "200" else figures.refusals).append(now - began)
+    if status != "200":
+        figures.sent.append(now - sent)
+
+
+async def watch(port: int, roots: list[int], figures: Figures) -> None:
+    """Probes and counts until it is cancelled."""
+    while True:
+        began = time.monotonic()
+        probe = Figures("probe")
+        await client_get(port, probe)
+        figures.health += probe.answers
+        figures.health_failures += not probe.answers
+        memory_bytes, descriptors = usage(roots)
+        figures.memory_bytes = max(figures.memory_bytes, memory_bytes)
+        figures.descriptors = max(figures.descriptors, descriptors)
+        await asyncio.sleep(max(0.0, began + HEALTH_SECONDS - time.monotonic()))
+
+
+async def client_get(port: int, figures: Figures) -> None:
+    await client(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", figures)
+
+
+async def burst(name: str, count: int, port: int, roots: list[int], body: dict[str, object]) -> Figures:
+    figures, request = Figures(name), request_bytes(body)
+    watching = asyncio.create_task(watch(port, roots, figures))
+    began = time.monotonic()
+    await asyncio.gather(*(client(port, request, figures) for _ in range(count)))
+    figures.seconds = time.monotonic() - began
+    watching.cancel()
+    return figures
+
+
+def family(process: int) -> list[int]:
+    """It and all that it has started."""
+    try:
+        told = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:
+        return []
+    return [process, *(member for child in told for member in family(int(child)))]
+
+
+def usage(roots: list[int]) -> tuple[int, int]:
+    """Resident bytes, shared ones counted by each, and open file descriptors of these processes."""
+    memory_bytes = descriptors = 0
+    for process in (member for root in roots for member in family(root)):
+        try:
+            memory_bytes += int(Path(f"/proc/{process}/statm").read_text().split()[1]) * PAGE_BYTES
+            descriptors += len(list(Path(f"/proc/{process}/fd").iterdir()))
+        except OSError:
+            continue  # it has just ended
+    return memory_bytes, descriptors
+
+
+async def measure(port: int, roots: list[int], options: argparse.Namespace) -> list[Figures]:
+    stream: dict[str, object] = {
+        "text": "Once upon a time",
+        "stream": True,
+        "sampling_params": {"max_new_tokens": options.tokens, "ignore_eos": True},
+    }
+    short: dict[str, object] = {"text": "Once", "sampling_params": {"max_new_tokens": 1}}
+    return [
+        await burst(f"{options.streams} streams", options.streams, port, roots, stream),
+        await burst(f"{options.requests} requests", options.requests, port, roots, short),
+    ]
+
+
+def started(port: int, log: Path) -> "subprocess.Popen[bytes]":
+    """`tandem up`, ready."""
+    command = [sys.executable, "-c", "import sys; from tandem.cli.main import main; sys.exit(main())"]
+    with log.open("wb") as output:
+        up = subprocess.Popen([*command, "up", "--port", str(port)], stdout=output, stderr=output)
+    deadline = time.monotonic() + READY_SECONDS
+    while "tandem: ready" not in log.read_text(errors="replace"):
+        if up.poll() is not None or time.monotonic() > deadline:
+            up.kill()
+            sys.exit(f"tandem up did not start: see {log}")
+        time.sleep(0.1)
+    return up
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    lines = []
+    for row in rows:
+        lines += [f"{name:16} {value}" for name, value in row.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=16, help="of each stream")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--port", type=int, default=8123)
+    options = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    up = started(options.port, Path(tempfile.mkdtemp()) / "up.log")
+    try:
+        rows = [figures.row() for figures in asyncio.run(measure(options.port, [up.pid], options))]
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.wait()
+    print(table(rows))
+    print(json.dumps({"bench": "load", "bursts": rows} | conditions()))
+
+
+if __name__ == "__main__":
+    main()

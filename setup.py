@@ -1,0 +1,51 @@
+"""The native kernels, once for each instruction set: see `src/tandem/engine/native/library.py`.
+
+Each is optional: where there is no compiler, or it does not know the processor, the package installs without it and
+the engine computes with torch. Everything else about the package is in pyproject.toml.
+"""
+
+import os
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+FOLDER = Path("src/tandem/engine/native")
+COMMON = [
+    "-std=c++20",
+    "-O3",
+    "-g1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-pthread",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
+VARIANTS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": AVX512_BF16,
+    "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+}
+# For `make sanitize`: checks, and less of what takes the compiler long; two of them hold all the code there is.
+SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+IS_SANITIZED = bool(os.environ.get("SANITIZE"))
+CHOSEN = {name: VARIANTS[name] for name in ("avx2", "amx_bf16")} if IS_SANITIZED else VARIANTS
+CHECKS = SANITIZERS if IS_SANITIZED else []
+
+setup(
+    ext_modules=[
+        Extension(
+            f"tandem.engine.native.kernels_{name}",
+            [str(FOLDER / "kernels.cpp")],
+            depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
+            extra_compile_args=[*COMMON, *flags, *CHECKS],
+            extra_link_args=["-pthread", *CHECKS],
+            language="c++",
+            optional=True,
+        )
+        for name, flags in CHOSEN.items()
+    ]
+)

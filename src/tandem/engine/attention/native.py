@@ -1,0 +1,88 @@
+"""Attention by the native kernels: keys and values are read in place from their pages, and nothing is masked or padded.
+
+Batches of many tokens are torch's: its products of matrices are faster than what is won by reading in place.
+
+The bits of a token's output depend on its own keys only (`native/attention.h`), so under `--deterministic` the batch
+needs no arrangement, provided that the kernels are those of one order: `library.best(deterministic=True)`.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.attention.torch_sdpa import TorchSdpa
+from tandem.engine.batch import Batch
+from tandem.engine.documents import ModelError
+from tandem.engine.kv_memory import KvMemory
+from tandem.engine.native import library
+from tandem.engine.native.library import BatchView, Kernels
+
+LARGE_TOKENS = 256  # a batch with more of them is torch's, unless bits must not depend on that
+
+
+class NativeAttention:
+    """An `AttentionBackend`."""
+
+    needs_tiles = False
+
+    def __init__(self, kv: KvMemory, *, window: int | None, deterministic: bool) -> None:
+        kernels = kernels_for(kv, deterministic=deterministic)
+        if kernels is None:
+            raise ModelError(
+                "--attention-backend native has no kernel here: it needs a processor with AVX2, a C++ compiler when "
+                f"Tandem is installed, tensors on the CPU, heads of at most {library.MOST_HEAD_DIM}, and "
+                f"{library.SWITCH} not off; use --attention-backend torch_native"
+            )
+        self.kv = kv
+        self.kernels = kernels
+        self.view = BatchView()
+        self._window = window or 0
+        self._arrays: tuple[np.ndarray, ...] = ()  # which the view points to
+        self._torch = None if deterministic else TorchSdpa(kv, window=window, deterministic=False)
+        self._is_large = False  # the batch that was planned is `_torch`'s
+
+    def plan(self, batch: Batch) -> None:
+        self._is_large = False
+        if self._torch is not None and batch.positions.shape[0] > LARGE_TOKENS:
+            self._is_large, self.view = True, BatchView()
+            self._torch.plan(batch)
+            return
+        positions = batch.rows.tokens(batch.positions).numpy()
+        tables = np.empty(len(positions), dtype=np.int64)
+        pages, filled = [], 0
+        for chunk in batch.chunks:
+            tables[chunk.first : chunk.last] = filled
+            pages.append(chunk.pages)
+            filled += len(chunk.pages)
+        if (rows := batch.decoding) is not None:
+            count, width = rows.tables.shape
+            tables[rows.first : rows.first + count] = filled + width * np.arange(count)
+            pages.append(rows.tables.reshape(-1))
+        self._arrays = (positions, np.ascontiguousarray(batch.slots), tables, np.concatenate(pages))
+        addresses = (array.ctypes.data for array in self._arrays)
+        self.view = BatchView(len(positions), *addresses, self._window)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
+        if self._is_large and self._torch is not None:
+            return self._torch.forward(q, k, v, layer=layer)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        self.kernels.attention(self.kv.tensor, self.view, q, k, v, out, layer=layer)
+        return out
+
+
+def kernels_for(kv: KvMemory, *, deterministic: bool) -> Kernels | None:
+    """What reads this memory."""
+    if kv.tensor.device.type != "cpu" or kv.head_dim > library.MOST_HEAD_DIM:
+        return None
+    if kv.tensor.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return library.best(deterministic=deterministic)
+
+
+def automatic(kv: KvMemory, *, window: int | None, deterministic: bool) -> AttentionBackend:
+    """The native kernels where they are, else plain torch."""
+    found = kernels_for(kv, deterministic=deterministic)
+    kind = TorchSdpa if found is None else NativeAttention
+    return kind(kv, window=window, deterministic=deterministic)

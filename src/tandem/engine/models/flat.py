@@ -1,0 +1,120 @@
+"""All blocks of a decoder in one call of the native kernels: nothing of Python between two layers, no memory taken.
+
+Holds where every tensor lies. Only for a model that is not cut into shards, whose sums have to be put together between
+the products, and whose linears are those of `layers/linear.py`.
+"""
+
+from collections.abc import Sequence
+from ctypes import Array
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem.engine.attention.native import NativeAttention
+from tandem.engine.layers.linear import ColumnParallelLinear, GateUpLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.norm import RMSNorm
+from tandem.engine.native.library import DecoderView, LayerView, LinearView
+
+
+class Layer(Protocol):
+    """What is read of a block."""
+
+    @property
+    def input_norm(self) -> RMSNorm: ...
+    @property
+    def qkv(self) -> QkvLinear: ...
+    @property
+    def q_norm(self) -> RMSNorm | None: ...
+    @property
+    def k_norm(self) -> RMSNorm | None: ...
+    @property
+    def o_proj(self) -> RowParallelLinear: ...
+    @property
+    def post_norm(self) -> RMSNorm: ...
+    @property
+    def gate_up(self) -> GateUpLinear: ...
+    @property
+    def down_proj(self) -> RowParallelLinear: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBlocks:
+    """Addresses of the tensors of blocks, which have to outlive it."""
+
+    views: Array[LayerView]
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, blocks: Sequence[Layer]) -> "FlatBlocks | None":
+        """None where they are not what one call can run."""
+        if not blocks or not all(_is_plain(block) for block in blocks):
+            return None
+        first = blocks[0]
+        dim = first.qkv.head_dim
+        return cls(
+            views=(LayerView * len(blocks))(*map(_view, blocks)),
+            hidden=first.o_proj.weight.shape[0],
+            inner=first.down_proj.weight.shape[1],
+            heads=first.qkv.q_proj.weight.shape[0] // dim,
+            kv_heads=first.qkv.k_proj.weight.shape[0] // dim,
+            head_dim=dim,
+            eps=first.input_norm.eps,
+        )
+
+    def fits(self, x: Tensor, attention: object) -> bool:
+        """x: [n, hidden]"""
+        if not isinstance(attention, NativeAttention) or not x.is_contiguous():
+            return False
+        return attention.view.num_tokens == x.shape[0] <= attention.kernels.most_rows(x.dtype)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: NativeAttention) -> Tensor:
+        """x: [n, hidden], in place. cos, sin: [positions, head_dim], of all positions up to the last of the batch."""
+        kv = attention.kv
+        model = DecoderView(
+            len(self.views),
+            self.hidden,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.inner,
+            self.eps,
+            self.views,
+            kv.tensor.data_ptr(),
+            kv.page_size,
+            cos.data_ptr(),
+            sin.data_ptr(),
+        )
+        attention.kernels.layers(model, attention.view, x)
+        return x
+
+
+def _is_plain(block: Layer) -> bool:
+    columns = (block.qkv.q_proj, block.qkv.k_proj, block.qkv.v_proj, block.gate_up.gate_proj, block.gate_up.up_proj)
+    rows = (block.o_proj, block.down_proj)
+    if not all(isinstance(linear, ColumnParallelLinear) for linear in columns):
+        return False
+    if not all(isinstance(linear, RowParallelLinear) and linear.group.shard.size == 1 for linear in rows):
+        return False
+    weights = [linear.weight for linear in (*columns, *rows)]
+    return all(weight.device.type == "cpu" and weight.is_contiguous() for weight in weights)
+
+
+def _view(block: Layer) -> LayerView:
+    linears = (
+        block.qkv.q_proj,
+        block.qkv.k_proj,
+        block.qkv.v_proj,
+        block.o_proj,
+        block.gate_up.gate_proj,
+        block.gate_up.up_proj,
+        block.down_proj,
+    )
+    norms = (block.input_norm, block.q_norm, block.k_norm, block.post_norm)
+    addresses = (None if norm is None else norm.weight.data_ptr() for norm in norms)
+    return LayerView(*addresses, *(LinearView.of(linear.weight, linear.bias) for linear in linears))

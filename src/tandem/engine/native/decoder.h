@@ -1,0 +1,221 @@
+// The layers of a dense decoder over the rows of a batch: one call for all of them, no memory taken on the way.
+//
+//     x += o_proj(attention(rotate(q), rotate(k), v))      of rms_norm(x)
+//     x += down_proj(silu(gate) * up)                      of rms_norm(x)
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+#include "rows.h"
+
+namespace tandem {
+
+// Shared with Python, see `library.py`. Null stands for what a layer does not have.
+struct Linear {
+    const void* weight;  // [outputs, inputs]
+    const void* bias;    // [outputs]
+    int64_t outputs, inputs;
+};
+
+struct Layer {
+    const void *input_norm, *q_norm, *k_norm, *post_norm;
+    Linear q, k, v, o, gate, up, down;
+};
+
+struct Decoder {
+    int64_t num_layers, hidden, heads, kv_heads, head_dim, inner;
+    double eps;
+    const Layer* layers;
+    void* kv;  // of KvPages
+    int64_t page_size;
+    const void *cos, *sin;  // [positions, head_dim]
+};
+
+constexpr int64_t INPUT_BYTES = 1 << 20;  // prepared rows that are read again for each block of outputs: in a cache
+
+// Memory that grows to what was asked for last and stays.
+class Buffer {
+  public:
+    void* get(int64_t bytes) {
+        if (int64_t(memory_.size()) < bytes + 64) memory_.resize(bytes + bytes / 2 + 64);
+        return (void*)(((uintptr_t)memory_.data() + 63) & ~uintptr_t(63));
+    }
+
+  private:
+    std::vector<char> memory_;
+};
+
+// Rows of x, times any weights of so many inputs.
+template <class T>
+class Product {
+  public:
+    Product(const T* x, int64_t rows, int64_t inputs, int threads)
+        : x_(x), rows_(rows), inputs_(inputs), threads_(threads) {
+        static Buffer buffer;
+        const int64_t row_bytes = std::max<int64_t>(1, Input<T>::bytes(16, inputs) / 16);
+        step_ = std::clamp<int64_t>(INPUT_BYTES / row_bytes / TILE_ROWS * TILE_ROWS, TILE_ROWS, 8 * TILE_ROWS);
+        prepared_ = buffer.get(Input<T>::bytes(rows, inputs));
+        if (!Input<T>::is_copied) return;
+        const int64_t units = ceil_div(rows, 16);
+        Pool::instance().run(units < 4 ? 1 : threads, units,
+                             [&](int64_t unit) { Input<T>::prepare(x, rows, inputs, unit, prepared_); });
+    }
+
+    // body(n, m, rows, sums) for blocks of `outputs`: take(weight, n, sums) computes them
+    template <class Body>
+    void run(int64_t outputs, const Body& body) const {
+        const int64_t blocks = ceil_div(outputs, BLOCK);
+        const bool is_small = rows_ * outputs * inputs_ < SMALL;
+        for (int64_t first = 0; first < rows_; first += step_)
+            Pool::instance().run(is_small ? 1 : threads_, blocks, [&](int64_t block) {
+#if defined(__AMX_BF16__)
+                if (sizeof(T) == 2) configure_tiles();
+#endif
+                for (int64_t m = first; m < std::min(rows_, first + step_); m += TILE_ROWS)
+                    body(block * BLOCK, m, int(std::min<int64_t>(TILE_ROWS, std::min(rows_, first + step_) - m)));
+#if defined(__AMX_BF16__)
+                if (sizeof(T) == 2) _tile_release();
+#endif
+            });
+    }
+
+    void sums(const Linear& linear, int64_t n, int64_t m, int rows, float* to) const {
+        const T* weight = (const T*)linear.weight + n * inputs_;
+        const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
+        products(Input<T>::at(x_, prepared_, m, inputs_), rows, weight, outputs, inputs_, to);
+        if (!linear.bias) return;
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < outputs; i += LANES) {
+                float* at = to + row * BLOCK;
+                store_at(at, load_at(at, i, outputs) + load_at((const T*)linear.bias + n, i, outputs), i, outputs);
+            }
+    }
+
+  private:
+    static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
+
+    const T* x_;
+    int64_t rows_, inputs_;
+    int threads_;
+    int64_t step_;
+    void* prepared_;
+};
+
+// y = x * weight + bias; adds: y += that, rounded before
+template <class T>
+void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
+    product.run(layer.outputs, [&](int64_t n, int64_t m, int rows) {
+        alignas(64) float sums[TILE_ROWS][BLOCK];
+        product.sums(layer, n, m, rows, sums[0]);
+        const int64_t outputs = std::min<int64_t>(BLOCK, layer.outputs - n);
+        for (int row = 0; row < rows; row++) {
+            T* at = y + (m + row) * layer.outputs + n;
+            for (int64_t i = 0; i < outputs; i += LANES) {
+                F16 value = load_at(sums[row], i, outputs);
+                if (adds) value = load_at(at, i, outputs) + rounded_to<T>(value);
+                store_at(at, value, i, outputs);
+            }
+        }
+    });
+}
+
+// silu(x * gate) * (x * up)
+template <class T>
+void gated_linear(const Product<T>& product, const Linear& gate, const Linear& up, T* y) {
+    product.run(gate.outputs, [&](int64_t n, int64_t m, int rows) {
+        alignas(64) float opened[TILE_ROWS][BLOCK], sums[TILE_ROWS][BLOCK];
+        product.sums(gate, n, m, rows, opened[0]);
+        product.sums(up, n, m, rows, sums[0]);
+        const int64_t outputs = std::min<int64_t>(BLOCK, gate.outputs - n);
+        for (int row = 0; row < rows; row++)
+            for (int64_t i = 0; i < outputs; i += LANES) {
+                const F16 left = rounded_to<T>(load_at(opened[row], i, outputs));
+                const F16 right = rounded_to<T>(load_at(sums[row], i, outputs));
+                store_at(y + (m + row) * gate.outputs + n, gated<T>(left, right), i, outputs);
+            }
+    });
+}
+
+// Three weights, one input: blocks of all of them are shared out together.
+template <class T>
+void three_linears(const Product<T>& product, const Linear* const layers[3], T* const results[3]) {
+    int64_t blocks[4] = {0};
+    for (int i = 0; i < 3; i++) blocks[i + 1] = blocks[i] + ceil_div(layers[i]->outputs, BLOCK);
+    product.run(blocks[3] * BLOCK, [&](int64_t n, int64_t m, int rows) {
+        const int which = n / BLOCK >= blocks[2] ? 2 : n / BLOCK >= blocks[1] ? 1 : 0;
+        const Linear& layer = *layers[which];
+        n -= blocks[which] * BLOCK;
+        alignas(64) float sums[TILE_ROWS][BLOCK];
+        product.sums(layer, n, m, rows, sums[0]);
+        const int64_t outputs = std::min<int64_t>(BLOCK, layer.outputs - n);
+        for (int row = 0; row < rows; row++)
+            for (int64_t i = 0; i < outputs; i += LANES)
+                store_at(results[which] + (m + row) * layer.outputs + n, load_at(sums[row], i, outputs), i, outputs);
+    });
+}
+
+// rows [0, count): on one thread where it is not worth more
+template <class Body>
+void for_rows(int64_t count, int threads, const Body& body) {
+    constexpr int64_t TOGETHER = 8;
+    Pool::instance().run(threads, ceil_div(count, TOGETHER), [&](int64_t unit) {
+        for (int64_t row = TOGETHER * unit; row < std::min(count, TOGETHER * (unit + 1)); row++) body(row);
+    });
+}
+
+template <class T>
+void write_kv(const KvPages<T>& kv, const BatchView& batch, int64_t layer, int64_t token, const T* k, const T* v) {
+    const int64_t page = batch.slots[token] / kv.page_size, slot = batch.slots[token] % kv.page_size;
+    const int64_t bytes = kv.head_dim * sizeof(T);
+    for (int64_t head = 0; head < kv.kv_heads; head++) {
+        std::memcpy(kv.key(page, slot, head, layer), k + head * kv.head_dim, bytes);
+        std::memcpy(kv.value(page, slot, head, layer), v + head * kv.head_dim, bytes);
+    }
+}
+
+// x: [tokens, hidden], changed in place.
+template <class T>
+void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads) {
+    static Buffer buffer;
+    const int64_t n = batch.num_tokens, dim = model.head_dim;
+    const int64_t q_size = model.heads * dim, kv_size = model.kv_heads * dim;
+    T* normed = (T*)buffer.get(n * (model.hidden + 2 * q_size + 2 * kv_size + model.inner) * sizeof(T));
+    T *q = normed + n * model.hidden, *k = q + n * q_size, *v = k + n * kv_size, *mixed = v + n * kv_size;
+    T* inner = mixed + n * q_size;
+    const KvPages<T> kv{(T*)model.kv, model.page_size, model.kv_heads, model.num_layers, dim};
+    const float eps = float(model.eps);
+    for (int64_t l = 0; l < model.num_layers; l++) {
+        const Layer& layer = model.layers[l];
+        for_rows(n, threads, [&](int64_t row) {
+            rms_norm(x + row * model.hidden, (const T*)layer.input_norm, model.hidden, eps, normed + row * model.hidden);
+        });
+        const Linear* const projections[] = {&layer.q, &layer.k, &layer.v};
+        T* const projected[] = {q, k, v};
+        three_linears(Product<T>(normed, n, model.hidden, threads), projections, projected);
+        for_rows(n, threads, [&](int64_t row) {
+            auto turn_heads = [&](T* heads, int64_t count, const void* norm) {
+                const int64_t at = batch.positions[row] * dim;
+                for (int64_t head = 0; head < count; head++) {
+                    T* one = heads + (row * count + head) * dim;
+                    if (norm) rms_norm(one, (const T*)norm, dim, eps, one);
+                    rotate(one, (const T*)model.cos + at, (const T*)model.sin + at, dim);
+                }
+            };
+            turn_heads(q, model.heads, layer.q_norm);
+            turn_heads(k, model.kv_heads, layer.k_norm);
+            write_kv(kv, batch, l, row, k + row * kv_size, v + row * kv_size);
+        });
+        attend_all(kv, batch, l, q, mixed, model.heads, threads);
+        linear(Product<T>(mixed, n, q_size, threads), layer.o, x, true);
+        for_rows(n, threads, [&](int64_t row) {
+            rms_norm(x + row * model.hidden, (const T*)layer.post_norm, model.hidden, eps, normed + row * model.hidden);
+        });
+        gated_linear(Product<T>(normed, n, model.hidden, threads), layer.gate, layer.up, inner);
+        linear(Product<T>(inner, n, model.inner, threads), layer.down, x, true);
+    }
+}
+
+}  // namespace tandem

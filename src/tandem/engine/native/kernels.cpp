@@ -1,0 +1,96 @@
+// The C interface, once for each instruction set. `library.py` says which one a processor gets, and how each is called.
+//
+// Tensors are contiguous. is_bf16: of all of them; else fp32. Calls from several threads take turns.
+
+#include <cmath>
+#include <mutex>
+
+#include "decoder.h"
+
+using namespace tandem;
+
+namespace {
+
+std::mutex turn_taking;
+
+template <class Function>
+void with_type(int is_bf16, const Function& function) {
+    const std::lock_guard lock(turn_taking);
+    if (is_bf16)
+        function(bf16{});
+    else
+        function(float{});
+}
+
+}  // namespace
+
+extern "C" {
+
+// How long a helper looks for work before it sleeps.
+void tandem_spin(int64_t nanoseconds) { Pool::instance().set_spin(nanoseconds); }
+
+// y = x * weight + bias; x: [rows, inputs], y: [rows, outputs]
+void tandem_linear(int is_bf16, const void* x, int64_t rows, const Linear* layer, void* y, int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        linear(Product<T>((const T*)x, rows, layer->inputs, threads), *layer, (T*)y, false);
+    });
+}
+
+// x, y: [rows, count]
+void tandem_rms_norm(int is_bf16, const void* x, int64_t rows, int64_t count, const void* weight, double eps, void* y,
+                     int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        for_rows(rows, threads, [&](int64_t row) {
+            rms_norm((const T*)x + row * count, (const T*)weight, count, float(eps), (T*)y + row * count);
+        });
+    });
+}
+
+// x: [rows, heads, dim], in place; cos, sin: [rows, dim]
+void tandem_rotate(int is_bf16, void* x, int64_t rows, int64_t heads, int64_t dim, const void* cos, const void* sin,
+                   int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        for_rows(rows, threads, [&](int64_t row) {
+            for (int64_t head = 0; head < heads; head++)
+                rotate((T*)x + (row * heads + head) * dim, (const T*)cos + row * dim, (const T*)sin + row * dim, dim);
+        });
+    });
+}
+
+// gate, up: [rows, count]; the result in the memory of gate
+void tandem_silu_and_mul(int is_bf16, void* gate, const void* up, int64_t rows, int64_t count, int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        for_rows(rows, threads, [&](int64_t row) {
+            T* left = (T*)gate + row * count;
+            const T* right = (const T*)up + row * count;
+            for (int64_t i = 0; i < count; i += LANES)
+                store_at(left, gated<T>(load_at(left, i, count), load_at(right, i, count)), i, count);
+        });
+    });
+}
+
+// Writes k and v, [tokens, kv_heads, head_dim], to their slots; q, out: [tokens, heads, head_dim].
+void tandem_attention(int is_bf16, void* kv, int64_t page_size, int64_t kv_heads, int64_t layers, int64_t head_dim,
+                      const BatchView* batch, int64_t layer, int64_t heads, const void* q, const void* k, const void* v,
+                      void* out, int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        const KvPages<T> pages{(T*)kv, page_size, kv_heads, layers, head_dim};
+        const int64_t size = kv_heads * head_dim;
+        for_rows(batch->num_tokens, threads, [&](int64_t token) {
+            write_kv(pages, *batch, layer, token, (const T*)k + token * size, (const T*)v + token * size);
+        });
+        attend_all(pages, *batch, layer, (const T*)q, (T*)out, heads, threads);
+    });
+}
+
+// x: [tokens, hidden]: what goes into the first of these layers, and what comes out of the last
+void tandem_layers(int is_bf16, const Decoder* model, const BatchView* batch, void* x, int threads) {
+    with_type(is_bf16, [&](auto kind) { run_layers(*model, *batch, (decltype(kind)*)x, threads); });
+}
+
+}  // extern "C"

@@ -1,0 +1,253 @@
+"""The native kernels: one library for each instruction set, built with the package where there is a compiler.
+
+    avx2, avx512   fp32 sums of one order. Both give the same bits, so these are what `--deterministic` computes with.
+    avx512_bf16    bf16 products by dot products of pairs; fp32 as above
+    amx_bf16       bf16 products by tiles; fp32 as above
+
+The best one that the processor has is taken, at the first use. TANDEM_NATIVE names another one, or says `off`: then,
+and where no library was built, everything is computed by torch.
+
+Each thread of Python has its own choice (`use`), for an engine runs on one. Tensors go to C as addresses: they have to
+be contiguous, on the host, and of one type, fp32 or bf16.
+"""
+
+import ctypes
+import os
+import threading
+from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SWITCH = "TANDEM_NATIVE"
+OFF = "off"
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
+# Best first: what a processor has to have.
+NEEDS: dict[str, frozenset[str]] = {
+    "amx_bf16": AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"},
+    "avx512_bf16": AVX512 | {"avx512_bf16"},
+    "avx512": AVX512,
+    "avx2": frozenset({"avx2", "fma"}),
+}
+ONE_ORDER = ("avx512", "avx2")
+SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
+MOST_HEAD_DIM = 512
+FEW_ROWS = 64  # with more of them the products of torch's libraries are faster
+TILE_ROWS = 256  # the same, where the processor multiplies tiles of bf16
+MANY_ROWS = 1 << 30
+
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
+
+
+class LinearView(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None) -> "LinearView":
+        """weight: [outputs, inputs]. Both have to outlive what is returned."""
+        assert weight.is_contiguous()
+        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+
+
+class LayerView(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "q_norm", "k_norm", "post_norm")),
+        *((name, LinearView) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    ]
+
+
+class DecoderView(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "inner")),
+        ("eps", c_double),
+        ("layers", POINTER(LayerView)),
+        ("kv", c_void_p),
+        ("page_size", c_int64),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+    ]
+
+
+class BatchView(Structure):
+    """Arrays of int64: see `attention.h`."""
+
+    _fields_ = [
+        ("num_tokens", c_int64),
+        *((name, c_void_p) for name in ("positions", "slots", "tables", "pages")),
+        ("window", c_int64),
+    ]
+
+
+class Kernels:
+    """One library. Every call takes as many threads as torch would."""
+
+    def __init__(self, name: str, path: Path, *, alone: bool) -> None:
+        """alone: whatever the number of rows, a product is computed here: torch's would round otherwise."""
+        self.name = name
+        self._alone = alone
+        self._has_tiles = name == "amx_bf16"
+        library = ctypes.CDLL(str(path))
+        self._linear = _function(library.tandem_linear, "ipqppi")
+        self._rms_norm = _function(library.tandem_rms_norm, "ipqqpdpi")
+        self._rotate = _function(library.tandem_rotate, "ipqqqppi")
+        self._silu_and_mul = _function(library.tandem_silu_and_mul, "ippqqi")
+        self._attention = _function(library.tandem_attention, "ipqqqqpqqppppi")
+        self._layers = _function(library.tandem_layers, "ipppi")
+        self._spin = _function(library.tandem_spin, "q")
+        self.set_spin(SPIN_NS)
+
+    def set_spin(self, nanoseconds: int) -> None:
+        """How long a thread that waits for work keeps its core."""
+        self._spin(nanoseconds)
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Up to how many rows a product is faster here than in torch's libraries."""
+        if self._alone:
+            return MANY_ROWS
+        return TILE_ROWS if self._has_tiles and dtype == torch.bfloat16 else FEW_ROWS
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x: [n, inputs], weight: [outputs, inputs]"""
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        view = LinearView.of(weight, bias)
+        self._linear(_is_bf16(x), _address(x), x.shape[0], byref(view), _address(out), torch.get_num_threads())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x: [..., features]"""
+        out = torch.empty_like(x)
+        features = x.shape[-1]
+        rows = x.numel() // features
+        self._rms_norm(
+            _is_bf16(x), _address(x), rows, features, _address(weight), eps, _address(out), torch.get_num_threads()
+        )
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x: [n, heads, head_dim], in place; cos, sin: [n, 1, head_dim]"""
+        self._rotate(_is_bf16(x), _address(x), *x.shape, _address(cos), _address(sin), torch.get_num_threads())
+        return x
+
+    def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """[n, features] each; the result is in the memory of `gate`"""
+        self._silu_and_mul(_is_bf16(gate), _address(gate), _address(up), *gate.shape, torch.get_num_threads())
+        return gate
+
+    def attention(
+        self, kv: Tensor, batch: BatchView, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, layer: int
+    ) -> None:
+        """kv: [pages, kv_heads, layers, 2, page_size, head_dim]; the others: [tokens, heads or kv_heads, head_dim]"""
+        _, kv_heads, layers, _, page_size, head_dim = kv.shape
+        self._attention(
+            _is_bf16(q),
+            _address(kv),
+            page_size,
+            kv_heads,
+            layers,
+            head_dim,
+            byref(batch),
+            layer,
+            q.shape[1],
+            *map(_address, (q, k, v, out)),
+            torch.get_num_threads(),
+        )
+
+    def layers(self, model: DecoderView, batch: BatchView, x: Tensor) -> None:
+        """All layers of a decoder over x [tokens, hidden], in place."""
+        self._layers(_is_bf16(x), byref(model), byref(batch), _address(x), torch.get_num_threads())
+
+
+_KINDS = {"i": c_int, "q": c_int64, "d": c_double, "p": c_void_p}
+_chosen = threading.local()
+
+
+def in_use() -> Kernels | None:
+    """What this thread computes with; None: torch."""
+    try:
+        return _chosen.kernels
+    except AttributeError:
+        return use(best())
+
+
+def use(kernels: Kernels | None) -> Kernels | None:
+    _chosen.kernels = kernels
+    return kernels
+
+
+def set_waiting(*, spins: bool) -> None:
+    """Of threads that wait for work: whether they keep their cores for a bounded time, or give them away at once."""
+    kernels = in_use()
+    if kernels is not None:
+        kernels.set_spin(SPIN_NS if spins else 0)
+
+
+def fitting(x: Tensor) -> Kernels | None:
+    """What can take this tensor."""
+    kernels = in_use()
+    if kernels is None or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return kernels if x.is_contiguous() else None
+
+
+def best(*, deterministic: bool = False) -> Kernels | None:
+    """deterministic: of those that sum in one order, whatever TANDEM_NATIVE says except `off`."""
+    wanted = os.environ.get(SWITCH, "")
+    names = [name for name in NEEDS if not deterministic or name in ONE_ORDER]
+    if wanted == OFF:
+        return None
+    found = available()
+    return next(
+        (opened(name, alone=deterministic) for name in ([wanted] if wanted in names else names) if name in found), None
+    )
+
+
+@cache
+def available() -> tuple[str, ...]:
+    """The libraries that were built and that this processor runs, best first."""
+    has = processor_flags()
+    return tuple(name for name, needs in NEEDS.items() if needs <= has and _path(name) is not None and _may_run(name))
+
+
+@cache
+def opened(name: str, *, alone: bool = False) -> Kernels:
+    """name: one of `available`. alone: as of `Kernels`."""
+    path = _path(name)
+    assert path is not None
+    return Kernels(name, path, alone=alone)
+
+
+@cache
+def processor_flags() -> frozenset[str]:
+    """Empty where the system does not tell: then nothing native runs."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
+
+
+def _path(name: str) -> Path | None:
+    return next(iter(sorted(Path(__file__).parent.glob(f"kernels_{name}.*.so"))), None)
+
+
+def _may_run(name: str) -> bool:
+    """The system lends a process the tile registers when it asks for them."""
+    if name != "amx_bf16":
+        return True
+    return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0
+
+
+def _function(function: "ctypes._NamedFuncPointer", kinds: str) -> "ctypes._NamedFuncPointer":
+    function.argtypes = [_KINDS[kind] for kind in kinds]
+    function.restype = None
+    return function
+
+
+def _is_bf16(x: Tensor) -> int:
+    return x.dtype == torch.bfloat16
+
+
+def _address(x: Tensor) -> int:
+    return x.data_ptr()

@@ -1,0 +1,287 @@
+// Sixteen fp32 lanes, as one AVX-512 register or two of AVX2, and bf16 beside them.
+//
+// What is written with these functions gives the same bits under both: every lane sees the same operations in the same
+// order, products are fused where `fma` says so and nowhere else (-ffp-contract=off), and a sum over lanes is one tree.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace tandem {
+
+constexpr int LANES = 16;
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct bf16 {
+    uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bf16 x) {
+    const uint32_t wide = uint32_t(x.bits) << 16;
+    float result;
+    std::memcpy(&result, &wide, sizeof result);
+    return result;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+inline bf16 to_bf16(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    if (x != x) return {0x7fc0};
+    return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+inline void set(float& to, float x) { to = x; }
+inline void set(bf16& to, float x) { to = to_bf16(x); }
+
+#if defined(__AVX512F__)
+
+struct F16 {
+    __m512 v;
+};
+
+inline F16 zeros() { return {_mm512_setzero_ps()}; }
+inline F16 all(float x) { return {_mm512_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline F16 load(const bf16* p) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
+inline void store(bf16* p, F16 a) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    rounded = _mm512_srli_epi32(rounded, 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
+}
+inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+// Of two where one is NaN: the second.
+inline F16 larger(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F16 smaller(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F16 whole(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+inline F16 zero_where_less(F16 x, F16 limit, F16 a) {
+    return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), a.v)};
+}
+// a * 2^n; n is a whole number within the range of exponents
+inline F16 scaled(F16 a, F16 n) {
+    const __m512i power = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
+    return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(power))};
+}
+inline void halves(F16 a, __m256& low, __m256& high) {
+    low = _mm512_castps512_ps256(a.v);
+    high = _mm512_extractf32x8_ps(a.v, 1);
+}
+
+#else
+
+struct F16 {
+    __m256 a, b;
+};
+
+inline F16 zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F16 all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline __m256 widened(const bf16* p) {
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline F16 load(const bf16* p) { return {widened(p), widened(p + 8)}; }
+inline void store(float* p, F16 x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline __m256i rounded(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16), _mm256_set1_epi32(0x7fc0), nan);
+}
+inline void store(bf16* p, F16 x) {
+    const __m256i packed = _mm256_packus_epi32(rounded(x.a), rounded(x.b));
+    _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+inline F16 fma(F16 x, F16 y, F16 z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline F16 operator+(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F16 operator-(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F16 operator*(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F16 operator/(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline F16 larger(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F16 smaller(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline F16 whole(F16 x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline F16 zero_where_less(F16 x, F16 limit, F16 y) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit.a, _CMP_NLT_UQ), y.a),
+            _mm256_and_ps(_mm256_cmp_ps(x.b, limit.b, _CMP_NLT_UQ), y.b)};
+}
+inline __m256 power_of_two(__m256 n) {
+    const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23));
+}
+inline F16 scaled(F16 x, F16 n) {
+    return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
+}
+inline void halves(F16 x, __m256& low, __m256& high) {
+    low = x.a;
+    high = x.b;
+}
+
+#endif
+
+// --- of both -------------------------------------------------------------------------------------------------------
+
+// The first `count` < LANES elements; zeros behind them. Nothing behind them is read.
+template <class T>
+inline F16 load_part(const T* p, int count) {
+    T some[LANES] = {};
+    std::memcpy(some, p, count * sizeof(T));
+    return load(some);
+}
+
+template <class T>
+inline void store_part(T* p, F16 a, int count) {
+    T some[LANES];
+    store(some, a);
+    std::memcpy(p, some, count * sizeof(T));
+}
+
+// Elements [i, i + LANES) of `count`
+template <class T>
+inline F16 load_at(const T* p, int64_t i, int64_t count) {
+    return i + LANES <= count ? load(p + i) : load_part(p + i, int(count - i));
+}
+
+template <class T>
+inline void store_at(T* p, F16 a, int64_t i, int64_t count) {
+    if (i + LANES <= count) return store(p + i, a);
+    store_part(p + i, a, int(count - i));
+}
+
+// What is left of x when it is stored as a T
+template <class T>
+inline F16 rounded_to(F16 x);
+template <>
+inline F16 rounded_to<float>(F16 x) { return x; }
+template <>
+inline F16 rounded_to<bf16>(F16 x) {
+    bf16 some[LANES];
+    store(some, x);
+    return load(some);
+}
+
+// One tree: lane i + lane i + 8, then 4, 2, 1 apart.
+inline float sum(F16 x) {
+    __m256 low, high;
+    halves(x, low, high);
+    const __m256 eight = _mm256_add_ps(low, high);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// Where a lane is NaN: of any of the others, or NaN.
+inline float largest(F16 x) {
+    __m256 low, high;
+    halves(x, low, high);
+    const __m256 eight = _mm256_max_ps(low, high);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+
+// e^x to 2 ulp; 0 below the smallest normal number, so also for -inf; infinite from 88.4 on. NaN stays NaN.
+inline F16 exponential(F16 x) {
+    const F16 least = all(-87.33f);
+    const F16 within = smaller(all(89.0f), larger(least, x));
+    const F16 n = whole(within * all(1.44269504f));
+    F16 r = fma(n, all(-0.693359375f), within);  // ln 2 in two parts, the first of few bits
+    r = fma(n, all(2.12194440e-4f), r);
+    F16 p = all(1.9875691500e-4f);
+    p = fma(p, r, all(1.3981999507e-3f));
+    p = fma(p, r, all(8.3334519073e-3f));
+    p = fma(p, r, all(4.1665795894e-2f));
+    p = fma(p, r, all(1.6666665459e-1f));
+    p = fma(p, r, all(5.0000001201e-1f));
+    p = fma(p, r * r, r) + all(1.0f);
+    return zero_where_less(x, least, scaled(p, n));
+}
+
+// Rows of LANES 32-bit elements, turned in place: element j of row i becomes element i of row j.
+#if defined(__AVX512F__)
+
+inline void transpose(__m512i rows[LANES]) {
+    __m512i t[LANES];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        rows[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        rows[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        rows[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        rows[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(rows[i], rows[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(rows[i + 8], rows[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+inline void transpose(const uint32_t* const from[LANES], uint32_t* to) {
+    __m512i rows[LANES];
+    for (int i = 0; i < LANES; i++) rows[i] = _mm512_loadu_si512(from[i]);
+    transpose(rows);
+    for (int i = 0; i < LANES; i++) _mm512_storeu_si512(to + i * LANES, rows[i]);
+}
+
+#else
+
+inline void transpose_eight(const uint32_t* const* from, int column, uint32_t* to) {
+    __m256 r[8], t[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps((const float*)(from[i] + column));
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm256_storeu_ps((float*)(to + i * LANES), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+        _mm256_storeu_ps((float*)(to + (i + 4) * LANES), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    }
+}
+
+inline void transpose(const uint32_t* const from[LANES], uint32_t* to) {
+    for (int row = 0; row < LANES; row += 8)
+        for (int column = 0; column < LANES; column += 8)
+            transpose_eight(from + row, column, to + column * LANES + row);
+}
+
+#endif
+
+}  // namespace tandem

@@ -1,0 +1,312 @@
+"""The form of a chat's answer: thoughts, text and calls of tools, for one model, and for one request.
+
+`ChatForm` is of the server: the flags, and what the chat template says of the model. `AnswerForm` is of one request:
+which functions it may call, the grammar that sees to what it must, and the splitter that takes the answer apart.
+"""
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any  # messages and schemas of tools are JSON
+
+from tandem import grammar
+from tandem.config import ServerConfig
+from tandem.grammar import GrammarError
+from tandem.server.api import reasoning
+from tandem.server.api.body import ChatBody, unsupported
+from tandem.server.api.bounds import LOOP_CHAT_BYTES
+from tandem.server.api.errors import invalid
+from tandem.server.api.off_loop import off_loop
+from tandem.server.api.reasoning import ReasoningSplitter
+from tandem.server.api.structured_output import check_grammar, check_size, read_grammar
+from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Function, Literal, Piece, Reasoning, Text
+from tandem.server.api.tool_parsers.table import ToolFormat, format_for
+
+MAX_NAME_CHARS = 128
+AUTO, REQUIRED, NONE = "auto", "required", "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    name: str
+    parameters: dict[str, Any]
+    is_strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChatForm:
+    tools: ToolFormat
+    reasoning: str  # of `--reasoning-parser`, without `auto`
+
+    @classmethod
+    def of(cls, config: ServerConfig, tokenizer: Tokenizer) -> "ChatForm":
+        templates = list(tokenizer.templates.values())
+        return cls(
+            format_for(config.tool_call_parser, templates), reasoning.parser_for(config.reasoning_parser, templates)
+        )
+
+    def answer_to(self, body: ChatBody) -> "AnswerForm":
+        """Raises `Refusal` for tools or a choice that cannot be."""
+        tools = tools_of(body)
+        choice, name = choice_of(body, [tool.name for tool in tools])
+        if choice == NONE:
+            tools = []
+        separates = body.separate_reasoning is not False and self.reasoning != NONE
+        return AnswerForm(
+            format=self.tools,
+            reasoning=self.reasoning if separates else NONE,
+            tools=tuple(tool for tool in tools if name in (None, tool.name)),
+            offered=tuple(body.tools or ()) if tools else (),
+            must_call=choice == REQUIRED,
+            is_parallel=body.parallel_tool_calls is not False and name is None,
+            streams_reasoning=body.stream_reasoning is not False,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    format: ToolFormat
+    reasoning: str
+    tools: tuple[Tool, ...]  # that may be called
+    offered: tuple[dict[str, Any], ...]  # as the template shows them
+    must_call: bool
+    is_parallel: bool
+    streams_reasoning: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """The answer is text, whatever it holds."""
+        return not self.tools and self.reasoning == NONE
+
+    def shows_special_tokens(self, tokenizer: Tokenizer) -> bool:
+        """Whether marks that have to be seen in the text are special tokens of this model."""
+        marks = [*(self.format.marks if self.tools else ()), *self._thought_marks]
+        return any(mark in tokenizer.special_names for mark in marks)
+
+    @property
+    def _thought_marks(self) -> tuple[str, ...]:
+        return () if self.reasoning == NONE else (reasoning.OPENER, reasoning.CLOSER)
+
+    def splitter(self, prompt: str) -> "AnswerSplitter":
+        return AnswerSplitter(self, prompt)
+
+    async def read_grammar(self, body: ChatBody, tokenizer: Tokenizer, prompt: str, size: int) -> str:
+        """What the answer has to follow: the format that it shall have, or the calls that it must or may make, after
+        what the model thinks first. size: bytes of the body. Raises `Refusal`."""
+        answer = await read_grammar(body, tokenizer, size=size)
+        calls = self.must_call or any(tool.is_strict for tool in self.tools) or (bool(self.tools) and answer)
+        if not calls and (not answer or self._thinking(prompt) == ""):
+            return answer
+        made = await off_loop(size, LOOP_CHAT_BYTES, self._grammar, tokenizer, prompt, answer, calls=bool(calls))
+        await check_grammar(made, tokenizer, "tools" if calls else "response_format")
+        return made
+
+    def _grammar(self, tokenizer: Tokenizer, prompt: str, answer: str, *, calls: bool) -> str:
+        parts: dict[str, str] = {"answer": answer} if answer else {}
+        lark = self._lark(tokenizer, prompt, parts, calls=calls, has_answer=bool(answer))
+        return grammar.from_parts(lark, parts)
+
+    def _lark(self, tokenizer: Tokenizer, prompt: str, parts: dict[str, str], *, calls: bool, has_answer: bool) -> str:
+        def literal(text: str) -> str:
+            return grammar.literal(text, tokenizer.special_names)
+
+        rules: list[str] = []
+        if calls:
+            functions = [self._function(index, tool, parts) for index, tool in enumerate(self.tools)]
+            is_opened = not self.must_call and not has_answer
+            made = self.format.calls(functions, literal, is_parallel=self.is_parallel, is_opened=is_opened)
+            rules.append(f"calls: {made}")
+        if self.must_call:
+            body = "calls"
+        elif calls and has_answer:
+            body = "@answer | calls"
+        elif calls:
+            body = self._text_and_calls(literal, rules)
+        else:
+            body = "@answer"
+        rules.append(f"body: {body}")
+        rules.append(f"start: {self._thought(prompt, literal, rules)} body")
+        return "\n".join(rules)
+
+    def _function(self, index: int, tool: Tool, parts: dict[str, str]) -> Function:
+        try:
+            parts[f"arguments_{index}"] = grammar.from_json_schema(tool.parameters, is_lenient=not tool.is_strict)
+        except GrammarError as error:
+            raise invalid("tools", f"parameters of {tool.name}: {error}") from None
+        return Function(tool.name, f"@arguments_{index}")
+
+    def _text_and_calls(self, literal: Literal, rules: list[str]) -> str:
+        """Calls keep to their schemas; everything else is free."""
+        rules.append(r"TEXT: /(.|\n)*/")
+        if not self.format.opener:
+            rules.append(r"PLAIN: /([^{\s](.|\n)*)?/")
+            return "PLAIN | calls"
+        rules.append(up_to("opening", "TEXT", literal(self.format.opener)))
+        return "(opening calls)? TEXT"
+
+    def _thinking(self, prompt: str) -> str:
+        """Whether the answer begins with a thought: `inside`, `maybe`, or not at all."""
+        if self.reasoning == NONE or reasoning.is_over(prompt):
+            return ""
+        return "inside" if reasoning.begins_inside(self.reasoning, prompt) else "maybe"
+
+    def _thought(self, prompt: str, literal: Literal, rules: list[str]) -> str:
+        state = self._thinking(prompt)
+        if not state:
+            return ""
+        rules += [r"THOUGHT: /(.|\n)*/", r"SPACES: /[ \t\r\n]*/"]
+        rules.append(up_to("thought", "THOUGHT", literal(reasoning.CLOSER)))
+        opener = literal(reasoning.OPENER)
+        return "thought SPACES" if state == "inside" else f"({opener} thought SPACES)?"
+
+
+def up_to(rule: str, text: str, mark: str) -> str:
+    """A Lark rule for text that ends where a mark appears first. No text can spell a mark that is a special token."""
+    return f"{rule}{'' if mark.startswith('<[') else '[lazy]'}: {text} {mark}"
+
+
+class AnswerSplitter:
+    """Takes one answer apart. What comes out is put together the same, whatever the pieces in which it comes."""
+
+    def __init__(self, form: AnswerForm, prompt: str) -> None:
+        self._thoughts: ReasoningSplitter | None = None
+        if form.reasoning != NONE and not reasoning.is_over(prompt):
+            is_inside = reasoning.begins_inside(form.reasoning, prompt)
+            self._thoughts = ReasoningSplitter(is_inside=is_inside)
+        self._tools = form.format.parser() if form.tools else None
+        self._form = form
+        self._held: list[str] = []  # of a thought that is shown as a whole
+        self._ids: dict[int, str] = {}
+        self.num_calls = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._thoughts is not None:
+            return self._shown(self._parsed(self._thoughts.feed(text)))
+        return self._shown(self._parsed([Text(text)])) if text else []
+
+    def finish(self) -> list[Piece]:
+        """The rest, after the last text."""
+        pieces = self._parsed(self._thoughts.finish() if self._thoughts is not None else [])
+        if self._tools is not None:
+            pieces += self._tools.finish()
+        shown = self._shown(pieces)
+        if self._held:
+            shown.insert(0, Reasoning("".join(self._held)))
+            self._held = []
+        return shown
+
+    def id_of(self, index: int) -> str:
+        """Of a call, which the client names in the message with its result."""
+        length = self._form.format.id_length
+        made = self._ids.setdefault(index, secrets.token_hex((length + 1) // 2)[:length])
+        return made if length < 24 else f"call_{made}"
+
+    def _parsed(self, pieces: list[Piece]) -> list[Piece]:
+        if self._tools is None:
+            return pieces
+        return [
+            found
+            for piece in pieces
+            for found in (self._tools.feed(piece.text) if isinstance(piece, Text) else [piece])
+        ]
+
+    def _shown(self, pieces: list[Piece]) -> list[Piece]:
+        shown: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, CallStart | CallArguments):
+                if piece.index > 0 and not self._form.is_parallel:
+                    continue
+                self.num_calls += isinstance(piece, CallStart)
+            elif isinstance(piece, Reasoning) and not self._form.streams_reasoning:
+                self._held.append(piece.text)
+                continue
+            if self._held:
+                shown.append(Reasoning("".join(self._held)))
+                self._held = []
+            shown.append(piece)
+        return shown
+
+
+# what a body says
+
+
+def tools_of(body: ChatBody) -> list[Tool]:
+    found: list[Tool] = []
+    for index, tool in enumerate(body.tools or ()):
+        function = tool.get("function")
+        if tool.get("type", "function") != "function":
+            raise unsupported("tools", f" with type {tool.get('type')!r}; only functions")
+        if not isinstance(function, dict):
+            raise invalid("tools", f"tools[{index}] needs a function")
+        name = function.get("name")
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise invalid("tools", f"tools[{index}].function.name must have 1 to {MAX_NAME_CHARS} printable characters")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            raise invalid("tools", f"tools[{index}].function.parameters must be an object")
+        check_size("tools", tool)
+        found.append(Tool(name, {"type": "object", **(parameters or {})}, function.get("strict") is True))
+    if len({tool.name for tool in found}) < len(found):
+        raise invalid("tools", "two functions have the same name")
+    return found
+
+
+def choice_of(body: ChatBody, names: Sequence[str]) -> tuple[str, str | None]:
+    """`auto`, `required` or `none`; and the only function that may be called."""
+    choice = body.tool_choice
+    if choice is None:
+        return (AUTO if names else NONE), None
+    if isinstance(choice, str):
+        if choice not in (AUTO, REQUIRED, NONE):
+            raise invalid("tool_choice", f"{choice[:40]!r} is none of auto, none, required")
+        if choice == REQUIRED and not names:
+            raise invalid("tool_choice", "needs tools")
+        return (choice if names else NONE), None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        raise invalid("tool_choice", 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}')
+    if name not in names:
+        raise invalid("tool_choice", f"there is no function {name[:40]!r} in tools")
+    return REQUIRED, name
+
+
+def flat_message(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined, other parts refused."""
+    if not isinstance(message.get("role"), str):
+        raise invalid("messages", "every message needs a role")
+    calls = message.get("tool_calls")
+    if calls is not None and not isinstance(calls, list):
+        raise invalid("messages", "tool_calls must be a list")
+    if calls:
+        message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
+    content = message.get("content")
+    if content is None:
+        return {**message, "content": ""}
+    if isinstance(content, str):
+        return message
+    if not isinstance(content, list):
+        raise invalid("messages", "content must be a string or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise unsupported("messages", f" with content of type {kind!r}; only text")
+        texts.append(part["text"])
+    return {**message, "content": "\n".join(texts)}
+
+
+def with_arguments(call: Any) -> Any:
+    """A call as templates expect it: its arguments as an object, and not as the text that the API has."""
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
+        raise invalid("messages", "every call in tool_calls needs a function")
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise invalid("messages", "arguments of a call in tool_calls are not valid JSON") from None
+    return {**call, "function": {**function, "arguments": arguments if arguments is not None else {}}}

@@ -1,0 +1,332 @@
+"""What the formats of tool calls have in common: text comes in any pieces, calls go out as soon as they are certain.
+
+Whatever the pieces are, what comes out is, put together, the same. A call that is not one after all is text.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+
+MOST_CALLS = 16  # that a grammar lets a model make in one answer
+ARGUMENTS = ("arguments", "parameters")
+SPACES = " \t\n\r"
+IN_STRING, IN_VALUE, NOTHING = re.compile(r'[^"\\]+'), re.compile(r'[^"{}\[\]]+'), re.compile(r"(?!)")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    index: int  # among the calls of the answer
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments: JSON, as the model writes it."""
+
+    index: int
+    text: str
+
+
+Piece = Text | Reasoning | CallStart | CallArguments
+
+
+class Function(Struct, frozen=True):
+    """One that may be called, for a grammar: `arguments` is a Lark expression for what follows its name."""
+
+    name: str
+    arguments: str
+
+
+Literal = Callable[[str], str]  # a text as a Lark expression
+
+
+class CallObject:
+    """One call as a JSON object, `{"name": ..., "arguments": {...}}`.
+
+    `opening`: the mark before it, which belongs to the text if it is none. `name`: where only the arguments are left.
+    """
+
+    def __init__(self, index: int, opening: str = "", name: str | None = None) -> None:
+        self._index = index
+        self._is_bare = name is not None
+        self._is_announced = False
+        self._at: Callable[[str], None] = self._opening
+        self._raw = [opening]  # all of it, while it may turn out to be text
+        self._token: list[str] = []  # of a key, or of a value that is needed as a whole
+        self._key = ""
+        self._value = ""  # first character of the value that is being read
+        self._depth = 0
+        self._in_string = self._is_escaped = False
+        self._held: list[str] = []  # arguments that came before the name
+        self._has_arguments = False
+        self._said: list[str] = []  # arguments that go out now
+        self.name = name
+        self.is_done = False
+        self.is_broken = False
+        if self._is_bare:
+            self._key, self._at = ARGUMENTS[0], self._before_value
+
+    def feed(self, text: str) -> tuple[int, list[Piece]]:
+        """How many characters of it belong to this call, and what is certain by them."""
+        taken = 0
+        while taken < len(text) and not self.is_done and not self.is_broken:
+            found = self._run.match(text, taken) if self._at == self._in_value else None
+            some = text[taken] if found is None else found.group()
+            if self.name is None:
+                self._raw.append(some)
+            if found is None:
+                self._at(some)
+            else:
+                self._take(some)
+            taken += len(some)
+        pieces: list[Piece] = []
+        if self.name is not None and not self._is_announced:
+            self._is_announced = True
+            pieces.append(CallStart(self._index, self.name))
+        if self._said:
+            pieces.append(CallArguments(self._index, "".join(self._said)))
+            self._said = []
+        return taken, pieces
+
+    @property
+    def _run(self) -> re.Pattern[str]:
+        """Characters within a value that change nothing."""
+        if self._in_string:
+            return NOTHING if self._is_escaped else IN_STRING
+        return IN_VALUE if self._depth else NOTHING
+
+    @property
+    def raw(self) -> str:
+        """What has been taken, for who shows it as text; of a call that has a name there is nothing to show."""
+        return "".join(self._raw) if self.name is None else ""
+
+    def _break(self) -> None:
+        self.is_broken = True
+
+    def _opening(self, char: str) -> None:
+        if char == "{":
+            self._at = self._before_key
+        elif char not in SPACES:
+            self._break()
+
+    def _before_key(self, char: str) -> None:
+        if char == '"':
+            self._token = [char]
+            self._in_string, self._is_escaped = True, False
+            self._at = self._in_key
+        elif char == "}":
+            self._end()
+        elif char not in SPACES and char != ",":
+            self._break()
+
+    def _in_key(self, char: str) -> None:
+        self._token.append(char)
+        if self._ends_string(char):
+            self._key = str(loaded("".join(self._token)))
+            self._at = self._before_colon
+
+    def _before_colon(self, char: str) -> None:
+        if char == ":":
+            self._at = self._before_value
+        elif char not in SPACES:
+            self._break()
+
+    def _before_value(self, char: str) -> None:
+        if char in SPACES:
+            return
+        self._token, self._value = [], char
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._at = self._in_value
+        self._in_value(char)
+
+    def _in_value(self, char: str) -> None:
+        if self._in_string:
+            is_last = self._ends_string(char) and self._depth == 0
+        elif char == '"':
+            self._in_string, self._is_escaped, is_last = True, False, False
+        elif char in "{[":
+            self._depth, is_last = self._depth + 1, False
+        elif char in "}]" and self._depth:
+            self._depth -= 1
+            is_last = self._depth == 0
+        elif self._depth == 0 and char in ",}]" + SPACES:  # behind a number or a name
+            self._finish_value()
+            self._at = self._before_key
+            self._before_key(char)
+            return
+        else:
+            is_last = False
+        self._take(char)
+        if is_last:
+            self._finish_value()
+            self._at = self._before_key
+
+    def _ends_string(self, char: str) -> bool:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+            return True
+        return False
+
+    @property
+    def _streams(self) -> bool:
+        """Arguments go out as they come; those within a string are needed as a whole."""
+        return self._key in ARGUMENTS and self._value == "{" and not self._has_arguments
+
+    def _take(self, text: str) -> None:
+        if self._streams and self.name is not None:
+            self._said.append(text)
+        else:
+            self._token.append(text)
+
+    def _finish_value(self) -> None:
+        text = "".join(self._token)
+        if self._key == "name" and self.name is None:
+            name = loaded(text)
+            if not isinstance(name, str) or not name:
+                self._break()
+                return
+            self.name = name
+            self._said += self._held
+        elif self._key in ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            inner = loaded(text) if self._value == '"' else text
+            arguments = inner if isinstance(inner, str) else text
+            (self._held if self.name is None else self._said).append(arguments)
+            self.is_done = self._is_bare
+
+    def _end(self) -> None:
+        if self.name is None:
+            self._break()
+            return
+        if not self._has_arguments:
+            self._said.append("{}")
+        self.is_done = True
+
+
+def loaded(text: str) -> object:
+    """None for what is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+class ToolParser(ABC):
+    """Takes an answer apart. A format says in its `_outside` where a call begins, and in `_behind` what is after one.
+
+    Each of these looks at `_text`, takes from its front what is certain, and returns False when it needs more text.
+    `is_last`: no more will come.
+    """
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._pieces: list[Piece] = []
+        self._call: CallObject | None = None
+        self._state: Callable[[bool], bool] = self._outside
+        self._num_calls = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return self._advance(is_last=False)
+
+    def finish(self) -> list[Piece]:
+        """The rest, after the last text."""
+        pieces = self._advance(is_last=True)
+        rest = (self._call.raw if self._call is not None else "") + self._text
+        self._text, self._call = "", None
+        if rest.strip(SPACES) or (rest and not self._num_calls):
+            pieces.append(Text(rest))
+        return pieces
+
+    def _advance(self, *, is_last: bool) -> list[Piece]:
+        self._pieces = []
+        while self._text and self._state(is_last):
+            pass
+        return self._pieces
+
+    @abstractmethod
+    def _outside(self, is_last: bool) -> bool: ...
+
+    @abstractmethod
+    def _behind(self, is_last: bool) -> bool: ...
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._pieces.append(Text(text))
+
+    def _begin_call(self, opening: str = "", name: str | None = None) -> None:
+        self._call = CallObject(self._num_calls, opening, name)
+        self._state = self._inside
+
+    def _inside(self, is_last: bool) -> bool:
+        call = self._call
+        assert call is not None
+        taken, pieces = call.feed(self._text)
+        self._text = self._text[taken:]
+        self._pieces += pieces
+        if call.is_broken:
+            self._broken(call)
+        elif call.is_done:
+            self._num_calls += 1
+            self._call = None
+            self._state = self._behind
+        return call.is_broken or call.is_done
+
+    def _broken(self, call: CallObject) -> None:
+        self._say(call.raw)
+        self._num_calls += call.name is not None
+        self._call = None
+        self._state = self._outside
+
+    def _text_up_to(self, mark: str, is_last: bool) -> bool:
+        """Show text up to a mark, and take the mark; True when it was there. Spaces before it are dropped."""
+        before, found, after = self._text.partition(mark)
+        if found:
+            self._say(before.rstrip(SPACES))
+            self._text = after
+            return True
+        if not is_last:
+            shown = len(self._text) - undecided(self._text, mark)
+            self._say(self._text[:shown])
+            self._text = self._text[shown:]
+        return False
+
+
+def undecided(text: str, mark: str) -> int:
+    """How many characters at its end may be spaces before a mark, or the beginning of one."""
+    size = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+    body = text[: len(text) - size]
+    return size + len(body) - len(body.rstrip(SPACES))
+
+
+def one_of(functions: Sequence[Function], write: Callable[[Function], str]) -> str:
+    return "(" + " | ".join(write(function) for function in functions) + ")"
+
+
+def json_call(function: Function, literal: Literal, key: str) -> str:
+    """`{"name": "f", "arguments": {...}}` as a Lark expression."""
+    head = '{"name": ' + json.dumps(function.name) + ', "' + key + '": '
+    return f"{literal(head)} {function.arguments} {literal('}')}"
+
+
+def repeated(first: str, again: str, *, is_parallel: bool) -> str:
+    """A Lark expression for one call, or some: `again` has what stands between two."""
+    return f"{first} ({again}){{0,{MOST_CALLS - 1}}}" if is_parallel else first

@@ -1,0 +1,57 @@
+"""Llama 3: the answer is a call, `{"name": "f", "parameters": {...}}`, or several with semicolons between; or text."""
+
+from collections.abc import Sequence
+
+from tandem.server.api.tool_parsers.base import (
+    SPACES,
+    CallObject,
+    Function,
+    Literal,
+    ToolParser,
+    json_call,
+    one_of,
+    repeated,
+)
+
+MARK = "<|python_tag|>"
+
+
+class Llama3Parser(ToolParser):
+    def _outside(self, is_last: bool) -> bool:
+        text = self._text.lstrip(SPACES)
+        if text.startswith(MARK):
+            self._text = text.removeprefix(MARK)
+            self._begin_call(MARK)
+        elif text.startswith("{"):
+            self._begin_call()
+        elif MARK.startswith(text) and not is_last:
+            return False
+        else:
+            self._state = self._plain
+        return True
+
+    def _plain(self, is_last: bool) -> bool:
+        self._say(self._text)
+        self._text = ""
+        return False
+
+    def _broken(self, call: CallObject) -> None:
+        super()._broken(call)
+        self._state = self._plain
+
+    def _behind(self, is_last: bool) -> bool:
+        text = self._text.lstrip(SPACES)
+        if not text:
+            return False
+        if text.startswith(";"):
+            self._text = text.removeprefix(";")
+            self._begin_call(";")
+        else:
+            self._state = self._plain
+        return True
+
+
+def calls(functions: Sequence[Function], literal: Literal, *, is_parallel: bool, is_opened: bool = False) -> str:
+    """One or more calls as a Lark expression. Nothing opens them."""
+    call = one_of(functions, lambda function: json_call(function, literal, "parameters"))
+    return repeated(call, f"{literal('; ')} {call}", is_parallel=is_parallel)

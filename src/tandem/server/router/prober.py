@@ -1,0 +1,88 @@
+"""Asks workers how they are, on an event loop of its own in a thread of its own.
+
+Why not on the loop of the traffic: there a question begins, and its answer is read, when everybody else's turn is over.
+Under more than the router can carry that took longer than a probe may, and workers that were well counted as dead.
+
+The router's state has one owner, the loop of the traffic. What is found here waits in order until that loop takes it
+(`take`), which it does before it looks at the clock for anything else; `has_come` only wakes it.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import httpx
+
+from tandem.core.router.messages import WorkerProbed
+from tandem.core.router.worker_registry import Worker, probe_result
+
+CLOSE_SECONDS = 5.0  # a look-up of a name may not be over by then; its thread does not keep the process
+
+
+class Prober:
+    """`start`, `probe`, `take` and `close` belong to the loop of the traffic."""
+
+    def __init__(self, make_client: Callable[[], httpx.AsyncClient], *, timeout_s: float) -> None:
+        self._make_client = make_client
+        self._timeout_s = timeout_s
+        self._found: deque[WorkerProbed] = deque()
+        self._is_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="probes", daemon=True)
+        self._tasks: set[asyncio.Task[None]] = set()  # of the probes' loop, like what follows
+        self._loop: asyncio.AbstractEventLoop
+        self._stop: asyncio.Event
+        self._client: httpx.AsyncClient
+        self._has_come: Callable[[], object]
+
+    def start(self, has_come: Callable[[], object]) -> None:
+        """has_come: called in the thread of the probes whenever `take` has something."""
+        self._has_come = has_come
+        self._thread.start()
+        self._is_up.wait()
+
+    def probe(self, worker: Worker) -> None:
+        """Begin, and return at once. `take` brings the result."""
+        self._loop.call_soon_threadsafe(self._begin, worker)
+
+    def take(self) -> list[WorkerProbed]:
+        """What has been found since the last call, in the order in which it was found."""
+        found: list[WorkerProbed] = []
+        while self._found:
+            found.append(self._found.popleft())
+        return found
+
+    def close(self) -> None:
+        """Nothing is found any more."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(CLOSE_SECONDS)
+
+    # --- in the thread of the probes ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        async with self._make_client() as self._client:
+            self._is_up.set()
+            await self._stop.wait()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, worker: Worker) -> None:
+        task = self._loop.create_task(self._ask(worker))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask(self, worker: Worker) -> None:
+        try:
+            response = await self._client.get(worker.url + "/health", timeout=self._timeout_s)
+        except httpx.HTTPError:
+            result = probe_result(None)
+        else:
+            result = probe_result(response.status_code)
+        self._found.append(WorkerProbed(worker.id, result))
+        self._has_come()

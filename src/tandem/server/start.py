@@ -1,0 +1,45 @@
+"""From a configuration and its ports to a server that runs: the same for the command line and for simulations."""
+
+import dataclasses
+import importlib
+import os
+
+from tandem.config import ServerConfig
+from tandem.server import keys
+from tandem.server.api.facts import ModelFacts
+from tandem.server.processes import (
+    Launch,
+    Listeners,
+    cluster_secret,
+    engine_threads,
+    new_incarnation,
+    start_replicas,
+)
+
+
+def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
+    """Port 0 means any; from here on it is the one that was found."""
+    bootstrap_port = listeners.bootstrap_port or config.disaggregation_bootstrap_port
+    return dataclasses.replace(config, port=listeners.http_port, disaggregation_bootstrap_port=bootstrap_port)
+
+
+def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
+    """Until a signal comes. Raises ServerFailure."""
+    secret = cluster_secret(config)
+    keys.forget_environment()  # which the children inherit
+    launch = Launch(
+        config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
+        model_dir=model.model_path,
+        incarnation=new_incarnation(listeners),
+        http_port=listeners.http_port,
+        cpu_threads=engine_threads(config),
+        parent_pid=os.getpid(),
+        cluster_secret=b"" if secret is None else secret.raw,
+    )
+    replicas = start_replicas(launch, listeners)
+    try:
+        # Why not at the top: a second of imports during which the children already load the model.
+        api_process = importlib.import_module("tandem.server.api.process")
+        api_process.run_api(config, replicas, listeners, model, secret)
+    finally:
+        replicas.kill()

@@ -1,0 +1,97 @@
+"""The workers of one simulated replica: each runs the node's batches over its own part of the KV, in its own time.
+
+They are told the same things in the same order. What each returns is made the one outcome of the batch by the product's
+own `WorkerGroup`. The first one samples for all: another one begins a batch that needs sampled tokens only when the
+first has returned the batch before, and runs ahead with one that does not, as stages do with the chunks of a prompt.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.values import RequestId, ShardId
+from tandem.core.worker_group import WorkerGroup, WorkersParted
+from tandem.simulator.actors.executor import Executor, MemoryGuard, PageMemory
+from tandem.simulator.oracle import Script, Violation
+
+Order = BatchPlan | tuple[RequestId, ...]  # a batch, or requests to forget
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    shard: ShardId
+    executor: Executor
+    random: Random  # how long its batches take
+    work: deque[Order] = field(default_factory=deque)
+    is_working: bool = False
+    held: BatchPlan | None = None  # would have returned, but for a hang
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.work or self.is_working)
+
+
+class Workers:
+    """Of one life; in order of shards."""
+
+    def __init__(self, num_shards: int, *, num_pages: int, page_size: int, guard: MemoryGuard, seed: str) -> None:
+        self.all = [
+            Worker(
+                ShardId(shard),
+                Executor(num_pages, page_size, ShardId(shard), guard),
+                Random(f"worker {shard} {seed}"),
+            )
+            for shard in range(num_shards)
+        ]
+        self._group = WorkerGroup(num_shards)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.all)
+
+    @property
+    def sampling(self) -> Worker:
+        return self.all[0]
+
+    @property
+    def memories(self) -> list[PageMemory]:
+        return [worker.executor.memory for worker in self.all]
+
+    @property
+    def is_idle(self) -> bool:
+        return all(worker.is_idle for worker in self.all)
+
+    def add(self, request: RequestId, script: Script, root: bytes) -> None:
+        for worker in self.all:
+            worker.executor.add(request, script, root)
+
+    def tell(self, order: Order) -> None:
+        for worker in self.all:
+            worker.work.append(order)
+
+    def next_batch(self, worker: Worker) -> BatchPlan | None:
+        """What it begins now. Requests are forgotten in their turn between batches, as on a worker's one socket."""
+        while worker.work and not worker.is_working:
+            order = worker.work[0]
+            if isinstance(order, BatchPlan):
+                if self._waits_for_tokens(worker, order):
+                    return None
+                worker.is_working = True
+                worker.work.popleft()
+                return order
+            worker.executor.forget(order)
+            worker.work.popleft()
+        return None
+
+    def _waits_for_tokens(self, worker: Worker, plan: BatchPlan) -> bool:
+        first = self.sampling
+        return worker is not first and plan.decodes and first.executor.last_iteration < plan.iteration - 1
+
+    def returned(self, worker: Worker, outcome: BatchOutcome) -> BatchOutcome | None:
+        """The outcome of the batch when this was the last worker that it was waiting for."""
+        worker.is_working = False
+        try:
+            return self._group.returned(worker.shard, outcome)
+        except WorkersParted as error:
+            raise Violation("S24", str(error)) from error

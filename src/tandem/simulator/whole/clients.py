@@ -1,0 +1,316 @@
+"""Clients of a simulated cluster: they write bytes, read bytes, and know what each request has to end with.
+
+A patient client waits for its answer. A careless one leaves, reads slowly, stops in the middle of its body or has its
+request aborted; nothing is asked of its answer but that right tokens are right as far as they go.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cache
+from random import Random
+from typing import Any  # JSON documents
+
+import httptools
+import msgspec
+
+from tandem.server.api.tokenizer import Tokenizer
+from tandem.simulator.whole.cluster import MODEL
+from tandem.simulator.whole.engine import EOS_TOKEN, right_tokens
+from tandem.simulator.whole.sockets import Machine
+
+VOCABULARY = 512
+PROMPT_LENGTHS = (1, 3, 12, 40, 90)
+NEVER_SAID = "\u2603\u2603\u2603"  # a stop string that must be looked for and is not there
+LONGEST_WAIT_S = 45.0  # then a client gives up, which is a violation
+
+
+class Conduct(StrEnum):
+    PATIENT = "patient"
+    LEAVES = "leaves"
+    SLOW = "slow"  # reads a little now and then
+    HALF = "half"  # never sends the end of its body
+    ABORTED = "aborted"  # by rid, over another connection
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    number: int
+    path: str
+    prompt: tuple[int, ...]
+    text: str  # instead of `prompt`, where there is one
+    max_new: int
+    is_streamed: bool
+    ignore_eos: bool
+    timeout_s: float
+    conduct: Conduct
+    scores: int = 0  # logprobs are asked for, with so many alternatives less one
+    num_samples: int = 1
+
+    @property
+    def rid(self) -> str:
+        return f"ask-{self.number}"
+
+    def body(self) -> dict[str, Any]:
+        if self.path == "/generate":
+            given: dict[str, Any] = {"text": self.text} if self.text else {"input_ids": self.prompt}
+            sampling = {"max_new_tokens": self.max_new, "ignore_eos": self.ignore_eos, "temperature": 0}
+            sampling |= {"stop": [NEVER_SAID], "top_k": 5, "skip_special_tokens": True}
+            scores = {"return_logprob": bool(self.scores), "top_logprobs_num": max(0, self.scores - 1)}
+            return {**given, **scores, "sampling_params": sampling, "stream": self.is_streamed, "rid": self.rid}
+        rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
+        rest |= {"ignore_eos": self.ignore_eos, "stop": NEVER_SAID, "n": self.num_samples, "seed": self.number}
+        if self.is_streamed:
+            rest |= {"stream_options": {"include_usage": True}}
+        if self.path == "/v1/completions":
+            scores = {"logprobs": self.scores} if self.scores else {}
+            return {"prompt": self.text or self.prompt, **rest, **scores}
+        scores = {"logprobs": True, "top_logprobs": self.scores} if self.scores else {}
+        return {"messages": [{"role": "user", "content": self.text}], **rest, **scores}
+
+    def right_ids(self) -> list[int]:
+        prompt = self.prompt
+        if self.path == "/v1/chat/completions":
+            message = {"role": "user", "content": self.text}
+            rendered = tokenizer().render_chat([message], add_generation_prompt=True, variables={}, rendered_at=0)
+            prompt = tokenizer().encode(rendered.text, add_special_tokens=False)
+        elif self.text:
+            prompt = tokenizer().encode(self.text)
+        return right_tokens(prompt, self.max_new, vocab_size=VOCABULARY, ignore_eos=self.ignore_eos)
+
+    def right_text(self) -> str:
+        tokens = self.right_ids()
+        if tokens and tokens[-1] == EOS_TOKEN:
+            tokens.pop()
+        return tokenizer().decode(tokens)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a client has seen. Times are seconds since it began."""
+
+    ask: Ask
+    began_ns: int
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytearray = field(default_factory=bytearray)
+    first_s: float | None = None
+    ended_s: float | None = None
+    longest_gap_s: float = 0.0
+    is_whole: bool = False  # ended as HTTP has it
+    trouble: str = ""  # of the connection
+    last_s: float = 0.0
+    right: Any = None  # what has to be said, where the form of the answer is asked for (`forms.py`)
+    has_given_up: bool = False  # after LONGEST_WAIT_S
+
+    def events(self) -> list[Any]:
+        """Documents of a stream, or the one document; empty where it cannot be read."""
+        text = bytes(self.body)
+        if self.headers.get("content-type", "").startswith("text/event-stream"):
+            lines = [event.partition(b"data: ")[2] for event in text.split(b"\n\n")]  # some events have names
+            return [msgspec.json.decode(line) for line in lines if line.endswith(b"}")]
+        with suppress(msgspec.DecodeError):
+            return [msgspec.json.decode(text)]
+        return []
+
+    @property
+    def error(self) -> dict[str, Any] | None:
+        for event in self.events()[-1:]:
+            if isinstance(event, dict) and isinstance(event.get("error"), dict):
+                return event["error"]
+        return None
+
+
+class _Reader:
+    """What the parser calls."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self.parser = httptools.HttpResponseParser(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.answer.headers[name.decode().lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        self.answer.status = self.parser.get_status_code()
+
+    def on_body(self, piece: bytes) -> None:
+        self.answer.body += piece
+
+    def on_message_complete(self) -> None:
+        self.answer.is_whole = True
+
+
+def draw_ask(
+    random: Random,
+    number: int,
+    *,
+    careless: float,
+    timeouts: Sequence[float],
+    lengths: Sequence[int] = PROMPT_LENGTHS,
+) -> Ask:
+    path = random.choice(("/generate", "/generate", "/generate", "/v1/completions", "/v1/chat/completions"))
+    base = random.choice((0, 0, 7))  # some prompts share a prefix
+    length = random.choice(lengths)
+    prompt = tuple(16 + (base * 31 + index * 7 + (0 if index < 16 else number * 13)) % 480 for index in range(length))
+    text = "" if path == "/generate" and random.random() < 0.8 else f"What is {random.randrange(99)} plus {number}?"
+    conduct = Conduct.PATIENT
+    if random.random() < careless:
+        conduct = random.choice((Conduct.LEAVES, Conduct.SLOW, Conduct.HALF, Conduct.ABORTED))
+    return Ask(
+        number=number,
+        path=path,
+        prompt=prompt,
+        text=text,
+        max_new=random.choice((1, 4, 16, 40)),
+        is_streamed=random.random() < 0.6,
+        ignore_eos=random.random() < 0.7,
+        timeout_s=random.choice(timeouts),
+        conduct=conduct,
+        scores=random.choice((0, 0, 0, 1, 3)),
+        num_samples=random.choice((1, 1, 1, 2)) if path != "/generate" else 1,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Empty where nobody needs one."""
+
+    user: str = ""
+    admin: str = ""
+
+
+def shown(key: str) -> str:
+    """The line of a head."""
+    return f"Authorization: Bearer {key}\r\n" if key else ""
+
+
+async def ask_at(host: str, port: int, ask: Ask, random: Random, keys: Keys) -> Answer:
+    """Ask, and see what comes. Never raises for what a server does."""
+    answer = Answer(ask, Machine.kernel.now)
+    try:
+        async with asyncio.timeout(LONGEST_WAIT_S):
+            await _exchange(host, port, ask, answer, random, keys)
+    except TimeoutError:
+        answer.trouble = f"no end within {LONGEST_WAIT_S:g} s"
+        answer.has_given_up = True
+    except OSError as error:
+        answer.trouble = f"{type(error).__name__} {error}"
+    except httptools.HttpParserError as error:
+        answer.trouble = f"not HTTP: {error}"
+    answer.ended_s = _since(answer)
+    return answer
+
+
+def _since(answer: Answer) -> float:
+    return (Machine.kernel.now - answer.began_ns) / 1e9
+
+
+async def _exchange(host: str, port: int, ask: Ask, answer: Answer, random: Random, keys: Keys) -> None:
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 16)
+    aborting: asyncio.Task[object] | None = None
+    try:
+        body = msgspec.json.encode(ask.body())
+        head = (
+            f"POST {ask.path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+            f"X-Request-Timeout-Ms: {int(ask.timeout_s * 1000)}\r\nContent-Length: {len(body)}\r\n"
+            f"{shown(keys.user)}Connection: close\r\n\r\n"
+        ).encode()
+        sent = head + (body[: len(body) // 2] if ask.conduct is Conduct.HALF else body)
+        writer.write(sent)
+        await writer.drain()
+        if ask.conduct is Conduct.HALF:
+            await asyncio.sleep(random.random() * 8)
+            return
+        if ask.conduct is Conduct.ABORTED:
+            aborting = asyncio.ensure_future(_abort(host, port, ask, random.random(), keys))
+        leaves_at = random.random() if ask.conduct is Conduct.LEAVES else None
+        await _read(reader, answer, random, ask.conduct, leaves_at)
+    finally:
+        if aborting is not None:
+            aborting.cancel()
+        writer.transport.abort() if random.random() < 0.5 else writer.close()
+
+
+async def _abort(host: str, port: int, ask: Ask, after_s: float, keys: Keys) -> None:
+    await asyncio.sleep(after_s)
+    await simple(host, port, "POST", "/abort_request", {"rid": ask.rid}, key=keys.admin)
+
+
+async def _read(
+    reader: asyncio.StreamReader, answer: Answer, random: Random, conduct: Conduct, leaves_at: float | None
+) -> None:
+    parsing = _Reader(answer)
+    while not answer.is_whole:
+        try:
+            async with asyncio.timeout(None if leaves_at is None else max(0.0, leaves_at - _since(answer))):
+                data = await reader.read(1 << 14)
+        except TimeoutError:
+            if leaves_at is not None:
+                return
+            raise
+        now = _since(answer)
+        if not data:
+            answer.trouble = answer.trouble or "closed before its end"
+            return
+        if answer.first_s is None:
+            answer.first_s = now
+        else:
+            answer.longest_gap_s = max(answer.longest_gap_s, now - answer.last_s)
+        answer.last_s = now
+        parsing.parser.feed_data(data)
+        if conduct is Conduct.SLOW:
+            await asyncio.sleep(random.random() * 0.3)
+
+
+async def simple(
+    host: str,
+    port: int,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None = None,
+    *,
+    timeout_s: float = 5.0,
+    key: str = "",
+) -> Answer | None:
+    """One question of an operator; None: no answer."""
+    answer = Answer(Ask(0, path, (), "", 0, False, True, timeout_s, Conduct.PATIENT), Machine.kernel.now)
+    writer: asyncio.StreamWriter | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(host, port)
+            content = b"" if body is None else msgspec.json.encode(body)
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n"
+                f"{shown(key)}Connection: close\r\n\r\n"
+            )
+            writer.write(head.encode() + content)
+            await _read(reader, answer, Random(0), Conduct.PATIENT, None)
+    except (OSError, httptools.HttpParserError):
+        return None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return answer if answer.is_whole else None
+
+
+def said_in(answer: Answer) -> list[Sequence[int] | str]:
+    """Of each sample: ids of /generate, the text of the others."""
+    events = [event for event in answer.events() if isinstance(event, dict)]
+    if answer.ask.path == "/generate":
+        return [event["output_ids"] for event in events[-1:] if "output_ids" in event]
+    texts = dict.fromkeys(range(answer.ask.num_samples), "")
+    for event in events:
+        for choice in event.get("choices", ()):
+            said = choice.get("text") or choice.get("delta", {}).get("content")
+            texts[choice["index"]] += said or choice.get("message", {}).get("content") or ""
+    return list(texts.values())

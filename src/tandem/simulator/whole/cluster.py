@@ -1,0 +1,145 @@
+"""The servers of one seed, started by the functions that `tandem serve` and `tandem router` call.
+
+What is not their own: the engine of their workers (`engine.py`), which needs no torch and whose answers are known.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tandem
+from tandem.config import ServerConfig
+from tandem.core.router.worker_registry import Worker
+from tandem.core.settings import Role
+from tandem.core.values import ceil_div
+from tandem.engine.model_config import read_config
+from tandem.server import worker_process
+from tandem.server.api.facts import ModelFacts
+from tandem.server.node import process as node_process
+from tandem.server.processes import Launch, ServerFailure, bind_listeners
+from tandem.server.router.app import listen, serve_router
+from tandem.server.router.config import RouterConfig, make_worker
+from tandem.server.start import serve, with_ports
+from tandem.server.worker_process import Loaded, Place
+from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.kernel import Kernel, Process
+from tandem.simulator.whole.shards import Shards
+from tandem.simulator.whole.virtual_process import Program
+
+MODEL = Path(tandem.__file__).parent / "bundled" / "mini"
+
+logger = logging.getLogger("tandem.cluster")
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """One `tandem serve` or `tandem router`, which may live several times, one after the other, at one address."""
+
+    name: str
+    host: str
+    port: int
+    program: Program
+    process: Process | None = None
+    lives: int = 0
+
+    def start(self, kernel: Kernel, *, max_fds: int = 1 << 20) -> Process:
+        self.lives += 1
+        self.process = kernel.start(f"{self.name}.{self.lives}", self._run, host=self.host, max_fds=max_fds)
+        return self.process
+
+    def _run(self) -> None:
+        raise SystemExit(self.program())
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.is_alive
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    base_s: float = 0.004
+    token_s: float = 0.00005
+
+
+def children(speed: EngineSpeed) -> Mapping[str, Program]:
+    """The programs that a server starts."""
+    return {
+        "tandem.server.node.process": node_process.main,
+        "tandem.server.worker_process": partial(worker_process.main, partial(load_plain_engine, speed=speed)),
+    }
+
+
+def load_plain_engine(launch: Launch, place: Place, *, speed: EngineSpeed) -> Loaded:
+    config, model = launch.config, facts(launch.config)
+    assert config.max_total_tokens is not None
+    num_pages = place.least(ceil_div(config.max_total_tokens, config.page_size))
+    engine = PlainEngine(
+        num_pages=num_pages,
+        page_size=config.page_size,
+        vocab_size=model.vocab_size,
+        tokenizer=MODEL / "tokenizer.json",
+        base_s=speed.base_s,
+        token_s=speed.token_s,
+        shards=Shards(launch.rank, place.group, place.pipeline),
+    )
+    fields = {"page_size": str(config.page_size), "model": "plain"}
+    if launch.rank.num_shards > 1:
+        fields |= {"tp_size": str(config.tp_size), "pp_size": str(config.pp_size)}
+    return Loaded(engine, num_pages, model.vocab_size, fields)
+
+
+def facts(config: ServerConfig) -> ModelFacts:
+    model = read_config(MODEL)
+    return ModelFacts(
+        model_path=str(MODEL),
+        architectures=[model.architecture],
+        model_type="plain",
+        context_length=config.context_length or model.max_context,
+        page_size=config.page_size,
+        vocab_size=model.vocab_size,
+        eos_token_ids=frozenset(model.eos_ids),
+        dtype="float32",
+    )
+
+
+def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1") -> Server:
+    return Server(name, machine, config.port, partial(run_server, config))
+
+
+def router(name: str, config: RouterConfig, *, machine: str = "127.0.0.1") -> Server:
+    return Server(name, machine, config.port, partial(run_router, config))
+
+
+def router_workers(
+    prefills: Sequence[tuple[str, ServerConfig]], decodes: Sequence[tuple[str, ServerConfig]]
+) -> tuple[Worker, ...]:
+    """Each with the machine where it is."""
+    workers: list[Worker] = []
+    for machine, one in prefills:
+        url = f"http://{machine}:{one.port}"
+        workers.append(make_worker(len(workers), Role.PREFILL, url, one.disaggregation_bootstrap_port))
+    for machine, one in decodes:
+        workers.append(make_worker(len(workers), Role.DECODE, f"http://{machine}:{one.port}"))
+    return tuple(workers)
+
+
+def run_server(config: ServerConfig) -> int:
+    """As `tandem serve`, from the moment when its flags are read: a server that cannot start says so and ends."""
+    try:
+        listeners = bind_listeners(config)
+        try:
+            serve(with_ports(config, listeners), listeners, facts(config))
+        finally:
+            listeners.close()
+    except (ServerFailure, OSError) as failure:
+        logger.info("ends: %s", failure)
+        return 1
+    return 0
+
+
+def run_router(config: RouterConfig) -> int:
+    """As `tandem router`."""
+    serve_router(config, listen(config))
+    return 0

@@ -1,0 +1,254 @@
+"""An engine without torch, for worker processes of a simulation: what it samples shows every byte of KV it has read.
+
+KV of a position is one 64-bit number made of its token, its position and all KV before it (`simulator/model.py`), kept
+in the memory that the data plane sends from and receives into. The next token is made of the sum of all KV of its row.
+So a page that is wrong, stale, foreign or half written anywhere changes every token after it, and the right tokens are
+known from the prompt alone (`right_tokens`). A grammar is followed as the engine follows it: of the tokens that it
+allows, that number picks one. Of several workers each has its own part of the KV (`shards.py`), and one samples: the
+others take its tokens as those of a real engine do (`engine/late_tokens.py`).
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from tandem.batch_tables import BatchTables, PlainDecodeSet
+from tandem.batch_tables import Sequence as Tokens
+from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
+from tandem.core.values import Nanos, RequestId
+from tandem.engine.late_tokens import LateTokens, RunBatch
+from tandem.engine.parallel import OneShard, OneStage
+from tandem.grammar import Matcher, Vocabulary
+from tandem.ranks import Rank
+from tandem.sampling import Payload, SamplingParams, TokenScore
+from tandem.simulator.model import MASK, content_of, kv_content, shard_weight
+from tandem.simulator.whole.shards import Shards
+
+SLOT_BYTES = 8
+FIRST_TOKEN = 16  # of ordinary ones
+EOS_TOKEN = 2
+EOS_ONE_IN = 40
+ALONE = Shards(Rank(), OneShard(), OneStage())
+
+
+def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, matcher: Matcher | None = None) -> int:
+    """The token that follows `position`, given the sum of the KV of [0, position]."""
+    mixed = ((kv_sum ^ (kv_sum >> 31)) * 0x94D049BB133111EB + position) & MASK
+    mixed ^= mixed >> 33
+    if matcher is not None and not matcher.is_finished:
+        allowed = ids_in(matcher.allowed())
+        return allowed[(mixed >> 8) % len(allowed)]
+    if may_end and mixed % EOS_ONE_IN == 0:
+        return EOS_TOKEN
+    return FIRST_TOKEN + (mixed >> 8) % (vocab_size - FIRST_TOKEN)
+
+
+def ids_in(words: Sequence[int]) -> list[int]:
+    """The tokens whose bits are set, as `Matcher.allowed` has them."""
+    bits = int.from_bytes(array("I", words).tobytes(), "little")
+    return [id for id in range(32 * len(words)) if bits >> id & 1]
+
+
+def right_tokens(
+    prompt: Sequence[int], count: int, *, vocab_size: int, ignore_eos: bool, matcher: Matcher | None = None
+) -> list[int]:
+    """What every engine, and every pair of them, has to answer; shorter than `count` where it ends by itself."""
+    kv_sum, answer = 0, []
+    for position, token in enumerate(prompt):
+        kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+    while len(answer) < count:
+        position = len(prompt) + len(answer) - 1
+        token = next_token(kv_sum, position, vocab_size=vocab_size, may_end=not ignore_eos, matcher=matcher)
+        answer.append(token)
+        if matcher is not None:
+            matcher.accept(token)
+        if (token == EOS_TOKEN and not ignore_eos) or (matcher is not None and matcher.is_finished):
+            break
+        kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position + 1)) & MASK
+    return answer
+
+
+def _score(row: "Row", token: int) -> bytes:
+    tops = tuple(range(16, 16 + min(row.params.top_logprobs, 3)))
+    return msgspec.msgpack.encode(TokenScore(-0.5, tops, tuple(-1.0 for _ in tops)))
+
+
+@dataclass(slots=True, kw_only=True)
+class Row(Tokens):
+    """One request."""
+
+    params: SamplingParams
+    matcher: Matcher | None = None
+
+    def append(self, token: int) -> None:
+        Tokens.append(self, token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
+
+    def cut(self, stop: int) -> None:
+        Tokens.cut(self, stop)
+        if self.matcher is not None:
+            self.matcher.restart(self.tokens[self.prompt_len :])
+
+
+class PlainKv:
+    """`num_pages` pages of `page_size` slots."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_bytes = page_size * SLOT_BYTES
+        self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
+        self.slots = self.buffer.cast("Q")
+
+
+class PlainEngine:
+    """The part of `engine.Engine` that a worker process uses."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        vocab_size: int,
+        tokenizer: Path,
+        base_s: float,
+        token_s: float,
+        shards: Shards = ALONE,
+    ) -> None:
+        """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens."""
+        self.kv = PlainKv(num_pages, page_size)
+        self._page_size = page_size
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self._base_s, self._token_s = base_s, token_s
+        self._tables: BatchTables[Row] = BatchTables(PlainDecodeSet())
+        self._shards = shards
+        self._weight = shard_weight(shards.rank.shard)
+        self._late_tokens = LateTokens(self._tables, shards.pipeline)
+        self.fails_next = False
+        self.runs: Callable[[BatchPlan, RunBatch[Row]], None] | None = None  # told of every batch
+        self.ends: Callable[[], None] | None = None  # told when its worker is about to end, as one of several
+
+    def add(self, payload: Payload) -> None:
+        tokens = array("i")
+        tokens.frombytes(payload.tokens)
+        self._tables.add(
+            Row(
+                request=RequestId(payload.request),
+                prompt_len=len(tokens),
+                page_size=self._page_size,
+                tokens=tokens,
+                prompt_hash=payload.last_hash,
+                params=payload.sampling,
+                matcher=self._matcher_of(payload.sampling),
+            )
+        )
+
+    def prepare(self, payload: Payload) -> None:
+        """Compile its grammar."""
+        self._matcher_of(payload.sampling)
+
+    def _matcher_of(self, params: SamplingParams) -> Matcher | None:
+        if not params.grammar or not self._shards.rank.samples:
+            return None
+        return self._vocabulary.matcher(params.grammar, eos_ids=(EOS_TOKEN,), ignores_eos=params.ignore_eos)
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer, size=self._vocab_size)
+
+    def forget(self, requests: Iterable[int]) -> None:
+        self._late_tokens.settle()
+        self._tables.forget(requests)
+
+    def run(self, plan: BatchPlan) -> BatchOutcome:
+        """Where another worker samples, there are no tokens. Raises WorkerGone."""
+        began = time.monotonic_ns()
+        self._late_tokens.before(plan)
+        spans = self._tables.apply(plan)
+        batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
+        if self.runs is not None:
+            self.runs(plan, batch)
+        following = self._forward(batch)
+        if batch.samplers and not self._shards.rank.samples:
+            self._late_tokens.wait_for(batch)
+            return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
+        if batch.samplers:
+            self._shards.send_tokens(following)
+        flags = bytes(self._flag(row, token) for row, token in zip(batch.samplers, following, strict=True))
+        hashes = self._tables.finish(spans, following, decodes=plan.decodes)
+        flags = bytes(flag | self._end_of_grammar(row) for row, flag in zip(batch.samplers, flags, strict=True))
+        return BatchOutcome(
+            batch=plan.id,
+            iteration=plan.iteration,
+            tokens=array("i", following).tobytes(),
+            flags=flags,
+            hashes=tuple(hashes) if self._shards.rank.samples else (),
+            extras=tuple(
+                (row.request, _score(row, token))
+                for row, token in zip(batch.samplers, following, strict=True)
+                if row.params.logprobs
+            ),
+            duration_ns=since(began),
+        )
+
+    def _flag(self, row: Row, token: int) -> int:
+        is_end = token == EOS_TOKEN and not row.params.ignore_eos
+        is_stop = token in row.params.stop_token_ids
+        return (TokenFlag.EOS if is_end else 0) | (TokenFlag.STOP if is_stop else 0)
+
+    def _end_of_grammar(self, row: Row) -> int:
+        """A token after which a grammar allows nothing is the last one."""
+        return TokenFlag.STOP if row.matcher is not None and row.matcher.is_finished else 0
+
+    def _forward(self, batch: RunBatch[Row]) -> list[int]:
+        """Write the KV of all rows, through their page tables, and return the tokens of those that sample."""
+        members = list(self._tables.decode_set.members) if batch.decodes else []
+        rows = [(span.sequence, span.start, span.stop, span.samples) for span in batch.spans]
+        rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
+        handed_on = self._shards.from_stage_before(len(rows))
+        length_s = self._base_s + self._token_s * sum(stop - start for _, start, stop, _ in rows)
+        time.sleep(length_s / self._shards.rank.pp_size)  # a stage has its part of the layers
+        if self.fails_next:
+            self.fails_next = False
+            if self.ends is not None:
+                self.ends()
+            raise RuntimeError("a forward pass that fails, as drawn")
+        sums = self._shards.agreed([self._read(row, start) for row, start, _, _ in rows], handed_on)
+        ends = [self._write(row, start, stop, kv_sum) for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)]
+        self._shards.to_stage_behind(sums)
+        return [
+            next_token(
+                kv_sum,
+                stop - 1,
+                vocab_size=self._vocab_size,
+                may_end=not row.params.ignore_eos,
+                matcher=row.matcher,
+            )
+            for (row, _, stop, samples), kv_sum in zip(rows, ends, strict=True)
+            if samples
+        ]
+
+    def _read(self, row: Row, stop: int) -> int:
+        """The sum of the KV of [0, stop), as it lies here, without the weight of this shard."""
+        slots, size, pages = self.kv.slots, self._page_size, row.pages
+        return content_of(
+            sum(slots[pages[position // size] * size + position % size] for position in range(stop)),
+            self._shards.rank.shard,
+        )
+
+    def _write(self, row: Row, start: int, stop: int, kv_sum: int) -> int:
+        """The KV of [start, stop), given the sum of all before. Returns the sum of [0, stop)."""
+        slots, size, pages = self.kv.slots, self._page_size, row.pages
+        for position in range(start, stop):
+            content = kv_content(sum_before=kv_sum, token=row.tokens[position], position=position)
+            slots[pages[position // size] * size + position % size] = content * self._weight & MASK
+            kv_sum = (kv_sum + content) & MASK
+        return kv_sum
+
+
+def since(began: int) -> Nanos:
+    return Nanos(time.monotonic_ns() - began)

@@ -1,0 +1,277 @@
+"""What one seed is like: which servers with which flags, which requests, which faults. Printed when a seed fails."""
+
+from dataclasses import dataclass, field, fields, replace
+from random import Random
+from typing import Any  # values of flags
+
+from tandem.config import ServerConfig
+from tandem.core.values import MILLISECOND
+from tandem.server.router.config import RouterConfig
+from tandem.simulator.whole import cluster
+from tandem.simulator.whole.clients import PROMPT_LENGTHS
+from tandem.simulator.whole.cluster import Server
+from tandem.simulator.whole.cuts import draw_cut
+from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
+
+BOOTSTRAP_PORT = 8998
+FAULT_KINDS = (
+    "kill_process",
+    "kill_server",
+    "terminate",
+    "freeze",
+    "cut",
+    "stall",
+    "vanish",
+    "partition",
+    "corrupt",
+    "dribble",
+    "no_descriptors",
+    "failed_batch",
+    "abort_all",
+)
+STARVES = ("no_forks", "no_memory")
+RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
+API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
+
+
+@dataclass(frozen=True, slots=True)
+class Narrows:
+    """What is smaller than usual, so that little data takes many steps, and who comes to look what there is."""
+
+    peer_capacity: int | None = None  # bytes in one direction of connections between nodes, and between workers
+    page_delay_ns: int | None = None  # at most, of what is sent between workers
+    pair_capacity: int = LOCAL_CAPACITY  # the same, between processes of one server
+    frame_bytes: int | None = None  # of pages in one frame of the data plane
+    read_pages: int | None = None  # that one Read may name
+    num_strangers: int = 0  # who dial any port, say a few bytes or none, and leave
+    prompt_lengths: tuple[int, ...] = PROMPT_LENGTHS
+    careless: float = 0.0  # at least so many clients are
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    seed: int
+    layout: str  # unified, pairs
+    num_prefills: int = 0
+    num_decodes: int = 0
+    is_one_machine: bool = True
+    flags: dict[str, Any] = field(default_factory=dict)  # of all servers
+    roles: dict[str, dict[str, Any]] = field(default_factory=dict)  # of prefill and of decode
+    num_clients: int = 4
+    num_requests: int = 12
+    spread_s: float = 6.0  # requests begin within
+    careless: float = 0.3  # share of clients that leave, read slowly or stop in the middle of a body
+    faults: tuple[str, ...] = ()  # kinds
+    num_faults: int = 0
+    dribbles: float = 0.0  # share of connections that move byte by byte
+    base_s: float = 0.004  # of a batch
+    timeouts: tuple[float, ...] = (3.0, 10.0, 20.0)  # of requests
+    num_visits: int = 0  # by operators
+    records: bool = False  # nodes write flight records
+    is_by_name: bool = False  # machines are known by names
+    max_transfers: int = 4  # that a worker pulls at the same time; few, so that some have to wait
+    max_links: int = 64  # of readers of one worker
+    starves: tuple[str, ...] = ()  # of what the machine of a server has nothing left for a while
+    has_keys: bool = False  # servers and router know clients and operators by keys
+    tcp_capacity: int = TCP_CAPACITY  # bytes in one direction; few, so that who sends has to wait
+    formed: float = 0.0  # share of requests that ask for an answer in some form
+    has_rings: bool = False  # what a fault of ours has left is written
+    narrows: Narrows = Narrows()
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """A client's and an operator's; empty where nobody needs one."""
+        return (API_KEY, ADMIN_KEY) if self.has_keys else ("", "")
+
+    def describe(self) -> str:
+        return " ".join(f"{one.name}={getattr(self, one.name)!r}" for one in fields(self))
+
+
+def _draw_scarcity(random: Random, *, has_faults: bool) -> dict[str, Any]:
+    """What there is little of, and who asks for keys."""
+    return {
+        "max_transfers": random.choice((1, 2, 4)),
+        "max_links": random.choice((8, 64)),
+        "tcp_capacity": random.choice((512, TCP_CAPACITY, TCP_CAPACITY)),
+        "starves": tuple(kind for kind in STARVES if random.random() < 0.2) if has_faults else (),
+        "has_keys": random.random() < 0.2,
+    }
+
+
+def _draw_forms(random: Random) -> tuple[float, dict[str, Any]]:
+    """The share of requests that ask for a form, and how servers read answers in it."""
+    flags = {
+        "tool_call_parser": random.choice(("auto", "hermes", "llama3", "mistral")),
+        "reasoning_parser": random.choice(("none", "none", "qwen3", "deepseek-r1")),
+    }
+    return (random.choice((0.3, 0.9)), flags) if random.random() < 0.2 else (0.0, {})
+
+
+def draw_narrows(seed: int) -> Narrows:
+    """From randomness of their own: what else a seed is like does not depend on them."""
+    random = Random(f"narrows {seed}")
+    return Narrows(
+        peer_capacity=random.choice((None, None, None, 60, 200, 700)),
+        pair_capacity=random.choice((LOCAL_CAPACITY, LOCAL_CAPACITY, LOCAL_CAPACITY, 64)),
+        frame_bytes=random.choice((None, None, 100, 250)),
+        read_pages=random.choice((None, None, 3)),
+        num_strangers=random.choice((0, 0, 0, 6, 20)),
+        page_delay_ns=random.choice((None, None, 10 * MILLISECOND, 50 * MILLISECOND)),
+        prompt_lengths=random.choice((PROMPT_LENGTHS, PROMPT_LENGTHS, (40, 90, 160))),
+        careless=random.choice((0.0, 0.0, 0.6)),
+    )
+
+
+def _draw_flags(random: Random) -> dict[str, Any]:
+    """Of all servers."""
+    page_size = random.choice((4, 8, 16))
+    flags: dict[str, Any] = {
+        "page_size": page_size,
+        "max_total_tokens": page_size * random.choice((64, 128, 512)),
+        "max_running_requests": random.choice((2, 4, 16)),
+        "chunked_prefill_size": random.choice((16, 64, 512)),
+        "disable_overlap_schedule": random.random() < 0.3,
+        "disable_radix_cache": random.random() < 0.2,
+        "enable_mixed_chunk": random.random() < 0.3,
+        "num_reserved_decode_tokens": random.choice((8, 64)),
+        "max_queued_requests": 256,
+        "stall_timeout": 5.0,
+        "watchdog_timeout": random.choice((4.0, 12.0)),
+        "drain_timeout": 10.0,
+        "request_timeout": 30.0,
+    }
+    if random.random() < 0.15:
+        flags["dp_size"] = 2
+        flags["load_balance_method"] = random.choice(("auto", "round_robin", "total_requests", "total_tokens"))
+    if random.random() < 0.2:
+        flags["log_format"] = "json"
+    if random.random() < 0.3:
+        flags["enable_fault_injection"] = True
+    return flags
+
+
+def _draw_roles(random: Random) -> dict[str, dict[str, Any]]:
+    """Flags of prefill and of decode."""
+    prefill: dict[str, Any] = {}
+    if random.random() < 0.6:
+        prefill["optimistic_prefill_policy"] = random.choice(("off", "retry", "park"))
+    if random.random() < 0.3:
+        prefill["enable_prefill_delayer"] = True
+    decode: dict[str, Any] = {"disaggregation_local_prefill": random.choice(("off", "off", "auto", "24"))}
+    if random.random() < 0.2:
+        decode["kv_load_failure_policy"] = "fail"
+    return {"prefill": prefill, "decode": decode}
+
+
+def draw_options(seed: int) -> Options:
+    random = Random(f"whole {seed}")
+    is_unified = random.random() < 0.2
+    flags = _draw_flags(random)
+    roles = _draw_roles(random)
+    formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
+    flags |= form_flags | draw_cut(seed)
+    has_faults = random.random() < 0.8
+    kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
+    return Options(
+        seed=seed,
+        layout="unified" if is_unified else "pairs",
+        num_prefills=0 if is_unified else random.choice((1, 1, 2)),
+        num_decodes=0 if is_unified else random.choice((1, 1, 2)),
+        is_one_machine=random.random() < 0.4,
+        flags=flags,
+        roles=roles,
+        num_clients=random.choice((2, 4, 8)),
+        num_requests=random.choice((6, 12, 24)),
+        spread_s=random.choice((0.5, 4.0, 10.0)),
+        careless=random.choice((0.0, 0.3)),
+        faults=kinds,
+        num_faults=random.randint(1, 6) if kinds else 0,
+        dribbles=random.choice((0.0, 0.0, 0.1)) if has_faults else 0.0,
+        base_s=random.choice((0.001, 0.01, 0.05)),
+        num_visits=random.choice((0, 2, 8)),
+        records=random.random() < 0.3,
+        is_by_name=random.random() < 0.3,
+        timeouts=(3.0, 10.0, 20.0) if kinds else (20.0,),
+        formed=formed,
+        has_rings=Random(f"whole rings {seed}").random() < 0.3,
+        narrows=draw_narrows(seed),
+        **_draw_scarcity(random, has_faults=bool(kinds)),
+    )
+
+
+@dataclass(slots=True)
+class Cluster:
+    servers: list[Server]
+    front: Server  # where clients go
+    client_host: str
+
+
+def make_cluster(options: Options, secret_file: str) -> Cluster:
+    """Not started."""
+    rings = RING_FOLDER if options.has_rings else "off"
+    flags = {"fault_records": rings, **({"flight_record": RECORD_FOLDER} if options.records else {})}
+    keys: dict[str, Any] = {"api_key": API_KEY, "admin_api_key": ADMIN_KEY} if options.has_keys else {}
+    options = replace(options, flags={**options.flags, **flags, **keys})
+    if options.layout == "unified":
+        config = ServerConfig(model="tandem/mini", port=30_000, **options.flags)
+        one = cluster.server("unified", config)
+        return Cluster([one], one, "127.0.0.1")
+    prefills = [_half(options, "prefill", number, secret_file) for number in range(options.num_prefills)]
+    decodes = [_half(options, "decode", number, secret_file) for number in range(options.num_decodes)]
+    machine = _machine(options, 100)
+    config = RouterConfig(
+        workers=cluster.router_workers(
+            [(_name(options, number), one) for number, one in enumerate(prefills)],
+            [(_name(options, 10 + number), one) for number, one in enumerate(decodes)],
+        ),
+        host="127.0.0.1" if options.is_one_machine else "0.0.0.0",
+        port=31_000,
+        stall_timeout=8.0,
+        request_timeout=30.0,
+        health_check_interval=1.0,
+        drain_timeout=5.0,
+        fault_records=rings,
+        **keys,
+    )
+    front = cluster.router("router", config, machine=machine)
+    servers = [
+        *(
+            cluster.server(f"prefill{number}", one, machine=_machine(options, number))
+            for number, one in enumerate(prefills)
+        ),
+        *(
+            cluster.server(f"decode{number}", one, machine=_machine(options, 10 + number))
+            for number, one in enumerate(decodes)
+        ),
+        front,
+    ]
+    return Cluster(servers, front, _machine(options, 200))
+
+
+def _machine(options: Options, number: int) -> str:
+    return "127.0.0.1" if options.is_one_machine else f"10.0.0.{number + 1}"
+
+
+def _name(options: Options, number: int) -> str:
+    """As other machines know it."""
+    machine = _machine(options, number)
+    return name_of(machine) if options.is_by_name and not options.is_one_machine else machine
+
+
+def name_of(machine: str) -> str:
+    return "machine-" + machine.replace(".", "-")
+
+
+def _half(options: Options, role: str, number: int, secret_file: str) -> ServerConfig:
+    offset = number if role == "prefill" else 10 + number
+    return ServerConfig(
+        model="tandem/mini",
+        host="127.0.0.1" if options.is_one_machine else "0.0.0.0",
+        port=30_000 + offset,
+        disaggregation_mode=role,
+        disaggregation_bootstrap_port=BOOTSTRAP_PORT + number,
+        disaggregation_allow=() if options.is_one_machine else ("10.0.0.0/24",),
+        cluster_secret_file=secret_file,
+        **options.flags,
+        **options.roles[role],
+    )

@@ -1,0 +1,64 @@
+"""What the engines of one virtual replica hand to each other, by the ports of real ones (`engine/parallel.py`).
+
+Every shard keeps the KV of a position times a weight of its own (`simulator/model.py`), so its bytes are nonsense on
+every other one. What it has read of a row, without its weight, is what all others have to have read too. The shards of
+a stage add up parts of that, as a layer does; a stage makes of it, and of what the stage before hands on, what it hands
+on itself. All of them are right, or what comes out is nonsense: the KV that is written next, and the token.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.parallel import Group, Pipeline
+from tandem.ranks import Rank
+from tandem.simulator.model import MASK
+
+BEFORE, HERE = 3, -2  # what the stage before has read, and what this one has; together 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """As one of them sees the others. One number for each row of a batch; every number is of 64 bits."""
+
+    rank: Rank
+    group: Group
+    pipeline: Pipeline
+
+    def from_stage_before(self, num_rows: int) -> list[int] | None:
+        """None on the first stage. Waits. Raises WorkerGone."""
+        if self.rank.pp_rank == 0 or num_rows == 0:
+            return None
+        return numbers(self.pipeline.receive_hidden(num_rows, 1, torch.int64))
+
+    def agreed(self, own: list[int], before: list[int] | None) -> list[int]:
+        """What this shard has read, if the others of its stage and the stage before have too. Raises WorkerGone."""
+        if self.rank.tp_size > 1 and own:
+            own = numbers(self.group.all_reduce(tensor([self._part(number) for number in own])))
+        if before is None:
+            return own
+        return [(BEFORE * one + HERE * other) & MASK for one, other in zip(before, own, strict=True)]
+
+    def _part(self, number: int) -> int:
+        """Of all shards of a stage together once."""
+        others = self.rank.tp_size - 1
+        return number * (3 if self.rank.tp_rank < others else 1 - 3 * others) & MASK
+
+    def to_stage_behind(self, sums: list[int]) -> None:
+        """Raises WorkerGone."""
+        if self.rank.pp_rank < self.rank.pp_size - 1 and sums:
+            self.pipeline.send_hidden(tensor(sums))
+
+    def send_tokens(self, tokens: list[int]) -> None:
+        """To all others. Raises WorkerGone."""
+        self.pipeline.send_tokens(np.array(tokens, np.int32))
+
+
+def tensor(values: list[int]) -> torch.Tensor:
+    """[n, 1] int64"""
+    return torch.from_numpy(np.array(values, np.uint64).view(np.int64).reshape(-1, 1))
+
+
+def numbers(values: torch.Tensor) -> list[int]:
+    return values.numpy().view(np.uint64).reshape(-1).tolist()

@@ -1,0 +1,97 @@
+"""What each request of a client has to end with: right tokens or one named cause, in time."""
+
+from typing import Any  # JSON documents
+
+from tandem.core.values import SECOND, Cause
+from tandem.server.api.errors import RULES, Problem
+from tandem.simulator.oracle import Violation
+from tandem.simulator.whole.clients import Answer, Conduct, said_in
+from tandem.simulator.whole.faults import Faults
+from tandem.simulator.whole.forms import check_form
+
+STALL_S = 9.0  # the longest gap that the flags of `options.py` allow: the router's
+FLOW_S = 1.0  # of a stream that is looked at: much longer than anything is on its way
+GRACE_S = 1.5  # the second of the promise, and what the network takes
+LANDING = "landing"  # the wait for pages that are being pulled
+PATIENT_S = 10.0  # longer than any prompt of `options.py` waits for its turn on prefill
+VERY_PATIENT_S = 20.0  # longer than all requests of `options.py` take, one after the other
+LOGPROB = -0.5  # of every token, by `engine.py`
+KNOWN = {str(code): rule for code, rule in RULES.items()}
+NEVER = {str(code) for code, rule in RULES.items() if rule.status < 500 and code is not Cause.ABORTED} | {
+    str(Problem.INTERNAL),
+    str(Cause.LAYOUT_MISMATCH),
+    str(Cause.INVALID_LOGITS),
+}  # of requests that are in order
+
+
+def check(answer: Answer, faults: Faults) -> None:
+    """Raises Violation."""
+    ended_ns = answer.began_ns + int((answer.ended_s or 0) * SECOND)
+    is_disturbed = faults.was_disturbed(faults.cluster.front.name, answer.began_ns, ended_ns)
+    is_patient = answer.ask.conduct is Conduct.PATIENT
+    error, what = answer.error, f"{answer.ask.path} {answer.ask.rid} {answer.ask.conduct.value}"
+    if error is not None:
+        _check_error(answer, error, what)
+        is_late = error.get("code") == Cause.DEADLINE_EXCEEDED
+        patience_s = PATIENT_S if error.get("stage") == LANDING else VERY_PATIENT_S
+        if is_late and answer.ask.timeout_s >= patience_s and not faults.was_slow(answer.began_ns, ended_ns):
+            raise Violation("L5", f"{what}: {error}, and nothing has held it up")
+        if is_patient and not faults.options.faults:
+            raise Violation("S12", f"{what}: {error}, and nothing had gone wrong")
+    elif answer.is_whole and answer.status == 200:
+        _check_tokens(answer, what)
+    elif is_patient and not (is_disturbed and (not answer.has_given_up or faults.was_slow(answer.began_ns, ended_ns))):
+        raise Violation("S12", f"{what}: no end: {answer.status} {answer.trouble} {bytes(answer.body[-200:])!r}")
+    if is_patient and not is_disturbed:
+        _check_time(answer, what)
+    if is_patient and not faults.has_cause(answer.began_ns, True):
+        _check_flow(answer, what, faults.options.base_s)
+
+
+def _check_error(answer: Answer, error: dict[str, Any], what: str) -> None:
+    code = str(error.get("code"))
+    if code not in KNOWN:
+        raise Violation("S12", f"{what}: {code} is no code of docs/errors.md: {error}")
+    if code in NEVER:
+        raise Violation("S12", f"{what}: {error}")
+    if answer.status not in (200, KNOWN[code].status):
+        raise Violation("S12", f"{what}: {code} with {answer.status}")
+
+
+def _check_tokens(answer: Answer, what: str) -> None:
+    if answer.right is not None:
+        check_form(answer, answer.right)
+        return
+    found = said_in(answer)
+    right = answer.ask.right_ids() if answer.ask.path == "/generate" else answer.ask.right_text()
+    if len(found) != answer.ask.num_samples or any(said != right for said in found):
+        raise Violation("S14", f"{what}: {found!r}, not {right!r}")
+    if answer.ask.scores and answer.ask.path == "/generate":
+        _check_scores(answer.events()[-1], what)
+
+
+def _check_scores(said: dict[str, Any], what: str) -> None:
+    scores = [(logprob, token) for logprob, token, _ in said["meta_info"]["output_token_logprobs"]]
+    if scores != [(LOGPROB, token) for token in said["output_ids"]]:
+        raise Violation("S14", f"{what}: {scores} are not the scores of {said['output_ids']}")
+
+
+def _check_flow(answer: Answer, what: str, base_s: float) -> None:
+    """What is made token by token comes bit by bit: each takes a batch, however long one of them has to wait."""
+    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None:
+        return
+    made_s = (len(answer.ask.right_ids()) - 1) * base_s
+    flowed_s = (answer.ended_s or 0.0) - answer.first_s - answer.longest_gap_s
+    if made_s > FLOW_S and flowed_s < (made_s - base_s) / 2:
+        raise Violation("L1", f"{what}: of tokens of {made_s:.1f} s all but {flowed_s:.1f} s have come at once")
+
+
+def _check_time(answer: Answer, what: str) -> None:
+    ask, ended = answer.ask, answer.ended_s or 0.0
+    first = ended if answer.first_s is None else answer.first_s
+    if ask.is_streamed and first > ask.timeout_s + GRACE_S:
+        raise Violation("L1", f"{what}: {first:.1f} s until the first byte of {ask.timeout_s:g} s")
+    if answer.longest_gap_s > STALL_S + GRACE_S:
+        raise Violation("L1", f"{what}: a gap of {answer.longest_gap_s:.1f} s")
+    if not ask.is_streamed and ended > ask.timeout_s + STALL_S + GRACE_S:
+        raise Violation("L1", f"{what}: {ended:.1f} s of {ask.timeout_s:g} s")

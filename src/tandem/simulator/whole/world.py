@@ -1,0 +1,426 @@
+"""One seed of a whole cluster, from its first process to the last: start, requests under faults, health, end.
+
+start     all servers, in any order; clients wait until the one they talk to is ready
+requests  at drawn moments, by all ways of asking, while faults strike
+healed    nothing goes wrong any more: plain requests must get their tokens
+idle      servers are asked what they still hold: nothing
+end       SIGTERM: every server ends with exit code 0, and leaves no process behind
+"""
+
+import asyncio
+import logging
+import signal
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import chdir, suppress
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any  # JSON documents
+
+from tandem.core.settings import NodeSettings
+from tandem.core.values import SECOND
+from tandem.server.node.record import records_at
+from tandem.server.processes import Launch
+from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
+from tandem.server.replays import replay_alone
+from tandem.server.router.app import CONTROL_SECONDS
+from tandem.server.worker_process import Loaded, Place
+from tandem.simulator.occurrences import Occurrences
+from tandem.simulator.oracle import Violation
+from tandem.simulator.report import SeedResult
+from tandem.simulator.whole import cluster as servers
+from tandem.simulator.whole.clients import Answer, Ask, Keys, ask_at, draw_ask, simple
+from tandem.simulator.whole.cluster import EngineSpeed, Server
+from tandem.simulator.whole.collectives import collectives
+from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.faults import Faults
+from tandem.simulator.whole.forms import FormedAsk, Forms
+from tandem.simulator.whole.groups import Groups, Reasons
+from tandem.simulator.whole.idle import held_by_router, held_by_server, held_open
+from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
+from tandem.simulator.whole.network import Network
+from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
+from tandem.simulator.whole.operators import Stranger, Visitor
+from tandem.simulator.whole.options import (
+    BOOTSTRAP_PORT,
+    RECORD_FOLDER,
+    RING_FOLDER,
+    Cluster,
+    Options,
+    draw_options,
+    make_cluster,
+    name_of,
+)
+from tandem.simulator.whole.peer_checks import Causes, Punctual
+from tandem.simulator.whole.spies import spies
+from tandem.simulator.whole.starvation import Starvation, server_of
+from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
+from tandem.simulator.whole.verdict import check
+from tandem.simulator.whole.virtual_process import LogLines, Programs, Replacement, virtual_machine
+from tandem.transfer import protocol, puller
+
+SECRET = b"a secret of one simulation"
+READY_S = 30.0
+HEAL_S = 60.0
+IDLE_S = 45.0
+PATIENCE_S = CONTROL_SECONDS + 1.0  # of an operator: a router asks as long on its behalf, whoever listens
+CROWD = 6  # strangers who come at once
+END_S = 3.0  # nothing runs any more, so nothing has to be waited for
+LIMIT_NS = 600 * SECOND  # of virtual time: more than everything above together
+CANCELLED = "CancelledError"  # uvicorn, at the end of a drain
+BUG_MARKS = ("error of ours", "not caught", "Exception in", "never retrieved", "Task was destroyed")
+
+
+class World:
+    """`run` may be called once."""
+
+    def __init__(self, options: Options, *, watches: bool = False) -> None:
+        """watches: for what occurs, which takes longer."""
+        self.options = options
+        self.keys = Keys(*options.keys)
+        self.seen = Occurrences() if watches else None
+        self.kernel = Kernel(options.seed)
+        self.network = Network(self.kernel, Random(f"network {options.seed}"), tcp_capacity=options.tcp_capacity)
+        self.random = Random(f"world {options.seed}")
+        self.own_random = Random(f"strangers {options.seed}")
+        secret = Path("secret")
+        secret.write_bytes(SECRET)
+        secret.chmod(0o600)
+        self.cluster: Cluster = make_cluster(options, str(secret))
+        self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
+        self.forms = Forms(options.flags)
+        self.answers: list[Answer] = []
+        self.visitors: list[Process] = []
+        self.codes: list[str] = []  # that visitors were told, as `code NAME`
+        self.engines: list[PlainEngine] = []
+        self.violation: Violation | None = None
+        self.of_steps: Violation | None = None  # the first that a node's own checkers have found
+        self.lines: LogLines | None = None
+        self.faults = Faults(
+            self.kernel,
+            self.network,
+            self.cluster,
+            options,
+            Random(f"faults {options.seed}"),
+            self.engines,
+            self._abort_all,
+            self._crowd,
+        )
+        self.starvation = Starvation(self.kernel, self.faults, Random(f"starvation {options.seed}"), self.engines)
+        self.groups = Groups(self.kernel, self.faults, self._step_is_wrong)
+        self.kernel.refuses_threads = self.starvation.refuses_threads
+        self.faults.http_ports = {server.port for server in self.cluster.servers}
+        bootstraps = {BOOTSTRAP_PORT + number for number in range(options.num_prefills)}
+        self.network.http_ports = self.faults.http_ports | bootstraps
+        self.network.peer_capacity = options.narrows.peer_capacity
+        self.network.pair_capacity = options.narrows.pair_capacity
+        self.network.page_delay_ns = options.narrows.page_delay_ns
+
+    def run(self, trace: Callable[[str], None] | None = None) -> SeedResult:
+        self.kernel.trace = trace
+        speed = EngineSpeed(base_s=self.options.base_s)
+        table = dict(servers.children(speed))
+        table["tandem.server.worker_process"] = partial(
+            servers.worker_process.main, partial(self._load_engine, speed=speed)
+        )
+        table["tandem.server.node.process"] = partial(servers.node_process.main, self._make_node)
+        watch = TransferWatch(self.kernel, self._step_is_wrong, self._is_held_up)
+        small = partial(
+            CheckedTransfer,
+            watch=watch,
+            max_transfers=self.options.max_transfers,
+            max_links=self.options.max_links,
+        )
+        instead = [
+            (servers.worker_process, "SockTransfer", small),
+            *self._narrowed(),
+            *collectives(),
+            *(spies(self.seen) if self.seen else ()),
+        ]
+        programs = Programs(table, lambda parent: self.starvation.refuses("no_forks", parent))
+        reasons = Reasons(self.groups)  # out here: its lock is none of the seed's
+        with virtual_machine(self.kernel, self.network, programs, instead) as self.lines:
+            logging.getLogger().addHandler(reasons)
+            for server in self.random.sample(self.cluster.servers, len(self.cluster.servers)):
+                server.start(self.kernel)
+            clients = self.kernel.start("clients", self._run_clients, host=self.cluster.client_host)
+            try:
+                self.kernel.run(START_NS + LIMIT_NS)
+                if self.violation is None and self.of_steps is None and clients.error is not None:
+                    raise clients.error
+                if self.violation is None and self.of_steps is None and clients.is_alive:
+                    self.violation = Violation("whole", f"no end within {LIMIT_NS // SECOND} s")
+            except Deadlock as error:
+                self.violation = Violation("deadlock", str(error))
+            except Violation as violation:
+                self.violation = violation
+            log_hash, now = self.kernel.log.hexdigest(), self.kernel.now
+        if isinstance(clients.error, Violation):
+            self.violation = clients.error
+        self.violation = self.of_steps or self.violation or violation_of_records()
+        return self._result(log_hash, now)
+
+    def _narrowed(self) -> list[Replacement]:
+        narrows = self.options.narrows
+        found: list[Replacement] = []
+        if narrows.frame_bytes is not None:
+            found.append((protocol, "FRAME_BYTES", narrows.frame_bytes))
+        if narrows.read_pages is not None:
+            found.append((puller, "MAX_READ_PAGES", narrows.read_pages))
+        return found
+
+    def _load_engine(self, launch: Launch, place: Place, *, speed: EngineSpeed) -> Loaded:
+        process = self.kernel.current().process
+        if self.starvation.refuses("no_memory", process):
+            raise MemoryError("no memory for a KV pool")
+        loaded = servers.load_plain_engine(launch, place, speed=speed)
+        assert isinstance(loaded.engine, PlainEngine)
+        if launch.rank.num_shards > 1:
+            self.groups.join(launch, loaded.engine)
+        self.engines.append(loaded.engine)
+        return loaded
+
+    def _make_node(self, settings: NodeSettings) -> CheckedNode:
+        process = self.kernel.current().process
+        letting_go = LettingGo(self.kernel, self._step_is_wrong, partial(self._is_held_up, process))
+        may_be_spoilt = "corrupt" in self.options.faults
+        beside = (
+            Causes(process, self.kernel, self.faults.has_cause),
+            Punctual(process, self.kernel, self._step_is_wrong, partial(self._is_held_up, process)),
+        )
+        return CheckedNode(
+            settings, process, letting_go, beside, self._step_is_wrong, may_be_spoilt=may_be_spoilt, seen=self.seen
+        )
+
+    def _is_held_up(self, process: Process, since_ns: int) -> bool:
+        return self.faults.was_held_up(server_of(process), since_ns, self.kernel.now)
+
+    def _step_is_wrong(self, violation: Violation) -> None:
+        if self.of_steps is None:
+            self.of_steps = violation
+            self.kernel.stop()
+
+    def _result(self, log_hash: str, now: int) -> SeedResult:
+        answered = sum(answer.is_whole and answer.error is None for answer in self.answers)
+        return SeedResult(
+            seed=self.options.seed,
+            invariant="" if self.violation is None else self.violation.invariant,
+            detail="" if self.violation is None else f"{self.violation.detail} ({self.options.describe()})",
+            simulated_ns=now - START_NS,
+            lived_ns=now - START_NS,
+            num_events=self.kernel.num_events,
+            num_requests=len(self.answers),
+            num_finished=answered,
+            faults=dict(self.faults.counts),
+            log_hash=log_hash,
+            occurred=self._occurred(),
+            is_whole=True,
+        )
+
+    def _occurred(self) -> dict[str, int]:
+        """Codes that anybody has been told, and whatever was watched for."""
+        counts = Counter(self.codes) if self.seen is None else self.seen.counts + Counter(self.codes)
+        counts.update(f"code {answer.error.get('code')}" for answer in self.answers if answer.error)
+        return dict(counts)
+
+    # --- the process of the clients ----------------------------------------------------------------------------------
+
+    def _run_clients(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except Violation as violation:
+            self.violation = violation
+        finally:
+            self.kernel.stop()
+
+    @property
+    def _front(self) -> tuple[str, int]:
+        return self._address(self.cluster.front)
+
+    def _address(self, server: Server) -> tuple[str, int]:
+        return server.host, server.port
+
+    async def _live(self) -> None:
+        await self._until(READY_S, "start", self._is_ready)
+        spread_ns = int(self.options.spread_s * SECOND)
+        self.faults.start(self.kernel.now, self.kernel.now + spread_ns + 2 * SECOND)
+        self.starvation.start(self.options.starves, self.kernel.now, self.kernel.now + spread_ns + SECOND)
+        for _ in range(self.options.num_visits):
+            self.kernel.after(self.random.randrange(1, spread_ns + SECOND), self._send_visitor)
+        for _ in range(self.options.narrows.num_strangers):
+            self.kernel.after(self.own_random.randrange(1, spread_ns + SECOND), self._send_stranger)
+        asks = [
+            asyncio.ensure_future(self._ask_later(number, self.random.random() * self.options.spread_s))
+            for number in range(1, self.options.num_requests + 1)
+        ]
+        await asyncio.gather(*asks)
+        self.faults.finish()
+        while any(visitor.is_alive for visitor in self.visitors):
+            await asyncio.sleep(0.05)
+        for answer in self.answers:
+            check(answer, self.faults)
+        await self._heal()
+        await self._knock()
+        for server in self.cluster.servers:
+            await self._until(IDLE_S, f"{server.name} idle", partial(self._is_idle, server))
+        await self._end()
+        self._check_logs()
+
+    async def _ask_later(self, number: int, after_s: float) -> None:
+        random = Random(f"ask {self.options.seed} {number}")
+        options, narrows = self.options, self.options.narrows
+        careless = max(options.careless, narrows.careless)
+        ask = draw_ask(random, number, careless=careless, timeouts=options.timeouts, lengths=narrows.prompt_lengths)
+        form = Random(f"form {self.options.seed} {number}")
+        if form.random() < self.options.formed:
+            ask = FormedAsk.of(ask, form)
+        await asyncio.sleep(after_s)
+        self.answers.append(await self._ask(ask, random))
+
+    async def _ask(self, ask: Ask, random: Random) -> Answer:
+        answer = await ask_at(*self._front, ask, random, self.keys)
+        if self.forms.matters_for(ask):
+            answer.right = await self.forms.right(ask)
+        return answer
+
+    def _send_visitor(self) -> None:
+        server = self.random.choice(self.cluster.servers)
+        number = int(server.name[-1]) if server.name.startswith("prefill") else None
+        port = 0 if number is None else BOOTSTRAP_PORT + number
+        visitor = Visitor(
+            server,
+            port,
+            SECRET,
+            Random(self.random.random()),
+            self.codes,
+            self.faults.has_cause,
+            has_keys=self.options.has_keys,
+        )
+        self.visitors.append(self.kernel.start("visitor", visitor.run, host=server.host))
+
+    def _crowd(self, server: Server, within_ns: int) -> None:
+        for _ in range(CROWD if self.options.narrows.num_strangers else 0):
+            self.kernel.after(self.own_random.randrange(within_ns), lambda: self._send_stranger(server.host))
+
+    def _send_stranger(self, host: str = "") -> None:
+        host = host or self.own_random.choice(self.cluster.servers).host
+        stranger = Stranger(self.network, host, Random(self.own_random.random()))
+        self.visitors.append(self.kernel.start("stranger", stranger.run, host=host))
+
+    def _abort_all(self) -> None:
+        """From outside of the loop: the clients' process does it at its next turn."""
+        host, port = self._front
+
+        def run() -> None:
+            asking = simple(
+                host, port, "POST", "/abort_request", {"abort_all": True}, timeout_s=PATIENCE_S, key=self.keys.admin
+            )
+            asyncio.run(asking)
+
+        self.visitors.append(self.kernel.start("operator", run, host=self.cluster.client_host))
+
+    async def _until(self, limit_s: float, what: str, is_so: Callable[[], Any]) -> None:
+        deadline = self.kernel.now + int(limit_s * SECOND)
+        why = ""
+        while self.kernel.now < deadline:
+            why = await is_so()
+            if not why:
+                return
+            await asyncio.sleep(0.25)
+        raise Violation("liveness", f"{what}: not within {limit_s:g} s: {why}")
+
+    async def _is_ready(self) -> str:
+        """Asked without a key."""
+        answer = await simple(*self._front, "GET", "/health" if self.options.layout == "unified" else "/ready")
+        return "" if answer is not None and answer.status == 200 else "is not ready"
+
+    async def _heal(self) -> None:
+        """Every pair has to be usable again: the first answers may still be errors."""
+        await self._until(HEAL_S, "healed", self._is_well)
+
+    async def _is_well(self) -> str:
+        for server in self.cluster.servers:
+            if server.name in self.faults.ends or not server.is_alive:
+                return f"{server.name} is not there"
+            answer = await simple(*self._address(server), "GET", "/health")
+            if answer is None or answer.status != 200:
+                return f"{server.name} is not healthy"
+        if await self._is_ready():
+            return "the router has no pair"
+        number = 1000 + len(self.answers)
+        random = Random(f"canary {self.options.seed} {number}")
+        ask = draw_ask(random, number, careless=0.0, timeouts=(20.0,))
+        answer = await self._ask(ask, random)
+        self.answers.append(answer)
+        check(answer, self.faults)
+        return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
+
+    # --- what must be so ---------------------------------------------------------------------------------------------
+
+    async def _knock(self) -> None:
+        """At every port: whether somebody is accepted there is looked at when all is idle."""
+        for host, port in list(self.network.listening):
+            if isinstance(port, int):
+                with suppress(OSError):
+                    async with asyncio.timeout(1.0):
+                        _, writer = await asyncio.open_connection(host, port)
+                    writer.close()
+
+    async def _is_idle(self, server: Server) -> str:
+        """What the server still holds."""
+        is_router = server is self.cluster.front and self.options.layout != "unified"
+        held = await (held_by_router(server) if is_router else held_by_server(self.kernel, server, self.keys.admin))
+        return held or held_open(self.kernel, server)
+
+    async def _end(self) -> None:
+        self.faults.disturb("", LIMIT_NS)
+        self.faults.ends |= {server.name for server in self.cluster.servers}
+        processes = [server.process for server in self.cluster.servers if server.process is not None]
+        for process in processes:
+            self.kernel.signal(process, signal.SIGTERM)
+
+        async def is_over() -> str:
+            return ", ".join(process.name for process in processes if process.is_alive)
+
+        await self._until(END_S, "SIGTERM", is_over)
+        wrong = [f"{process.name}: {process.exit_code}" for process in processes if process.exit_code != 0]
+        if wrong:
+            raise Violation("L9", f"exit codes after SIGTERM: {', '.join(wrong)}")
+
+    def _check_logs(self) -> None:
+        assert self.lines is not None
+        for line in self.lines.errors:
+            if any(mark in line for mark in BUG_MARKS) and CANCELLED not in line.splitlines()[-1]:
+                raise Violation("internal", f"{line[:300]} ... {line[-1500:]}")
+        for process in self.kernel.processes:
+            if isinstance(process.error, Violation):
+                raise process.error
+            if process.error is not None:
+                raise Violation("internal", f"{process.name}: {process.error!r}")
+
+
+def violation_of_records() -> Violation | None:
+    """Whatever has been recorded is decided again as it was."""
+    for record in (*records_at(Path(RECORD_FOLDER)), *records_at(Path(RING_FOLDER))):
+        for segment in record.segments:
+            try:
+                difference = replay_alone(segment).difference
+            except NothingWritten:  # its process was killed first
+                continue
+            except (BrokenRecord, StepRaised) as error:
+                return Violation("record", f"{segment}: {error}")
+            if difference is not None:
+                return Violation("record", f"{segment}: step {difference.step}: {difference.got}")
+    return None
+
+
+def run_seed(seed: int, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:
+    return run_options(draw_options(seed), trace, watches=watches)
+
+
+def run_options(options: Options, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:
+    """In a folder of its own, whose name no server hears: servers tell their flags."""
+    with tempfile.TemporaryDirectory(prefix="tandem-whole-") as folder, chdir(folder):
+        return World(options, watches=watches).run(trace)

@@ -1,0 +1,497 @@
+"""Which pages one shard pulls next, on which connection, and when no byte can land any more.
+
+A machine: it is told what happens, with the time in ns, and hands out *jobs*: dial a peer, or send one Read and receive
+its frames. Whoever takes a job works on it alone and says how it ended; `cut` and `close` of links and `report` return
+at once. It owns no socket, thread or clock, so the simulator drives the very object that serves.
+
+One job at a time works on an attempt. Bytes can land for an attempt only while it is *armed* with a link, which is
+while a `Receive` is out. A cancelled attempt is never armed again, and the end of that job, or the cancellation when
+there is none, is reported as TransferDrained.
+
+A connection that breaks is made anew, and the pull goes on behind the last page that was checked: this costs
+microseconds when the peer is dead, and tells a read that was revoked from a peer that is gone. Two in a row that break
+before a page has come are one too many. A peer that says BUSY is asked again for a while.
+
+*Peers take turns*, so that one with many requests leaves room for the others, and `max_jobs` bounds the jobs that move.
+A job on which nothing has moved for `STALLED_AFTER_NS` does not count any more, and its peer gets no further one until
+it moves: peers that are frozen cost a healthy one that long, and not their timeout. When such a job ends in its
+timeout, so do the attempts that have waited behind it for all of that time.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic
+
+from tandem.core.commands import CancelPull, PullPages
+from tandem.core.events import Event, PagesLanded, TransferDrained, TransferFailed
+from tandem.core.values import MILLISECOND, Cause, Incarnation, RequestId, ShardId
+from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
+from tandem.transfer.jobs import (
+    AnyJob,
+    Dial,
+    Failure,
+    Job,
+    Key,
+    Link,
+    OfferedPages,
+    Peer,
+    PeerAddress,
+    Pull,
+    Receive,
+    Trouble,
+)
+from tandem.transfer.port import Held
+from tandem.transfer.protocol import GRANT_SECRET_BYTES, MAX_READ_PAGES, REFUSALS, Status, may_be_read
+
+MAX_PEERS = 1024  # the one learned first is forgotten
+MAX_ENDED = 8192  # attempts that failed or were cancelled and are remembered, to say their end once
+LANDED_REPORT_INTERVAL_NS = 2 * MILLISECOND
+BUSY_PAUSE_NS = 10 * MILLISECOND
+BUSY_PATIENCE = 2  # timeouts: within one, the owner has cut off a reader that does not move
+STALLED_AFTER_NS = 250 * MILLISECOND
+STALLED_JOBS = 16  # times `max_jobs`: beyond these, stalled jobs take the place of others after all
+
+
+class BadOffer(Exception):
+    """The peer said something through the control plane that cannot be."""
+
+
+@dataclass(slots=True)
+class Lane(Generic[Link]):
+    """What is pulled from one peer."""
+
+    waiting: dict[Key, Pull[Link]] = field(default_factory=dict)  # in order; no job is out for them
+    jobs: list[Job[Link]] = field(default_factory=list)
+    moved_at: int = 0  # the peer has answered something, on whatever link
+
+
+class Puller(Generic[Link]):
+    def __init__(
+        self,
+        shard: ShardId,
+        *,
+        report: Callable[[Event], None],
+        cut: Callable[[Link], None],
+        close: Callable[[Link], None],
+        timeout_ns: int,
+        max_jobs: int,
+    ) -> None:
+        """cut: make every call on a link fail soon, in whichever thread; its job says `failed`
+
+        close: a link on which no job is out
+        timeout_ns: after which a job that does not move is said to have `failed`
+        """
+        self._shard, self._timeout_ns, self._max_jobs = shard, timeout_ns, max_jobs
+        self._report, self._cut, self._close = report, cut, close
+        self._peers: OrderedDict[Incarnation, Peer[Link]] = OrderedDict()
+        self._pulls: dict[Key, Pull[Link]] = {}
+        self._leaving: dict[Key, Pull[Link]] = {}  # cancelled, and a Receive is out
+        self._ended: OrderedDict[Key, bool] = OrderedDict()  # True: TransferDrained is said or on its way
+        self._lanes: dict[Incarnation, Lane[Link]] = {}  # with somebody waiting or a job
+        self._turns: deque[Incarnation] = deque()  # lanes with somebody waiting
+        self._paused: deque[tuple[int, Pull[Link]]] = deque()  # until when; in order
+        self._jobs: dict[Job[Link], None] = {}
+        self._is_closed = False
+
+    # -- peers
+
+    def learn(self, incarnation: Incarnation, address: PeerAddress) -> None:
+        """What was known of it before is forgotten. Beyond MAX_PEERS the one learned first is."""
+        known = self._peers.get(incarnation)
+        if known is not None and known.address == address:
+            return
+        self.forget(incarnation)
+        self._peers[incarnation] = Peer(address)
+        if len(self._peers) > MAX_PEERS:
+            self.forget(next(iter(self._peers)))
+
+    def forget(self, incarnation: Incarnation) -> None:
+        """Closes what is idle. A job that is out ends by itself."""
+        known = self._peers.pop(incarnation, None)
+        if known is not None:
+            self._close_idle(known)
+
+    # -- attempts
+
+    def pull(self, command: PullPages, now: int) -> None:
+        count = len(command.destinations)
+        assert count == len(command.sources) == len(command.generations)
+        key = (command.request, command.attempt)
+        if key in self._ended or self._is_closed:
+            return
+        pull = self._pulls.get(key)
+        if pull is None:
+            pull = self._pulls[key] = Pull(key, command.room, wanted=command.first_wanted, landed=command.first_wanted)
+        assert pull.wanted == command.first_wanted
+        is_new = not pull.commands
+        pull.wanted += count
+        pull.commands.append(command)
+        if is_new:
+            self._wait(pull, now)
+
+    def cancel(self, command: CancelPull) -> None:
+        key = (command.request, command.attempt)
+        if self._ended.get(key) or self._is_closed:
+            return
+        self._end(key, is_drained=True)
+        pull = self._pulls.pop(key, None)
+        if pull is not None:
+            pull.is_cancelled = True
+            self._wait_no_more(pull)
+            if pull.armed is not None:
+                self._cut(pull.armed)
+                self._leaving[key] = pull
+                return  # the end of its job says it
+        self._report(TransferDrained(*key, self._shard))
+
+    def close(self) -> None:
+        """No job is handed out and nothing is reported after this; when the jobs that are out have ended no byte lands.
+        Those of attempts end soon; who still dials finds nothing to arm."""
+        self._is_closed = True
+        for pull in self._pulls.values():
+            pull.is_cancelled = True
+            if pull.armed is not None:
+                self._cut(pull.armed)
+        for peer in self._peers.values():
+            self._close_idle(peer)
+
+    def held(self) -> Held:
+        """A cancelled pull counts until no byte of it can land any more."""
+        pulls = [*self._pulls.values(), *self._leaving.values()]
+        return Held(
+            live_rooms=len({pull.room for pull in pulls}),
+            pinned_pages=sum(pull.wanted - pull.landed for pull in pulls),
+            open_transfers=sum(pull.armed is not None for pull in pulls),
+        )
+
+    def can_land(self, request: RequestId) -> bool:
+        """Whether bytes may still come for it."""
+        pulls = (*self._pulls.values(), *self._leaving.values())
+        return any(pull.armed is not None for pull in pulls if pull.key[0] == request)
+
+    # -- jobs
+
+    @property
+    def num_jobs(self) -> int:
+        """Those that are out."""
+        return len(self._jobs)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Somebody waits for a job, or for a peer that is busy."""
+        return bool(self._turns or self._paused)
+
+    def wake_at(self, now: int) -> int | None:
+        """When `next_job` may find something that it does not find now, though nothing happens."""
+        moments = [job.moved_at + STALLED_AFTER_NS for job in self._jobs] if self._turns else []
+        moments = [moment for moment in moments if moment > now]
+        if self._paused:
+            moments.append(self._paused[0][0])
+        return min(moments, default=None)
+
+    def next_job(self, now: int) -> Dial[Link] | Receive[Link] | None:
+        """What to begin now. To be asked again after anything that happens, and at `wake_at`."""
+        while self._paused and self._paused[0][0] <= now:
+            _, pull = self._paused.popleft()
+            if not pull.is_cancelled:
+                self._wait(pull, now)
+        while not (self._is_closed or self._is_full(now)):
+            incarnation = next((turn for turn in self._turns if self._may_begin(self._lanes[turn], now)), None)
+            if incarnation is None:
+                return None
+            job = self._job_of(self._next_of(incarnation), incarnation, now)
+            if job is not None:
+                return self._begun(job)
+            self._drop_if_empty(incarnation)
+        return None
+
+    def dialled(self, job: Dial[Link], link: Link, now: int) -> Receive[Link] | None:
+        """The peer has welcomed us. What to do with the link now; None: it is not for the caller any more."""
+        self._leave(job)
+        pull = job.pull
+        pull.busy_since = None
+        self._lane(job.peer).moved_at = now
+        if pull.is_cancelled or self._is_closed:
+            self._close(link)
+            self._drop_if_empty(job.peer)
+            return None
+        return self._begun(self._receive(pull, job.peer, link, now, was_idle=False))
+
+    def landed(self, job: Receive[Link], count: int, now: int) -> bool:
+        """The next `count` pages are here and their digests are equal. Returns whether more of the Read is wanted."""
+        pull = job.pull
+        job.start += count
+        pull.landed += count
+        job.moved_at = self._lanes[job.peer].moved_at = now
+        if pull.is_cancelled:
+            return False
+        is_last = job.start == len(job.offer.digests)
+        if is_last or now - job.reported_at >= LANDED_REPORT_INTERVAL_NS:
+            job.reported_at = now
+            self._report(PagesLanded(*pull.key, self._shard, pull.landed))
+        return True
+
+    def received(self, job: Receive[Link], now: int) -> Receive[Link] | None:
+        """The Read was answered to its end, and its link is free. The next one of this attempt, if it is its turn."""
+        self._disarm(job)
+        self._leave(job)
+        pull, peer = job.pull, job.peer
+        if pull.is_cancelled or self._is_closed:
+            self._close(job.link)
+            self._say_drained(pull)
+        elif job.start < len(job.offer.digests) or self._has_next_command(pull):
+            if not self._turns and peer == pull.commands[0].peer and self._check(pull):
+                return self._begun(self._receive(pull, peer, job.link, now, was_idle=False))
+            self._keep_idle(peer, job.link)
+            if pull.key in self._pulls:
+                self._wait(pull, now)
+        else:
+            self._keep_idle(peer, job.link)
+            assert pull.landed == pull.wanted
+            del self._pulls[pull.key]
+        self._drop_if_empty(peer)
+        return None
+
+    def failed(self, job: Dial[Link] | Receive[Link], failure: Failure, now: int) -> None:
+        """The job has ended, and its link, if it had one, is not used any more."""
+        self._leave(job)
+        if isinstance(job, Receive):
+            self._disarm(job)
+            self._close(job.link)
+        pull, lane = job.pull, self._lane(job.peer)
+        if failure.trouble is not Trouble.FROZEN and failure.trouble is not Trouble.BROKEN:
+            lane.moved_at = now
+        if pull.is_cancelled or self._is_closed:
+            if isinstance(job, Receive):
+                self._say_drained(pull)
+        elif isinstance(job, Receive):
+            self._receive_failed(job, failure, now)
+        else:
+            self._dial_failed(job, failure, now)
+        if failure.trouble is Trouble.FROZEN and lane.moved_at <= job.moved_at:
+            self._give_up_behind(lane, job, failure)
+        self._drop_if_empty(job.peer)
+
+    # -- what became of jobs
+
+    def _dial_failed(self, job: Dial[Link], failure: Failure, now: int) -> None:
+        pull = job.pull
+        is_busy = failure.status is Status.BUSY or failure.trouble is Trouble.HANDSHAKE_BROKEN
+        if is_busy:
+            if pull.busy_since is None:
+                pull.busy_since = job.moved_at
+            if now - pull.busy_since < BUSY_PATIENCE * self._timeout_ns:
+                self._paused.append((now + BUSY_PAUSE_NS, pull))
+                return
+        self._fail(pull, *_meaning(failure, is_dial=True))
+
+    def _receive_failed(self, job: Receive[Link], failure: Failure, now: int) -> None:
+        pull = job.pull
+        if failure.trouble is not Trouble.BROKEN:
+            self._fail(pull, *_meaning(failure, is_dial=False))
+            return
+        has_moved = pull.landed > job.began_at
+        if not (pull.may_retry or job.was_idle or has_moved):
+            self._fail(pull, Cause.PEER_LOST, failure.detail)
+            return
+        pull.may_retry = has_moved or (pull.may_retry and job.was_idle)
+        if job.start == len(job.offer.digests) and not self._has_next_command(pull):
+            del self._pulls[pull.key]  # it broke behind the last page
+            return
+        self._wait(pull, now)
+
+    def _give_up_behind(self, lane: Lane[Link], job: Job[Link], failure: Failure) -> None:
+        """The peer has not moved since `job` asked: whoever has waited behind it since then need not wait again."""
+        for pull in [pull for pull in lane.waiting.values() if pull.queued_at <= job.moved_at]:
+            self._wait_no_more(pull)
+            self._fail(pull, *_meaning(failure, is_dial=False))
+
+    def _fail(self, pull: Pull[Link], cause: Cause, detail: str) -> None:
+        del self._pulls[pull.key]
+        self._end(pull.key, is_drained=False)
+        self._report(TransferFailed(*pull.key, self._shard, cause, detail))
+
+    def _end(self, key: Key, *, is_drained: bool) -> None:
+        self._ended[key] = is_drained
+        self._ended.move_to_end(key)
+        if len(self._ended) > MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def _disarm(self, job: Receive[Link]) -> None:
+        """No byte lands from here on."""
+        job.pull.armed = None  # before the link is closed: `cut` must never meet one that is
+        self._leaving.pop(job.pull.key, None)
+
+    def _say_drained(self, pull: Pull[Link]) -> None:
+        if not self._is_closed:
+            self._report(TransferDrained(*pull.key, self._shard))
+
+    # -- what to do next
+
+    def _job_of(self, pull: Pull[Link], incarnation: Incarnation, now: int) -> Dial[Link] | Receive[Link] | None:
+        if not self._check(pull):
+            return None
+        peer = self._peers.get(incarnation)
+        if peer is None:
+            self._fail(pull, Cause.PEER_LOST, "no address is known for this life of the peer")
+            return None
+        if peer.idle:
+            return self._receive(pull, incarnation, peer.idle.pop(), now, was_idle=True)
+        return Dial(pull, incarnation, now, peer.address)
+
+    def _receive(
+        self, pull: Pull[Link], incarnation: Incarnation, link: Link, now: int, *, was_idle: bool
+    ) -> Receive[Link]:
+        assert pull.offer is not None
+        command = pull.commands[0]
+        start = pull.landed - command.first_wanted
+        stop = min(len(command.sources), start + MAX_READ_PAGES)
+        pull.armed = link
+        return Receive(
+            pull,
+            incarnation,
+            now,
+            link=link,
+            command=command,
+            offer=pull.offer,
+            start=start,
+            stop=stop,
+            was_idle=was_idle,
+            began_at=pull.landed,
+            reported_at=now,
+        )
+
+    def _has_next_command(self, pull: Pull[Link]) -> bool:
+        """The first command is done. Whether there is another one."""
+        pull.commands.popleft()
+        pull.offer, pull.may_retry = None, True
+        return bool(pull.commands)
+
+    def _check(self, pull: Pull[Link]) -> bool:
+        """Whether the offer of the first command is one; if not, the attempt has failed."""
+        if pull.offer is None:
+            try:
+                pull.offer = checked_offer(pull.commands[0], self._shard)
+            except BadOffer as error:
+                self._fail(pull, Cause.TRANSFER_FAILED, str(error))
+                return False
+        return True
+
+    # -- turns
+
+    def _lane(self, incarnation: Incarnation) -> Lane[Link]:
+        lane = self._lanes.get(incarnation)
+        if lane is None:
+            lane = self._lanes[incarnation] = Lane()
+        return lane
+
+    def _wait(self, pull: Pull[Link], now: int) -> None:
+        incarnation = pull.commands[0].peer
+        lane = self._lane(incarnation)
+        if not lane.waiting:
+            self._turns.append(incarnation)
+        pull.queued_at = now
+        lane.waiting[pull.key] = pull
+
+    def _wait_no_more(self, pull: Pull[Link]) -> None:
+        incarnation = pull.commands[0].peer
+        lane = self._lanes.get(incarnation)
+        if lane is not None and lane.waiting.pop(pull.key, None) is not None:
+            if not lane.waiting:
+                self._turns.remove(incarnation)
+            self._drop_if_empty(incarnation)
+
+    def _next_of(self, incarnation: Incarnation) -> Pull[Link]:
+        """Who has waited longest in this lane, which goes behind the others."""
+        lane = self._lanes[incarnation]
+        self._turns.remove(incarnation)
+        pull = lane.waiting.pop(next(iter(lane.waiting)))
+        if lane.waiting:
+            self._turns.append(incarnation)
+        return pull
+
+    def _drop_if_empty(self, incarnation: Incarnation) -> None:
+        lane = self._lanes.get(incarnation)
+        if lane is not None and not lane.waiting and not lane.jobs:
+            del self._lanes[incarnation]
+
+    def _begun(self, job: AnyJob) -> AnyJob:
+        self._lane(job.peer).jobs.append(job)
+        self._jobs[job] = None
+        return job
+
+    def _leave(self, job: Job[Link]) -> None:
+        del self._jobs[job]
+        self._lane(job.peer).jobs.remove(job)
+
+    def _is_full(self, now: int) -> bool:
+        if len(self._jobs) < self._max_jobs:
+            return False
+        if len(self._jobs) >= STALLED_JOBS * self._max_jobs:
+            return True
+        return sum(not is_stalled(job, now) for job in self._jobs) >= self._max_jobs
+
+    def _may_begin(self, lane: Lane[Link], now: int) -> bool:
+        """Whether this peer may have one more job: its share of them, and none while one of its own does not move."""
+        if not lane.jobs:
+            return True
+        if _is_held_up(lane, now):
+            return False
+        num_well = sum(not _is_held_up(each, now) for each in self._lanes.values())
+        return len(lane.jobs) < max(1, self._max_jobs // num_well)
+
+    # -- links
+
+    def _keep_idle(self, incarnation: Incarnation, link: Link) -> None:
+        peer = self._peers.get(incarnation)
+        if peer is not None and len(peer.idle) < self._max_jobs:
+            peer.idle.append(link)
+        else:
+            self._close(link)
+
+    def _close_idle(self, peer: Peer[Link]) -> None:
+        while peer.idle:
+            self._close(peer.idle.pop())
+
+
+def checked_offer(command: PullPages, shard: ShardId) -> OfferedPages:
+    """What of the command came from the peer through the control plane, and may be wrong. Raises BadOffer."""
+    if len(command.digests) <= shard or len(command.secrets) <= shard:
+        raise BadOffer("the peer offered no digests or no secret for this shard")
+    packed, secret = command.digests[shard], command.secrets[shard]
+    if len(packed) != DIGEST_BYTES * len(command.sources):
+        raise BadOffer("the peer offered another number of digests than of pages")
+    if len(secret) != GRANT_SECRET_BYTES:
+        raise BadOffer(f"the peer offered a secret of {len(secret)} bytes")
+    if not may_be_read(command.room, command.sources, command.generations):
+        raise BadOffer("the peer offered pages that cannot be")
+    return OfferedPages(unpack_digests(packed), secret)
+
+
+def _meaning(failure: Failure, *, is_dial: bool) -> tuple[Cause, str]:
+    """What a trouble is for the transfer, in words for the log and for the user."""
+    match failure.trouble:
+        case Trouble.REFUSED:
+            return REFUSALS[failure.status]
+        case Trouble.NONSENSE:
+            return (
+                Cause.TRANSFER_FAILED,
+                f"{'not a data plane' if is_dial else 'the peer talks nonsense'}: {failure.detail}",
+            )
+        case Trouble.HANDSHAKE_BROKEN:
+            return Cause.PEER_LOST, f"the peer ended the handshake: {failure.detail}"
+        case Trouble.BROKEN | Trouble.FROZEN:
+            return Cause.PEER_LOST, failure.detail
+        case Trouble.CORRUPT:
+            return Cause.CORRUPT_PAGES, "a page differs from its digest"
+        case _:
+            return Cause.TRANSFER_FAILED, failure.detail
+
+
+def _is_held_up(lane: Lane[Link], now: int) -> bool:
+    return any(is_stalled(job, now) for job in lane.jobs)
+
+
+def is_stalled(job: Job[Link], now: int) -> bool:
+    return now - job.moved_at >= STALLED_AFTER_NS

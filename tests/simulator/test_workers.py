@@ -1,0 +1,64 @@
+"""Simulated workers of one replica: each in its own time, and together one."""
+
+import pytest
+
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
+from tandem.core.values import BatchId, ShardId
+from tandem.simulator.actors.workers import Worker, Workers
+from tandem.simulator.model import MASK, content_of, shard_weight
+from tandem.simulator.oracle import Violation
+
+
+def plan(number: int, *, decodes: bool = False) -> BatchPlan:
+    return BatchPlan(BatchId(number), number, BatchKind.DECODE if decodes else BatchKind.PREFILL, decodes=decodes)
+
+
+def two_workers() -> tuple[Workers, Worker, Worker]:
+    workers = Workers(2, num_pages=4, page_size=2, guard=lambda *_: None, seed="1")
+    return workers, *workers.all
+
+
+def run(workers: Workers, worker: Worker) -> BatchOutcome | None:
+    """Its next batch, begun and ended."""
+    begun = workers.next_batch(worker)
+    assert begun is not None
+    return workers.returned(worker, worker.executor.run(begun))
+
+
+def test_a_batch_has_returned_when_the_last_worker_has_returned_it() -> None:
+    workers, first, second = two_workers()
+    for number in (1, 2):
+        workers.tell(plan(number))
+    assert run(workers, first) is None
+    assert run(workers, first) is None
+    assert [run(workers, second), run(workers, second)] == [
+        BatchOutcome(BatchId(number), number, b"", b"") for number in (1, 2)
+    ]
+    assert workers.is_idle
+
+
+def test_who_does_not_sample_runs_ahead_with_prompts_and_waits_for_tokens() -> None:
+    workers, first, second = two_workers()
+    for order in (plan(1), plan(2), plan(3, decodes=True)):
+        workers.tell(order)
+    run(workers, second)
+    run(workers, second)
+    assert workers.next_batch(second) is None, "batch 2 has not been sampled"
+    run(workers, first)
+    assert workers.next_batch(second) is None
+    run(workers, first)
+    assert workers.next_batch(second) == plan(3, decodes=True)
+
+
+def test_workers_that_return_different_batches_are_a_violation() -> None:
+    workers, first, second = two_workers()
+    workers.returned(first, BatchOutcome(BatchId(1), 1, b"", b""))
+    with pytest.raises(Violation, match="S24"):
+        workers.returned(second, BatchOutcome(BatchId(2), 2, b"", b""))
+
+
+@pytest.mark.parametrize("shard", range(4))
+def test_every_shard_finds_the_content_in_its_own_part_and_in_no_other(shard: int) -> None:
+    content = 0x9E3779B97F4A7C15
+    assert content_of(content * shard_weight(shard), ShardId(shard)) == content
+    assert content_of(content * shard_weight(shard + 1) & MASK, ShardId(shard)) != content

@@ -1,0 +1,327 @@
+"""The API's port: what half comes, what nobody reads, and too many connections end, and those who can wait hear why."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import uvicorn
+from api_fakes import Script, says, world
+
+from tandem.core.events import AbortRequested
+from tandem.server.api import connections
+from tandem.server.api.connections import NO_ACCEPT, Bounds, Line, api_bounds, quiet_accept_errors
+from tandem.server.api.http1 import uvicorn_config
+from tandem.server.router.app import RouterApp
+from tandem.server.router.config import RouterConfig
+
+LONG = 3600.0
+HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+class Port:
+    def __init__(self, number: int, bounds: Bounds) -> None:
+        self.number, self.bounds = number, bounds
+
+    async def open(self, data: bytes = b"") -> Opened:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
+        writer.write(data)
+        return reader, writer
+
+    async def ask(self, data: bytes) -> bytes:
+        """The whole answer to one request on a connection of its own."""
+        reader, writer = await self.open(data)
+        try:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            length = [line for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+            return head + await asyncio.wait_for(reader.readexactly(int(length[0].split(b":")[1])), 20)
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(app: Any, bounds: Bounds) -> AsyncIterator[Port]:
+    config = uvicorn_config(app, drain_seconds=0, http=bounds.protocol())
+    config.port = 0
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        yield Port(server.servers[0].sockets[0].getsockname()[1], bounds)
+    finally:
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def serves(story: Callable[[Port], Awaitable[None]], app: Any = None, **limits: Any) -> None:
+    async def main() -> None:
+        bounds = Bounds(**{"head_s": LONG, "body_s": LONG, "request_s": None, "write_s": LONG, "idle_s": LONG} | limits)
+        async with serving(app or world().app, bounds) as port:
+            await story(port)
+
+    asyncio.run(main())
+
+
+async def is_cut(reader: asyncio.StreamReader) -> bool:
+    async with asyncio.timeout(20):
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+    return True
+
+
+def generate(body: dict[str, Any], *, missing: int = 0, headers: str = "") -> bytes:
+    """`missing`: so many bytes of the body are announced and do not come."""
+    raw = msgspec.json.encode(body)
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}Content-Length: {len(raw) + missing}\r\n\r\n"
+    return head.encode() + raw
+
+
+def test_heads_that_do_not_come_lose_their_place_to_whoever_does() -> None:
+    async def story(port: Port) -> None:
+        held = [await port.open(b"POST /gen") for _ in range(40)]
+        await until(lambda: port.bounds.num_refused or port.bounds.num_open == 8)
+        assert (await port.ask(HEALTH)).startswith(b"HTTP/1.1 200")
+        assert await is_cut(held[0][0])
+
+    serves(story, max_connections=8)
+
+
+def test_who_gives_way_before_its_first_head_is_there_is_told_why() -> None:
+    async def story(port: Port) -> None:
+        (first, _), _other = [await port.open(b"POST /gen") for _ in range(2)]
+        await until(lambda: port.bounds.num_open == 2)
+        assert (await port.ask(HEALTH)).startswith(b"HTTP/1.1 200")
+        answer = await first.read()
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert error_code(answer) == "busy"
+
+    serves(story, max_connections=2)
+
+
+def test_who_is_one_too_many_is_told_so_before_anything_of_it_is_read() -> None:
+    async def story(port: Port) -> None:
+        held = [await port.open() for _ in range(4)]
+        await until(lambda: port.bounds.num_open == 4)
+        answer = await port.ask(b"")
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        assert msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
+        assert (port.bounds.num_open, port.bounds.num_refused) == (4, 1)
+        held[0][1].close()
+        await until(lambda: port.bounds.num_open == 3)
+        assert (await port.ask(HEALTH)).startswith(b"HTTP/1.1 200")
+
+    serves(story, max_connections=4, patience_s=LONG)
+
+
+def test_who_sends_a_whole_request_and_is_one_too_many_can_read_why() -> None:
+    """Its bytes are not read; a connection that is closed over them would be reset, and the answer be lost."""
+
+    async def story(port: Port) -> None:
+        held = await port.open()
+        await until(lambda: port.bounds.num_open == 1)
+        for _ in range(20):
+            answer = await port.ask(generate({"text": "x" * 30_000}))
+            assert answer.startswith(b"HTTP/1.1 503")
+        held[1].close()
+        await until(lambda: not port.bounds.lingering)
+
+    serves(story, max_connections=1, patience_s=LONG)
+
+
+def error_code(answer: bytes) -> str:
+    return msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["code"]
+
+
+def test_where_as_many_requests_are_under_way_as_may_one_more_is_refused_by_its_head_alone() -> None:
+    async def story(port: Port) -> None:
+        held = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        answer = await port.ask(generate({"text": "x"}, missing=1 << 20))  # the rest of its body never comes
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        assert error_code(answer) == "busy"
+        assert (port.bounds.num_requests, port.bounds.num_refused) == (1, 1)
+        held[1].close()
+        await until(lambda: port.bounds.num_requests == port.bounds.num_open == 0)
+        assert (await port.ask(generate({"text": ""}))).startswith(b"HTTP/1.1 400")
+        assert port.bounds.num_requests == 0
+
+    serves(story, max_requests=1)
+
+
+def test_probes_and_operators_are_answered_by_who_is_full() -> None:
+    async def story(port: Port) -> None:
+        _held = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        for path in ("/health", "/metrics", "/ready?x=y"):
+            head = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+            assert (await port.ask(head.encode())).startswith(b"HTTP/1.1 200")
+        abort = b'{"rid":"x"}'
+        head = f"POST /abort_request HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(abort)}\r\n\r\n"
+        assert (await port.ask(head.encode() + abort)).startswith(b"HTTP/1.1 200")
+        assert (await port.ask(HEALTH.replace(b"/health", b"/v1/models"))).startswith(b"HTTP/1.1 503")
+
+    serves(story, max_requests=1)
+
+
+def test_who_was_refused_by_its_head_is_closed_once_its_body_is_there_and_not_reset() -> None:
+    async def story(port: Port) -> None:
+        _held = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        for _ in range(connections.MAX_LINGERING + 1):
+            reader, _writer = await port.open(generate({"text": "x"}))
+            assert (await reader.read()).startswith(b"HTTP/1.1 503")
+        assert not port.bounds.lingering
+        await until(lambda: port.bounds.num_open == 1)
+
+    serves(story, max_requests=1)
+
+
+def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refused() -> None:
+    """Said earlier, it would stand in the middle of the answer that is under way."""
+
+    async def story(port: Port) -> None:
+        reader, _writer = await port.open(generate({"text": ""}) + generate({"text": ""}))
+        for _ in range(2):
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400")
+            length = next(line for line in head.lower().splitlines() if line.startswith(b"content-length:"))
+            await reader.readexactly(int(length.split(b":")[1]))
+        await until(lambda: port.bounds.num_requests == 0)
+
+    serves(story, max_requests=1)
+
+
+def test_the_router_refuses_by_the_head_alone_too() -> None:
+    async def story(port: Port) -> None:
+        _held = await port.open(generate({"text": "x"}, missing=10))
+        await until(lambda: port.bounds.num_requests == 1)
+        assert error_code(await port.ask(generate({"text": "x"}, missing=10))) == "busy"
+        assert (await port.ask(HEALTH)).startswith(b"HTTP/1.1 200")
+
+    serves(story, RouterApp(RouterConfig(workers=())).app, max_requests=1)
+
+
+def test_a_body_that_stands_still_ends_its_connection() -> None:
+    async def story(port: Port) -> None:
+        reader, _ = await port.open(generate({"text": "x"}, missing=10))
+        assert await is_cut(reader)
+        await until(lambda: port.bounds.num_open == 0)
+
+    serves(story, body_s=0.05)
+
+
+def test_a_body_that_does_not_come_by_its_deadline_is_answered() -> None:
+    async def story(port: Port) -> None:
+        answer = await port.ask(generate({"text": "x"}, missing=10, headers="X-Request-Timeout-Ms: 50\r\n"))
+        assert answer.startswith(b"HTTP/1.1 504")
+        error = msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]
+        assert (error["code"], "body" in error["message"]) == ("deadline_exceeded", True)
+
+    serves(story)
+
+
+def test_a_body_that_does_not_come_to_the_router_by_its_deadline_is_answered() -> None:
+    app = RouterApp(RouterConfig(workers=())).app
+
+    async def story(port: Port) -> None:
+        answer = await port.ask(generate({"text": "x"}, missing=10, headers="X-Request-Timeout-Ms: 50\r\n"))
+        assert answer.startswith(b"HTTP/1.1 504")
+        assert msgspec.json.decode(answer.partition(b"\r\n\r\n")[2])["error"]["stage"] == "router"
+
+    serves(story, app)
+
+
+async def unread(port: Port, request: bytes) -> asyncio.StreamReader:
+    """A client with a small window that never reads."""
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", port.number))
+    reader, writer = await asyncio.open_connection(sock=raw)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]  # a transport that reads
+    writer.write(request)
+    return reader
+
+
+def test_an_answer_that_nobody_reads_ends_its_connection() -> None:
+    async def story(port: Port) -> None:
+        await unread(port, HEALTH)
+        await until(lambda: port.bounds.num_open == 1)
+        await until(lambda: port.bounds.num_open == 0)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            await send({"type": "http.response.body", "body": b" " * (1 << 16), "more_body": True})
+
+    serves(story, app, write_s=0.05)
+
+
+def test_a_stream_that_nobody_reads_is_aborted_at_its_node() -> None:
+    it = world(lambda request, payload: Script([5] * 200_000), context_length=1 << 20, stall_timeout=0.2)
+
+    async def story(port: Port) -> None:
+        await unread(port, generate({"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 200_000}}))
+        await until(lambda: it.client.num_live == 1)
+        await until(lambda: it.client.num_live == 0)
+        assert [type(message) for message in it.node.sent] == [AbortRequested]
+        await until(lambda: port.bounds.num_open == 0)
+
+    serves(story, it.app)
+
+
+def test_a_stream_that_is_read_is_not_bounded_by_what_bounds_others() -> None:
+    it = world(says("hello"))
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(generate({"text": "x", "stream": True}))
+        assert (await asyncio.wait_for(reader.readuntil(b"[DONE]"), 20)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    serves(story, it.app, body_s=0.01)
+
+
+def test_the_number_of_connections_fits_the_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, each, most in ((64, 1, 16), (1024, 1, 896), (1024, 3, 298), (1 << 20, 1, 4096), (-1, 3, 4096)):
+        monkeypatch.setattr(connections.resource, "getrlimit", lambda what, soft=soft: (soft, soft))
+        bounds = api_bounds(max_requests=1 << 20, fds_each=each)
+        assert bounds.max_connections == most
+        assert bounds.max_requests is not None
+        assert 0 < bounds.max_requests < most  # probes have a way in when it is full
+
+
+def test_a_thousand_accepts_that_fail_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        quiet_accept_errors(loop)
+        for _ in range(1000):
+            loop.call_exception_handler({"message": NO_ACCEPT, "exception": OSError(24, "Too many open files")})
+        loop.call_exception_handler({"message": "something else"})
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert len([record for record in caplog.records if record.name == "tandem.http"]) == 1
+    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
+
+
+def test_a_line_says_once_a_second_how_often(caplog: pytest.LogCaptureFixture) -> None:
+    times = iter([0.0, 0.2, 0.9, 1.1, 1.2, 5.0])
+    line = Line("things happened", lambda: next(times))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            line.note()
+    assert caplog.messages == ["1 things happened", "3 things happened", "2 things happened"]

@@ -1,0 +1,274 @@
+"""Tools and thoughts in chats: what the template is told, what the answer becomes, what a choice forces."""
+
+import json
+from functools import cache
+from typing import Any  # bodies
+
+import pytest
+from api_fakes import World, ids, load_tokenizer, prompt_of, says, sse, world
+
+from tandem.server.api.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% if tools %}<s>tools <tool_call>:{{ tools | tojson }}</s>{% endif %}"
+    "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments.a }}]{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+THINKS = TEMPLATE + "{% if false %}</think>{% endif %}{% if opens %}<think>\n{% endif %}"
+USER = [{"role": "user", "content": "hi"}]
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}},
+            "required": ["a"],
+            "additionalProperties": False,
+        },
+    },
+}
+SUB = {"type": "function", "function": {"name": "sub"}}
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>'
+END = 1
+
+
+@cache
+def tokenizer(template: str = TEMPLATE) -> Tokenizer:
+    return load_tokenizer(template)
+
+
+def tool_world(answer: str, template: str = TEMPLATE, **settings: Any) -> World:
+    return world(says(answer), tokenizer=tokenizer(template), **settings)
+
+
+def asked(w: World, **fields: Any) -> dict[str, Any]:
+    """The choice of the answer."""
+    with w.http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": USER, "tools": [ADD, SUB]} | fields)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def streamed(w: World, **fields: Any) -> dict[str, Any]:
+    """The same, put together from a stream as the SDK does."""
+    with w.http() as http:
+        body = {"messages": USER, "tools": [ADD, SUB], "stream": True} | fields
+        events = sse(http.post("/v1/chat/completions", json=body).text)
+    message: dict[str, Any] = {"role": "", "content": "", "reasoning_content": "", "tool_calls": []}
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        for key in ("role", "content", "reasoning_content"):
+            message[key] += delta.get(key, "")
+        for part in delta.get("tool_calls", ()):
+            if part["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({key: part[key] for key in ("id", "type", "function")})
+            else:
+                message["tool_calls"][part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    choice = {"message": {key: value or None for key, value in message.items()}}
+    return {**choice, "finish_reason": events[-1]["choices"][0]["finish_reason"]}
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in choice["message"]["tool_calls"] or ()]
+
+
+def grammar_of(w: World) -> str:
+    return w.node.submits[0].payload.sampling.grammar
+
+
+def accepts(w: World, text: str, template: str = TEMPLATE) -> bool:
+    matcher = tokenizer(template).open_vocabulary().matcher(grammar_of(w), eos_ids=[END])
+    for token in [*ids(text), END]:
+        if matcher.is_finished:
+            return token == END
+        if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
+            return False
+        matcher.accept(token)
+    return matcher.is_finished
+
+
+# what comes out
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_calls_in_an_answer_are_told_from_its_text(get: Any) -> None:
+    choice = get(tool_world(f"I add.\n{CALL}\n{OTHER}"))
+    assert choice["message"]["content"] == "I add."
+    assert calls_of(choice) == [("add", '{"a": 1}'), ("sub", "{}")]
+    assert choice["finish_reason"] == "tool_calls"
+    names = [call["id"] for call in choice["message"]["tool_calls"]]
+    assert all(name.startswith("call_") for name in names)
+    assert len(set(names)) == 2
+    assert {call["type"] for call in choice["message"]["tool_calls"]} == {"function"}
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_an_answer_without_calls_is_text(get: Any) -> None:
+    choice = get(tool_world("No < call"))
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("No < call", "stop")
+    assert not choice["message"]["tool_calls"]
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_only_one_call_where_they_must_not_be_parallel(get: Any) -> None:
+    choice = get(tool_world(f"{CALL}\n{OTHER}"), parallel_tool_calls=False)
+    assert calls_of(choice) == [("add", '{"a": 1}')]
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_who_may_call_nothing_is_shown_what_the_model_says(get: Any) -> None:
+    choice = get(tool_world(CALL), tool_choice="none")
+    assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_a_call_that_is_cut_off_is_one_but_ends_for_its_length(get: Any) -> None:
+    choice = get(tool_world(CALL), max_tokens=44)
+    assert calls_of(choice) == [("add", '{"a')]
+    assert choice["finish_reason"] == "length"
+
+
+def test_logprobs_of_a_stream_are_complete() -> None:
+    with tool_world(f"I.\n{CALL}").http() as http:
+        body = {"messages": USER, "tools": [ADD], "stream": True, "logprobs": True, "return_token_ids": True}
+        events = sse(http.post("/v1/chat/completions", json=body).text)
+    choices = [event["choices"][0] for event in events]
+    tokens = [entry["token"] for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    assert "".join(tokens) == f"I.\n{CALL}</s>"
+    assert [id for choice in choices for id in choice.get("token_ids", [])] == [*ids(f"I.\n{CALL}"), END]
+
+
+@pytest.mark.parametrize("get", [asked, streamed])
+def test_thoughts_are_told_from_the_answer(get: Any) -> None:
+    choice = get(tool_world(f"<think>\nHm.\n</think>\n\n{CALL}", THINKS))
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert calls_of(choice) == [("add", '{"a": 1}')]
+    opened = get(tool_world("Hm.</think>Yes.", THINKS), chat_template_kwargs={"opens": True})
+    assert (opened["message"]["reasoning_content"], opened["message"]["content"]) == ("Hm.", "Yes.")
+    kept = get(tool_world("<think>Hm.</think>Yes.", THINKS), separate_reasoning=False)
+    assert kept["message"]["content"] == "<think>Hm.</think>Yes."
+    late = get(tool_world("<think>Hm.</think>Yes.", THINKS), stream_reasoning=False)
+    assert (late["message"]["reasoning_content"], late["message"]["content"]) == ("Hm.", "Yes.")
+
+
+def test_the_flags_win_over_the_template() -> None:
+    choice = asked(tool_world('{"name": "add", "parameters": {"a": 2}}', tool_call_parser="llama3"))
+    assert calls_of(choice) == [("add", '{"a": 2}')]
+    choice = asked(tool_world("Hm.</think>Yes.", reasoning_parser="deepseek-r1"))
+    assert choice["message"]["reasoning_content"] == "Hm."
+    choice = asked(tool_world("<think>Hm.</think>Yes.", THINKS, reasoning_parser="none"))
+    assert choice["message"]["content"] == "<think>Hm.</think>Yes."
+
+
+# what goes in
+
+
+def test_the_template_is_told_the_tools_and_the_calls_before() -> None:
+    w = tool_world("ok")
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17}'}}
+    messages = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "18"},
+    ]
+    asked(w, messages=messages)
+    text = tokenizer().decode(prompt_of(w.node.submits[0]), skip_special_tokens=False)
+    assert json.dumps([ADD, SUB]) in text
+    assert "assistant:[add 17]" in text
+    assert "tool:18" in text
+    asked(w, tool_choice="none")
+    assert "tools" not in tokenizer().decode(prompt_of(w.node.submits[1]))
+
+
+FORCED = [
+    ({"tool_choice": "required"}, [CALL, OTHER, f"{CALL}\n{OTHER}"], ["no", f"so {CALL}", CALL.replace("1", '"x"')]),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL], [f"{CALL}\n{OTHER}"]),
+    ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, [OTHER], [CALL, "no"]),
+    ({"tools": [STRICT]}, ["no", f"so {CALL}", f"{CALL} and more"], [CALL.replace("1", '"x"'), OTHER]),
+    ({"response_format": {"type": "json_object"}}, ["{}", CALL], ["no"]),
+]
+
+
+@pytest.mark.parametrize(("fields", "yes", "no"), FORCED, ids=lambda value: str(value)[:50])
+def test_a_choice_is_forced_by_a_grammar(fields: dict, yes: list[str], no: list[str]) -> None:
+    asked(w := tool_world("x"), **fields)
+    assert [text for text in yes if not accepts(w, text)] == []
+    assert [text for text in no if accepts(w, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("llama3", '{"name": "add", "parameters": {"a": 1}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
+    ],
+)
+def test_what_is_forced_is_what_the_parser_reads(parser: str, text: str) -> None:
+    w = tool_world(text, tool_call_parser=parser)
+    assert calls_of(asked(w, tool_choice="required")) == [("add", '{"a": 1}')]
+    assert accepts(w, text)
+    assert not accepts(w, CALL)
+    strict = tool_world(text, tool_call_parser=parser)
+    asked(strict, tools=[STRICT])
+    assert accepts(strict, text)
+    assert accepts(strict, "plain text")
+    assert not accepts(strict, text.replace("1", '"x"'))
+
+
+def test_a_model_that_thinks_may_do_so_before_what_it_must_say() -> None:
+    w = tool_world("x", THINKS)
+    asked(w, tools=None, guided_choice=["yes"])
+    assert accepts(w, "yes", THINKS)
+    assert accepts(w, "<think>Hm.</think>\n\nyes", THINKS)
+    assert not accepts(w, "<think>Hm.", THINKS)
+    opened = tool_world("x", THINKS)
+    asked(opened, tool_choice="required", chat_template_kwargs={"opens": True})
+    assert accepts(opened, f"Hm.\n</think>\n\n{CALL}", THINKS)
+    assert not accepts(opened, f"Hm. {CALL}", THINKS)
+
+
+def test_auto_alone_forces_nothing() -> None:
+    asked(w := tool_world("x"))
+    assert grammar_of(w) == ""
+
+
+REFUSED = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "web_search"}]}, "tools"),
+    ({"tools": [{"function": {"name": ""}}]}, "tools"),
+    ({"tools": [{"function": {"name": "a\nb"}}]}, "tools"),
+    ({"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools"),
+    ({"tools": [ADD, ADD]}, "tools"),
+    ({"tools": [ADD] * 129}, "tools"),
+    ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "missing"}}}, "tool_choice"),
+    ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages",
+    ),
+    (
+        {
+            "tool_choice": "required",
+            "tools": [{"function": {"name": "f", "strict": True, "parameters": {"type": "nope"}}}],
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
+def test_what_cannot_be_is_a_400_that_names_the_field(fields: dict, param: str) -> None:
+    with (w := tool_world("x")).http() as http:
+        response = http.post("/v1/chat/completions", json={"messages": USER, "tools": [ADD]} | fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert w.node.submits == []

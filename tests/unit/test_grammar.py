@@ -1,0 +1,182 @@
+"""Grammars over the vocabulary of the bundled model: what may come next, when it is over, what does not compile."""
+
+import json
+from functools import cache
+
+import numpy as np
+import pytest
+
+from tandem import grammar
+from tandem.cli.model_source import BUNDLED as NAME
+from tandem.cli.model_source import find_model
+from tandem.grammar import GrammarError, Matcher, Vocabulary
+from tandem.server.api.tokenizer import Tokenizer
+
+BUNDLED = find_model(NAME)
+SIZE = 512
+END = 2
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    return Vocabulary(BUNDLED / "tokenizer.json", size=SIZE)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(BUNDLED)
+
+
+def matcher(made: str, **options: bool) -> Matcher:
+    return vocabulary().matcher(made, eos_ids=[END], **options)
+
+
+def allowed(it: Matcher) -> set[int]:
+    bits = np.unpackbits(np.frombuffer(it.allowed(), np.uint8), bitorder="little")[:SIZE]
+    return set(np.flatnonzero(bits).tolist())
+
+
+def follow(it: Matcher, text: str) -> None:
+    for token in tokenizer().encode(text):
+        assert token in allowed(it), (text, token)
+        it.accept(token)
+
+
+def test_only_tokens_that_the_grammar_knows_may_come() -> None:
+    it = matcher(grammar.from_regex("[0-9]+z"))
+    assert {tokenizer().decode([id]) for id in allowed(it)} <= {str(number) for number in range(100)}
+    follow(it, "12")
+    assert not it.is_finished
+    follow(it, "z")
+    assert it.is_finished
+
+
+def test_the_end_may_come_where_the_grammar_may_end_and_only_there() -> None:
+    it = matcher(grammar.from_regex("ab|abc"))
+    assert END not in allowed(it)
+    follow(it, "ab")
+    assert END in allowed(it)
+    assert len(allowed(it)) > 1
+    it.accept(END)
+    assert it.is_finished
+
+
+def test_who_ignores_ends_may_end_only_where_nothing_else_is_left() -> None:
+    it = matcher(grammar.from_regex("ab|abc"), ignores_eos=True)
+    follow(it, "ab")
+    assert END not in allowed(it)
+    follow(it, "c")
+    assert it.is_finished
+
+
+def test_after_its_end_a_grammar_forbids_nothing() -> None:
+    it = matcher(grammar.from_regex("a"))
+    follow(it, "a")
+    assert len(allowed(it)) == SIZE
+    it.accept(17)
+    assert it.is_finished
+
+
+def test_a_matcher_that_is_restarted_stands_where_one_made_anew_does() -> None:
+    made = grammar.from_json_schema({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    one, other = matcher(made), matcher(made)
+    outputs = tokenizer().encode('{"a": 12}')
+    for token in outputs:
+        one.accept(token)
+    assert one.is_finished
+    one.restart(outputs[:3])
+    for token in outputs[:3]:
+        other.accept(token)
+    assert allowed(one) == allowed(other)
+    assert not one.is_finished
+
+
+def test_matchers_of_one_grammar_do_not_disturb_each_other() -> None:
+    made = grammar.from_regex("abc")
+    one, other = matcher(made), matcher(made)
+    follow(one, "abc")
+    assert not other.is_finished
+    follow(other, "abc")
+
+
+def test_spaces_of_json_come_to_an_end() -> None:
+    it = matcher(grammar.from_json_schema({"type": "object"}))
+    follow(it, "{ ")
+    space = tokenizer().encode(" ")
+    assert len(space) == 1
+    assert space[0] not in allowed(it)
+
+
+def test_logits_may_be_more_than_there_are_tokens() -> None:
+    wide = Vocabulary(BUNDLED / "tokenizer.json", size=700)
+    it = wide.matcher(grammar.from_regex("a"), eos_ids=[650])
+    assert len(it.allowed()) == 22
+    follow_bits = np.unpackbits(np.frombuffer(it.allowed(), np.uint8), bitorder="little")
+    assert not follow_bits[SIZE:].any()
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (grammar.from_regex("(a"), "unclosed group"),
+        (grammar.from_json_schema({"type": "nope"}), "Invalid type: nope"),
+        (grammar.from_lark("start: <nope>"), "unknown special token"),
+        (grammar.from_lark("start: missing"), "missing"),
+        (grammar.from_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    ],
+)
+def test_what_does_not_compile_says_why_in_one_line(made: str, says: str) -> None:
+    with pytest.raises(GrammarError, match=says) as failed:
+        vocabulary().check(made)
+    assert "\n" not in str(failed.value)
+    assert len(str(failed.value)) <= 300
+
+
+def test_keywords_that_bound_nothing_have_to_be_asked_for() -> None:
+    schema = {"type": "array", "uniqueItems": True}
+    vocabulary().check(grammar.from_json_schema(schema, is_lenient=True))
+
+
+def test_ebnf_that_cannot_be_read_says_why() -> None:
+    with pytest.raises(GrammarError, match="foo"):
+        grammar.from_ebnf("root ::= foo")
+    vocabulary().check(grammar.from_ebnf('root ::= "yes" | "no"'))
+
+
+def test_parts_and_special_tokens() -> None:
+    mark = tokenizer().special_names["<|im_start|>"]
+    lark = f"start: {grammar.literal('a<|im_start|>', {'<|im_start|>': mark})} @number"
+    it = matcher(grammar.from_parts(lark, {"number": grammar.from_json_schema({"type": "integer"})}))
+    follow(it, "a")
+    assert allowed(it) == {mark}
+    it.accept(mark)
+    follow(it, "12")
+    assert END in allowed(it)
+
+
+def test_a_grammar_that_outgrows_its_bounds_allows_nothing() -> None:
+    it = matcher(grammar.from_regex("ab"))
+    it.accept(tokenizer().encode("b")[0])  # which cannot be
+    assert allowed(it) == set()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"type": "nope"}}))
+    with pytest.raises(GrammarError, match="grammars cannot be followed with this tokenizer"):
+        Vocabulary(path)
+
+
+def test_no_token_but_those_of_the_model_ends_an_answer() -> None:
+    """llguidance takes another one for the end, from the tokenizer's file."""
+    it = vocabulary().matcher(grammar.from_regex("[0-9]+"), eos_ids=[END])
+    follow(it, "7")
+    special = set(tokenizer().special_ids)
+    assert allowed(it) & special == {END}
+
+
+def test_a_part_may_have_parts_of_its_own() -> None:
+    inner = grammar.from_parts('start: "<" @number ">"', {"number": grammar.from_regex("[0-9]")})
+    it = matcher(grammar.from_parts('start: "a" @answer', {"answer": inner}))
+    follow(it, "a<7>")
+    assert it.is_finished

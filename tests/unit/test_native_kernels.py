@@ -1,0 +1,167 @@
+"""The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_engine_attention import World
+from torch import Tensor
+
+from tandem.engine.layers.product import product
+from tandem.engine.native import library
+from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, Kernels
+
+VARIANTS = library.available()
+DTYPES = (torch.float32, torch.bfloat16)
+# An ulp of what is rounded at the end, and for fp32 what long sums lose.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+SHAPES = ((1, 1, 1), (1, 33, 48), (2, 7, 5), (6, 64, 96), (17, 100, 100), (33, 31, 1000), (65, 130, 70), (150, 16, 64))
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that was not written is NaN; and threads are as before."""
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)  # which fills what `empty` returns
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
+    library.use(library.best())
+
+
+@pytest.fixture
+def draw() -> torch.Generator:
+    seed = random.SystemRandom().randrange(1 << 31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def near(found: Tensor, exact: Tensor, dtype: torch.dtype, *, terms: int = 1) -> None:
+    assert found.dtype == dtype
+    scale = exact.abs().max().item() + 1e-30
+    assert (found.double() - exact).abs().max().item() <= TOLERANCE[dtype] * scale * (1 + terms / 1000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
+    name: str, dtype: torch.dtype, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    for rows, outputs, inputs in SHAPES:
+        x = torch.randn(rows, inputs, generator=draw).to(dtype)
+        weight = torch.randn(outputs, inputs, generator=draw).to(dtype)
+        for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
+            exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+            torch.set_num_threads(1)
+            found = kernels.linear(x, weight, bias)
+
+            near(found, exact, dtype, terms=inputs)
+            torch.set_num_threads(2)
+            assert torch.equal(kernels.linear(x, weight, bias), found), "threads do not show"
+            torch.set_num_threads(1)
+            for row in (0, rows // 2, rows - 1):
+                assert torch.equal(kernels.linear(x[row:][:1], weight, bias), found[row:][:1]), "nor other rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_what_happens_to_a_row_is_what_fp64_says(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
+    kernels = library.opened(name)
+    for rows, count in ((1, 2), (3, 30), (17, 64), (9, 250)):
+        x, y, weight = (torch.randn(n, count, generator=draw).to(dtype) for n in (rows, rows, 1))
+        exact = x.double()
+        normed = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        near(kernels.rms_norm(x, weight, 1e-5), normed, dtype)
+        gated = exact * torch.sigmoid(exact) * y.double()
+        near(kernels.silu_and_mul(x.clone(), y), gated, dtype)
+        heads = torch.randn(rows, 3, count, generator=draw).to(dtype)
+        cos, sin = (angles.unsqueeze(1) for angles in (x, y))
+        rotated = heads.double() * cos.double() + heads.double().roll(count // 2, -1) * sin.double()
+        near(kernels.rotate(heads.clone(), cos, sin), rotated, dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_gate_far_from_zero_is_open_or_shut(name: str) -> None:
+    gate = torch.tensor([[-1e30, -200.0, -89.0, 0.0, 89.0, 200.0, 1e30, float("nan")]])
+
+    found = library.opened(name).silu_and_mul(gate.clone(), torch.ones_like(gate))
+
+    torch.testing.assert_close(found[:, :7], torch.nn.functional.silu(gate[:, :7]), rtol=1e-6, atol=1e-36)
+    assert found[0, 7].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "page_size", "head_dim", "window"),
+    [((6, 2), 4, 10, None), ((3, 3), 16, 64, 30), ((40, 1), 1, 36, 5), ((4, 2), 16, 32, 1)],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_attention_is_that_of_fp64(
+    name: str,
+    heads: tuple[int, int],
+    page_size: int,
+    head_dim: int,
+    window: int | None,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SWITCH, name)
+    world = World("native", heads, page_size, window, head_dim=head_dim, dtype=dtype)
+
+    for out, expected in world.play():
+        near(out, expected, dtype)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_threads_do_not_show_in_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, name)
+    results = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        world = World("native", (6, 2), 4, head_dim=36)
+        results.append([out for out, _ in world.step((1, 0, 40), (2, 0, 7), (3, 0, 33))])
+
+    assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_libraries_of_one_order_give_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for name in (name for name in ONE_ORDER if name in VARIANTS):
+        monkeypatch.setenv(SWITCH, name)
+        kernels = library.best(deterministic=True)
+        assert kernels is not None
+        assert kernels.name == name
+        draw = torch.Generator().manual_seed(1)
+        x, weight = (torch.randn(n, 1000, generator=draw).to(dtype) for n in (70, 37))
+        world = World("native", (6, 2), 4, 30, True, head_dim=36, dtype=dtype)
+        results = [kernels.linear(x, weight, None), kernels.rms_norm(x, weight[0], 1e-5)]
+        results += [kernels.silu_and_mul(x.clone(), x), *(out for out, _ in world.play())]
+        digests.append(results)
+
+    for other in digests[1:]:
+        assert all(map(torch.equal, digests[0], other))
+
+
+def test_the_library_that_is_asked_for_is_taken_and_the_order_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(wanted: str, *, deterministic: bool) -> str | None:
+        monkeypatch.setenv(SWITCH, wanted)
+        found: Kernels | None = library.best(deterministic=deterministic)
+        return None if found is None else found.name
+
+    in_order = [name for name in VARIANTS if name in ONE_ORDER]
+    assert chosen("", deterministic=False) == next(iter(VARIANTS), None)
+    assert chosen("", deterministic=True) == next(iter(in_order), None)
+    for name in VARIANTS:
+        assert chosen(name, deterministic=False) == name
+        assert chosen(name, deterministic=True) == (name if name in ONE_ORDER else in_order[0])
+    assert chosen(OFF, deterministic=False) is chosen(OFF, deterministic=True) is None
+
+
+def test_without_a_library_torch_computes() -> None:
+    library.use(None)
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+
+    assert torch.equal(product(x, weight), torch.nn.functional.linear(x, weight))

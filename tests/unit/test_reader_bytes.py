@@ -1,0 +1,122 @@
+"""What the threads of the data plane do with bytes, one call at a time."""
+
+import socket
+
+import pytest
+
+from tandem.core.commands import PullPages
+from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.membership import ClusterSecret
+from tandem.transfer import link as links
+from tandem.transfer import protocol
+from tandem.transfer.digests import DIGEST_BYTES
+from tandem.transfer.jobs import Trouble
+from tandem.transfer.outbox import Outbox
+from tandem.transfer.pages import Pages
+from tandem.transfer.protocol import Status
+from tandem.transfer.reader import PageReader, PullFailed
+
+PAGE_BYTES, NUM_PAGES = 64, 8
+PEER = Incarnation("prefill", "1")
+SOURCES, GENERATIONS, DESTINATIONS = (3, 1, 2), (7, 8, 9), (PageId(6), PageId(5), PageId(0))
+
+
+def reader() -> tuple[PageReader, bytearray]:
+    memory = bytearray(PAGE_BYTES * NUM_PAGES)
+    made = PageReader(
+        Pages(memoryview(memory), PAGE_BYTES),
+        incarnation=Incarnation("decode", "2"),
+        secret=ClusterSecret(b"the secret of this cluster"),
+        shard=ShardId(0),
+        outbox=Outbox(lambda event: None),
+        flush_later=lambda: None,
+        io_timeout_s=5,
+        max_transfers=1,
+    )
+    return made, memory
+
+
+def receive(said: bytes, digests: tuple[int, ...]) -> tuple[int, bytearray]:
+    """A frame of up to three pages, as `said` by the peer."""
+    made, memory = reader()
+    command = PullPages(RequestId(1), 0, 1, PEER, 0, SOURCES, GENERATIONS, DESTINATIONS, (b"",), (b"",))
+    near, far = socket.socketpair()
+    with near, far:
+        links.prepare(near, timeout_s=5)
+        far.sendall(said)
+        far.shutdown(socket.SHUT_WR)
+        return made._receive_frame(command, digests, near, start=0, stop=3), memory
+
+
+def offered() -> tuple[list[bytes], tuple[int, ...]]:
+    """Pages, and their digests as the owner makes them."""
+    contents = [bytes([number]) * PAGE_BYTES for number in (1, 2, 3)]
+    source = bytearray(PAGE_BYTES * NUM_PAGES)
+    for page, content in zip(SOURCES, contents, strict=True):
+        source[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = content
+    pages = Pages(memoryview(source), PAGE_BYTES)
+    return contents, tuple(pages.digests(SOURCES, room=1, sources=SOURCES, generations=GENERATIONS))
+
+
+def test_a_frame_lands_in_its_destinations() -> None:
+    contents, digests = offered()
+    count, memory = receive(protocol.pack_frame(Status.OK, 3) + b"".join(contents), digests)
+    assert count == 3
+    for page, content in zip(DESTINATIONS, contents, strict=True):
+        assert memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] == content
+
+
+@pytest.mark.parametrize("page", range(3))
+@pytest.mark.parametrize("position", [0, PAGE_BYTES - 1])
+def test_every_page_of_a_frame_is_compared_with_its_digest(page: int, position: int) -> None:
+    contents, digests = offered()
+    sent = bytearray(b"".join(contents))
+    sent[page * PAGE_BYTES + position] ^= 1
+    with pytest.raises(PullFailed) as raised:
+        receive(protocol.pack_frame(Status.OK, 3) + sent, digests)
+    assert raised.value.failure.trouble is Trouble.CORRUPT
+
+
+@pytest.mark.parametrize("status", sorted(set(Status) - {Status.OK}))
+def test_a_refusal_is_passed_on(status: Status) -> None:
+    with pytest.raises(PullFailed) as raised:
+        receive(protocol.pack_frame(status, 0), (0, 0, 0))
+    assert (raised.value.failure.trouble, raised.value.failure.status) == (Trouble.REFUSED, status)
+
+
+def test_digests_are_as_long_as_the_wire_says() -> None:
+    contents, digests = offered()
+    assert all(0 <= value < 1 << (8 * DIGEST_BYTES) for value in digests)
+    assert len(contents) == len(set(digests))
+
+
+# --- a message drop by drop ------------------------------------------------------------------------------------------
+
+
+class Dripping:
+    """A link on which a byte comes with every second of a clock that nobody else moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def recv_into(self, buffer: memoryview, nbytes: int, flags: int) -> int:
+        self.now += 1
+        buffer[0] = 7
+        return 1
+
+
+def test_a_small_message_that_comes_drop_by_drop_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Dripping()
+    monkeypatch.setattr(links, "time", link)
+    with pytest.raises(links.LinkFrozen):
+        links.receive(link, 100, timeout_s=5)  # type: ignore[arg-type]
+    assert link.now == 5
+
+
+def test_a_small_message_that_is_whole_in_time_comes_however_many_drops_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Dripping()
+    monkeypatch.setattr(links, "time", link)
+    assert links.receive(link, 5, timeout_s=5) == bytes([7] * 5)  # type: ignore[arg-type]

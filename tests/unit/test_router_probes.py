@@ -1,0 +1,145 @@
+"""Probes have a loop of their own: they are made, and count, whatever the loop of the traffic is busy with."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+
+from tandem.core.router.messages import AbortAsked, WorkerProbed
+from tandem.core.router.router import Router, RouterSettings
+from tandem.core.router.routing import POLICIES
+from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, Worker
+from tandem.core.settings import Role
+from tandem.core.values import Nanos, RequestId
+from tandem.server.router.app import make_client
+from tandem.server.router.config import make_worker
+from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.prober import Prober
+from tandem.server.router.shell import RouterShell
+
+PATIENCE_S = 20.0
+
+
+@contextmanager
+def healthy_server(status: int = 200) -> Iterator[Worker]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield make_worker(0, Role.PREFILL, f"http://127.0.0.1:{server.server_address[1]}")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def taken(prober: Prober) -> list[WorkerProbed]:
+    """What is found, without giving any loop of this thread a turn."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if found := prober.take():
+            return found
+        time.sleep(0.001)
+    raise AssertionError("nothing was found")
+
+
+def probing(story: Callable[[Prober], None]) -> list[str]:
+    """`story` holds up the loop from which the prober is used. Returns what that loop has heard by its next turn."""
+    heard: list[str] = []
+
+    async def main() -> None:
+        prober = Prober(make_client, timeout_s=PATIENCE_S)
+        loop = asyncio.get_running_loop()
+        prober.start(lambda: loop.call_soon_threadsafe(heard.append, "come"))
+        try:
+            story(prober)
+            await asyncio.sleep(0)
+        finally:
+            prober.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    return heard
+
+
+def test_a_probe_is_made_and_answered_while_the_loop_of_the_traffic_is_held_up() -> None:
+    with healthy_server() as well, healthy_server(503) as starting:
+
+        def story(prober: Prober) -> None:
+            for worker, result in ((well, ProbeResult.OK), (starting, ProbeResult.DECLINED)):
+                prober.probe(worker)
+                assert taken(prober) == [WorkerProbed(worker.id, result)]
+
+        assert probing(story) == ["come", "come"]
+
+
+def test_who_cannot_be_reached_is_missed() -> None:
+    with healthy_server() as gone:
+        pass
+
+    def story(prober: Prober) -> None:
+        prober.probe(gone)
+        assert taken(prober) == [WorkerProbed(gone.id, ProbeResult.MISSED)]
+
+    probing(story)
+
+
+def test_a_probe_that_is_under_way_at_the_end_is_given_up() -> None:
+    asked = threading.Event()
+
+    async def silence(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody is waited for")
+
+    async def main() -> None:
+        prober = Prober(lambda: httpx.AsyncClient(transport=httpx.MockTransport(silence)), timeout_s=PATIENCE_S)
+        prober.start(lambda: None)
+        prober.probe(make_worker(0, Role.DECODE, "http://127.0.0.1:9"))
+        assert asked.wait(PATIENCE_S)
+        prober.close()
+        assert not prober._thread.is_alive()
+        assert prober.take() == []
+
+    asyncio.run(main())
+
+
+class AnsweredWhileBusy(Prober):
+    """A thread that has found something while the loop of the traffic had no time to look."""
+
+    def __init__(self) -> None:
+        super().__init__(make_client, timeout_s=PATIENCE_S)
+
+    def probe(self, worker: Worker) -> None:
+        self._found.append(WorkerProbed(worker.id, ProbeResult.OK))
+
+
+def test_an_answer_that_is_there_counts_before_the_time_that_has_passed_meanwhile() -> None:
+    workers = [make_worker(0, Role.PREFILL, "http://a:1"), make_worker(1, Role.DECODE, "http://b:1")]
+    settings = RouterSettings(health=HealthSettings(probe_timeout_ns=Nanos(0)))
+    policy = POLICIES["round_robin"]
+    router = Router(
+        workers, prefill_policy=policy(), decode_policy=policy(), draw=lambda: 1, settings=settings, now=Nanos(0)
+    )
+
+    async def main() -> None:
+        prober, metrics = AnsweredWhileBusy(), RouterMetrics()
+        shell = RouterShell(router, make_client(), prober, metrics, stall_seconds=1.0, step=router.step)
+        shell.tell()  # asks both; any answer would be too late by now
+        shell.tell(AbortAsked(RequestId(7)))  # something else has its turn first
+        assert [router.registry.health(worker.id) for worker in workers] == [Health.LIVE, Health.LIVE]
+        assert router.has_live_pair()
+
+    asyncio.run(main())

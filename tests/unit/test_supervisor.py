@@ -1,0 +1,121 @@
+"""Who starts a member again, when, and when no more. Processes and readiness are fakes; time is a number."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tandem.cli import supervisor, up
+from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import Fleet, Member
+from tandem.cli.supervisor import DELAYS_S, MAX_UNREADY, STEADY_S, Supervisor
+
+
+class Process:
+    def __init__(self) -> None:
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+class FakeFleet(Fleet):
+    def restart(self, member: Member) -> None:
+        member.process = Process()  # type: ignore[assignment]
+
+
+class Story:
+    """One member, ready at 0 s."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.lines, self.gets_ready = 0.0, list[str](), True
+        log = folder / "decode-0.log"
+        log.write_text("tandem: error: no model there\n")
+        self.member = Member("decode-0", (), Process(), 1, log, is_ready=True)  # type: ignore[arg-type]
+        fleet = FakeFleet(folder, engines=1, members=[self.member])
+        monkeypatch.setattr(supervisor, "is_ready", lambda port: self.gets_ready)
+        self.it = Supervisor(fleet, self.lines.append, clock=lambda: self.now)
+
+    @property
+    def process(self) -> SimpleNamespace:
+        return self.member.process  # type: ignore[return-value]
+
+    def dies(self, code: int = -9) -> None:
+        self.process.returncode = code
+        self.it.look()
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.it.look()
+
+
+@pytest.fixture
+def story(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Story:
+    return Story(tmp_path, monkeypatch)
+
+
+def test_who_has_served_for_a_while_is_started_again_at_once(story: Story) -> None:
+    for _ in range(3):
+        story.after(STEADY_S)
+        story.dies(3)
+        story.after(0)
+        assert story.process.poll() is None
+        story.after(1.5)
+    assert (
+        story.lines
+        == ["decode-0 ended with exit code 3; starting it again now", "decode-0 serves again after 1.5 s"] * 3
+    )
+
+
+def test_who_ends_soon_after_its_start_waits_longer_each_time(story: Story) -> None:
+    story.after(STEADY_S)
+    story.dies()
+    story.after(0)
+    for delay in (*DELAYS_S, DELAYS_S[-1]):
+        story.after(1)
+        story.dies()
+        story.after(delay - 0.01) if delay else None
+        assert delay == 0 or story.process.poll() is not None
+        story.after(0.02)
+        assert story.process.poll() is None
+    story.after(1)
+    story.after(STEADY_S)
+    story.dies()
+    story.after(0)
+    assert story.process.poll() is None, "a life that served for a while begins the count anew"
+
+
+def test_who_never_gets_ready_ends_the_fleet_with_its_own_words(story: Story) -> None:
+    story.gets_ready = False
+    story.dies()
+    for _ in range(MAX_UNREADY - 1):
+        story.after(max(DELAYS_S))
+        story.dies(1)
+    story.after(max(DELAYS_S))
+    with pytest.raises(CommandFailed, match="decode-0: no model there"):
+        story.dies(1)
+
+
+@pytest.mark.parametrize("told_twice_while", ["it says so", "it drains"])
+def test_who_is_told_again_while_it_drains_kills_what_is_left(
+    told_twice_while: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before the line that offers it has returned: somebody has read it by then."""
+    happened: list[str] = []
+
+    class Draining:
+        def stop(self, *, timeout_s: float) -> bool:
+            happened.append("stop")
+            raise KeyboardInterrupt
+
+        def kill(self) -> None:
+            happened.append("kill")
+
+    def say(line: str) -> None:
+        if told_twice_while == "it says so":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(up, "_say", say)
+    with pytest.raises(CommandFailed, match="before it had drained"):
+        up._drain(Draining())  # type: ignore[arg-type]  # what of a fleet it needs
+    assert happened == (["kill"] if told_twice_while == "it says so" else ["stop", "kill"])
