@@ -39,7 +39,7 @@ def eventually(condition: Callable[[], Any], what: str = "condition") -> Any:
 
 @dataclass(frozen=True)
 class Answer:
-    """A proper answer: JSON or, when the body says `stream`, events."""
+    """A proper answer: JSON or, when the body says `stream`, events. Of a decode when a prefill has seen the room."""
 
     body: dict[str, Any] | list[Any] | None = None
     chunks: tuple[bytes, ...] = (b'data: {"text": "a"}\n\n', b'data: {"text": "b"}\n\n', b"data: [DONE]\n\n")
@@ -92,11 +92,16 @@ class Seen:
     query: str = ""
     is_closed: bool = False  # by the router, before the answer was complete
 
+    @property
+    def room(self) -> Any:
+        return self.body["bootstrap_room"]
+
 
 class FakeWorker:
     def __init__(self, role: Role) -> None:
         self.role = role
         self.seen: list[Seen] = []
+        self.prefills: list[FakeWorker] = []  # of a decode
         self.is_healthy = True
         self._behaviours: list[Any] = [Answer()]
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -114,7 +119,7 @@ class FakeWorker:
 
     @property
     def rooms(self) -> list[Any]:
-        return [seen.body["bootstrap_room"] for seen in self.generations]
+        return [seen.room for seen in self.generations]
 
     def behaves(self, *behaviours: Any) -> None:
         """One per request from now on; the last one stays."""
@@ -167,10 +172,18 @@ class FakeWorker:
         }
         return (200, json.dumps(documents[path]).encode()) if path in documents else (404, b"{}")
 
+    def _rooms_of_prefills(self) -> list[Any]:
+        return [room for prefill in self.prefills for room in prefill.rooms]
+
+    async def _until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            await asyncio.sleep(0.005)
+
     async def _behave(self, behaviour: Any, seen: Seen, receive: Receive, send: Send) -> None:
         if isinstance(behaviour, (Reject, Refuse, Die)):
-            while not behaviour.once():
-                await asyncio.sleep(0.005)
+            await self._until(behaviour.once)
+        if isinstance(behaviour, Answer):
+            await self._until(lambda: not self.prefills or seen.room in self._rooms_of_prefills())
         match behaviour:
             case Answer(chunks=chunks, headers=headers) if seen.body.get("stream"):
                 await head(send, 200, {"content-type": "text/event-stream"} | headers)
@@ -265,6 +278,8 @@ class Fleet:
 def fleet(prefills: int = 1, decodes: int = 1, **settings: Any) -> Iterator[Fleet]:
     """A router whose workers are all live. At the end nothing may be under way any more."""
     workers = [FakeWorker(Role.PREFILL) for _ in range(prefills)], [FakeWorker(Role.DECODE) for _ in range(decodes)]
+    for decode in workers[1]:
+        decode.prefills = workers[0]
     told = [
         make_worker(index, worker.role, worker.url, 9000 + index if worker.role is Role.PREFILL else None)
         for index, worker in enumerate(workers[0] + workers[1])

@@ -174,7 +174,11 @@ def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     everybody = descendants(up.pid)
     up.kill()
     up.wait()
-    eventually(lambda: not any(map(is_running, everybody)), within_s=30)
+    eventually(
+        lambda: not any(map(is_running, everybody)),
+        within_s=30,
+        what=lambda: str([Path(f"/proc/{one}/cmdline").read_text() for one in everybody if is_running(one)]),
+    )
 
 
 @pytest.mark.parametrize(

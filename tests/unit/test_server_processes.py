@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
+import sys
+from functools import partial
 
 import pytest
 
@@ -21,6 +24,7 @@ from tandem.server.processes import (
     ServerFailure,
     bind_listeners,
     describe_exit,
+    end_with_parent,
     engine_threads,
     owns_cores,
     start_children,
@@ -149,3 +153,35 @@ def test_children_that_cannot_be_started_leave_nothing_open(monkeypatch: pytest.
         start_children(Launch(ServerConfig(model="tandem/mini"), "", Incarnation("here", "1"), 1, 1, os.getpid()))
     assert len(opened) == 4
     assert [sock.fileno() for sock in opened] == [-1] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_child_whose_parent_ended_before_the_kernel_knew_ends_too(number: signal.Signals) -> None:
+    no_parent = os.getpid() + 1
+    child = subprocess.Popen(["sleep", "60"], preexec_fn=partial(end_with_parent, no_parent, number))
+    assert child.wait(30) == 1
+
+
+HEARD_WHERE_EXCEPTIONS_ARE_SWALLOWED = """
+import os, signal, tandem.cli.serve as serve
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+def find_model(name):
+    Finalized()
+    print("goes on")
+serve.find_model = find_model
+from tandem.cli.main import main
+main(["serve", "any"])
+"""
+
+
+def test_a_signal_that_comes_while_a_server_starts_ends_it_wherever_it_is_heard() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HEARD_WHERE_EXCEPTIONS_ARE_SWALLOWED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "tandem: interrupted\n")

@@ -5,7 +5,6 @@ says why is the line that the user sees. Should this process be killed, the kern
 """
 
 import contextlib
-import ctypes
 import http.client
 import os
 import random
@@ -18,13 +17,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
-from tandem.server.processes import describe_exit
+from tandem.server.processes import describe_exit, end_with_parent
 
-PR_SET_PDEATHSIG = 1
 PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
 POLL_S = 0.02
 PROBE_S = 1.0
@@ -115,7 +114,7 @@ class Fleet:
                 env={**os.environ, "TANDEM_ENGINES": str(self.engines)},
                 pass_fds=() if listener is None else (listener.fileno(),),
                 start_new_session=True,  # Ctrl+C is for us, and we drain them
-                preexec_fn=_end_with_parent,
+                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
 
     def wait_ready(self, *, timeout_s: float, tell: Callable[[Member], None] = lambda member: None) -> None:
@@ -256,10 +255,3 @@ def listen(port: int) -> socket.socket:
 
 def serve_words(model: str, port: int, *flags: str) -> list[str]:
     return ["serve", model, "--port", str(port), *flags]
-
-
-_libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
-
-
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 from tandem.cli.failure import CommandFailed
@@ -14,7 +15,7 @@ from tandem.engine.model_config import ModelError, read_config, read_json
 from tandem.server import logs
 from tandem.server.api.facts import ModelFacts
 from tandem.server.exposure import open_to_others
-from tandem.server.processes import ServerFailure, bind_listeners
+from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners
 from tandem.server.start import serve, with_ports
 
 logger = logging.getLogger("tandem.serve")
@@ -26,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.default_int_handler)  # until the API process drains, which is soon
+            signal.signal(number, end_at_once)  # until the API process drains, which is soon
     config = config_of(args)
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
@@ -45,6 +46,15 @@ def run(args: argparse.Namespace) -> int:
     except ServerFailure as failure:
         raise CommandFailed(str(failure)) from failure
     return 0
+
+
+def end_at_once(number: int, _frame: object) -> None:
+    """For a signal before there is anything to drain; the kernel ends the children with us.
+
+    Why not an exception: where it is raised, in a finalizer or a callback, it may be swallowed, and nobody ends.
+    """
+    os.write(sys.stderr.fileno(), b"tandem: interrupted\n")
+    os._exit(1)
 
 
 def more_workers_than_cores(config: ServerConfig) -> str | None:

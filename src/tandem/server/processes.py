@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +31,7 @@ from tandem.membership import ClusterSecret, SecretError, read_secret, user_secr
 from tandem.ranks import Rank, all_ranks
 
 PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: its terminal is closed
 # How OpenMP's threads wait: in GNU's words and in Intel's. Spins are about a hundred microseconds.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
@@ -170,7 +172,7 @@ def _start(
         pass_fds=fds,
         env=environment,
         start_new_session=True,  # Ctrl+C in a terminal is for the parent, which drains
-        preexec_fn=_end_with_parent,  # not when it has imported torch: the parent may be gone by then
+        preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGKILL),
     )
     assert child.stdin is not None
     try:
@@ -184,8 +186,13 @@ def _start(
 _libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
 
 
-def _end_with_parent() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_parent(parent: int, number: signal.Signals) -> None:
+    """In a child between fork and exec: have the kernel send it this signal when its parent ends, whenever that is."""
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)  # a handler of the parent's would take it, and exec would forget it
+    _libc.prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the kernel knew
 
 
 def worker_environment(cpu_threads: int, *, deterministic: bool, owns_cores: bool = False) -> dict[str, str]:

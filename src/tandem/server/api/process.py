@@ -55,9 +55,8 @@ from tandem.server.api.turn_limits import TurnServer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
 from tandem.server.fault_records import OFF, folder_of
-from tandem.server.processes import ChildName, Children, Listeners, Replicas, ServerFailure
+from tandem.server.processes import STOP_SIGNALS, ChildName, Children, Listeners, Replicas, ServerFailure
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: its terminal is closed
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
