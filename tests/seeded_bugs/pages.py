@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 from seeded_bugs.base import mutant, replaced
 from tandem.core.disagg import decode_side, prefill_side
+from tandem.core.events import TransferDrained
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.scheduler import node, state
 from tandem.transfer import lender
+from tandem.transfer.puller import Puller
 
 
 @mutant(0, "S2", "S4", "S5", "S13", "S14")
@@ -56,6 +58,19 @@ def destination_pages_freed_without_waiting_for_the_transfer() -> Iterator[None]
         gone.drains = {}
 
     with replaced(decode_side, "abandon_transfer", abandon_transfer):
+        yield
+
+
+@mutant(6, "S4")
+def cancelled_pull_is_drained_while_a_page_may_still_land() -> Iterator[None]:
+    original = Puller.cancel
+
+    def cancel(puller, command):
+        original(puller, command)
+        if puller.can_land(command.request):
+            puller._report(TransferDrained(command.request, command.attempt, puller._shard))
+
+    with replaced(Puller, "cancel", cancel):
         yield
 
 

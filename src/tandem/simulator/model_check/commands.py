@@ -23,14 +23,10 @@ from tandem.core.commands import (
     Tell,
 )
 from tandem.core.disagg.messages import Message, Offer
-from tandem.core.events import TransferDrained
 from tandem.core.settings import Role
-from tandem.core.values import ZERO_NS, RequestId
-from tandem.simulator.model_check.replica_value import Draft, Pull, SmallHalf
-from tandem.simulator.model_check.transitions import SHARD, end_pull
+from tandem.core.values import ZERO_NS
+from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Script, Violation
-
-DIGEST_BYTES = 8
 
 
 def dispatch(draft: Draft, command: Command) -> None:
@@ -39,7 +35,6 @@ def dispatch(draft: Draft, command: Command) -> None:
             draft.work.append(plan)
         case ForgetRequests(requests):
             draft.work.append(requests)
-            draft.pulls = [pull for pull in draft.pulls if pull.is_moving or pull.request not in requests]
         case EmitTokens() | StartRequest() | FinishRequest() | FailRequest():
             _see(draft, command)
         case RenderAgain(request):
@@ -56,9 +51,9 @@ def dispatch(draft: Draft, command: Command) -> None:
             draft.to_digest = [job for job in draft.to_digest if (job.request, job.attempt) != (request, attempt)]
             draft.lender.revoke(request, attempt)
         case PullPages():
-            _pull(draft, command)
-        case CancelPull(request, attempt):
-            _cancel(draft, request, attempt)
+            draft.reader.pull(command)
+        case CancelPull():
+            draft.reader.cancel(command)
 
 
 def _timeless(message: Message) -> Message:
@@ -67,33 +62,6 @@ def _timeless(message: Message) -> Message:
         return message
     row = msgspec.structs.replace(message.result, queue_ns=ZERO_NS, compute_ns=ZERO_NS, overlapped_ns=ZERO_NS)
     return msgspec.structs.replace(message, result=row)
-
-
-def _pull(draft: Draft, command: PullPages) -> None:
-    at = next(
-        (i for i, p in enumerate(draft.pulls) if (p.request, p.attempt) == (command.request, command.attempt)), None
-    )
-    if at is None:
-        draft.pulls.append(Pull(command.request, command.attempt, command.room, command.peer, command.secrets[SHARD]))
-        at = len(draft.pulls) - 1
-    pull, digests = draft.pulls[at], command.digests[SHARD]
-    if pull.has_ended:
-        return
-    if command.first_wanted != len(pull.wanted):
-        raise Violation("S5", f"request {pull.request} wants pages from {command.first_wanted}, has {len(pull.wanted)}")
-    pages = zip(command.sources, command.generations, command.destinations, strict=True)
-    wanted = tuple((*page, digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]) for i, page in enumerate(pages))
-    draft.pulls[at] = msgspec.structs.replace(pull, wanted=pull.wanted + wanted)
-
-
-def _cancel(draft: Draft, request: RequestId, attempt: int) -> None:
-    for index, pull in enumerate(draft.pulls):
-        if (pull.request, pull.attempt) == (request, attempt):
-            draft.pulls[index] = msgspec.structs.replace(pull, has_ended=True)
-            if not pull.is_moving:
-                end_pull(draft, index)
-            return
-    draft.inbox.append(TransferDrained(request, attempt, SHARD))
 
 
 def _see(draft: Draft, command: EmitTokens | StartRequest | FinishRequest | FailRequest) -> None:

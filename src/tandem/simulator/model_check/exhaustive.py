@@ -3,7 +3,7 @@
 From each situation everything that can happen is tried once. Three things are checked:
 
     always        whatever a node holds is conserved and has one owner, clients see the right tokens and one end, no
-                  page is read or written by another request, nothing raises (`small.replica`)
+                  page is read or written by another request, nothing raises (`model_check.replica`)
     afterwards    from every situation at which the search stops, faults are switched off and the world runs on: every
                   request ends, and nothing is held by anybody. Of every situation before those, one move that is no
                   fault leads to another that was searched, so it ends as well.

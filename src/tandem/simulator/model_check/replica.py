@@ -17,12 +17,13 @@ from tandem.core.events import Event
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
-from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator import checkers
 from tandem.simulator.actors.executor import Executor
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
 from tandem.simulator.model_check.forks import Forks
+from tandem.simulator.model_check.reader import SHARD, thaw_reader
 from tandem.simulator.model_check.replica_value import (
     Cast,
     Draft,
@@ -48,7 +49,7 @@ class Outcome:
 
     replica: int
     told: tuple[tuple[Incarnation, Message], ...] = ()
-    answer: Any = None  # of "read begins": why not; of "read ends": the contents
+    answer: Any = None  # of "read begins": why not; of "page is sent": the contents, and whether it is the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,7 @@ class Stage:
     def _draft(self, replica: SmallReplica) -> Draft:
         node = self.forks.node(replica.node)
         guard = self._guard(self._look(replica.life, node))
-        executor = Executor(self.cast.settings.num_pages, self.cast.settings.page_size, ShardId(0), guard)
+        executor = Executor(self.cast.settings.num_pages, self.cast.settings.page_size, SHARD, guard)
         thaw(executor, replica.worker, self.cast)
         inbox = list(replica.inbox)
         return Draft(
@@ -147,7 +148,7 @@ class Stage:
             list(replica.work),
             list(replica.to_digest),
             thaw_lender(replica.grants, inbox),
-            list(replica.pulls),
+            thaw_reader(replica.reader, inbox),
             list(replica.lookups),
             list(replica.to_render),
             inbox,
@@ -164,7 +165,7 @@ class Stage:
             tuple(draft.work),
             tuple(draft.to_digest),
             frozen_lender(draft.lender),
-            tuple(draft.pulls),
+            draft.reader.frozen(),
             tuple(draft.lookups),
             tuple(draft.to_render),
             tuple(draft.inbox),
@@ -226,7 +227,7 @@ class Stage:
             "worker requests": len(replica.worker.requests),
             "decode rows of the worker": len(replica.worker.decode_set),
             "grants": len(replica.grants),
-            "pulls": len(replica.pulls),
+            "pulls": len(replica.reader.readings),
         }
         left = [f"{count} {what}" for what, count in held.items() if count]
         if left:

@@ -20,12 +20,15 @@ from tandem.core.kv.pool import PageState
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
-from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.executor import Executor, PageMemory, WorkerRequest
+from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
+from tandem.transfer.protocol import GRANT_SECRET_BYTES
 
 Value = TypeVar("Value", bound=Hashable)
+NO_READER = Reader().frozen()
 
 
 @dataclass(slots=True)
@@ -72,18 +75,6 @@ class GrantValue(Struct, frozen=True):
     is_revoked: bool
 
 
-class Pull(Struct, frozen=True):
-    request: RequestId
-    attempt: int
-    room: int
-    peer: Incarnation
-    secret: bytes  # of the grant
-    wanted: tuple[tuple[int, int, PageId, bytes], ...] = ()  # source, its generation, destination, digest
-    landed: int = 0
-    is_moving: bool = False  # the next wanted page is on its way
-    has_ended: bool = False  # failed or cancelled
-
-
 class SmallHalf(Struct, frozen=True):
     """What the client has seen of one request on this replica."""
 
@@ -123,7 +114,7 @@ class SmallReplica(Struct, frozen=True):
     work: tuple[BatchPlan | tuple[RequestId, ...], ...] = ()  # batches, and requests to forget in between
     to_digest: tuple[PublishPages, ...] = ()
     grants: tuple[GrantValue, ...] = ()
-    pulls: tuple[Pull, ...] = ()
+    reader: ReaderValue = NO_READER
     lookups: tuple[Address, ...] = ()
     to_render: tuple[RequestId, ...] = ()
     inbox: tuple[Event, ...] = ()  # said by the data plane, not heard yet
@@ -142,8 +133,8 @@ class Draft:
     halves: dict[RequestId, SmallHalf]
     work: list[BatchPlan | tuple[RequestId, ...]]
     to_digest: list[PublishPages]
-    lender: Lender[int]  # links are numbers, each for one page
-    pulls: list[Pull]
+    lender: Lender[int]  # links are the reader's numbers
+    reader: Reader
     lookups: list[Address]
     to_render: list[RequestId]
     inbox: list[Event]
@@ -160,10 +151,10 @@ def thaw_lender(grants: tuple[GrantValue, ...], inbox: list[Event]) -> Lender[in
     """One that says to `inbox` what it has to say."""
 
     def draw_secret(command: PublishPages) -> bytes:
-        return b"secret of %d.%d" % (command.request, command.attempt)
+        return (b"secret of %d.%d" % (command.request, command.attempt)).ljust(GRANT_SECRET_BYTES)
 
     lender: Lender[int] = Lender(
-        ShardId(0), draw_secret=draw_secret, report=inbox.append, cut=lambda link: None, max_links=1
+        SHARD, draw_secret=draw_secret, report=inbox.append, cut=lambda link: None, max_links=1
     )
     for value in grants:
         grant: Grant[int] = Grant(value.request, value.attempt, value.room, value.secret, dict(value.generations))

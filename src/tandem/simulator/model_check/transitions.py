@@ -17,24 +17,21 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
-    PagesLanded,
     PeerLearned,
     PeerLost,
     PeerSaid,
     PeerUnknown,
     PromptRendered,
     RequestArrived,
-    TransferDrained,
-    TransferFailed,
 )
 from tandem.core.kv.pool import PageState
-from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.executor import digest
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Violation
-from tandem.transfer.protocol import REFUSALS, Status
-
-SHARD = ShardId(0)
+from tandem.transfer.jobs import Trouble
+from tandem.transfer.lender import Grant
+from tandem.transfer.protocol import Status
 
 
 def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
@@ -122,20 +119,19 @@ def _digested(draft: Draft) -> tuple[Event, ...]:
     return (draft.inbox.pop(),)  # the one thread that digests says it before it goes on
 
 
-def _read_begins(draft: Draft, room: int, page: int, generation: int, secret: bytes) -> None:
-    """Answers with the cause of a refusal."""
-    grant = draft.lender.lease(page, room, secret=secret, pages=(page,), generations=(generation,))
+def _read_begins(
+    draft: Draft, link: int, room: int, secret: bytes, pages: tuple[int, ...], generations: tuple[int, ...]
+) -> None:
+    """Answers with the status of a refusal."""
+    grant = draft.lender.lease(link, room, secret=secret, pages=pages, generations=generations)
     if isinstance(grant, Status):
-        draft.answer = REFUSALS[grant][0]
+        draft.answer = grant
 
 
-def _read_ends(draft: Draft, room: int, page: PageId, generation: int) -> None:
-    """Answers with the contents. The page must still be what it was when the read began."""
-    grant = next(
-        grant
-        for grant in draft.lender.grants()
-        if grant.room == room and page in grant.readers and grant.generations[page] == generation
-    )
+def _page_is_sent(draft: Draft, link: int, page: PageId, generation: int, is_last: bool) -> None:
+    """Answers with the contents, and whether it is the last page that this link sends. The page must still be what it
+    was when the read began."""
+    grant = _lease(draft, link)
     pool = draft.node.state.pool
     if pool.generations[page] != generation:
         raise Violation(
@@ -143,56 +139,53 @@ def _read_ends(draft: Draft, room: int, page: PageId, generation: int) -> None:
         )
     if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
         raise Violation("S4", f"{draft.cast.name}: page {page} of request {grant.request} is read and given away")
-    draft.answer = tuple(draft.executor.memory.slots[page])
-    draft.lender.end_lease(grant, page, draft.now, is_sent=True)
+    is_last = is_last or grant.is_revoked
+    draft.answer = tuple(draft.executor.memory.slots[page]), is_last
+    if is_last:
+        draft.lender.end_lease(grant, link, draft.now, is_sent=not grant.is_revoked)
+
+
+def _link_breaks(draft: Draft, link: int) -> None:
+    draft.lender.end_lease(_lease(draft, link), link, draft.now, is_sent=False)
+
+
+def _lease(draft: Draft, link: int) -> Grant[int]:
+    return next(grant for grant in draft.lender.grants() if link in grant.readers)
 
 
 def _readers_die(draft: Draft) -> None:
     for grant in reversed(draft.lender.grants()):
-        for page in list(grant.readers):
-            draft.lender.end_lease(grant, page, draft.now, is_sent=False)
+        for link in list(grant.readers):
+            draft.lender.end_lease(grant, link, draft.now, is_sent=False)
 
 
 # The destination of pages.
 
 
-def _page_leaves(draft: Draft, index: int) -> None:
-    draft.pulls[index] = msgspec.structs.replace(draft.pulls[index], is_moving=True)
+def _connects(draft: Draft, number: int) -> None:
+    draft.reader.connects(number)
 
 
-def _page_lands(draft: Draft, index: int, contents: tuple[int, ...]) -> None:
+def _asks(draft: Draft, number: int) -> None:
+    draft.reader.is_asked(number)
+
+
+def _page_lands(draft: Draft, number: int, contents: tuple[int, ...], is_last: bool) -> None:
     """Write first, then compare; a cancelled pull is drained once its page on the way has landed."""
-    pull = draft.pulls[index]
-    _, _, destination, expected = pull.wanted[pull.landed]
-    if draft.node.state.pool.owners[destination] != pull.request:
+    request, destination, expected = draft.reader.next_page(number)
+    if draft.node.state.pool.owners[destination] != request:
         raise Violation(
-            "S4", f"{draft.cast.name}: a page of request {pull.request} lands in {destination}, which is not its own"
+            "S4", f"{draft.cast.name}: a page of request {request} lands in {destination}, which is not its own"
         )
     draft.executor.memory.copy_in(destination, list(contents))
-    if pull.has_ended:
-        end_pull(draft, index)
-    elif digest(list(contents)) != expected:
-        _fail_pull(draft, index, Cause.CORRUPT_PAGES)
+    if int.from_bytes(digest(list(contents)), "little") != expected:
+        draft.reader.fails(number, Trouble.CORRUPT)
     else:
-        draft.pulls[index] = msgspec.structs.replace(pull, is_moving=False, landed=pull.landed + 1)
-        draft.inbox.append(PagesLanded(pull.request, pull.attempt, SHARD, pull.landed + 1))
+        draft.reader.lands(number, is_last_sent=is_last)
 
 
-def _pull_fails(draft: Draft, index: int, cause: Cause) -> None:
-    if draft.pulls[index].has_ended:
-        end_pull(draft, index)
-    else:
-        _fail_pull(draft, index, cause)
-
-
-def _fail_pull(draft: Draft, index: int, cause: Cause) -> None:
-    pull = draft.pulls[index] = msgspec.structs.replace(draft.pulls[index], is_moving=False, has_ended=True)
-    draft.inbox.append(TransferFailed(pull.request, pull.attempt, SHARD, cause))
-
-
-def end_pull(draft: Draft, index: int) -> None:
-    pull = draft.pulls.pop(index)
-    draft.inbox.append(TransferDrained(pull.request, pull.attempt, SHARD))
+def _read_fails(draft: Draft, number: int, trouble: Trouble, status: Status = Status.OK) -> None:
+    draft.reader.fails(number, trouble, status)
 
 
 TRANSITIONS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
@@ -212,9 +205,11 @@ TRANSITIONS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
     "waits": _waits,
     "digested": _digested,
     "read begins": _read_begins,
-    "read ends": _read_ends,
+    "page is sent": _page_is_sent,
+    "link breaks": _link_breaks,
     "readers die": _readers_die,
-    "page leaves": _page_leaves,
+    "connects": _connects,
+    "asks": _asks,
     "page lands": _page_lands,
-    "pull fails": _pull_fails,
+    "read fails": _read_fails,
 }

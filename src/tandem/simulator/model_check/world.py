@@ -14,11 +14,13 @@ from msgspec import Struct
 from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
 from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, RequestId, Room
+from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
+from tandem.simulator.model_check.reader import Reading
 from tandem.simulator.model_check.replica import Move, Outcome, Stage, Witness
-from tandem.simulator.model_check.replica_value import Cast, Numbered, Pull, SmallReplica
+from tandem.simulator.model_check.replica_value import Cast, Numbered, SmallReplica
 from tandem.simulator.oracle import Script
+from tandem.transfer.jobs import Trouble
 
 PREFILL, DECODE = 0, 1
 PAGE_SIZE = 4
@@ -193,11 +195,12 @@ class SmallWorld:
             yield ("own", side, "finds nobody", address), Fault.FAILURE
         if replica.to_digest:
             yield ("own", side, "digested"), None
-        for number, pull in enumerate(replica.pulls):
-            if pull.is_moving:
+        for number, reading in enumerate(replica.reader.readings):
+            if reading.is_asked:
                 yield ("land", number), None
-                yield ("break", number), Fault.FAILURE
-            elif not pull.has_ended and pull.landed < len(pull.wanted):
+                yield ("break", number), None if reading.is_cut else Fault.FAILURE
+                yield ("corrupt", number), Fault.FAILURE
+            else:
                 yield ("read", number), None
         if replica.work:
             yield ("own", side, "batch returns"), None
@@ -239,7 +242,9 @@ class SmallWorld:
             case ("land", number):
                 return self._land(world_state, number)
             case ("break", number):
-                return self._break(world_state, number)
+                return self._fail(world_state, number, Trouble.BROKEN)
+            case ("corrupt", number):
+                return self._fail(world_state, number, Trouble.CORRUPT)
             case ("restart", side):
                 return self._restart(world_state, side)
             case ("time", _):
@@ -277,35 +282,39 @@ class SmallWorld:
             return self._let(world_state, side, ("loses peer", item.source))
         return self._let(world_state, side, ("hears", item.source, item.message))
 
-    def _pull(self, world_state: WorldState, number: int) -> tuple[Pull, bool]:
-        """A pull of the decode, and whether the life that it reads from is still there."""
-        pull = self.replica(world_state, DECODE).pulls[number]
-        return pull, pull.peer == self.replica(world_state, PREFILL).life
+    def _reading(self, world_state: WorldState, number: int) -> Reading:
+        return self.replica(world_state, DECODE).reader.readings[number]
+
+    def _is_there(self, world_state: WorldState, number: int) -> bool:
+        """Whether the life that decode reads from has not ended."""
+        return self._reading(world_state, number).peer == self.replica(world_state, PREFILL).life
 
     def _read(self, world_state: WorldState, number: int) -> WorldState:
-        pull, is_there = self._pull(world_state, number)
-        page, generation, _, _ = pull.wanted[pull.landed]
-        reading = ("read begins", pull.room, page, generation, pull.secret)
-        refusal = self.stages[PREFILL].apply(world_state[PREFILL], reading).answer if is_there else Cause.PEER_LOST
+        if not self._is_there(world_state, number):
+            return self._let(world_state, DECODE, ("read fails", number, Trouble.BROKEN))
+        world_state = self._let(world_state, DECODE, ("connects", number))
+        reading = self._reading(world_state, number)
+        asked = ("read begins", reading.link, reading.room, reading.secret, reading.sources, reading.generations)
+        refusal = self.stages[PREFILL].apply(world_state[PREFILL], asked).answer
         if refusal is not None:
-            return self._let(world_state, DECODE, ("pull fails", number, refusal))
-        return self._let(self._let(world_state, PREFILL, reading), DECODE, ("page leaves", number))
+            return self._let(world_state, DECODE, ("read fails", number, Trouble.REFUSED, refusal))
+        return self._let(self._let(world_state, PREFILL, asked), DECODE, ("asks", number))
 
     def _land(self, world_state: WorldState, number: int) -> WorldState:
-        pull, is_there = self._pull(world_state, number)
-        if not is_there:
-            return self._let(world_state, DECODE, ("pull fails", number, Cause.PEER_LOST))
-        page, generation, _, _ = pull.wanted[pull.landed]
-        reading = ("read ends", pull.room, page, generation)
-        contents = self.stages[PREFILL].apply(world_state[PREFILL], reading).answer
-        return self._let(self._let(world_state, PREFILL, reading), DECODE, ("page lands", number, contents))
+        if not self._is_there(world_state, number):
+            return self._let(world_state, DECODE, ("read fails", number, Trouble.BROKEN))
+        reading = self._reading(world_state, number)
+        is_last = len(reading.sources) == 1 or reading.is_cut
+        sending = ("page is sent", reading.link, reading.sources[0], reading.generations[0], is_last)
+        contents, is_last = self.stages[PREFILL].apply(world_state[PREFILL], sending).answer
+        world_state = self._let(world_state, PREFILL, sending)
+        return self._let(world_state, DECODE, ("page lands", number, contents, is_last))
 
-    def _break(self, world_state: WorldState, number: int) -> WorldState:
-        pull, is_there = self._pull(world_state, number)
-        page, generation, _, _ = pull.wanted[pull.landed]
-        if is_there:
-            world_state = self._let(world_state, PREFILL, ("read ends", pull.room, page, generation))
-        return self._let(world_state, DECODE, ("pull fails", number, Cause.TRANSFER_FAILED))
+    def _fail(self, world_state: WorldState, number: int, trouble: Trouble) -> WorldState:
+        if self._is_there(world_state, number):
+            breaking = ("link breaks", self._reading(world_state, number).link)
+            world_state = self._let(world_state, PREFILL, breaking)
+        return self._let(world_state, DECODE, ("read fails", number, trouble))
 
     def _restart(self, world_state: WorldState, side: int) -> WorldState:
         """What this life has said may still be heard, then that it has ended; what was said to it is lost."""
@@ -342,6 +351,14 @@ def spend(budget: FaultBudget, fault: Fault) -> FaultBudget | None:
     return (*budget[:fault], budget[fault] - 1, *budget[fault + 1 :])
 
 
+ENDS_OF_READS = {
+    "read": "asks for pages",
+    "land": "gets a page",
+    "break": "loses its connection",
+    "corrupt": "gets a page that differs from its digest",
+}
+
+
 def describe(move: Move) -> str:
     """One line of a counterexample."""
     sides = ("prefill", "decode")
@@ -362,9 +379,8 @@ def describe(move: Move) -> str:
             return f"{sides[side]} finds {address.host}"
         case ("decline", request):
             return f"decode serves request {request} alone, and says so"
-        case ("read" | "land" | "break", number):
-            ends = {"read": "begins to read a page", "land": "gets a page", "break": "loses a page on its way"}
-            return f"decode {ends[move[0]]} of pull {number}"
+        case ("read" | "land" | "break" | "corrupt", number):
+            return f"decode {ENDS_OF_READS[move[0]]} in its read {number}"
         case ("restart", side):
             return f"{sides[side]} dies and comes back"
         case _:
