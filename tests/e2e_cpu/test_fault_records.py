@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import HttpError, Server, child_named, cluster, eventually
+from cluster import HttpError, Server, child_named, children_of, cluster, eventually, is_running
 from safetensors.numpy import load_file, save_file
 
 import tandem
@@ -75,6 +75,31 @@ def test_a_node_that_hangs_leaves_a_record(folder: Path, capsys: pytest.CaptureF
         assert "the node process hangs" in server.log
         for machine in ("node", "edge"):
             check_replays(record_of(folder, machine), server, capsys)
+
+
+HANGS_ON_SIGNAL = """
+import signal, sys, time
+if "serve" in sys.orig_argv:
+    signal.signal(signal.SIGUSR2, lambda *_: time.sleep(3600))
+"""
+
+
+def test_an_api_process_whose_loop_hangs_ends_with_the_cause_and_leaves_a_record(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Signals are handled in the thread of the loop, which then has no turn."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS_ON_SIGNAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with alone("--watchdog-timeout", "2") as server:
+        server.generate(PROMPT)
+        process = server.member.process
+        children = children_of(process.pid)
+        os.kill(process.pid, signal.SIGUSR2)
+        eventually(lambda: has_ended(server), within_s=60)
+        assert process.returncode == 1
+        assert "the API process hangs: no turn of its event loop for 2 s" in server.log
+        eventually(lambda: not any(map(is_running, children)))
+        check_replays(record_of(folder, "edge"), server, capsys)
 
 
 @pytest.fixture(scope="module")

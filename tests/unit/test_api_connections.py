@@ -276,9 +276,9 @@ def test_a_stream_that_nobody_reads_is_aborted_at_its_node() -> None:
 
     async def story(port: Port) -> None:
         await unread(port, generate({"text": "x", "stream": True, "sampling_params": {"max_new_tokens": 200_000}}))
-        await until(lambda: it.client.num_live == 1)
-        await until(lambda: it.client.num_live == 0)
+        await until(lambda: it.node.sent)
         assert [type(message) for message in it.node.sent] == [AbortRequested]
+        await until(lambda: it.client.num_live == 0)
         await until(lambda: port.bounds.num_open == 0)
 
     serves(story, it.app)

@@ -4,6 +4,7 @@ from collections import Counter
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from tandem.core.commands import AnnounceDpRank, FailRequest, FinishReason, FinishRequest, Path, StageTimings
 from tandem.core.events import AbortRequested, RequestRefused, StopMatched
@@ -290,3 +291,16 @@ def test_whatever_happens_each_request_ends_once_and_nothing_is_left(seed: int) 
     assert set(story.ended) == story.known
     assert (requests._clients, requests._named) == ({}, {})
     assert [(rank.num_requests, rank.num_tokens) for rank in requests.ranks] == [(0, 0)] * requests.num_ranks
+
+
+@pytest.mark.parametrize("routed", [0, -1])
+def test_a_room_that_runs_on_another_rank_is_refused_and_its_other_half_is_not_led_astray(routed: int) -> None:
+    requests = server(2)
+    room = 3  # of rank 1
+    submitted(requests, structs.replace(arrival(requests, room=room), routed=1))
+    declined = requests.submit([structs.replace(arrival(requests, room=room), routed=routed)], START)
+    assert isinstance(declined, Declined)
+    assert declined.failure.code == (Cause.DUPLICATE_ROOM if routed == 0 else Problem.INVALID_VALUE)
+    assert declined.actions == ()
+    assert requests.ended(finished(1), START) != []
+    assert isinstance(requests.submit([structs.replace(arrival(requests, room=room), routed=0)], START), Placed)

@@ -17,7 +17,7 @@ than the stall timeout is cut off. Methods return what is to be done, in this or
 when to call `wake` at the latest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, NewType, ParamSpec, Protocol, TypeVar
@@ -31,7 +31,7 @@ from tandem.core.dp_dispatch import NO_ROOM, Loads, Newcomer, RankLoad, Refused,
 from tandem.core.events import AbortRequested, DrainRequested, RequestRefused, StopMatched
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod, PrefillInfo
-from tandem.core.values import MILLISECOND, Cause, Nanos, RequestId
+from tandem.core.values import MILLISECOND, Cause, Nanos, RequestId, Room
 from tandem.server.api.errors import Failure, Problem
 
 SILENCE_GRACE_NS = 500 * MILLISECOND  # how long after a deadline the node may still say it itself
@@ -99,6 +99,7 @@ class Recorder(Protocol):
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+Name = TypeVar("Name", bound=Hashable)
 
 
 def recorded(
@@ -168,6 +169,7 @@ class LiveRequests:
     succeeded: tuple[Path, Nanos] | None = None  # the last request that got its tokens, canaries aside, and when
     _live: dict[RequestId, LiveRequest] = field(default_factory=dict[RequestId, LiveRequest])
     _named: dict[str, list[RequestId]] = field(default_factory=dict[str, list[RequestId]])
+    _in_rooms: dict[Room, list[RequestId]] = field(default_factory=dict[Room, list[RequestId]])
     _clients: dict[ClientId, dict[RequestId, None]] = field(default_factory=dict[ClientId, dict[RequestId, None]])
     _blocked: dict[ClientId, Nanos] = field(default_factory=dict[ClientId, Nanos])  # since when
     _next_rank: int = 0
@@ -268,6 +270,8 @@ class LiveRequests:
         if failure is not None:
             return Declined(failure, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), failure)))
         ranks = self._ranks_for(arrivals, is_canary=is_canary)
+        if not isinstance(ranks, Failure):
+            ranks = self._room_in_use(arrivals, ranks) or ranks
         if isinstance(ranks, Failure):
             return Declined(ranks, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), ranks)))
         self._last_client += 1
@@ -403,6 +407,8 @@ class LiveRequests:
         self._clients.setdefault(client, {})[request.id] = None
         for name in live.names:
             self._named.setdefault(name, []).append(request.id)
+        if request.room is not None:
+            self._in_rooms.setdefault(request.room, []).append(request.id)
         rank = self.ranks[dp_rank]
         rank.num_requests += 1
         rank.num_tokens += request.prompt_len
@@ -429,15 +435,23 @@ class LiveRequests:
         rank.num_requests -= 1
         rank.num_tokens -= live.request.prompt_len + live.num_tokens
         for name in live.names:
-            self._named[name].remove(live.request.id)
-            if not self._named[name]:
-                del self._named[name]
+            drop(self._named, name, live.request.id)
+        if live.request.room is not None:
+            drop(self._in_rooms, live.request.room, live.request.id)
 
     def _name_in_use(self, arrivals: Sequence[Arrival]) -> Failure | None:
         for name in (name for arrival in arrivals for name in arrival.names):
             if name in self._named:
                 reason = f"rid {name!r} is in use by a request that is still running"
                 return Failure(Problem.DUPLICATE_RID, reason, "rid")
+        return None
+
+    def _room_in_use(self, arrivals: Sequence[Arrival], ranks: Sequence[int]) -> Failure | None:
+        """On another rank; its own one sees for itself. Decode must not be led from a request that runs to this one."""
+        for arrival, dp_rank in zip(arrivals, ranks, strict=True):
+            there = self._in_rooms.get(arrival.request.room, ()) if arrival.request.room is not None else ()
+            if any(self._live[request].dp_rank != dp_rank for request in there):
+                return Failure(Cause.DUPLICATE_ROOM, f"room {arrival.request.room} is in use", "bootstrap_room")
         return None
 
     def _ranks_for(self, arrivals: Sequence[Arrival], *, is_canary: bool) -> list[int] | Failure:
@@ -487,8 +501,9 @@ class LiveRequests:
         ]
 
     def _close_room(self, request: Request, dp_rank: int, cause: Cause, reason: str) -> list[Action]:
-        """Whoever asks for the room of this request is told by this rank that there is nothing."""
-        if request.room is None:
+        """Whoever asks for the room of this request is told by this rank that there is nothing; unless one that runs
+        has the same room."""
+        if request.room is None or any(other != request.id for other in self._in_rooms.get(request.room, ())):
             return []
         told: list[Action] = [Tell(dp_rank, RequestRefused(request, cause, reason))]
         prefill = self.ranks[dp_rank].prefill
@@ -497,6 +512,13 @@ class LiveRequests:
             if not isinstance(found, Quiet):
                 told.append(AnnounceDpRank(request.room, dp_rank, found.sought))
         return told
+
+
+def drop(table: dict[Name, list[RequestId]], name: Name, request: RequestId) -> None:
+    """One of those of this name; the name with the last of them."""
+    table[name].remove(request)
+    if not table[name]:
+        del table[name]
 
 
 def declined_as(failure: Failure) -> Cause:

@@ -119,7 +119,7 @@ class ApiProcess:
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._has_said_goodbye = False  # the nodes end because we told them to
-        self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=end_process)
+        self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=self._loop_hangs)
         self._registry = Registry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._client = NodeClient(
@@ -296,6 +296,12 @@ class ApiProcess:
             asyncio.get_running_loop().call_later(RECORD_S, children.kill_some, who)
         else:
             children.kill_some(who)
+
+    def _loop_hangs(self, line: str) -> None:
+        """In the thread of the watchdog. What the loop was in the middle of may be half done on record."""
+        with contextlib.suppress(Exception):
+            self._client.last_steps.write_last(line)
+        end_process(line)
 
     # -- a rank that is lost -----------------------------------------------------------------------------------------
 

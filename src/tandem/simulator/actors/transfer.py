@@ -171,6 +171,11 @@ class KvStore:
             reader.has_no_socket = reader.has_no_socket or reader.shard == failing
             reader.pull(command)
 
+    def find_sockets(self) -> None:
+        """There are some again."""
+        for reader in self.readers:
+            reader.has_no_socket = False
+
     def cancel(self, command: CancelPull) -> None:
         for reader in self.readers:
             reader.puller.cancel(command)

@@ -383,6 +383,7 @@ class FaultInjector:
             self._thaw(replica)
             if replica.life is not None:
                 self._go_on(replica.life)
+                replica.life.store.find_sockets()
         for server in world.servers.values():
             self._revive(server)
             world.edge.go_on(server)
