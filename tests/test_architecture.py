@@ -263,8 +263,8 @@ def test_there_are_no_imports_for_types_only() -> None:
 # --- what nobody may use ---------------------------------------------------------------------------------------------
 
 
-# What they wrote themselves: the training script its checkpoint, optimizer state included; the search of the small worlds
-# situations of a reader, in the memory of one process.
+# What they wrote themselves: the training script its checkpoint, optimizer state included; the search of the small
+# worlds situations of a reader, in the memory of one process.
 MAY_LOAD_OWN_STATE = {
     "models/mini/train.py": "torch.load",
     "src/tandem/simulator/model_check/reader.py": "pickle",

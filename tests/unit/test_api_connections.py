@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -316,6 +317,31 @@ def test_a_thousand_accepts_that_fail_are_one_line(caplog: pytest.LogCaptureFixt
         asyncio.run(story())
     assert len([record for record in caplog.records if record.name == "tandem.http"]) == 1
     assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
+
+
+def test_a_port_that_is_closed_before_accepting_is_tried_again_is_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+
+    class Full(socket.socket):
+        def accept(self) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        quiet_accept_errors(loop)
+        listener = Full()
+        listener.bind(("127.0.0.1", 0))
+        server = await asyncio.start_server(lambda reader, writer: None, sock=listener)
+        with socket.create_connection(listener.getsockname()):
+            await until(lambda: caplog.records)
+            server.close()
+            await asyncio.sleep(0.05)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(story())
+    assert {record.name for record in caplog.records} == {"tandem.http"}
 
 
 def test_a_line_says_once_a_second_how_often(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from tandem.core.commands import FailRequest
 from tandem.core.request import Request
-from tandem.core.values import SECOND, Cause, Nanos, RequestId
+from tandem.core.values import SECOND, Cause, Nanos, RequestId, Room
 from tandem.server.api.edge_record import EDGE, EdgeRing, restored, snapshot
 from tandem.server.api.live_requests import Arrival, LiveRequests, Placed
 from tandem.server.channel import frame
@@ -27,7 +27,8 @@ class Edge:
             self.requests.ready(rank)
 
     def submit(self, name: str = "") -> Placed:
-        request = Request(self.requests.next_id(), "rid", 20, (bytes(16),), 5, Nanos(60 * SECOND), room=7)
+        number = self.requests.next_id()
+        request = Request(number, "rid", 20, (bytes(16),), 5, Nanos(60 * SECOND), room=Room(number))
         placed = self.requests.submit([Arrival(request, (name,) if name else ())], self.now)
         assert isinstance(placed, Placed)
         return placed

@@ -304,3 +304,14 @@ def test_a_room_that_runs_on_another_rank_is_refused_and_its_other_half_is_not_l
     assert declined.actions == ()
     assert requests.ended(finished(1), START) != []
     assert isinstance(requests.submit([structs.replace(arrival(requests, room=room), routed=0)], START), Placed)
+
+
+def test_a_router_that_tries_again_ends_what_it_has_tried_before_and_nobody_else_does() -> None:
+    requests = server()
+    submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
+    assert isinstance(requests.submit([structs.replace(arrival(requests, name="mine"), request_id="b")], START), Declined)
+    again = submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
+    assert again.actions == (Tell(0, AbortRequested(RequestId(1))),)
+    assert requests.submit([arrival(requests, name="mine")], START) != again
+    once_more = submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
+    assert once_more.actions == (Tell(0, AbortRequested(RequestId(3))),)

@@ -39,6 +39,7 @@ from tandem.core.events import (
     BatchFailed,
     BatchReturned,
     Event,
+    PeerLearned,
     PromptRendered,
     RequestArrived,
     RequestRefused,
@@ -371,10 +372,11 @@ class World:
         return True
 
     def push(self, life: Life, event: Event) -> None:
-        """An event for a node; its driver drains the inbox a little later."""
+        """An event for a node; its driver drains the inbox a little later. Who a server is comes with a connection to
+        it, and never alone."""
         self._deliver(life, event)
         copies = 0.0 if self.is_healed or isinstance(event, FROM_THE_EDGE) else self.options.event_copies
-        if copies and self.random.random() < copies:
+        if copies and self.random.random() < copies and not isinstance(event, PeerLearned):
             self.count("F3")
             self.clock.after(self.random.randrange(SECOND), self._deliver, life, event)
 

@@ -200,15 +200,19 @@ class NodeClient:
         names: Sequence[tuple[str, ...]],
         *,
         routed: Sequence[int | None] = (),
+        request_id: str = "",
         is_canary: bool = False,
     ) -> Iterator[Generation]:
         """Have nodes run these requests, all or none, until the block is left: what has not ended then is aborted.
 
-        `names[i]` are the rids by which the i-th can be aborted, `routed[i]` is the DP rank that it asks for. Raises
-        `Refusal` when nothing can be accepted or a rid is live already; then the nodes hear of that only.
+        `names[i]` are the rids by which the i-th can be aborted, `routed[i]` is the DP rank that it asks for. What
+        runs by the same rids for the same `request_id` ends: a router tries again. Raises `Refusal` when nothing can be
+        accepted or a rid is live already; then the nodes hear of that only.
         """
         generation = Generation()
-        self._submit(submits, names, routed or [None] * len(submits), generation, is_canary=is_canary)
+        rows = zip(submits, names, routed or [None] * len(submits), strict=True)
+        arrivals = [Arrival(submit.request, group, dp_rank, request_id) for submit, group, dp_rank in rows]
+        self._submit(submits, arrivals, generation, is_canary=is_canary)
         try:
             yield generation
         finally:
@@ -218,18 +222,16 @@ class NodeClient:
     def _submit(
         self,
         submits: Sequence[wire.Submit],
-        names: Sequence[tuple[str, ...]],
-        routed: Sequence[int | None],
+        arrivals: Sequence[Arrival],
         generation: Generation,
         *,
         is_canary: bool,
     ) -> None:
-        rows = zip(submits, names, routed, strict=True)
-        arrivals = [Arrival(submit.request, group, dp_rank) for submit, group, dp_rank in rows]
         placed = self._requests.submit(arrivals, self._time(), is_canary=is_canary)
         if isinstance(placed, Declined):
             self._do(placed.actions)
             raise Refusal.of(placed.failure)
+        self._do(placed.actions)
         self._send(submits, placed.ranks, placed.client)
         generation.client = placed.client
         self._generations[placed.client] = generation

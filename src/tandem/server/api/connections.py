@@ -44,6 +44,8 @@ API_PATIENCE_SECONDS = 1.0  # a head may take so long in a storm before somebody
 SPARE_FDS = 128  # for the model, logs, channels, and what is being accepted
 LINE_EVERY_SECONDS = 1.0
 NO_ACCEPT = "socket.accept() out of system resource"  # what asyncio says then, many times at once
+# What it says when a second later the port has been closed: it does not look.
+NO_PORT = "Exception in callback BaseSelectorEventLoop._start_serving("
 
 logger = logging.getLogger("tandem.http")
 
@@ -134,9 +136,10 @@ def quiet_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
     line = Line("connections could not be accepted: no file descriptor, or no memory, is left")
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if context.get("message") == NO_ACCEPT:
+        message = context.get("message", "")
+        if message == NO_ACCEPT:
             line.note()
-        else:
+        elif not message.startswith(NO_PORT):
             loop.default_exception_handler(context)
 
     loop.set_exception_handler(handle)

@@ -47,6 +47,7 @@ class Arrival(Struct, frozen=True):
     request: Request
     names: tuple[str, ...] = ()  # the rids under which it can be aborted
     routed: int | None = None  # the DP rank that it asks for
+    request_id: str = ""  # of the client's request: the same each time that a router tries it
 
 
 class Tell(Struct, frozen=True):
@@ -76,6 +77,7 @@ class Placed(Struct, frozen=True):
 
     client: ClientId
     ranks: tuple[int, ...]
+    actions: tuple[Action, ...] = ()  # what a router has tried before ends
 
 
 class Declined(Struct, frozen=True):
@@ -147,6 +149,7 @@ class LiveRequest:
     request: Request
     dp_rank: int
     names: tuple[str, ...]
+    request_id: str
     client: ClientId
     give_up_at: Nanos  # by then the node must have spoken
     is_canary: bool
@@ -274,11 +277,13 @@ class LiveRequests:
             ranks = self._room_in_use(arrivals, ranks) or ranks
         if isinstance(ranks, Failure):
             return Declined(ranks, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), ranks)))
+        tried_before = [live for arrival in arrivals for live in self._tried_before(arrival)]
+        ended = [action for live in tried_before for action in self.abort(live.request.id, now)]
         self._last_client += 1
         client = ClientId(self._last_client)
         for arrival, dp_rank in zip(arrivals, ranks, strict=True):
             self._begin(arrival, dp_rank, client, now, is_canary=is_canary)
-        return Placed(client, tuple(ranks))
+        return Placed(client, tuple(ranks), tuple(ended))
 
     @recorded
     def withdraw(self, client: ClientId, taken: Sequence[int], cause: Cause | None, reason: str = "") -> list[Action]:
@@ -402,7 +407,7 @@ class LiveRequests:
     def _begin(self, arrival: Arrival, dp_rank: int, client: ClientId, now: Nanos, *, is_canary: bool) -> None:
         request = arrival.request
         give_up_at = Nanos(now + request.timeout_ns + SILENCE_GRACE_NS)
-        live = LiveRequest(request, dp_rank, arrival.names, client, give_up_at, is_canary)
+        live = LiveRequest(request, dp_rank, arrival.names, arrival.request_id, client, give_up_at, is_canary)
         self._live[request.id] = live
         self._clients.setdefault(client, {})[request.id] = None
         for name in live.names:
@@ -440,11 +445,20 @@ class LiveRequests:
             drop(self._in_rooms, live.request.room, live.request.id)
 
     def _name_in_use(self, arrivals: Sequence[Arrival]) -> Failure | None:
-        for name in (name for arrival in arrivals for name in arrival.names):
-            if name in self._named:
-                reason = f"rid {name!r} is in use by a request that is still running"
-                return Failure(Problem.DUPLICATE_RID, reason, "rid")
+        """Not by one that has been told to end, or is about to be (`_tried_before`)."""
+        for arrival in arrivals:
+            tried_before = {live.request.id for live in self._tried_before(arrival)}
+            for name in arrival.names:
+                others = [self._live[request] for request in self._named.get(name, ())]
+                if any(not other.is_told and other.request.id not in tried_before for other in others):
+                    reason = f"rid {name!r} is in use by a request that is still running"
+                    return Failure(Problem.DUPLICATE_RID, reason, "rid")
         return None
+
+    def _tried_before(self, arrival: Arrival) -> list[LiveRequest]:
+        """A router tries it again, and we do not know yet that it has given up: its connection broke without a word."""
+        named = {request: None for name in arrival.names for request in self._named.get(name, ())}
+        return [live for live in map(self._live.__getitem__, named) if arrival.request_id == live.request_id != ""]
 
     def _room_in_use(self, arrivals: Sequence[Arrival], ranks: Sequence[int]) -> Failure | None:
         """On another rank; its own one sees for itself. Decode must not be led from a request that runs to this one."""

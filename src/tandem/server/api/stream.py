@@ -229,7 +229,7 @@ class TokenResponse:
         """Raises `Refusal` when the node cannot be asked. Otherwise all that runs has ended, or has been told to."""
         submits, names = zip(*((one.submit, one.ask.names) for one in self._prepared), strict=True)
         routed = [one.ask.dp_rank for one in self._prepared]
-        with self._client.running(submits, names, routed=routed) as generation:
+        with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
             self._watch_over(generation)
             generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
             watch = asyncio.create_task(self._watch_client(receive))

@@ -106,9 +106,11 @@ class Edge:
             page_size=page_size,
         )
         names = (exchange.ask.rid,) if self.refuses else ()
-        placed = requests.submit([Arrival(request, names, routed)], self._now(server))
+        arrival = Arrival(request, names, routed, request_id=str(exchange.ask.index))
+        placed = requests.submit([arrival], self._now(server))
         if isinstance(placed, Declined):
             return self._decline(server, placed.failure, placed.actions)
+        self._end_what_was_tried(server, placed.actions)
         if self.world.io_fails():
             return self._decline(
                 server, CHANNEL_FULL, requests.withdraw(placed.client, (), Cause.QUEUE_FULL, CHANNEL_FULL.message)
@@ -119,6 +121,12 @@ class Edge:
         half.abort_sent_at = self.world.clock.time if is_given_up else None
         self._begin(server, life, half, request)
         return half
+
+    def _end_what_was_tried(self, server: Server, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Tell) and isinstance(action.event, AbortRequested):
+                server.halves[action.event.request].abort_sent_at = self.world.clock.time
+        self._do(server, actions)
 
     def _requests_of(self, server: Server) -> LiveRequests:
         assert server.requests is not None, "nobody listens"

@@ -254,12 +254,12 @@ class VirtualSocket:
 
         def is_done() -> bool:
             nonlocal left
-            data = stream.take(left, peeks=bool(flags & socket.MSG_PEEK))
-            if data is None:
-                return False
-            found.append(data)
-            left -= len(data)
-            return not data or left == 0 or not flags & socket.MSG_WAITALL
+            while (data := stream.take(left, peeks=bool(flags & socket.MSG_PEEK))) is not None:
+                found.append(data)
+                left -= len(data)
+                if not data or left == 0 or not flags & socket.MSG_WAITALL:
+                    return True
+            return False
 
         timeout = 0.0 if flags & socket.MSG_DONTWAIT else self._timeout
         try:

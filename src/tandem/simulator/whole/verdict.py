@@ -78,8 +78,8 @@ def _check_scores(said: dict[str, Any], what: str) -> None:
 
 def _check_flow(answer: Answer, what: str, base_s: float) -> None:
     """What is made token by token comes bit by bit: each takes a batch, however long one of them has to wait."""
-    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None:
-        return
+    if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None or answer.right is not None:
+        return  # how many tokens an answer in a form has is the model's to say
     made_s = (len(answer.ask.right_ids()) - 1) * base_s
     flowed_s = (answer.ended_s or 0.0) - answer.first_s - answer.longest_gap_s
     if made_s > FLOW_S and flowed_s < (made_s - base_s) / 2:
