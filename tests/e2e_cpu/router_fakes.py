@@ -103,6 +103,7 @@ class FakeWorker:
         self.seen: list[Seen] = []
         self.prefills: list[FakeWorker] = []  # of a decode
         self.is_healthy = True
+        self.hangs_at = ""  # a page that is not answered
         self._behaviours: list[Any] = [Answer()]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
@@ -156,6 +157,8 @@ class FakeWorker:
         if path in GENERATION_PATHS:
             behaviour = self._behaviours.pop(0) if len(self._behaviours) > 1 else self._behaviours[0]
             return await self._behave(behaviour, seen, receive, send)
+        if path == self.hangs_at:
+            return await self._behave(Hang(), seen, receive, send)
         return await reply(send, *self._control(path))
 
     def _control(self, path: str) -> tuple[int, bytes]:

@@ -12,6 +12,7 @@ import pytest
 from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Refuse, Reject, eventually, fleet
 
 from tandem.server.api.errors import RULES, Code
+from tandem.server.router import app
 
 CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
 CHAT = {"messages": [{"role": "user", "content": "x"}], "temperature": 0.7, "unknown": {"kept": 1}}
@@ -263,6 +264,16 @@ def test_a_client_that_leaves_closes_both_halves(stream: bool) -> None:
         with pytest.raises(httpx.ReadTimeout):
             CLIENT.post(made.url + "/v1/chat/completions", json=CHAT | {"stream": stream}, timeout=0.5)
         eventually(lambda: len(made.seen()) == 2 and all(seen.is_closed for seen in made.seen()), "both halves closed")
+
+
+def test_a_page_that_its_client_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "CONTROL_SECONDS", 3600.0)
+    with fleet() as made:
+        made.decodes[0].hangs_at = "/v1/loads"
+        with pytest.raises(httpx.ReadTimeout):
+            CLIENT.get(made.url + "/v1/loads", timeout=2)
+        (asked,) = eventually(lambda: [seen for seen in made.decodes[0].seen if seen.path == "/v1/loads"], "a call")
+        eventually(lambda: asked.is_closed, "the call closed")
 
 
 def test_a_decode_that_dies_before_its_first_byte_is_retried() -> None:

@@ -309,7 +309,9 @@ def test_a_room_that_runs_on_another_rank_is_refused_and_its_other_half_is_not_l
 def test_a_router_that_tries_again_ends_what_it_has_tried_before_and_nobody_else_does() -> None:
     requests = server()
     submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
-    assert isinstance(requests.submit([structs.replace(arrival(requests, name="mine"), request_id="b")], START), Declined)
+    assert isinstance(
+        requests.submit([structs.replace(arrival(requests, name="mine"), request_id="b")], START), Declined
+    )
     again = submitted(requests, structs.replace(arrival(requests, name="mine"), request_id="a"))
     assert again.actions == (Tell(0, AbortRequested(RequestId(1))),)
     assert requests.submit([arrival(requests, name="mine")], START) != again

@@ -15,9 +15,10 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from operator import itemgetter
+from typing import Any  # what a coroutine is sent and gives back while it runs
 
 import httpx
 from starlette.applications import Starlette
@@ -221,8 +222,9 @@ class RouterApp:
         url = worker.url + page.target(request.path_params)
         headers = sent_headers(request.headers, CONTROL_HEADERS, request_id=request.state.request_id)
         sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
+        call = self._client.request(page.method, url, content=body, headers=sent, timeout=CONTROL_SECONDS)
         try:
-            return await self._client.request(page.method, url, content=body, headers=sent, timeout=CONTROL_SECONDS)
+            return await (while_there(request, call) if page.method == "GET" else call)  # an order is seen through
         except httpx.HTTPError as error:
             return f"{type(error).__name__} {error}".strip()
 
@@ -417,3 +419,22 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, end)
     server.run(sockets=[listener])
+
+
+async def while_there(request: Request, call: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """What nobody waits for any more does not keep a router from ending. Raises ClientDisconnect."""
+    answer, leaving = asyncio.ensure_future(call), asyncio.ensure_future(has_disconnected(request))
+    try:
+        await asyncio.wait([answer, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise ClientDisconnect
+        return answer.result()
+    finally:
+        answer.cancel()
+        leaving.cancel()
+
+
+async def has_disconnected(request: Request) -> None:
+    """Returns when it has. To be asked when the body has been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

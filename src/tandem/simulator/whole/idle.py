@@ -12,19 +12,22 @@ ROUTER_GAUGES = ("tandem:router_active", "tandem:router_worker_a")
 WORKER_GAUGES = ("tandem:worker_live_rooms", "tandem:worker_pinned_pages", "tandem:worker_open_transfers")
 FIRST_GAUGE = WORKER_GAUGES[0].encode() + b"{"
 UNIFIED = "unified"  # moves no KV
+ROUTER = "router"
 
 
 def held_open(kernel: Kernel, server: Server) -> str:
     """Connections whose other end is gone, and descriptors that nobody knows any more; in words.
 
-    A worker that pulls keeps idle connections to peers that live, and looks at them when it wants to use them.
+    A worker that pulls keeps idle connections to peers that live, and looks at them when it wants to use them; so does
+    a router's pool.
     """
     for process in kernel.processes:
         if not process.is_alive or process.name.partition(".")[0] != server.name:
             continue
         for number, found in process.fds.items():
             if isinstance(found, Stream) and (found.has_end or found.is_broken):
-                is_kept = process.name.endswith("worker_process") and found.side == DIALLED and not found.is_widowed
+                pulls = process.name.endswith("worker_process") and not found.is_widowed
+                is_kept = found.side == DIALLED and (pulls or server.name == ROUTER)
                 if not is_kept:
                     return f"{process.name}: descriptor {number} of {found.line.name}, which the other end has closed"
             if isinstance(found, Listening) and found.waiting:

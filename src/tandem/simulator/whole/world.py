@@ -25,7 +25,6 @@ from tandem.server.node.record import records_at
 from tandem.server.processes import Launch
 from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
 from tandem.server.replays import replay_alone
-from tandem.server.router.app import CONTROL_SECONDS
 from tandem.server.worker_process import Loaded, Place
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
@@ -42,7 +41,7 @@ from tandem.simulator.whole.idle import held_by_router, held_by_server, held_ope
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
-from tandem.simulator.whole.operators import Stranger, Visitor
+from tandem.simulator.whole.operators import PATIENCE_S, Stranger, Visitor
 from tandem.simulator.whole.options import (
     BOOTSTRAP_PORT,
     RECORD_FOLDER,
@@ -65,7 +64,6 @@ SECRET = b"a secret of one simulation"
 READY_S = 30.0
 HEAL_S = 60.0
 IDLE_S = 45.0
-PATIENCE_S = CONTROL_SECONDS + 1.0  # of an operator: a router asks as long on its behalf, whoever listens
 CROWD = 6  # strangers who come at once
 END_S = 3.0  # nothing runs any more, so nothing has to be waited for
 LIMIT_NS = 600 * SECOND  # of virtual time: more than everything above together
