@@ -17,6 +17,7 @@ import httptools
 import msgspec
 
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.router.app import CONTROL_SECONDS
 from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, right_tokens
 from tandem.simulator.whole.sockets import Machine
@@ -24,6 +25,7 @@ from tandem.simulator.whole.sockets import Machine
 VOCABULARY = 512
 PROMPT_LENGTHS = (1, 3, 12, 40, 90)
 NEVER_SAID = "\u2603\u2603\u2603"  # a stop string that must be looked for and is not there
+PATIENCE_S = CONTROL_SECONDS + 1.0  # for whatever is no generation: a router sees an order through, whoever listens
 LONGEST_WAIT_S = 45.0  # then a client gives up, which is a violation
 
 
@@ -279,7 +281,7 @@ async def simple(
     path: str,
     body: dict[str, Any] | None = None,
     *,
-    timeout_s: float = 5.0,
+    timeout_s: float = PATIENCE_S,
     key: str = "",
 ) -> Answer | None:
     """One question of an operator; None: no answer."""

@@ -21,7 +21,6 @@ from tandem.membership import ClusterSecret
 from tandem.server.api.cluster_auth import signed_write
 from tandem.server.api.errors import Problem
 from tandem.server.api.http_exchange import ExchangeError
-from tandem.server.router.app import CONTROL_SECONDS
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.clients import simple
 from tandem.simulator.whole.cluster import Server
@@ -35,7 +34,6 @@ PAGES = (
     *("/debug/waits", "/debug/state", "/debug/faults", "/nowhere", "/generate", "/a/../b", "/%2e%2e/"),
 )
 VISIT_S = 5.0  # within which there is an answer, where nothing goes wrong
-PATIENCE_S = CONTROL_SECONDS + 1.0  # a router sees an order through for so long, whoever listens
 GENERATING = ("/health_generate", "/generate", "/v1/c")
 OPEN = ("/health", "/ready", "/metrics")  # to everybody
 TEXT = {"text": "How many? \u2603 1 + 2"}
@@ -127,7 +125,7 @@ class Visitor:
 
     async def _ask(self, port: int, method: str, path: str, body: Any) -> None:
         began_ns = Machine.kernel.now
-        answer = await simple("127.0.0.1", port, method, path, body, timeout_s=PATIENCE_S)
+        answer = await simple("127.0.0.1", port, method, path, body)
         is_queued = path.startswith(GENERATING)  # behind the requests of clients, where it is in order
         is_late = Machine.kernel.now - began_ns >= VISIT_S * SECOND
         if is_late and not is_queued and not self.has_cause(began_ns - REMEMBERED_NS, False):

@@ -25,6 +25,7 @@ from tandem.server.node.record import records_at
 from tandem.server.processes import Launch
 from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
 from tandem.server.replays import replay_alone
+from tandem.server.router.app import CONTROL_SECONDS
 from tandem.server.worker_process import Loaded, Place
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
@@ -41,7 +42,7 @@ from tandem.simulator.whole.idle import held_by_router, held_by_server, held_ope
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
-from tandem.simulator.whole.operators import PATIENCE_S, Stranger, Visitor
+from tandem.simulator.whole.operators import Stranger, Visitor
 from tandem.simulator.whole.options import (
     BOOTSTRAP_PORT,
     RECORD_FOLDER,
@@ -312,9 +313,7 @@ class World:
         host, port = self._front
 
         def run() -> None:
-            asking = simple(
-                host, port, "POST", "/abort_request", {"abort_all": True}, timeout_s=PATIENCE_S, key=self.keys.admin
-            )
+            asking = simple(host, port, "POST", "/abort_request", {"abort_all": True}, key=self.keys.admin)
             asyncio.run(asking)
 
         self.visitors.append(self.kernel.start("operator", run, host=self.cluster.client_host))
@@ -382,7 +381,8 @@ class World:
         async def is_over() -> str:
             return ", ".join(process.name for process in processes if process.is_alive)
 
-        await self._until(END_S, "SIGTERM", is_over)
+        orders_s = CONTROL_SECONDS if self.options.faults else 0.0  # of clients that were cut off: seen through
+        await self._until(END_S + orders_s, "SIGTERM", is_over)
         wrong = [f"{process.name}: {process.exit_code}" for process in processes if process.exit_code != 0]
         if wrong:
             raise Violation("L9", f"exit codes after SIGTERM: {', '.join(wrong)}")
