@@ -1,14 +1,18 @@
 """What the threads of the data plane do with bytes, one call at a time."""
 
+import queue
 import socket
+from collections.abc import Callable
 
 import pytest
 
 from tandem.core.commands import PullPages
-from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.core.events import Event, TransferFailed
+from tandem.core.values import Cause, Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
+from tandem.transfer import reader as reader_module
 from tandem.transfer.digests import DIGEST_BYTES
 from tandem.transfer.jobs import Trouble
 from tandem.transfer.outbox import Outbox
@@ -21,15 +25,15 @@ PEER = Incarnation("prefill", "1")
 SOURCES, GENERATIONS, DESTINATIONS = (3, 1, 2), (7, 8, 9), (PageId(6), PageId(5), PageId(0))
 
 
-def reader() -> tuple[PageReader, bytearray]:
-    memory = bytearray(PAGE_BYTES * NUM_PAGES)
+def reader(tell: Callable[[Event], None] = lambda event: None) -> tuple[PageReader, bytearray]:
+    memory, outbox = bytearray(PAGE_BYTES * NUM_PAGES), Outbox(tell)
     made = PageReader(
         Pages(memoryview(memory), PAGE_BYTES),
         incarnation=Incarnation("decode", "2"),
         secret=ClusterSecret(b"the secret of this cluster"),
         shard=ShardId(0),
-        outbox=Outbox(lambda event: None),
-        flush_later=lambda: None,
+        outbox=outbox,
+        flush_later=outbox.flush,
         io_timeout_s=5,
         max_transfers=1,
     )
@@ -120,3 +124,21 @@ def test_a_small_message_that_is_whole_in_time_comes_however_many_drops_it_has(m
     link = Dripping()
     monkeypatch.setattr(links, "time", link)
     assert links.receive(link, 5, timeout_s=5) == bytes([7] * 5)  # type: ignore[arg-type]
+
+
+def test_pulls_go_on_where_the_system_has_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.Queue[Event] = queue.Queue()
+    made, _ = reader(told.put)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(reader_module.threading, "Thread", refuse)
+    for request in (RequestId(1), RequestId(2)):
+        secret = bytes(protocol.GRANT_SECRET_BYTES)
+        made.pull(PullPages(request, 0, 1, PEER, 0, (3,), (7,), (PageId(6),), (bytes(DIGEST_BYTES),), (secret,)))
+    for request in (RequestId(1), RequestId(2)):
+        failed = told.get(timeout=20)
+        assert isinstance(failed, TransferFailed)
+        assert (failed.request, failed.cause) == (request, Cause.PEER_LOST)
+    made.close(grace_s=5)

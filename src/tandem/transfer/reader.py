@@ -54,7 +54,7 @@ class PageReader:
         io_timeout_s: float,
         max_transfers: int,
     ) -> None:
-        """`flush_later` flushes the outbox in another thread, and never blocks."""
+        """`flush_later` flushes the outbox in another thread, and never blocks. RuntimeError: no thread is left."""
         self._pages, self._outbox, self._flush_later = pages, outbox, flush_later
         self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._io_timeout_s, self._max_transfers = io_timeout_s, max_transfers
@@ -71,6 +71,8 @@ class PageReader:
         self._num_free = 0  # threads that wait for a job
         self._threads: list[threading.Thread] = []
         self._is_closed = False
+        with self._lock:
+            self._add_thread()  # which stays: where the system has no other left, pulls go on one after the other
 
     def learn(self, incarnation: Incarnation, *, host: str, port: int, unix: str) -> None:
         with self._lock:
@@ -115,12 +117,14 @@ class PageReader:
         if self._num_free:
             self._has_work.notify()
             return
-        thread = threading.Thread(target=self._work_loop, name="kv-pull", daemon=True)
         try:
-            thread.start()
+            self._add_thread()
         except RuntimeError as error:  # the system has no thread left
-            log.warning("no thread for a pull: %s", error)
-            return
+            log.warning("no other thread for a pull: %s", error)
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._work_loop, name="kv-pull", daemon=True)
+        thread.start()
         self._threads.append(thread)
         self._num_free += 1  # from now on, and until it has a job
 

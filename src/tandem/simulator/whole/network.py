@@ -91,6 +91,7 @@ class Stream(Watched):
     arrived: bytearray = field(default_factory=bytearray)
     num_coming: int = 0  # bytes on their way to this end
     last_arrival: int = 0
+    on_way: deque[Callable[[], None]] = field(default_factory=deque)  # from this end, in order
     num_sent: int = 0
     is_connecting: bool = False
     has_end: bool = False  # the other end will write no more
@@ -232,15 +233,17 @@ class Stream(Watched):
         peer = self.peer
         if peer is not None:
             peer.last_arrival = max(peer.last_arrival, self.kernel.now + self._delay(), self.line.stalled_until)
-            self.kernel.at(peer.last_arrival, lambda: self._unless_stalled(call))
+            self.on_way.append(call)
+            self.kernel.at(peer.last_arrival, self._next_comes)
 
-    def _unless_stalled(self, call: Callable[[], None]) -> None:
+    def _next_comes(self) -> None:
+        """Whatever was sent first: what a stall holds up is not overtaken by what was sent in it."""
         if self.line.has_vanished:
             return
         if self.kernel.now < self.line.stalled_until:
-            self.kernel.at(self.line.stalled_until, lambda: self._unless_stalled(call))
+            self.kernel.at(self.line.stalled_until, self._next_comes)
         else:
-            call()
+            self.on_way.popleft()()
 
     def _arrive(self, piece: bytes) -> None:
         peer = self.peer
