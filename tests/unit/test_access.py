@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from api_fakes import says, world
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from raw_http import Reply, ask, exchange, serving
 from tandem.config import ServerConfig
 from tandem.core.router.worker_registry import Worker, WorkerId
 from tandem.core.settings import Role
-from tandem.server.api.access import PAGES, Access, AccessRules
+from tandem.server.api.access import PAGES, Access, AccessRules, AuthMiddleware
 from tandem.server.api.http1 import MAX_HEAD_BYTES
 from tandem.server.exposure import listens_on_loopback
 from tandem.server.router.app import RouterApp
@@ -395,3 +396,21 @@ def test_what_is_within_the_bound_is_read_whole_in_any_pieces() -> None:
     port = server()
     body = b'{"tokens": [5], "pad": "' + text + b'"}'
     assert ask(port, "/detokenize", method="POST", headers=long_head, body=body).status == 200
+
+
+def test_what_the_end_of_a_drain_cuts_off_is_told_so() -> None:
+    async def cut_off(scope: Scope, receive: Receive, send: Send) -> None:
+        raise asyncio.CancelledError
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    sent: list[Message] = []
+    scope: Scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": [(b"host", b"127.0.0.1")]}
+    rules = AccessRules.of(ServerConfig(model="m"))
+    asyncio.run(AuthMiddleware(cut_off, rules=rules, stage="edge")(scope | {"raw_path": b"/v1/models"}, receive, send))
+    assert sent[0]["status"] == 503
+    assert b'"code":"draining"' in sent[1]["body"]

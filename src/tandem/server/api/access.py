@@ -13,6 +13,7 @@ Pages are looked up by the whole of the decoded path, the one that is routed by 
 together from what the client says). What is not in the table needs the API key, so a forgotten page is not open.
 """
 
+import asyncio
 import re
 import socket
 import time
@@ -23,6 +24,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tandem.core.values import Cause
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.gate import error_response, request_id_of
 from tandem.server.api.hosts import is_loopback
@@ -122,7 +124,8 @@ class AccessRules:
 
 
 class AuthMiddleware:
-    """ASGI middleware, outermost but for the error handling: a request gets its id and the clock of its arrival."""
+    """ASGI middleware, outermost but for the error handling: a request gets its id and the clock of its arrival, and an
+    answer also where the end of a drain cuts it off."""
 
     def __init__(self, app: ASGIApp, *, rules: AccessRules, stage: str) -> None:
         """`stage` is who refuses, as the error says it."""
@@ -140,15 +143,24 @@ class AuthMiddleware:
         state["request_id"] = request_id
         state["arrival_ns"] = time.monotonic_ns()
         tag = (b"x-request-id", request_id.encode())
+        has_begun = False
 
         async def send_tagged(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
             if message["type"] == "http.response.start" and tag not in message["headers"]:
                 message["headers"] = [*message["headers"], tag]
             await send(message)
 
         failure = self._rules.refusal(scope, headers)
         if failure is None:
-            await self._app(scope, receive, send_tagged)
+            try:
+                await self._app(scope, receive, send_tagged)
+            except asyncio.CancelledError:  # of which uvicorn would tell as an internal error
+                if has_begun:
+                    raise
+                cut_off = Failure(Cause.DRAINING, "the server has ended before the request", None, self._stage)
+                await error_response(cut_off, request_id)(scope, receive, send_tagged)
             return
         told = Failure(failure.code, failure.message, None, self._stage)
         response = error_response(told, request_id)
