@@ -9,10 +9,12 @@ descriptors of all processes at their highest. The last line is JSON. Clients an
     refusal_ms    of the burst, from the moment in which the client began to connect. All its clients live in one loop,
                   which begins thousands of connections before it reads the first answer: mostly their own time
     sent_ms       the same, from the moment in which the request was handed to the kernel
+    beside_ms     of somebody in another process, who asks now and then while the burst lasts: connects, sends and reads
 """
 
 import argparse
 import asyncio
+import http.client
 import json
 import resource
 import signal
@@ -21,13 +23,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any  # what a process beside has seen
 
 from bench.conditions import conditions
 
 HEALTH_SECONDS = 0.1  # between two probes
 CLIENT_SECONDS = 300.0
+PROBE_SECONDS = 30.0
+REFUSAL_SECONDS = 0.05  # between two requests that are to be refused
 READY_SECONDS = 120.0
 PAGE_BYTES = resource.getpagesize()
 
@@ -40,6 +48,7 @@ class Figures:
     statuses: Counter[str] = field(default_factory=Counter[str])
     refusals: list[float] = field(default_factory=list[float])
     sent: list[float] = field(default_factory=list[float])
+    beside: list[float] = field(default_factory=list[float])
     answers: list[float] = field(default_factory=list[float])
     health: list[float] = field(default_factory=list[float])
     health_failures: int = 0
@@ -53,6 +62,7 @@ class Figures:
             "answers": dict(self.statuses),
             "refusal_ms": milliseconds(self.refusals),
             "sent_ms": milliseconds(self.sent),
+            "beside_ms": milliseconds(self.beside),
             "answer_ms": milliseconds(self.answers),
             "health_ms": milliseconds(self.health),
             "health_failures": self.health_failures,
@@ -101,31 +111,81 @@ async def client(port: int, request: bytes, figures: Figures) -> None:
         figures.sent.append(now - sent)
 
 
-async def watch(port: int, roots: list[int], figures: Figures) -> None:
-    """Probes and counts until it is cancelled."""
-    while True:
+def watch(port: int, roots: list[int], caller: Connection) -> None:
+    """In a process of its own, whose clock does not wait for the clients: probes and counts until it is told to end."""
+    figures = Figures("watch")
+    caller.send(None)
+    while not caller.poll():
         began = time.monotonic()
-        probe = Figures("probe")
-        await client_get(port, probe)
-        figures.health += probe.answers
-        figures.health_failures += not probe.answers
+        try:
+            status = asked(port, "GET", "/health")
+        except OSError:
+            status = 0
+        figures.health_failures += status != 200
+        figures.health.append(time.monotonic() - began)
         memory_bytes, descriptors = usage(roots)
         figures.memory_bytes = max(figures.memory_bytes, memory_bytes)
         figures.descriptors = max(figures.descriptors, descriptors)
-        await asyncio.sleep(max(0.0, began + HEALTH_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, began + HEALTH_SECONDS - time.monotonic()))
+    caller.send(figures)
 
 
-async def client_get(port: int, figures: Figures) -> None:
-    await client(port, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", figures)
+def refused(port: int, body: bytes, caller: Connection) -> None:
+    """In a process of its own: one request after the other, and how long a refusal takes."""
+    seconds: list[float] = []
+    caller.send(None)
+    while not caller.poll():
+        began = time.monotonic()
+        try:
+            status = asked(port, "POST", "/generate", body)
+        except OSError:
+            status = 0
+        if status == 503:
+            seconds.append(time.monotonic() - began)
+        time.sleep(max(0.0, began + REFUSAL_SECONDS - time.monotonic()))
+    caller.send(seconds)
+
+
+def asked(port: int, method: str, path: str, body: bytes | None = None) -> int:
+    """The status. Raises OSError where there is none."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PROBE_SECONDS)
+    try:
+        connection.request(method, path, body)
+        return connection.getresponse().status
+    except http.client.HTTPException as error:
+        raise OSError(str(error)) from error
+    finally:
+        connection.close()
+
+
+class Beside:
+    """Somebody in a process of its own while a burst lasts, who tells in the end what it has seen."""
+
+    def __init__(self, work: Callable[..., None], *arguments: object) -> None:
+        context = get_context("spawn")
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=work, args=(*arguments, there))
+        self._process.start()
+        self._here.recv()
+
+    def end(self) -> Any:
+        self._here.send(None)
+        seen = self._here.recv()
+        self._process.join()
+        return seen
 
 
 async def burst(name: str, count: int, port: int, roots: list[int], body: dict[str, object]) -> Figures:
     figures, request = Figures(name), request_bytes(body)
-    watching = asyncio.create_task(watch(port, roots, figures))
+    watching = Beside(watch, port, roots)
+    refusals = Beside(refused, port, json.dumps({**body, "stream": False}).encode())
     began = time.monotonic()
     await asyncio.gather(*(client(port, request, figures) for _ in range(count)))
     figures.seconds = time.monotonic() - began
-    watching.cancel()
+    figures.beside = refusals.end()
+    seen: Figures = watching.end()
+    figures.health, figures.health_failures = seen.health, seen.health_failures
+    figures.memory_bytes, figures.descriptors = seen.memory_bytes, seen.descriptors
     return figures
 
 

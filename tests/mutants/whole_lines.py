@@ -354,9 +354,9 @@ API = (
     WholeBreak(
         "name_of_an_ended_request_is_kept",
         LIVE,
-        "            if not self._named[name]:\n                del self._named[name]\n",
+        "        for name in live.names:\n            drop(self._named, name, live.request.id)\n",
         "",
-        "an entry that is not taken out of its table: the name stays in use",
+        "an entry that is not taken out of its table, and is looked up once more",
     ),
     WholeBreak(
         "client_that_reads_stays_blocked",

@@ -15,7 +15,13 @@ from api_fakes import Script, says, world
 
 from tandem.core.events import AbortRequested
 from tandem.server.api import connections
-from tandem.server.api.connections import NO_ACCEPT, Bounds, Line, api_bounds, quiet_accept_errors
+from tandem.server.api.connections import (
+    NO_ACCEPT,
+    Bounds,
+    Line,
+    api_bounds,
+    quiet_accept_errors,
+)
 from tandem.server.api.http1 import uvicorn_config
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
@@ -322,7 +328,7 @@ def test_a_thousand_accepts_that_fail_are_one_line(caplog: pytest.LogCaptureFixt
 def test_a_port_that_is_closed_before_accepting_is_tried_again_is_no_error(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
 
     class Full(socket.socket):
         def accept(self) -> Any:
