@@ -17,6 +17,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.api.client import Generation, NodeClient
 from tandem.server.api.errors import Problem, Refusal
+from tandem.server.api.live_requests import Arrival
 
 
 class Node(FakeNode):
@@ -72,13 +73,9 @@ class Ranks:
 
     async def ask(self, *submits: wire.Submit, routed: Sequence[int | None] = ()) -> list[int]:
         """The ranks that got them; they go on running."""
-        self.client._submit(
-            submits,
-            [(submit.request.rid,) for submit in submits],
-            routed or [None] * len(submits),
-            Generation(),
-            is_canary=False,
-        )
+        rows = zip(submits, routed or [None] * len(submits), strict=True)
+        arrivals = [Arrival(submit.request, (submit.request.rid,), dp_rank) for submit, dp_rank in rows]
+        self.client._submit(submits, arrivals, Generation(), is_canary=False)
         return [self.rank_of(submit) for submit in submits]
 
     def rank_of(self, submit: wire.Submit) -> int:
