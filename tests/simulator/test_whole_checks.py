@@ -142,6 +142,7 @@ def test_an_end_of_a_pull_that_is_told_twice_and_one_that_nobody_tells_are_notic
 def test_a_pull_that_may_begin_and_that_no_thread_takes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Violation] = []
     monkeypatch.setattr(PageReader, "_call_for_help", lambda reader: None)
+    monkeypatch.setattr(PageReader, "_add_thread", lambda reader: None)
 
     def program(kernel: Kernel) -> None:
         transfer = transfer_of(kernel, found, [])
