@@ -376,6 +376,7 @@ async def revive(it: Arena, target: Target) -> None:
     if not (DP_SIZE > 1 and process.poll() is None):
         await eventually(lambda: has_ended(process), within_s=20, what=f"{target.name} ends after one of it was killed")
         await asyncio.sleep(it.random.uniform(0.0, 1.0))
+        records.set_aside(it.records, target.name)
         it.fleet.restart(member)
     await eventually(lambda: has_all_ranks(member.port), within_s=READY_S, what=f"{target.name} has all its ranks")
     await eventually(lambda: answers(member.port), within_s=READY_S, what=f"{target.name} is ready again")

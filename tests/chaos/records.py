@@ -8,7 +8,7 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.server.node.flight import Segment, replay
 from tandem.server.node.record import Record, records_at, replay_through
 
-FOLDER_BYTES = 4_000_000  # of all lives of a server: several of them, and the page is turned in the longer ones
+FOLDER_BYTES = 4_000_000  # of one life of a server: the page is turned in the longer ones
 LEAST_WINDOW_DEPTH = 2  # batches overlap
 
 
@@ -28,11 +28,17 @@ def flags(folder: Path, name: str) -> tuple[str, ...]:
     return ("--flight-record", str(folder / name), "--flight-record-max-bytes", str(FOLDER_BYTES))
 
 
+def set_aside(folder: Path, name: str) -> None:
+    """The life that has ended keeps its record: the next one, on the same flags, would make room by deleting it."""
+    life = folder / name
+    life.rename(folder / f"{name}.{len(list(folder.glob(f'{name}.*')))}")
+
+
 def replayed(folder: Path) -> Iterator[Told]:
     """All lives of all servers: as one through their rotations, and each segment from its own snapshot."""
     for server in sorted(folder.iterdir()):
         for record in records_at(server):
-            yield told(server.name, record)
+            yield told(server.name.partition(".")[0], record)
 
 
 def told(server: str, record: Record) -> Told:
