@@ -29,10 +29,12 @@ from multiprocessing.connection import Connection
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
-from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link, protocol
 from tandem.transfer.handshake import ReaderHandshake
+from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.sock import SockTransfer
 
 PEER = Incarnation("bench-prefill", "1")
@@ -65,10 +67,9 @@ def serve(control: Connection, num_pages: int, page_bytes: int) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     transfer = SockTransfer(
         pool,
-        page_bytes,
+        KvShard.whole(page_bytes),
         incarnation=PEER,
         secret=SECRET,
-        shard=ShardId(0),
         host="127.0.0.1",
         report=events.put,
         unix_dir=None,
@@ -103,17 +104,16 @@ class Reading:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.transfer = SockTransfer(
             self.pool,
-            page_bytes,
+            KvShard.whole(page_bytes),
             incarnation=READER,
             secret=SECRET,
-            shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,
             unix_dir=None,
         )
         host, port, unix = control.recv()
         self.address = (host, port, unix if fabric == "unix" else "")
-        self.transfer.connect(PEER, *self.address)
+        self.transfer.connect(PEER, Cut(), [PeerAddress(*self.address)])
         self.rng = random.Random(2)
         self.request = 0
 
@@ -136,7 +136,7 @@ class Reading:
 
     def handshake(self) -> float:
         """Seconds from dialling until the owner's welcome is checked."""
-        reader = protocol.incarnation_digest(READER)
+        reader = protocol.reader_digest(READER, ShardId(0))
         begin = time.perf_counter()
         with link.dial(*self.address, timeout_s=5) as one:
             ours = ReaderHandshake(SECRET, peer=PEER, reader=reader, page_bytes=self.page_bytes)
@@ -171,7 +171,7 @@ class Reading:
             sources=sources,
             generations=generations,
             destinations=tuple(map(PageId, destinations)),
-            digests=(digested.digests,),
+            digests=digested.digests,
             secrets=(digested.secret,),
         )
         self.transfer.pull(pull)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from tandem.core.values import Incarnation
+from tandem.core.values import Cut, Incarnation
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import HEAD_BYTES, MalformedFrame
 from tandem.server.node.links import Heartbeat
@@ -23,6 +23,7 @@ from tandem.server.wire import DataEndpoint
 SECRET = ClusterSecret(b"what all members of the cluster know")
 OTHER_SECRET = ClusterSecret(b"what members of another cluster know")
 SHARDS = (DataEndpoint("127.0.0.1", 7001),)
+UNCUT = Cut()
 
 
 def framed(body: bytes) -> bytes:
@@ -101,10 +102,11 @@ def end_of(
     *,
     is_dialler: bool,
     layout: str = "layout",
+    cut: Cut = UNCUT,
     shards: tuple[DataEndpoint, ...] = SHARDS,
 ) -> End:
     sock.settimeout(0.01)
-    greeting = Greeting(layout, Heartbeat().interval_ns, shards)
+    greeting = Greeting(layout, Heartbeat().interval_ns, cut, shards)
     return End(sock, Session(secret, hello_of(source), greeting, is_dialler=is_dialler))
 
 

@@ -10,7 +10,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.core.values import Incarnation
+from data_planes import pack_read
+from tandem.core.values import Incarnation, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import protocol
 from tandem.transfer.handshake import OWNER_PURPOSE, READER_PURPOSE
@@ -86,7 +87,7 @@ class Asker:
             "version": protocol.VERSION,
             "page_bytes": self.target.page_bytes,
             "incarnation": protocol.incarnation_digest(self.target.incarnation),
-            "reader": protocol.incarnation_digest(self.reader),
+            "reader": protocol.reader_digest(self.reader, ShardId(0)),
             "challenge": b"c" * 32,
             "proof": NO_PROOF,
         }
@@ -113,7 +114,7 @@ class Asker:
         return self.secret.is_proof(welcome.proof, OWNER_PURPOSE, self.challenge, self.hello_said, unproven)
 
     def ask(self, room: int, secret: bytes, pages: Sequence[int], generations: Sequence[int]) -> None:
-        self.say(protocol.pack_read(room, secret, pages, generations))
+        self.say(pack_read(room, secret, pages, generations, page_bytes=self.target.page_bytes))
 
     def answer(self) -> tuple[Status, bytes]:
         """The status of one frame, and everything behind its header that comes with it."""

@@ -513,7 +513,10 @@ class World:
         digests = b"".join(map(replica.worker.digest, command.pages))
         for shard in replica.state.settings.shards:
             secret = grant_secret(command.room, shard)
-            event = PagesDigested(command.request, command.attempt, shard, command.first_page, digests, secret)
+            count = len(command.pages)
+            event = PagesDigested(
+                command.request, command.attempt, shard, command.first_page, count, (digests,), secret
+            )
             self.send(replica, event)
 
     def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:

@@ -21,7 +21,9 @@ SOURCE = ROOT / "src" / "tandem"
 BASELINE = Path(__file__).with_name("architecture_baseline.json")
 SLACK = 1.10  # how far the tail may grow before somebody has to look
 
-BASE = ("core.values", "core.machine", "core.request", "core.batch", "core.events", "core.commands", "core.settings")
+BASE = tuple(
+    f"core.{name}" for name in ("values", "machine", "kv_parts", "request", "batch", "events", "commands", "settings")
+)
 CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core.scheduler", "core.router"}
 # What a checkpoint says, without torch; and what a forward pass is about.
 ENGINE_CONFIG = ("documents", "eos", "rope_config", "model_config", "models.table")

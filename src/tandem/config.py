@@ -12,8 +12,8 @@ from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem.core.settings import MAX_DP_SIZE
+from tandem.core.values import MAX_SHARDS
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
-from tandem.ranks import MAX_SHARDS
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start

@@ -6,9 +6,7 @@ stage: the core and the data plane know these numbers only.
 
 from msgspec import Struct
 
-from tandem.core.values import ShardId
-
-MAX_SHARDS = 256  # of one replica
+from tandem.core.values import Cut, ShardId
 
 
 class Rank(Struct, frozen=True, order=True):
@@ -20,6 +18,10 @@ class Rank(Struct, frozen=True, order=True):
     @property
     def shard(self) -> ShardId:
         return ShardId(self.pp_rank * self.tp_size + self.tp_rank)
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.tp_size, self.pp_size)
 
     @property
     def num_shards(self) -> int:

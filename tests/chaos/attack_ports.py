@@ -12,6 +12,7 @@ from leaks import processes
 from proxy import Link
 
 from attackers import framed, hello_of, nested
+from data_planes import pack_read
 from tandem.core.values import Incarnation
 from tandem.transfer import protocol
 
@@ -119,7 +120,7 @@ class PortAttacks:
         )
         secret = self._random.randbytes(protocol.GRANT_SECRET_BYTES)
         rooms = [self._random.randrange(1, 1 << 10) for _ in range(GUESSED_ROOMS)]
-        reads = [protocol.pack_read(room, secret, tuple(range(8)), (1,) * 8) for room in rooms]
+        reads = [pack_read(room, secret, tuple(range(8)), (1,) * 8) for room in rooms]
         await self._everywhere("guessed rooms", protocol.pack_hello(hello), *reads, kind="data")
 
 

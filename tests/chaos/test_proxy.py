@@ -13,7 +13,7 @@ from greetings import Regreeter
 from proxy import LOOPBACK, RECORDED_BYTES, Link, RouteProxy
 
 from attackers import SECRET, hello_of
-from tandem.core.values import Incarnation, Nanos
+from tandem.core.values import Cut, Incarnation, Nanos
 from tandem.server.node.session import Greeting, Ping, Session
 from tandem.server.wire import DataEndpoint
 
@@ -243,4 +243,4 @@ def test_a_greeting_names_the_link_of_the_data_plane_and_all_else_passes_in_what
 
 def session(name: str, shards: tuple[DataEndpoint, ...], *, is_dialler: bool) -> Session:
     hello = hello_of(Incarnation(name, "1"))
-    return Session(SECRET, hello, Greeting("layout", Nanos(1), shards), is_dialler=is_dialler)
+    return Session(SECRET, hello, Greeting("layout", Nanos(1), Cut(len(shards)), shards), is_dialler=is_dialler)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tandem
+from data_planes import introduce
 from tandem.core.commands import (
     CancelPull,
     EmitTokens,
@@ -31,6 +32,7 @@ from tandem.core.commands import (
 )
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import BatchReturned, Event, FlushRequested, PeerLearned, PeerSaid, RequestArrived
+from tandem.core.kv_parts import KvShard
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
@@ -59,10 +61,9 @@ class Half:
         assert self.engine.kv.buffer is not None
         self.transfer = SockTransfer(
             self.engine.kv.buffer,
-            self.engine.kv.page_bytes,
+            KvShard.whole(self.engine.kv.page_bytes),
             incarnation=self.me,
             secret=ClusterSecret(b"the secret of these two"),
-            shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,
         )
@@ -110,7 +111,7 @@ class Half:
                 self.other.events.put(PeerSaid(self.me, message))
             case LearnPeer(address):
                 far = self.other.transfer
-                self.transfer.connect(self.other.me, far.host, far.port, far.unix)
+                introduce(self.transfer, self.other.me, far.host, far.port, far.unix)
                 self.events.put(PeerLearned(address, self.other.me, ""))
             case _:
                 self.out.append(command)

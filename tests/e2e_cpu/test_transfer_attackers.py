@@ -22,6 +22,7 @@ from transfer_world import (
 )
 
 from attackers_data import WRONG, Asker, Impostor, Target, connect, read_all, read_exactly
+from data_planes import introduce, pack_read
 from tandem.core.values import Cause, Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import protocol
@@ -65,7 +66,7 @@ def test_whoever_has_not_the_clusters_secret_reads_no_byte_however_often_it_gues
         for room in range(1, GUESSES + 1):
             with Asker(where, secret=WRONG) as attacker:
                 attacker.hear_challenge()
-                attacker.say(attacker.hello() + protocol.pack_read(room, server.secrets[1], [0, 1], [1, 1]))
+                attacker.say(attacker.hello() + pack_read(room, server.secrets[1], [0, 1], [1, 1]))
                 assert read_all(attacker.link) == protocol.pack_welcome(Status.NOT_A_MEMBER, NO_PROOF)
         with Asker(where, secret=SECRET) as member:  # the same words, of somebody who may say them
             assert member.join() is Status.OK
@@ -139,7 +140,7 @@ def test_a_challenge_that_is_passed_on_to_another_owner_proves_nothing_there() -
     """The attacker has the answer of a genuine reader to the challenge of an owner, who is not the one it means."""
     with pair() as (owner, reader), Impostor() as impostor:
         other = Incarnation("prefill", "another")
-        reader.transfer.connect(other, "127.0.0.1", impostor.port, "")
+        introduce(reader.transfer, other, "127.0.0.1", impostor.port, "")
         with Asker(target(owner), secret=WRONG) as attacker:
             reader.pull(1, [0], [0], bytes(8), peer=other)
             with impostor.accept() as link:
@@ -190,7 +191,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_reader_believes_no_owner_that_does_not_prove_the_secret(forged: Callable[[bytes], bytes]) -> None:
     reader = Side(DECODE)
     with Impostor() as impostor:
-        reader.transfer.connect(PREFILL, "127.0.0.1", impostor.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", impostor.port, "")
         reader.pull(1, [0], [0], bytes(8))
         with impostor.accept() as link:
             link.sendall(forged(impostor.greet(link)))
@@ -207,7 +208,7 @@ def test_a_reader_believes_no_owner_that_does_not_prove_the_secret(forged: Calla
 def test_what_is_no_data_plane_fails_the_transfer(answer: bytes) -> None:
     reader = Side(DECODE)
     with Impostor() as impostor:
-        reader.transfer.connect(PREFILL, "127.0.0.1", impostor.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", impostor.port, "")
         reader.pull(1, [0], [0], bytes(8))
         with impostor.accept() as link:
             link.sendall(answer)
@@ -220,7 +221,7 @@ def test_what_is_no_data_plane_fails_the_transfer(answer: bytes) -> None:
 def test_an_owner_that_speaks_byte_by_byte_has_one_deadline_for_its_handshake() -> None:
     reader = Side(DECODE, io_timeout_s=0.3)
     with Impostor() as impostor:
-        reader.transfer.connect(PREFILL, "127.0.0.1", impostor.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", impostor.port, "")
         reader.pull(1, [0], [0], bytes(8))
         with impostor.accept() as link:
             said = drip(link, protocol.pack_challenge(bytes(32)))
@@ -234,8 +235,12 @@ def test_an_owner_that_speaks_byte_by_byte_has_one_deadline_for_its_handshake() 
 def test_servers_with_different_secrets_name_the_reason(fabric: str) -> None:
     with pair(fabric) as (owner, _):
         reader = Side(DECODE, secret=ClusterSecret(b"the secret of some other cluster"))
-        reader.transfer.connect(
-            PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix if fabric == "unix" else ""
+        introduce(
+            reader.transfer,
+            PREFILL,
+            owner.transfer.host,
+            owner.transfer.port,
+            owner.transfer.unix if fabric == "unix" else "",
         )
         reader.pull(1, [0], [0], owner.publish(1, [0]), secret=owner.secrets[1])
         failed = reader.wait_failed(1)
@@ -293,7 +298,7 @@ def test_silent_and_dripping_connections_do_not_hold_up_a_reader(fabric: str) ->
             reader.wait_landed(request, 1)
             reader.transfer.disconnect(PREFILL)  # so that every pull has to come in anew
             unix = owner.transfer.unix if fabric == "unix" else ""
-            reader.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, unix)
+            introduce(reader.transfer, PREFILL, owner.transfer.host, owner.transfer.port, unix)
             assert len(owner.transfer._owner._listener._unproven) <= MAX_UNPROVEN
         assert transfer_threads().count("kv-owner") <= 4, "who has proved nothing has no thread"
         for link in crowd:
@@ -362,7 +367,7 @@ def test_readers_that_are_frozen_in_the_middle_of_a_read_do_not_block_another() 
 def test_a_reader_whose_handshake_is_ended_tries_again() -> None:
     with pair("tcp") as (owner, reader), Impostor() as impostor:
         digests = owner.publish(1, [0])
-        reader.transfer.connect(PREFILL, "127.0.0.1", impostor.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", impostor.port, "")
         reader.pull(1, [0], [0], digests)
         for _ in range(3):
             impostor.accept().close()

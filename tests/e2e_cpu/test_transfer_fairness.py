@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from transfer_world import eventually, pair
 
+from data_planes import introduce
 from tandem.core.events import TransferFailed
 from tandem.core.values import Incarnation
 
@@ -19,7 +20,7 @@ def test_frozen_peers_do_not_hold_up_a_healthy_one() -> None:
         for number in range(4):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             frozen = Incarnation(f"frozen-{number}", "1")
-            reader.transfer.connect(frozen, "127.0.0.1", listener.getsockname()[1], "")
+            introduce(reader.transfer, frozen, "127.0.0.1", listener.getsockname()[1], "")
             for request in range(100 * number, 100 * number + 10):
                 reader.pull(1000 + request, [0], [1 + number], bytes(8), peer=frozen)
         reader.pull(1, [0], [0], owner.publish(1, [0]))
@@ -34,7 +35,7 @@ def test_what_waits_behind_a_frozen_peer_gives_up_with_it() -> None:
         _, reader = stack.enter_context(pair(io_timeout_s=1.0, max_transfers=2))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         frozen = Incarnation("frozen", "1")
-        reader.transfer.connect(frozen, "127.0.0.1", listener.getsockname()[1], "")
+        introduce(reader.transfer, frozen, "127.0.0.1", listener.getsockname()[1], "")
         for request in range(20):
             reader.pull(request, [0], [request], bytes(8), peer=frozen)
         eventually(lambda: sum(isinstance(e, TransferFailed) for e in reader.events) == 20, "all have failed")
@@ -53,7 +54,7 @@ def test_who_comes_while_a_peer_is_frozen_has_a_turn_after_it() -> None:
         _, reader = stack.enter_context(pair(io_timeout_s=0.5, max_transfers=1))
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         frozen = Incarnation("frozen", "1")
-        reader.transfer.connect(frozen, "127.0.0.1", listener.getsockname()[1], "")
+        introduce(reader.transfer, frozen, "127.0.0.1", listener.getsockname()[1], "")
         reader.pull(1, [0], [1], bytes(8), peer=frozen)
         with listener.accept()[0]:
             reader.pull(2, [0], [2], bytes(8), peer=frozen)

@@ -13,6 +13,7 @@ import pytest
 from transfer_world import PREFILL, SECRET, Gate, ServingProcess, Side, eventually, pair, target, transfer_threads
 
 from attackers_data import Asker, Impostor, read_all
+from data_planes import introduce, pack_read
 from tandem.core.events import PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Cause, Incarnation
 from tandem.transfer import link as links
@@ -43,7 +44,7 @@ def test_revoking_during_a_slow_read_drains_at_once_and_no_changed_byte_goes_out
         owner.publish(1, range(2048))
         before = bytes(owner.memory)
         with greet(owner, fabric=fabric) as link:
-            link.sendall(protocol.pack_read(1, owner.secrets[1], range(2048), [1] * 2048))
+            link.sendall(pack_read(1, owner.secrets[1], range(2048), [1] * 2048, page_bytes=16384))
             header = links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)  # it sends; we read no further
             begin = time.monotonic()
             owner.revoke(1)
@@ -65,7 +66,7 @@ def test_revoking_during_a_slow_read_drains_at_once_and_no_changed_byte_goes_out
 def test_a_reader_whose_pages_are_revoked_fails_and_keeps_only_what_was_lent() -> None:
     with pair("tcp", num_pages=1024, page_bytes=16384) as (owner, reader):
         gate = Gate(owner, pass_bytes=3 << 20)
-        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", gate.port, "")
         before = bytes(owner.memory)
         reader.pull(1, range(1024), range(1024), owner.publish(1, range(1024)))
         assert gate.is_full.wait(10)
@@ -84,7 +85,7 @@ def test_a_reader_whose_pages_are_revoked_fails_and_keeps_only_what_was_lent() -
 def test_a_cancelled_pull_is_counted_until_no_byte_of_it_can_land() -> None:
     with pair("tcp", num_pages=1024, page_bytes=16384) as (owner, reader):
         gate = Gate(owner, pass_bytes=3 << 20)
-        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", gate.port, "")
         reader.pull(1, range(1024), range(1024), owner.publish(1, range(1024)))
         assert gate.is_full.wait(10)
         eventually(lambda: 0 < reader.transfer.held().pinned_pages < 1024, "some pages have landed, some have not")
@@ -139,8 +140,8 @@ def test_pages_of_a_cancelled_pull_may_be_reused_at_once() -> None:
                 continue
             ended, pages = under_way.pop(rng.randrange(lanes))
             time.sleep(rng.choice([0, 0.0002, 0.002, 0.004]) * rng.random())  # not to wait: aborts come at any time
-            pull = reader.transfer._reader._puller._pulls.get((ended, 0))
-            hits += pull is not None and pull.armed is not None
+            attempt = reader.transfer._reader._puller._attempts.get((ended, 0))
+            hits += attempt is not None and attempt.is_armed
             reader.cancel(ended)
             reader.wait_drained(ended)
             complete += any(e.landed == per_pull for e in reader.all(PagesLanded, ended))
@@ -168,7 +169,7 @@ def test_a_killed_peer_fails_the_transfer_at_once(fabric: str) -> None:
     reader = Side(DECODE_SIDE, num_pages=512, page_bytes=65536)
     reader.lender = server
     try:
-        reader.transfer.connect(PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
+        introduce(reader.transfer, PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
         reader.pull(1, range(512), range(512), server.digests)
         reader.wait(PagesLanded, 1)
         server.signal(signal.SIGKILL)
@@ -193,7 +194,7 @@ def test_a_frozen_peer_fails_the_transfer_at_the_timeout_and_a_cancel_does_not_w
     reader = Side(DECODE_SIDE, num_pages=512, page_bytes=65536, io_timeout_s=0.8)
     reader.lender = server
     try:
-        reader.transfer.connect(PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
+        introduce(reader.transfer, PREFILL, server.host, server.port, server.unix if fabric == "unix" else "")
         reader.pull(1, range(256), range(256), server.digests[: 8 * 256])
         reader.pull(2, range(256, 512), range(256, 512), server.digests[8 * 256 :], room=1)
         reader.wait(PagesLanded, 1)
@@ -218,7 +219,7 @@ def test_a_reader_that_stops_reading_is_cut_off_at_the_timeout() -> None:
     with pair(num_pages=1024, page_bytes=16384, io_timeout_s=0.3) as (owner, _):
         owner.publish(1, range(1024))
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
+            link.sendall(pack_read(1, owner.secrets[1], range(1024), [1] * 1024, page_bytes=16384))
             eventually(lambda: "kv-owner" in transfer_threads(), "a reader is served")
             eventually(lambda: "kv-owner" not in transfer_threads(), "the stuck reader is cut off", deadline_s=3)
 
@@ -227,7 +228,7 @@ def _hostile_bytes(rng: random.Random, owner: Side, asker: Asker) -> bytes:
     """Of somebody who has the secret of the cluster, and mostly that of the grant."""
     asker.hear_challenge()
     hello, lent = asker.hello(), owner.secrets[1]
-    read = protocol.pack_read(1, owner.secrets[1], [0, 1], [1, 1])
+    read = pack_read(1, owner.secrets[1], [0, 1], [1, 1])
     header = struct.Struct("<4sIQ16s")
     return rng.choice(
         [
@@ -239,11 +240,11 @@ def _hostile_bytes(rng: random.Random, owner: Side, asker: Asker) -> bytes:
             hello + header.pack(b"READ", 0xFFFFFFFF, 1, lent) + bytes(1000),
             hello + header.pack(b"READ", 0, 1, lent),
             hello + header.pack(b"WRIT", 2, 1, lent) + read[32:],
-            hello + protocol.pack_read(1, lent, [owner.num_pages], [1]),
-            hello + protocol.pack_read(1, lent, [(1 << 64) - 1], [1]),
-            hello + protocol.pack_read(rng.randrange(2, 1 << 64), lent, [0], [1]),
-            hello + protocol.pack_read(1, lent, [0, 1], [1, 2]),
-            hello + protocol.pack_read(1, rng.randbytes(16), [0, 1], [1, 1]),
+            hello + pack_read(1, lent, [owner.num_pages], [1]),
+            hello + pack_read(1, lent, [(1 << 64) - 1], [1]),
+            hello + pack_read(rng.randrange(2, 1 << 64), lent, [0], [1]),
+            hello + pack_read(1, lent, [0, 1], [1, 2]),
+            hello + pack_read(1, rng.randbytes(16), [0, 1], [1, 1]),
             hello + read[: rng.randrange(1, len(read))],
             asker.hello(incarnation=protocol.incarnation_digest(Incarnation("prefill", "6"))) + read,
         ]
@@ -287,7 +288,7 @@ def test_a_reader_of_a_busy_owner_waits_for_its_turn() -> None:
     with pair(num_pages=1024, page_bytes=16384, max_links=1) as (owner, reader):
         digests = owner.publish(1, range(1024))
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
+            link.sendall(pack_read(1, owner.secrets[1], range(1024), [1] * 1024, page_bytes=16384))
             links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)
             with Asker(target(owner), secret=SECRET) as newcomer:
                 assert newcomer.join() is Status.BUSY
@@ -300,9 +301,9 @@ def test_a_reader_of_an_owner_that_stays_busy_fails_at_the_timeout() -> None:
         digests = owner.publish(1, range(1024))
         reader = Side(DECODE_SIDE, page_bytes=16384, io_timeout_s=0.3)
         reader.lender = owner
-        reader.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
+        introduce(reader.transfer, PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         with greet(owner) as link:
-            link.sendall(protocol.pack_read(1, owner.secrets[1], range(1024), [1] * 1024))
+            link.sendall(pack_read(1, owner.secrets[1], range(1024), [1] * 1024, page_bytes=16384))
             links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=5)
             reader.pull(1, [0], [0], digests[:8])
             failed = reader.wait_failed(1)
@@ -326,7 +327,7 @@ def test_an_owner_that_lies_fails_the_transfer_and_touches_nothing_else(frame: b
     reader = Side(DECODE_SIDE)
     before = bytes(reader.memory)
     with Impostor() as owner:
-        reader.transfer.connect(PREFILL, "127.0.0.1", owner.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", owner.port, "")
         reader.pull(1, [0, 1], [10, 11], b"\1" * 16)
         with owner.accept() as link:
             link.sendall(owner.welcome(Status.OK, SECRET, owner.greet(link)) + frame)
@@ -342,7 +343,7 @@ def test_a_connection_that_breaks_once_is_made_again_and_the_pull_goes_on() -> N
     with pair("tcp", num_pages=512, page_bytes=16384) as (owner, reader):
         digests = owner.publish(1, range(512))
         gate = Gate(owner, pass_bytes=3 << 20)
-        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", gate.port, "")
         reader.pull(1, range(512), range(512), digests)
         assert gate.is_full.wait(10)
         for served in list(owner.transfer._owner._links):
@@ -356,7 +357,7 @@ def test_a_connection_that_breaks_once_is_made_again_and_the_pull_goes_on() -> N
 def test_closing_ends_pulls_and_reads_under_way() -> None:
     with pair("tcp", num_pages=1024, page_bytes=16384) as (owner, reader):
         gate = Gate(owner, pass_bytes=2 << 20)
-        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", gate.port, "")
         reader.pull(1, range(1024), range(1024), owner.publish(1, range(1024)))
         assert gate.is_full.wait(10)
         begin = time.monotonic()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transfer_world import DECODE, PREFILL, Gate, Side, eventually, pair, transfer_threads
 
+from data_planes import introduce
 from tandem.core.commands import PullPages
 from tandem.core.events import PageRead, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Cause, Incarnation
@@ -133,7 +134,7 @@ def test_another_life_of_the_peer_is_refused(fabric: str) -> None:
         unix = owner.transfer.unix if fabric == "unix" else ""
         for request, id in enumerate(("6", "8", ""), start=10):
             peer = Incarnation(PREFILL.name, id)
-            reader.transfer.connect(peer, owner.transfer.host, owner.transfer.port, unix)
+            introduce(reader.transfer, peer, owner.transfer.host, owner.transfer.port, unix)
             reader.pull(request, [0], [0], digests, peer=peer, room=1)
             failed = reader.wait_failed(request)
             assert failed.cause == Cause.PEER_LOST
@@ -153,7 +154,7 @@ def test_a_peer_that_was_lost_is_not_asked_any_more() -> None:
 def test_a_peer_with_other_pages_is_refused_with_the_differing_field() -> None:
     with pair(page_bytes=4096) as (owner, _):
         reader = Side(DECODE, page_bytes=8192)
-        reader.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
+        introduce(reader.transfer, PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         reader.pull(1, [0], [0], bytes(8))
         failed = reader.wait_failed(1)
         reader.transfer.close()
@@ -229,7 +230,7 @@ def test_cancel_answers_once_whether_never_begun_under_way_failed_or_done() -> N
 def test_a_pull_that_waits_for_a_thread_is_drained_at_once() -> None:
     with pair("tcp", num_pages=512, page_bytes=16384, max_transfers=1) as (owner, reader):
         gate = Gate(owner, pass_bytes=100_000)
-        reader.transfer.connect(PREFILL, "127.0.0.1", gate.port, "")
+        introduce(reader.transfer, PREFILL, "127.0.0.1", gate.port, "")
         digests = owner.publish(1, range(256))
         reader.pull(1, range(256), range(256), digests)
         assert gate.is_full.wait(10)
@@ -287,7 +288,7 @@ def test_an_idle_connection_that_the_peer_closed_is_replaced() -> None:
         reader.wait_landed(1, 1)
         other = Side(Incarnation("other decode", "2"))
         other.lender = owner
-        other.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
+        introduce(other.transfer, PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix)
         try:
             for request in range(2, 12):  # each takes the only connection away from the other, which is idle
                 for side in (other, reader):
@@ -317,7 +318,7 @@ def test_a_unix_socket_in_a_folder_is_removed_at_the_end(tmp_path: Path) -> None
 
 def test_a_unix_path_that_is_not_there_falls_back_to_tcp() -> None:
     with pair("tcp") as (owner, reader):
-        reader.transfer.connect(PREFILL, owner.transfer.host, owner.transfer.port, "/nowhere/tandem-kv")
+        introduce(reader.transfer, PREFILL, owner.transfer.host, owner.transfer.port, "/nowhere/tandem-kv")
         reader.pull(1, [0], [0], owner.publish(1, [0]))
         reader.wait_landed(1, 1)
 

@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from attackers_data import Target
+from data_planes import introduce
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
-from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
 from tandem.transfer.protocol import GRANT_SECRET_BYTES
 from tandem.transfer.sock import SockTransfer
@@ -50,11 +52,15 @@ class Side:
         *,
         num_pages: int = 256,
         page_bytes: int = 4096,
+        kv: KvShard | None = None,
         seed: int = 0,
         secret: ClusterSecret = SECRET,
         **options: object,
     ) -> None:
-        self.page_bytes, self.num_pages = page_bytes, num_pages
+        """kv: of a worker that is one of several; else it has all of every page, `page_bytes`"""
+        kv = kv or KvShard.whole(page_bytes)
+        self.page_bytes, self.num_pages = kv.page_bytes, num_pages
+        page_bytes = kv.page_bytes
         self.memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
         self.memory[:] = random.Random(seed).randbytes(len(self.memory))
         self.events: list[Event] = []
@@ -63,10 +69,9 @@ class Side:
         self._arrived = threading.Condition()
         self.transfer = SockTransfer(
             self.memory,
-            page_bytes,
+            kv,
             incarnation=incarnation,
             secret=secret,
-            shard=ShardId(0),
             host="127.0.0.1",
             report=self._report,
             **options,  # type: ignore[arg-type]
@@ -129,7 +134,8 @@ class Side:
         self.transfer.publish(command)
         digested = self.wait(PagesDigested, request, where=lambda e: (e.attempt, e.first_page) == (attempt, first_page))
         self.secrets[command.room] = digested.secret
-        return digested.digests
+        (digests,) = digested.digests
+        return digests
 
     def revoke(self, request: int, *, attempt: int = 0, room: int | None = None) -> None:
         self.transfer.revoke(RevokePages(RequestId(request), attempt, room or request))
@@ -186,8 +192,12 @@ def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]
     """(owner, reader), connected over `fabric`."""
     owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
     reader.lender = owner
-    reader.transfer.connect(
-        PREFILL, owner.transfer.host, owner.transfer.port, owner.transfer.unix if fabric == "unix" else ""
+    introduce(
+        reader.transfer,
+        PREFILL,
+        owner.transfer.host,
+        owner.transfer.port,
+        owner.transfer.unix if fabric == "unix" else "",
     )
     try:
         yield owner, reader
@@ -269,6 +279,7 @@ class Gate:
 SERVE = """
 import json, mmap, random, sys, threading, time
 from tandem.core.commands import PublishPages
+from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import link
@@ -285,8 +296,8 @@ memory[:] = random.Random(1).randbytes(len(memory))
 def report(event):
     if type(event).__name__ == "PagesDigested":
         at = [transfer.host, transfer.port, transfer.unix]
-        print(json.dumps([*at, event.digests.hex(), event.secret.hex()]), flush=True)
-transfer = SockTransfer(memory, page_bytes, incarnation=Incarnation(name, id), shard=0, host="127.0.0.1",
+        print(json.dumps([*at, event.digests[0].hex(), event.secret.hex()]), flush=True)
+transfer = SockTransfer(memory, KvShard.whole(page_bytes), incarnation=Incarnation(name, id), host="127.0.0.1",
                         secret=ClusterSecret(bytes.fromhex(secret)), report=report)
 transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
 sys.stdin.read()

@@ -103,8 +103,8 @@ TRANSFER = (
     WholeBreak(
         "digests_are_not_flushed",
         SOCK,
-        "pack_digests(digests))\n        self._outbox.flush()\n",
-        "pack_digests(digests))\n",
+        "map(pack_digests, digests)))\n        self._outbox.flush()\n",
+        "map(pack_digests, digests)))\n",
         "published pages are not told of until something else is",
     ),
     WholeBreak(
@@ -124,15 +124,15 @@ TRANSFER = (
     WholeBreak(
         "cancelled_pull_is_drained_while_bytes_land",
         PULLER,
-        "                self._leaving[key] = pull\n                return  # the end of its job says it\n",
-        "                self._leaving[key] = pull\n",
+        "attempt.owes_drained = True  # the end of its last job says it\n        else:\n            self._report(",
+        "attempt.owes_drained = True\n        if True:\n            self._report(",
         "destination pages are free while a thread still receives into them",
     ),
     WholeBreak(
         "link_is_lost_after_the_last_page",
         PULLER,
-        "        else:\n            self._keep_idle(peer, job.link)\n            assert pull.landed == pull.wanted",
-        "        else:\n            assert pull.landed == pull.wanted",
+        "        else:\n            self._keep_idle(pull, job.link)\n            self._forget_if_done(pull.attempt)",
+        "        else:\n            self._forget_if_done(pull.attempt)",
         "a connection is neither kept nor closed",
     ),
     WholeBreak(
@@ -145,22 +145,22 @@ TRANSFER = (
     WholeBreak(
         "cancelled_pull_keeps_its_turn",
         PULLER,
-        "            pull.is_cancelled = True\n            self._wait_no_more(pull)\n            if pull.armed",
-        "            pull.is_cancelled = True\n            if pull.armed",
+        "                self._wait_no_more(pull)\n        if attempt.is_armed:",
+        "                pass\n        if attempt.is_armed:",
         "who is gone stays in the queue",
     ),
     WholeBreak(
         "every_command_takes_a_turn",
         PULLER,
-        "        if is_new:\n            self._wait(pull, now)",
-        "        if True:\n            self._wait(pull, now)",
+        "            if is_new:\n                self._wait(pull, now)",
+        "            if True:\n                self._wait(pull, now)",
         "two jobs for one attempt: it is queued while its job is out",
     ),
     WholeBreak(
         "last_page_is_not_reported",
         PULLER,
-        "if is_last or now - job.reported_at >= LANDED_REPORT_INTERVAL_NS:",
-        "if now - job.reported_at >= LANDED_REPORT_INTERVAL_NS:",
+        "and (is_last or now - job.reported_at >= LANDED_REPORT_INTERVAL_NS):",
+        "and now - job.reported_at >= LANDED_REPORT_INTERVAL_NS:",
         "a report that is thinned out, its last one too",
     ),
     WholeBreak(
@@ -187,15 +187,15 @@ TRANSFER = (
     WholeBreak(
         "cancelled_pull_never_leaves",
         PULLER,
-        "        self._leaving.pop(job.pull.key, None)\n",
-        "",
+        "self._leaving.pop(attempt.key, None) is None:",
+        "attempt.key not in self._leaving:",
         "an entry that is not taken out of its table",
     ),
     WholeBreak(
         "end_of_a_cancelled_job_says_nothing",
         PULLER,
-        "            if isinstance(job, Receive):\n                self._say_drained(pull)\n",
-        "            pass\n",
+        "        if pull.attempt.is_over or self._is_closed:\n            self._say_if_drained(pull.attempt)\n",
+        "        if pull.attempt.is_over or self._is_closed:\n            pass\n",
         "who waits for the end of a job that fails is not told",
     ),
     WholeBreak(

@@ -39,13 +39,32 @@ class Grid:
 
 UNIFIED = (Grid(2, 1), Grid(1, 2, MIXED))
 MORE_UNIFIED = (Grid(4, 1), Grid(1, 4), Grid(2, 2), Grid(2, 2, NO_OVERLAP), Grid(1, 4, NO_OVERLAP), Grid(2, 2, MIXED))
-PAIRS = ((Grid(2, 1), Grid(2, 1)), (Grid(1, 2, RETRY), Grid(1, 2)))
+PAIRS = (
+    (Grid(2, 1), Grid(2, 1)),
+    (Grid(1, 2, RETRY), Grid(1, 2)),
+    (Grid(2, 1), Grid(1, 2)),
+)
 MORE_PAIRS = (
     (Grid(2, 2), Grid(2, 2)),
     (Grid(4, 1), Grid(4, 1)),
     (Grid(1, 4), Grid(1, 4)),
     (Grid(1, 2), Grid(1, 2, NO_OVERLAP)),
     (Grid(2, 2, RETRY), Grid(2, 2, MIXED)),
+    # Cut differently: split and joined by heads, by layers, by both; and with heads that several workers have.
+    (Grid(1, 1), Grid(2, 1)),
+    (Grid(2, 1), Grid(1, 1)),
+    (Grid(2, 1), Grid(4, 1)),
+    (Grid(4, 1), Grid(2, 1)),
+    (Grid(4, 1), Grid(1, 1)),
+    (Grid(1, 1), Grid(4, 1)),
+    (Grid(1, 2), Grid(1, 1)),
+    (Grid(1, 1), Grid(1, 2)),
+    (Grid(1, 4), Grid(1, 2)),
+    (Grid(1, 2, RETRY), Grid(2, 1)),
+    (Grid(2, 2), Grid(1, 1)),
+    (Grid(1, 1), Grid(2, 2)),
+    (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
+    (Grid(3, 1), Grid(2, 1)),
 )
 
 

@@ -1,9 +1,10 @@
 """Whatever ends a request, and wherever that reaches it, every worker of both sides lets go of it.
 
-Pairs of several workers each: pipeline stages, then tensor-parallel shards. Aborts come before READY, while a prompt is
-computed, while pages move and after; halves come without the other; transfers fail; a decode dies. Afterwards each
-worker counts from its own tables that it holds nothing, and the pair says the tokens that it said before. The tests
-run in the order of this file; `tests/mutants/test_real_server.py` names the bugs that they are there for.
+Pairs of several workers each: pipeline stages, tensor-parallel shards, and shards that send to stages. Aborts come
+before READY, while a prompt is computed, while pages move and after; halves come without the other; transfers fail; a
+decode dies. Afterwards each worker counts from its own tables that it holds nothing, and the pair says the tokens that
+it said before. The tests run in the order of this file; `tests/mutants/test_real_server.py` names the bugs that they
+are there for.
 """
 
 import contextlib
@@ -28,22 +29,17 @@ NUM_STORMED = 40
 FLAGS = ("--enable-fault-injection", "--max-total-tokens", "8192", "--chunked-prefill-size", "64")
 STRICT = ("--kv-load-failure-policy", "fail")  # a transfer that failed is an error, not a prompt computed again
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
-CUTS = {"pp2": ("--pp", "2"), "tp2": ("--tp", "2")}
-WORKER_NAMED = {"pp2": r"worker TP0 PP[01]", "tp2": r"worker TP[01] PP0"}
+STAGES, SHARDS = ("--pp", "2"), ("--tp", "2")
+CUTS = {"pp2": (STAGES, STAGES), "tp2": (SHARDS, SHARDS), "tp2 to pp2": (SHARDS, STAGES)}
+WORKERS = r"worker (TP0 PP[01]|TP1 PP0)"  # of any of these servers
 rooms = count(1)
 
 
 @pytest.fixture(scope="module", params=CUTS)
 def it(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with cluster(prefills=1, decodes=1, flags=[*FLAGS, *CUTS[request.param]], decode_flags=STRICT) as it:
+    prefill, decode = CUTS[request.param]
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill, decode_flags=[*STRICT, *decode]) as it:
         yield it
-
-
-@pytest.fixture(scope="module")
-def named(it: Cluster, request: pytest.FixtureRequest) -> str:
-    """A pattern for every worker of this pair."""
-    cut = next(cut for cut, words in CUTS.items() if words[0] in it.decodes[0].member.command)
-    return WORKER_NAMED[cut]
 
 
 @pytest.fixture(scope="module")
@@ -207,9 +203,7 @@ def test_after_a_storm_of_aborts_no_rank_holds_anything(it: Cluster, tokens: lis
         assert len(lines_of(half.server, half.rid)) == 1, half.rid
 
 
-def test_after_a_storm_of_aborts_and_failures_no_rank_holds_anything(
-    it: Cluster, tokens: list[list[int]], named: str
-) -> None:
+def test_after_a_storm_of_aborts_and_failures_no_rank_holds_anything(it: Cluster, tokens: list[list[int]]) -> None:
     storm = Storm(it, random.Random(2))
     with failing(*it.servers, prob=0.3):
         storm.blow()
@@ -217,7 +211,7 @@ def test_after_a_storm_of_aborts_and_failures_no_rank_holds_anything(
     failed = [line for half in storm.halves for line in lines_of(half.server, half.rid) if " transfer_failed " in line]
     assert failed, "no transfer failed"
     for line in failed:
-        assert re.search(rf"shard [01]: {named}: injected", line), line
+        assert re.search(rf"shard [01]: {WORKERS}: injected", line), line
 
 
 # --- awkward moments -------------------------------------------------------------------------------------------------
@@ -292,7 +286,7 @@ def test_a_half_that_leaves_before_ready_was_never_anywhere(it: Cluster, tokens:
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_transfer_that_fails_on_a_worker_is_told_once_and_names_the_worker(
-    it: Cluster, tokens: list[list[int]], named: str, side: str
+    it: Cluster, tokens: list[list[int]], side: str
 ) -> None:
     prefill, decode = it.prefills[0], it.decodes[0]
     pair, rid = pair_with(prefill), f"failed-{side}"
@@ -301,10 +295,10 @@ def test_a_transfer_that_fails_on_a_worker_is_told_once_and_names_the_worker(
         errors = list(pool.map(lambda server: error_of(server, prompt, rid=rid, **pair), (prefill, decode)))
     for server, error in zip((prefill, decode), errors, strict=True):
         assert error["code"] in ("transfer_failed", "peer_aborted")
-        assert re.search(rf"shard [01]: {named}: injected", error["message"]), error
+        assert re.search(rf"shard [01]: {WORKERS}: injected", error["message"]), error
         eventually(lambda server=server: lines_of(server, rid))
         (line,) = lines_of(server, rid)
-        assert re.search(rf"shard [01]: {named}: injected", line)
+        assert re.search(rf"shard [01]: {WORKERS}: injected", line)
     assert_nothing_is_left(it, tokens)
 
 

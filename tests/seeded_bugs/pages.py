@@ -68,7 +68,7 @@ def cancelled_pull_is_drained_while_a_page_may_still_land() -> Iterator[None]:
     def cancel(puller, command):
         original(puller, command)
         if puller.can_land(command.request):
-            puller._report(TransferDrained(command.request, command.attempt, puller._shard))
+            puller._report(TransferDrained(command.request, command.attempt, puller._kv.shard))
 
     with replaced(Puller, "cancel", cancel):
         yield

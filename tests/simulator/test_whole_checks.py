@@ -10,8 +10,10 @@ from random import Random
 
 import pytest
 
+from data_planes import introduce
 from tandem.core.commands import CancelPull, Effects, PullPages
 from tandem.core.events import Event, PeerLost, PeerReturned, TransferDrained
+from tandem.core.kv_parts import KvShard
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, PageId, RequestId, Room, ShardId
 from tandem.membership import ClusterSecret
 from tandem.simulator.oracle import Violation
@@ -104,12 +106,11 @@ def transfer_of(kernel: Kernel, found: list[Violation], told: list[Event]) -> Ch
     watch = TransferWatch(kernel, found.append, lambda process, since: False)
     return CheckedTransfer(
         memoryview(bytearray(8 * 64)),
-        64,
+        KvShard.whole(64),
         report=told.append,
         watch=watch,
         incarnation=Incarnation("decode-0", "1"),
         secret=ClusterSecret(b"a secret of one test"),
-        shard=ShardId(0),
         host="127.0.0.1",
     )
 
@@ -146,6 +147,7 @@ def test_a_pull_that_may_begin_and_that_no_thread_takes_is_noticed(monkeypatch: 
 
     def program(kernel: Kernel) -> None:
         transfer = transfer_of(kernel, found, [])
+        introduce(transfer, PEER, "127.0.0.1", 1)
         transfer.pull(a_pull())
         time.sleep(0.1)
         assert "no thread is on its way" in found[0].detail

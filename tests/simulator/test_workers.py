@@ -3,9 +3,10 @@
 import pytest
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
-from tandem.core.values import BatchId, ShardId
+from tandem.core.kv_parts import KvGrid, KvShard
+from tandem.core.values import BatchId, Cut, ShardId
 from tandem.simulator.actors.workers import Worker, Workers
-from tandem.simulator.model import MASK, content_of, shard_weight
+from tandem.simulator.model import MASK, cell_weight, content_of
 from tandem.simulator.oracle import Violation
 
 
@@ -13,8 +14,12 @@ def plan(number: int, *, decodes: bool = False) -> BatchPlan:
     return BatchPlan(BatchId(number), number, BatchKind.DECODE if decodes else BatchKind.PREFILL, decodes=decodes)
 
 
+TWO = Cut(tp_size=2)
+
+
 def two_workers() -> tuple[Workers, Worker, Worker]:
-    workers = Workers(2, num_pages=4, page_size=2, guard=lambda *_: None, seed="1")
+    kv = [KvShard(KvGrid(1, 2), TWO, shard, cell_bytes=1) for shard in TWO.shards]
+    workers = Workers(kv, num_pages=4, page_size=2, guard=lambda *_: None, seed="1")
     return workers, *workers.all
 
 
@@ -60,5 +65,5 @@ def test_workers_that_return_different_batches_are_a_violation() -> None:
 @pytest.mark.parametrize("shard", range(4))
 def test_every_shard_finds_the_content_in_its_own_part_and_in_no_other(shard: int) -> None:
     content = 0x9E3779B97F4A7C15
-    assert content_of(content * shard_weight(shard), ShardId(shard)) == content
-    assert content_of(content * shard_weight(shard + 1) & MASK, ShardId(shard)) != content
+    assert content_of(content * cell_weight(shard), ShardId(shard)) == content
+    assert content_of(content * cell_weight(shard + 1) & MASK, ShardId(shard)) != content

@@ -11,7 +11,7 @@ from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, Pe
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
-from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Incarnation, ShardId
+from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation
 from tandem.server.api.bootstrap_questions import ANSWER_NS
 from tandem.server.api.errors import Problem
 from tandem.server.node.links import RETURN_NS
@@ -183,8 +183,9 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
 
 
 def test_a_dead_shard_takes_its_replica_with_it() -> None:
-    shards = (ShardId(0), ShardId(1))
-    world = a_world(prefill=msgspec.structs.replace(SMALL, shards=shards), num_shards=2)
+    cut = Cut(tp_size=2)
+    settings = msgspec.structs.replace(SMALL, cut=cut)
+    world = a_world(prefill=settings, decode=settings, num_shards=2)
     world.harm.lose_shard("prefill-0", down_ns=SECOND)
     before = world.replicas["prefill-0"].epoch
     world.run(world.clock.time + 5 * SECOND)

@@ -11,6 +11,7 @@ from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of, values_of
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
+from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import (
     DelayerSettings,
     DpConflictPolicy,
@@ -57,7 +58,7 @@ def plain(*words: str) -> ServerConfig:
 def settings(config: ServerConfig) -> NodeSettings:
     launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
     shards = (DataEndpoint("", 0),) * config.tp_size * config.pp_size
-    return node_settings(launch, Engines(100, 4096, "digest", {}, 512, shards))
+    return node_settings(launch, Engines(100, 4096, KvGrid(), "digest", {}, 512, shards))
 
 
 def test_without_flags_the_configuration_is_the_default() -> None:

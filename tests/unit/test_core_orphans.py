@@ -22,9 +22,10 @@ from tandem.core.events import (
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import Cause, ShardId
+from tandem.core.values import Cause, Cut, ShardId
 
-SHARDS = tuple(map(ShardId, range(4)))
+CUT = Cut(tp_size=2, pp_size=2)
+SHARDS = CUT.shards
 PROMPT_LEN = 100
 NUM_PAGES = 7
 TOKENS = expected_tokens(PROMPT_LEN, 4, seed=1)
@@ -45,8 +46,8 @@ class Transfer:
 
     def __init__(self, **settings: object) -> None:
         self.world = World()
-        self.prefill = self.world.prefill(shards=SHARDS, **settings)
-        self.decode = self.world.decode(shards=SHARDS, **settings)
+        self.prefill = self.world.prefill(cut=CUT, **settings)
+        self.decode = self.world.decode(cut=CUT, **settings)
         self.decode.holds |= {PagesLanded, TransferDrained}
         self.prefill.holds |= {ReadsDrained}
         self.left, self.right = self.world.pair(self.prefill, self.decode, prompt_len=PROMPT_LEN)
@@ -234,7 +235,7 @@ def kept_back(it: Transfer) -> list[tuple[Replica, Event]]:
 @given(order=st.permutations(SHARDS))
 def test_an_abort_before_anything_was_pulled_has_nothing_to_drain(order: list[ShardId]) -> None:
     world = World()
-    prefill, decode = world.prefill(shards=SHARDS, optimistic="off"), world.decode(shards=SHARDS)
+    prefill, decode = world.prefill(cut=CUT, optimistic="off"), world.decode(cut=CUT)
     request = world.submit(prefill, prompt_len=PROMPT_LEN, room=world.room())
     world.run()
     assert prefill.state_of(request) is State.BOOTSTRAPPING

@@ -41,7 +41,7 @@ from tandem.core.events import (
 from tandem.core.scheduler.node import handle
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import LoadFailurePolicy
-from tandem.core.values import SECOND, Cause, Incarnation, Room, ShardId
+from tandem.core.values import SECOND, Cause, Cut, Incarnation, Room, ShardId
 from tandem.pagehash import prompt_digest
 
 TOKENS = expected_tokens(100, 4, seed=1)
@@ -87,8 +87,7 @@ def test_only_the_last_offer_carries_the_result_row() -> None:
 
 
 def test_a_transfer_waits_for_its_slowest_shard() -> None:
-    shards = (ShardId(0), ShardId(1), ShardId(2))
-    world, prefill, decode, _left, right = meet(shards=shards)
+    world, prefill, decode, _left, right = meet(cut=Cut(tp_size=3))
     decode.holds.add(PagesLanded)
     prefill.holds.add(PagesDigested)
     world.run()
@@ -658,10 +657,6 @@ LIES = {
     "more pages than the prompt has": lambda offer: {"pages": offer.pages * 2, "generations": offer.generations * 2},
     "fewer generations than pages": lambda offer: {"generations": ()},
     "short digests": lambda offer: {"digests": (b"1234567",)},
-    "digests of too many shards": lambda offer: {"digests": offer.digests * 2},
-    "no secrets": lambda offer: {"secrets": ()},
-    "secrets of too many shards": lambda offer: {"secrets": offer.secrets * 2},
-    "a secret that is far too long": lambda offer: {"secrets": (bytes(65),)},
     "a negative first page": lambda offer: {"first_page": -1},
 }
 

@@ -59,7 +59,6 @@ CAPABILITIES = {
     "OpenTelemetry traces",
     "PP ranks",
     "role switch",
-    "TP ranks",
 }
 
 

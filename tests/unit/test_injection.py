@@ -12,7 +12,7 @@ def landed(request: int, pages: int = 1, *, attempt: int = 1, shard: int = 0) ->
 
 
 def digested(request: int, first_page: int = 0) -> PagesDigested:
-    return PagesDigested(RequestId(request), 1, SHARD, first_page, b"digest..", b"secret")
+    return PagesDigested(RequestId(request), 1, SHARD, first_page, 1, (b"digest..",), b"secret")
 
 
 def is_failed(failures: FailedTransfers, event: Event) -> bool:

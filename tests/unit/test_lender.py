@@ -49,7 +49,7 @@ class World:
 
     def lend(self, *pages: int, request: RequestId = ONE, attempt: int = 0, room: int = 5, age: int = 0) -> Grant[int]:
         grant, command = self.publish(*pages, request=request, attempt=attempt, room=room, age=age)
-        self.lender.digested(grant, command, bytes(8 * len(pages)))
+        self.lender.digested(grant, command, (bytes(8 * len(pages)),))
         return grant
 
     def lease(
@@ -105,8 +105,8 @@ def test_pages_are_lent_when_they_are_digested_and_not_before() -> None:
     world = World()
     grant, command = world.publish(1)
     assert world.lease(grant.secret, [1], [10]) is Status.NOT_GRANTED
-    world.lender.digested(grant, command, b"8 bytes.")
-    assert world.events == [PagesDigested(ONE, 0, ShardId(0), 0, b"8 bytes.", grant.secret)]
+    world.lender.digested(grant, command, (b"8 bytes.",))
+    assert world.events == [PagesDigested(ONE, 0, ShardId(0), 0, 1, (b"8 bytes.",), grant.secret)]
     assert isinstance(world.lease(grant.secret, [1], [10]), Grant)
 
 
@@ -114,7 +114,7 @@ def test_digests_that_come_after_the_revocation_lend_nothing_and_are_not_told() 
     world = World()
     grant, command = world.publish(1)
     world.lender.revoke(ONE, 0)
-    world.lender.digested(grant, command, bytes(8))
+    world.lender.digested(grant, command, (bytes(8),))
     assert world.events == [ReadsDrained(ONE, 0, ShardId(0))]
     assert world.lease(grant.secret, [1], [10]) is Status.NOT_GRANTED
     assert world.lender.held() == Held()

@@ -7,15 +7,18 @@ import pytest
 
 from tandem.core.disagg.message_checks import MAX_DETAIL_CHARS, Bounds, admitted, one_line
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
-from tandem.core.values import SECOND, Cause, Incarnation, Nanos, Room
+from tandem.core.kv_parts import KvGrid
+from tandem.core.values import SECOND, Cause, Cut, Incarnation, Nanos, Room
 from tandem.sampling import TokenScore, is_score
 
 PREFILL, DECODE = Incarnation("prefill:1", "a" * 32), Incarnation("decode:1", "b" * 32)
-BOUNDS = Bounds(2, 512, lambda extra: is_score(extra, vocab_size=512))
+BOUNDS = Bounds(
+    512, lambda extra: is_score(extra, vocab_size=512), KvGrid(1, 2), cut=Cut(tp_size=2), peer_cut=Cut(tp_size=2)
+)
 ROOM = Room(5)
 SCORE = msgspec.msgpack.encode(TokenScore(-0.5, (1, 511), (-0.5, -2.0)))
 ROW = ResultSlot(ROOM, (511).to_bytes(4, "little"), 1, SCORE, 16, Nanos(1), Nanos(2), Nanos(3))
-READY = Ready(ROOM, 1, DECODE, PREFILL, "f" * 32, 100, 2, 3, b"d" * 16)
+READY = Ready(ROOM, 1, DECODE, PREFILL, "f" * 32, 100, 2, 3, b"d" * 16, cut=Cut(tp_size=2))
 OFFER = Offer(ROOM, 1, PREFILL, 2, (7, 8), (1, 1), (b"d" * 16, b"e" * 16), (b"s", b"t"), Nanos(30 * SECOND), 4, ROW)
 RELEASE = Release(ROOM, DECODE, "done", None, 1)
 ABORT = Abort(ROOM, PREFILL, Cause.DRAINING, "the server is shutting down")
@@ -53,6 +56,7 @@ def test_a_message_about_no_room_is_none(message: Message, room: int) -> None:
         {"known_pages": -1},
         {"known_pages": HUGE},
         {"prompt_digest": bytes(65)},
+        {"cut": Cut(tp_size=3)},
     ],
 )
 def test_a_ready_out_of_bounds_gives_its_room_up(fields: dict[str, Any]) -> None:

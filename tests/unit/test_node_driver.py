@@ -23,6 +23,7 @@ from tandem.core.events import (
     RequestArrived,
     TransferFailed,
 )
+from tandem.core.kv_parts import KvGrid
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
@@ -99,7 +100,7 @@ class Server:
                 "",
                 ClusterSecret(b"what members know"),
                 shards=(),
-                bounds=Bounds(1, 1, lambda extra: True),
+                bounds=Bounds(1, lambda extra: True),
                 poller=poller,
                 report=self.inbox.report,
                 reach=self.inbox.reach,
@@ -266,7 +267,9 @@ def test_a_transfer_that_fails_names_the_worker_however_it_came_about() -> None:
 
 
 def ready(layout: str = "digest", num_pages: int = 7) -> wire.EngineReady:
-    return wire.EngineReady(num_pages, 64, layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5), 0.1)
+    return wire.EngineReady(
+        num_pages, 64, KvGrid(), layout, {"model": layout}, 512, wire.DataEndpoint("127.0.0.1", 5), 0.1
+    )
 
 
 def test_the_engines_are_ready_when_the_last_one_is_and_their_pages_are_one() -> None:

@@ -13,7 +13,8 @@ from attackers import OTHER_SECRET, SECRET, End, dialled, end_of, framed, hello_
 from tandem.core.disagg.message_checks import Bounds
 from tandem.core.disagg.messages import Abort, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, Room
+from tandem.core.kv_parts import KvGrid
+from tandem.core.values import SECOND, Address, Cause, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node import listener
 from tandem.server.node.driver import Poller
@@ -29,6 +30,7 @@ FOUND_AT = Address("127.0.0.1", 8998)
 ELSEWHERE = Address("127.0.0.2", 8998)
 LOCALHOST = Address("localhost", 8998)
 DATA = DataEndpoint("127.0.0.1", 7001, "@pages")
+UNCUT, GRID = Cut(), KvGrid(num_layers=2, num_kv_heads=2)
 
 
 @dataclass
@@ -39,11 +41,12 @@ class Side:
     now: Nanos = START
     events: list[Event] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    reached: list[tuple[Incarnation, tuple[DataEndpoint, ...]]] = field(default_factory=list)
+    reached: list[tuple[Incarnation, Cut, tuple[DataEndpoint, ...]]] = field(default_factory=list)
     poller: Poller = field(default_factory=Poller)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     secret: ClusterSecret = SECRET
     shards: tuple[DataEndpoint, ...] = (DATA,)
+    cut: Cut = UNCUT
 
     def __post_init__(self) -> None:
         self.peers = Peers(
@@ -51,10 +54,10 @@ class Side:
             "layout",
             self.secret,
             shards=self.shards,
-            bounds=Bounds(1, 512, lambda extra: True),
+            bounds=Bounds(512, lambda extra: True, GRID, self.cut),
             poller=self.poller,
             report=self.events.append,
-            reach=lambda who, shards: self.reached.append((who, shards)),
+            reach=lambda who, cut, shards: self.reached.append((who, cut, shards)),
             clock=lambda: self.now,
             note=self.notes.append,
             heartbeat=self.heartbeat,
@@ -649,7 +652,7 @@ def test_where_pages_are_read_is_told_by_the_peer_itself_and_not_by_a_bootstrap_
         FOUND_AT,
     )
     eventually(lambda: decode.reached, prefill, decode)
-    assert decode.reached == [(PREFILL, (DATA,))]
+    assert decode.reached == [(PREFILL, UNCUT, (DATA,))]
     assert prefill.reached == []
     for side in (prefill, decode):
         side.peers.close()
@@ -660,7 +663,7 @@ def test_a_data_plane_that_listens_everywhere_is_where_its_node_was_dialled() ->
     prefill, decode = Side(PREFILL, shards=everywhere), Side(DECODE)
     decode.peers.connect(prefill.replica, FOUND_AT)
     eventually(lambda: decode.reached, prefill, decode)
-    assert decode.reached == [(PREFILL, (DataEndpoint("127.0.0.1", 7001),))]
+    assert decode.reached == [(PREFILL, UNCUT, (DataEndpoint("127.0.0.1", 7001),))]
     for side in (prefill, decode):
         side.peers.close()
 
@@ -668,8 +671,8 @@ def test_a_data_plane_that_listens_everywhere_is_where_its_node_was_dialled() ->
 @pytest.mark.parametrize(
     ("shards", "why"),
     [
-        ((), "tells of 0 data endpoints; its layout has 1 shards"),
-        ((DATA, DATA), "tells of 2 data endpoints; its layout has 1 shards"),
+        ((), "tells of 0 data endpoints; its cut has 1"),
+        ((DATA, DATA), "tells of 2 data endpoints; its cut has 1"),
         ((DataEndpoint("prefill.example", 1),), "tells of a data endpoint that is no address"),
         ((DataEndpoint("127.0.0.1", 0),), "tells of a data endpoint that is none"),
         ((DataEndpoint("127.0.0.1", 1 << 16),), "Expected `int` <= 65535"),
@@ -678,6 +681,33 @@ def test_a_data_plane_that_listens_everywhere_is_where_its_node_was_dialled() ->
 )
 def test_data_endpoints_that_cannot_be_are_refused_by_name(shards: tuple[DataEndpoint, ...], why: str) -> None:
     prefill, decode = Side(PREFILL, shards=shards), Side(DECODE)
+    decode.peers.connect(prefill.replica, FOUND_AT)
+    eventually(lambda: decode.events, prefill, decode)
+    assert why in decode.why
+    assert decode.reached == []
+    for side in (prefill, decode):
+        side.peers.close()
+
+
+def test_a_prefill_that_is_cut_otherwise_is_reached_with_all_its_workers() -> None:
+    prefill, decode = Side(PREFILL, shards=(DATA, DATA), cut=Cut(pp_size=2)), Side(DECODE)
+    decode.peers.connect(prefill.replica, FOUND_AT)
+    eventually(lambda: decode.reached, prefill, decode)
+    assert decode.reached == [(PREFILL, Cut(pp_size=2), (DATA, DATA))]
+    for side in (prefill, decode):
+        side.peers.close()
+
+
+@pytest.mark.parametrize(
+    ("cut", "why"),
+    [
+        (Cut(pp_size=3), "is cut in a way in which this model cannot be: TP 1 x PP 3"),
+        (Cut(tp_size=0), "says a greeting that is none"),
+        (Cut(tp_size=257), "says a greeting that is none"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused_by_name(cut: Cut, why: str) -> None:
+    prefill, decode = Side(PREFILL, shards=(DATA,) * min(cut.num_shards, 3), cut=cut), Side(DECODE)
     decode.peers.connect(prefill.replica, FOUND_AT)
     eventually(lambda: decode.events, prefill, decode)
     assert why in decode.why

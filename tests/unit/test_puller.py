@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tandem.core.commands import CancelPull, PullPages
 from tandem.core.events import Event, PagesLanded, TransferDrained, TransferFailed
-from tandem.core.values import SECOND, Cause, Incarnation, PageId, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import SECOND, Cause, Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import MAX_READ_PAGES, REFUSALS, Status
@@ -35,7 +36,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.puller: Puller[int] = Puller(
-            ShardId(0),
+            KvShard.whole(64),
             report=self.events.append,
             cut=self.is_cut.append,
             close=self.is_closed.append,
@@ -45,7 +46,7 @@ class World:
         self.learn(PEER)
 
     def learn(self, peer: Incarnation) -> None:
-        self.puller.learn(peer, PeerAddress(peer.name, 1, ""))
+        self.puller.learn(peer, Cut(), [PeerAddress(peer.name, 1, "")])
 
     def pull(
         self, request: RequestId = ONE, *, count: int = 3, peer: Incarnation = PEER, first_wanted: int = 0, **other: Any
@@ -411,7 +412,7 @@ def test_four_frozen_peers_do_not_hold_up_a_healthy_one() -> None:
         world.pull(RequestId(100 + number), peer=peer)
     begin = world.now
     world.pull(peer=healthy)
-    while not any(job.peer == healthy for job in world.jobs()):
+    while not any(job.origin.peer == healthy for job in world.jobs()):
         world.sleep()
     assert world.now - begin <= STALLED_AFTER_NS
 
@@ -426,7 +427,7 @@ def test_a_healthy_peer_has_the_share_of_the_frozen_ones() -> None:
     for request in range(MAX_JOBS):
         world.pull(RequestId(request), peer=healthy)
     world.now += STALLED_AFTER_NS
-    assert [job.peer for job in world.jobs()] == MAX_JOBS * [healthy]
+    assert [job.origin.peer for job in world.jobs()] == MAX_JOBS * [healthy]
 
 
 @given(num_frozen=st.integers(1, 20), pulls_each=st.integers(1, 30))
@@ -439,7 +440,7 @@ def test_a_healthy_peer_waits_no_longer_than_the_turns_of_the_frozen_ones(num_fr
         world.pull(RequestId(100 + number), peer=frozen[number % num_frozen])
     begin = world.now
     world.pull(peer=healthy)
-    while not any(job.peer == healthy for job in world.jobs()):
+    while not any(job.origin.peer == healthy for job in world.jobs()):
         world.sleep()
     assert world.now - begin <= (num_frozen // MAX_JOBS) * STALLED_AFTER_NS
 
@@ -459,7 +460,7 @@ def test_a_peer_with_many_pulls_leaves_room_and_has_all_of_it_when_it_is_alone()
         world.pull(RequestId(request), peer=one)
     for request in range(10, 12):
         world.pull(RequestId(request), peer=other)
-    assert [job.peer for job in world.jobs()] == [one, other, one, other]
+    assert [job.origin.peer for job in world.jobs()] == [one, other, one, other]
 
 
 def test_a_peer_of_which_a_job_is_stalled_gets_no_other_until_it_moves() -> None:
@@ -490,7 +491,7 @@ def test_what_has_waited_behind_a_frozen_peer_for_all_of_its_timeout_gives_up_wi
     assert sorted(failed) == [0, *range(len(jobs), 20)], "not those of the other jobs, nor who came later"
     for job in jobs[1:]:
         world.fail(job, Trouble.FROZEN)
-    assert [job.pull.key[0] for job in world.jobs()] == [100]
+    assert [job.pull.attempt.key[0] for job in world.jobs()] == [100]
 
 
 def test_who_waits_for_a_peer_that_moves_on_another_link_does_not_give_up_with_a_frozen_one() -> None:
@@ -518,7 +519,7 @@ def test_between_reads_it_is_the_turn_of_who_waits() -> None:
         world.land(job, MAX_READ_PAGES)
         assert world.puller.received(job, world.now) is None
         world.jobs()
-    assert any(job.peer == other for job in [*world.puller._jobs])
+    assert any(job.origin.peer == other for job in [*world.puller._jobs])
     assert world.puller.held().live_rooms == 1
 
 
@@ -573,7 +574,7 @@ def test_however_it_goes_every_attempt_ends_as_it_should(data: st.DataObject) ->
             case "forget":
                 world.puller.forget(peer := data.draw(st.sampled_from(names)))
                 world.learn(peer)
-        armed = [job.pull.key[0] for job in jobs if isinstance(job, Receive)]
+        armed = [job.pull.attempt.key[0] for job in jobs if isinstance(job, Receive)]
         assert len(set(armed)) == len(armed) == world.puller.held().open_transfers
         for request in cancelled:
             drained = TransferDrained(request, 0, ShardId(0))

@@ -6,15 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
+from data_planes import job_of
 from tandem.core.commands import PullPages
 from tandem.core.events import Event, TransferFailed
-from tandem.core.values import Cause, Incarnation, PageId, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer import reader as reader_module
 from tandem.transfer.digests import DIGEST_BYTES
-from tandem.transfer.jobs import Trouble
+from tandem.transfer.jobs import OfferedPages, PeerAddress, Trouble
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Status
@@ -29,9 +31,9 @@ def reader(tell: Callable[[Event], None] = lambda event: None) -> tuple[PageRead
     memory, outbox = bytearray(PAGE_BYTES * NUM_PAGES), Outbox(tell)
     made = PageReader(
         Pages(memoryview(memory), PAGE_BYTES),
+        KvShard.whole(PAGE_BYTES),
         incarnation=Incarnation("decode", "2"),
         secret=ClusterSecret(b"the secret of this cluster"),
-        shard=ShardId(0),
         outbox=outbox,
         flush_later=outbox.flush,
         io_timeout_s=5,
@@ -49,7 +51,7 @@ def receive(said: bytes, digests: tuple[int, ...]) -> tuple[int, bytearray]:
         links.prepare(near, timeout_s=5)
         far.sendall(said)
         far.shutdown(socket.SHUT_WR)
-        return made._receive_frame(command, digests, near, start=0, stop=3), memory
+        return made._receive_frame(job_of(command, OfferedPages(digests, b""), near, PAGE_BYTES)), memory
 
 
 def offered() -> tuple[list[bytes], tuple[int, ...]]:
@@ -59,7 +61,7 @@ def offered() -> tuple[list[bytes], tuple[int, ...]]:
     for page, content in zip(SOURCES, contents, strict=True):
         source[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = content
     pages = Pages(memoryview(source), PAGE_BYTES)
-    return contents, tuple(pages.digests(SOURCES, room=1, sources=SOURCES, generations=GENERATIONS))
+    return contents, tuple(pages.digests(SOURCES, pages.whole, room=1, sources=SOURCES, generations=GENERATIONS))
 
 
 def test_a_frame_lands_in_its_destinations() -> None:
@@ -134,6 +136,7 @@ def test_pulls_go_on_where_the_system_has_no_other_thread(monkeypatch: pytest.Mo
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(reader_module.threading, "Thread", refuse)
+    made.learn(PEER, Cut(), [PeerAddress("127.0.0.1", 1, "")])
     for request in (RequestId(1), RequestId(2)):
         secret = bytes(protocol.GRANT_SECRET_BYTES)
         made.pull(PullPages(request, 0, 1, PEER, 0, (3,), (7,), (PageId(6),), (bytes(DIGEST_BYTES),), (secret,)))

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_planes import job_of
 from tandem.core.commands import PublishPages, PullPages
 from tandem.core.events import Event
+from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
@@ -33,7 +35,7 @@ DECODERS: dict[str, tuple[int, Callable[[bytes], object]]] = {
     "challenge": (protocol.CHALLENGE_MESSAGE_BYTES, protocol.unpack_challenge),
     "hello": (protocol.HELLO_BYTES, protocol.unpack_hello),
     "welcome": (protocol.WELCOME_BYTES, protocol.unpack_welcome),
-    "read": (protocol.READ_BYTES, protocol.unpack_read),
+    "read": (protocol.READ_BYTES, lambda message: protocol.unpack_read(message, page_bytes=PAGE_BYTES)),
     "frame": (protocol.FRAME_HEADER_BYTES, lambda message: protocol.unpack_frame(message, count_max=COUNT_MAX)),
     "names": (3 * protocol.NAME_BYTES, lambda message: protocol.unpack_names(message, 3)),
 }
@@ -85,14 +87,14 @@ def test_a_hello_survives_the_wire(page_bytes: int, version: int, fields: bytes)
 def both() -> tuple[OwnerHandshake, ReaderHandshake]:
     return (
         OwnerHandshake(SECRET, incarnation=protocol.incarnation_digest(OWNER), page_bytes=PAGE_BYTES),
-        ReaderHandshake(SECRET, peer=OWNER, reader=protocol.incarnation_digest(READER), page_bytes=PAGE_BYTES),
+        ReaderHandshake(SECRET, peer=OWNER, reader=protocol.reader_digest(READER, ShardId(0)), page_bytes=PAGE_BYTES),
     )
 
 
 def test_two_members_agree() -> None:
     owner, reader = both()
     hello, status = owner.hear(reader.hello(owner.challenge))
-    assert (status, hello.reader) == (Status.OK, protocol.incarnation_digest(READER))
+    assert (status, hello.reader) == (Status.OK, protocol.reader_digest(READER, ShardId(0)))
     assert reader.hear(owner.welcome(Status.OK)) is Status.OK
 
 
@@ -150,17 +152,16 @@ class Plane:
         self.events: list[Event] = []
         self.transfer = SockTransfer(
             memoryview(self.memory),
-            PAGE_BYTES,
+            KvShard.whole(PAGE_BYTES),
             incarnation=OWNER,
             secret=SECRET,
-            shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.append,
             io_timeout_s=5,
         )
         command = PublishPages(RequestId(1), 0, 0, (PageId(0),), (1,), 1)
         grant = self.transfer._owner.publish(command)
-        self.transfer._owner.digested(grant, command, bytes(DIGEST_BYTES))
+        self.transfer._owner.digested(grant, command, (bytes(DIGEST_BYTES),))
         self.grant = grant.secret
 
 
@@ -177,11 +178,12 @@ WORDS = st.one_of(
         protocol.pack_read,
         st.integers(0, 2**64 - 1),
         st.binary(min_size=16, max_size=16),
+        st.builds(Runs, st.integers(0, 64), st.integers(0, 64), st.integers(0, 64), st.integers(0, 3)),
         st.just([0, 1]),
         st.just([1, 1]),
     ),
     st.builds(
-        lambda count, rest: struct.pack("<4sIQ16s", b"READ", count, 1, bytes(16)) + rest,
+        lambda count, rest: struct.pack("<4sIQ16sIIII", b"READ", count, 1, bytes(16), 0, 64, 64, 1) + rest,
         st.integers(0, 2**32 - 1),
         st.binary(max_size=64),
     ),
@@ -223,5 +225,5 @@ def test_whatever_an_owner_says_fails_the_attempt_at_most(plane: Plane, said: by
         far.sendall(first + said)
         far.shutdown(socket.SHUT_WR)
         with pytest.raises((PullFailed, links.LinkBroken, Malformed)):
-            plane.transfer._reader._receive_frame(command, offer.digests, near, start=0, stop=2)
+            plane.transfer._reader._receive_frame(job_of(command, offer, near, PAGE_BYTES))
     assert plane.memory[: 6 * PAGE_BYTES] == before[: 6 * PAGE_BYTES]

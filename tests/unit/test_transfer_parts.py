@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.core.kv_parts import Runs
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.digests import pack_digests, unpack_digests
@@ -14,6 +15,7 @@ from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Status
 
 LENT = b"secret of 16 byt"
+RUNS = Runs(8, 16, 32, 3)
 U64 = st.integers(min_value=0, max_value=(1 << 64) - 1)
 
 
@@ -24,21 +26,22 @@ def make_pages(num_pages: int = 8, page_bytes: int = 4) -> Pages:
 @given(st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=20))
 def test_runs_hold_the_pages_in_the_order_asked_for(asked: list[int]) -> None:
     pages = make_pages()
-    runs = pages.runs(asked)
+    runs = pages.pieces(asked, pages.whole)
     assert b"".join(runs) == b"".join(pages.view(page) for page in asked)
 
 
 @given(st.lists(st.integers(min_value=0, max_value=7), min_size=1, max_size=20))
 def test_neighbours_are_one_run(asked: list[int]) -> None:
     jumps = sum(later != earlier + 1 for earlier, later in pairwise(asked))
-    assert len(make_pages().runs(asked)) == jumps + 1
+    pages = make_pages()
+    assert len(pages.pieces(asked, pages.whole)) == jumps + 1
 
 
 def test_a_digest_tells_rooms_pages_generations_and_bytes_apart() -> None:
     pages = make_pages()
     variants = [(0, 1, 0, 0), (0, 2, 0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (1, 1, 0, 0)]
     digests = [
-        pages.digests([page], room=room, sources=[source], generations=[generation])[0]
+        pages.digests([page], pages.whole, room=room, sources=[source], generations=[generation])[0]
         for page, room, source, generation in variants
     ]
     assert len(set(digests)) == len(variants)
@@ -60,9 +63,9 @@ def test_pages_outside_the_buffer_are_known_as_such() -> None:
 @given(room=U64, names=st.lists(st.tuples(U64, U64), min_size=1, max_size=50))
 def test_a_read_survives_the_wire(room: int, names: list[tuple[int, int]]) -> None:
     sources, generations = zip(*names, strict=True)
-    message = protocol.pack_read(room, LENT, sources, generations)
-    read = protocol.unpack_read(message[: protocol.READ_BYTES])
-    assert (read.room, read.secret, read.count) == (room, LENT, len(names))
+    message = protocol.pack_read(room, LENT, RUNS, sources, generations)
+    read = protocol.unpack_read(message[: protocol.READ_BYTES], page_bytes=RUNS.end)
+    assert (read.room, read.secret, read.count, read.runs) == (room, LENT, len(names), RUNS)
     assert protocol.unpack_names(message[protocol.READ_BYTES :], read.count) == (sources, generations)
 
 

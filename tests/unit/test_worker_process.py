@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any  # settings by name
 
@@ -13,7 +13,7 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
-from tandem.core.values import BatchId, Cause, Incarnation, PageId, RequestId
+from tandem.core.values import BatchId, Cause, Cut, Incarnation, PageId, RequestId
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.model_config import ModelError
 from tandem.engine.parallel import WorkerGone
@@ -23,6 +23,7 @@ from tandem.server import wire
 from tandem.server.channel import BlockingChannel
 from tandem.server.processes import Launch, ServerFailure
 from tandem.server.worker_process import Worker, layout_digest, pool_pages, start
+from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Held
 
 PEER = Incarnation("peer", "3")
@@ -54,8 +55,8 @@ class FakeTransfer:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
-        self.calls.append((peer, host, port, unix))
+    def connect(self, peer: Incarnation, cut: Cut, shards: Sequence[PeerAddress]) -> None:
+        self.calls.append((peer, cut, shards))
 
     def publish(self, command: PublishPages) -> None:
         self.calls.append(command)
@@ -173,12 +174,11 @@ def test_a_worker_that_waits_for_one_that_is_gone_does_not_say_that_it_has_faile
     it.node.close()
 
 
-def test_each_worker_pulls_from_the_shard_of_its_own_number() -> None:
+def test_each_worker_is_told_of_all_workers_of_a_peer_however_that_is_cut() -> None:
     it = Running(Rank(1, 2, 1, 2))
-    shards = tuple(wire.DataEndpoint("10.0.0.2", port) for port in (6, 7, 8, 9))
-    it.send(wire.Reach(PEER, shards))
+    it.send(wire.Reach(PEER, Cut(pp_size=3), tuple(wire.DataEndpoint("10.0.0.2", port) for port in (6, 7, 8))))
     it.end()
-    assert it.transfer.calls == [(PEER, "10.0.0.2", 9, "")]
+    assert it.transfer.calls == [(PEER, Cut(pp_size=3), [PeerAddress("10.0.0.2", port, "") for port in (6, 7, 8)])]
 
 
 def test_transfers_go_to_the_data_plane() -> None:
@@ -189,9 +189,9 @@ def test_transfers_go_to_the_data_plane() -> None:
         PullPages(RequestId(1), 1, 9, PEER, 0, (1,), (1,), (PageId(2),), (b"digest..",), (b"secret",)),
         CancelPull(RequestId(1), 1),
     ]
-    it.send(wire.Reach(PEER, (wire.DataEndpoint("10.0.0.2", 6, "@kv"),)), *commands)
+    it.send(wire.Reach(PEER, Cut(), (wire.DataEndpoint("10.0.0.2", 6, "@kv"),)), *commands)
     it.end()
-    assert it.transfer.calls == [(PEER, "10.0.0.2", 6, "@kv"), *commands]
+    assert it.transfer.calls == [(PEER, Cut(), [PeerAddress("10.0.0.2", 6, "@kv")]), *commands]
 
 
 def test_a_worker_tells_what_its_data_plane_holds_under_its_own_ranks() -> None:

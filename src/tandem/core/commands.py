@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.core.batch import BatchPlan
 from tandem.core.disagg.messages import Message
 from tandem.core.scheduler.delayer_policy import RankLoad
-from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
+from tandem.core.values import ZERO_NS, Address, Cause, Cut, Incarnation, Nanos, PageId, RequestId, Room
 
 
 class LaunchBatch(Struct, frozen=True, tag=True, gc=False):
@@ -138,6 +138,7 @@ class PublishPages(Struct, frozen=True, tag=True):
     pages: tuple[PageId, ...]
     generations: tuple[int, ...]
     room: int
+    reader: Cut = Cut()  # how the peer is cut: each part that one of its workers reads has digests of its own
 
 
 class RevokePages(Struct, frozen=True, tag=True):
@@ -159,8 +160,8 @@ class PullPages(Struct, frozen=True, tag=True):
     sources: tuple[int, ...]
     generations: tuple[int, ...]
     destinations: tuple[PageId, ...]
-    digests: tuple[bytes, ...]  # one per shard, 8 bytes per page
-    secrets: tuple[bytes, ...]  # of the grants, one per shard
+    digests: tuple[bytes, ...]  # one per part that workers of this side and of the peer share, 8 bytes per page
+    secrets: tuple[bytes, ...]  # of the grants, one per shard of the peer
 
 
 class CancelPull(Struct, frozen=True, tag=True):

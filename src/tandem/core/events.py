@@ -121,7 +121,8 @@ class PagesDigested(Struct, frozen=True, tag=True):
     attempt: int
     shard: ShardId
     first_page: int
-    digests: bytes  # 8 bytes per page
+    num_pages: int
+    digests: tuple[bytes, ...]  # one per part of this shard that a worker of the peer reads, 8 bytes per page
     secret: bytes  # of the grant, opaque here: who presents it may read what this attempt has published
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId
+from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, ShardId
 
 MAX_DP_SIZE = 1024
 
@@ -89,7 +89,7 @@ class NodeSettings(Struct, frozen=True):
     num_pages: int
     page_size: int = 16  # tokens
     layout: str = ""  # digest compared with the peer's
-    shards: tuple[ShardId, ...] = (ShardId(0),)
+    cut: Cut = Cut()  # of this replica
     dp_rank: int = 0  # of this replica among those of its server
     prefill_info: PrefillInfo = PrefillInfo()  # of this server, if it is a prefill
     force_query: bool = False  # ask for, and announce, every request's rank
@@ -127,3 +127,7 @@ class NodeSettings(Struct, frozen=True):
     tombstones: int = 1024  # ended rooms whose late messages are still answered
     stashed_messages: int = 1024  # what decode said of requests that have not come
     stash_ns: Nanos = Nanos(60 * SECOND)  # and how long one half is waited for where the other one is
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        return self.cut.shards

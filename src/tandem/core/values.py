@@ -7,7 +7,7 @@ from msgspec import Struct
 
 RequestId = NewType("RequestId", int)  # local to one node, made by its edge; never travels to a peer
 PageId = NewType("PageId", int)
-ShardId = NewType("ShardId", int)  # a TP x PP x CP part of a replica
+ShardId = NewType("ShardId", int)  # a worker of a replica, which has some layers and heads of every page
 BatchId = NewType("BatchId", int)
 Room = NewType("Room", int)  # non-zero 63-bit id that pairs one request on both sides
 Nanos = NewType("Nanos", int)  # integer nanoseconds on the injected monotonic clock
@@ -15,6 +15,7 @@ Nanos = NewType("Nanos", int)  # integer nanoseconds on the injected monotonic c
 PageHash = bytes  # 16 bytes: keyed chain over (parent, tenant, tokens of the page); made outside the core
 
 ZERO_NS = Nanos(0)
+MAX_SHARDS = 256  # of one replica
 MAX_RENDERED_AT = 253_402_300_799  # Unix seconds: where the calendar of every server ends, with the year 9999
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
@@ -56,6 +57,28 @@ class Incarnation(Struct, frozen=True, order=True):
 
     name: str
     id: str
+
+
+class Cut(Struct, frozen=True, order=True):
+    """Into how many workers a replica is cut: pipeline stages, each of so many tensor-parallel shards.
+
+    Shards are numbered stage by stage: number s is tensor-parallel rank s % tp_size of stage s // tp_size.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def shards(self) -> tuple[ShardId, ...]:
+        return tuple(map(ShardId, range(self.num_shards)))
+
+    @property
+    def name(self) -> str:
+        return f"TP {self.tp_size} x PP {self.pp_size}"
 
 
 class Address(Struct, frozen=True, order=True):

@@ -1,7 +1,7 @@
 """Where the KV of all pages lives: one allocation that torch computes in and other processes can read.
 
 On CPU it is a memfd: the transfer side maps or sends its bytes, no copy in between. A page is one contiguous block;
-in it heads come before layers, so a split by heads is one contiguous run per page.
+in it heads come before layers, so a split by heads is one contiguous run per page (`core/kv_parts.py`).
 
 On another device it is a plain tensor there: `fd` and `buffer` are None and a transfer has to copy through the host.
 
@@ -37,6 +37,7 @@ class KvMemory:
         self.num_kv_heads = shape.num_kv_heads
         self.num_layers = shape.num_layers
         self.head_dim = shape.head_dim
+        self.cell_bytes = 2 * page_size * shape.head_dim * dtype.itemsize
         self.page_bytes = page_bytes(shape, page_size=page_size, dtype=dtype)
         self.fd: int | None = None
         self.buffer: memoryview | None = None

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tandem.core.kv_parts import holders, kv_heads_of, share
 from tandem.engine.documents import ModelError
 
 
@@ -33,7 +34,8 @@ class Shard:
 
     def part(self, total: int) -> slice:
         """Of `total` things in a row, this shard's; over all ranks they are all, each once, in order."""
-        return slice(total * self.rank // self.size, total * (self.rank + 1) // self.size)
+        own = share(total, self.rank, self.size)
+        return slice(own.start, own.stop)
 
 
 class Group(Protocol):
@@ -136,11 +138,12 @@ class HeadShard:
         if shard.size > num_heads:
             raise ModelError(f"{num_heads} attention heads cannot be spread over {shard.size} shards; take fewer")
         heads_per_group = num_heads // num_kv_heads
+        kv = kv_heads_of(shard.rank, shard.size, num_kv_heads)
         if shard.size <= num_kv_heads:
-            kv = shard.part(num_kv_heads)
-            return cls(slice(kv.start * heads_per_group, kv.stop * heads_per_group), kv)
-        group = shard.rank * num_kv_heads // shard.size
-        sharers = [rank for rank in range(shard.size) if rank * num_kv_heads // shard.size == group]
+            query = slice(kv.start * heads_per_group, kv.stop * heads_per_group)
+            return cls(query, slice(kv.start, kv.stop))
+        group = kv.start
+        sharers = holders(group, shard.size, num_kv_heads)
         own = Shard(sharers.index(shard.rank), len(sharers)).part(heads_per_group)
         assert own.start < own.stop, "no more shards share a KV head than heads look at it"
         first = group * heads_per_group

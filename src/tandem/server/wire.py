@@ -9,10 +9,10 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from tandem.core import commands, events
+from tandem.core.kv_parts import KvGrid
 from tandem.core.request import Request
 from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
-from tandem.core.values import Address, Incarnation
-from tandem.ranks import MAX_SHARDS
+from tandem.core.values import MAX_SHARDS, Address, Cut, Incarnation
 from tandem.sampling import Payload
 
 MAX_FRAME_BYTES = 256 << 20
@@ -128,7 +128,8 @@ class Reach(Struct, frozen=True, tag=True):
     """node -> worker: where a peer's KV can be pulled from, as it said itself. Comes before any pull from it."""
 
     peer: Incarnation
-    shards: tuple[DataEndpoint, ...]  # as many as this server has
+    cut: Cut  # of the peer
+    shards: tuple[DataEndpoint, ...]  # of the peer, in order
 
 
 class Disconnect(Struct, frozen=True, tag=True):
@@ -142,6 +143,7 @@ class EngineReady(Struct, frozen=True, tag=True):
 
     num_pages: int
     page_bytes: int  # of this worker's part of a page
+    grid: KvGrid  # of the whole model
     layout: str
     layout_fields: dict[str, str]
     vocab_size: int

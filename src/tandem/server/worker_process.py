@@ -31,6 +31,7 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
+from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.values import Cause, ceil_div
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
@@ -48,6 +49,7 @@ from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
+from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
@@ -95,8 +97,6 @@ def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
     return {
         "protocol": f"{CONTROL_PROTOCOL}.{DATA_PROTOCOL}",
         "page_size": str(config.page_size),
-        "tp_size": str(config.tp_size),
-        "pp_size": str(config.pp_size),
         **model.layout_fields,
     }
 
@@ -110,6 +110,7 @@ class KvBytes(Protocol):
     """KV memory, as far as the data plane is concerned."""
 
     page_bytes: int  # of one page
+    cell_bytes: int  # of it, for one head and layer (`core/kv_parts.py`)
     buffer: memoryview | None  # all pages, one behind the other; None where the host cannot see them
 
 
@@ -136,6 +137,7 @@ class Loaded:
 
     engine: WorkerEngine
     num_pages: int
+    grid: KvGrid  # of the whole model
     vocab_size: int
     layout_fields: dict[str, str]
 
@@ -205,9 +207,8 @@ class Worker:
                 self._work.put(message)
             case ForgetRequests() | LaunchBatch():
                 self._work.put(message)
-            case wire.Reach(peer, shards):
-                end = shards[self._rank.shard]  # the node has counted them
-                self._data_plane.connect(peer, end.host, end.port, end.unix)
+            case wire.Reach(peer, cut, shards):
+                self._data_plane.connect(peer, cut, [PeerAddress(end.host, end.port, end.unix) for end in shards])
             case wire.Disconnect(peer):
                 self._data_plane.disconnect(peer)
             case PublishPages():
@@ -279,7 +280,8 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
     engine = open_engine(config, model, place.pipeline, num_pages, vocabulary)
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
     logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
-    return Loaded(engine, num_pages, model.config.vocab_size, layout_fields(config, model))
+    grid = KvGrid(model.config.num_layers, model.config.num_kv_heads)
+    return Loaded(engine, num_pages, grid, model.config.vocab_size, layout_fields(config, model))
 
 
 Load = Callable[[Launch, Place], Loaded]
@@ -295,13 +297,14 @@ def start(
     began = time.monotonic()
     loaded = load(launch, join_replica(launch, listener_fd))
     engine = loaded.engine
-    transfer = open_transfer(launch, engine, channel)
+    transfer = open_transfer(launch, engine, loaded.grid, channel)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
     try:
         channel.send(
             wire.EngineReady(
                 num_pages=loaded.num_pages,
                 page_bytes=engine.kv.page_bytes,
+                grid=loaded.grid,
                 layout=layout_digest(loaded.layout_fields),
                 layout_fields=loaded.layout_fields,
                 vocab_size=loaded.vocab_size,
@@ -348,7 +351,7 @@ def open_engine(
 
 
 def open_transfer(
-    launch: Launch, engine: WorkerEngine, channel: BlockingChannel[wire.NodeToWorker]
+    launch: Launch, engine: WorkerEngine, grid: KvGrid, channel: BlockingChannel[wire.NodeToWorker]
 ) -> SockTransfer | None:
     """The data plane, where the role needs one."""
     if launch.config.role == "unified":
@@ -364,10 +367,9 @@ def open_transfer(
         )
     return SockTransfer(
         engine.kv.buffer,
-        engine.kv.page_bytes,
+        KvShard(grid, launch.rank.cut, launch.rank.shard, engine.kv.cell_bytes),
         incarnation=launch.incarnation,
         secret=ClusterSecret(launch.cluster_secret),
-        shard=launch.rank.shard,
         host=numeric_host(launch.config.host),
         report=report,
     )

@@ -4,8 +4,9 @@ The KV of a position is a 64-bit number made of its token, its position and the 
 token is made of the sum of all KV of its row. So one wrong, stale or foreign slot anywhere in the pages of a request
 changes every token after it, and a sum over whole pages is enough to read them.
 
-A shard holds the content times its weight (1, 3, 5, ...): pages of one shard are nonsense on another. Odd numbers have
-an inverse modulo 2^64, so every shard gets the content back from its own part, and one that is wrong shows.
+A cell of the KV (one head and layer: `core/kv_parts.py`) holds the content times its weight (1, 3, 5, ...): what
+belongs into one cell is nonsense in another. Odd numbers have an inverse modulo 2^64, so every cell gives the content
+back, and one that is wrong shows.
 """
 
 from functools import cache
@@ -34,15 +35,15 @@ def sample(*, kv_sum: int, position: int, eos_one_in: int) -> int:
     return FIRST_TOKEN + (mixed >> 8) % VOCABULARY
 
 
-def shard_weight(shard: int) -> int:
-    return 2 * shard + 1
+def cell_weight(cell: int) -> int:
+    return 2 * cell + 1
 
 
 @cache
-def _inverse(shard: int) -> int:
-    return pow(shard_weight(shard), -1, 1 << 64)
+def _inverse(cell: int) -> int:
+    return pow(cell_weight(cell), -1, 1 << 64)
 
 
-def content_of(sum_on_shard: int, shard: int) -> int:
-    """What lies on a shard, without its weight."""
-    return sum_on_shard * _inverse(shard) & MASK if shard else sum_on_shard & MASK
+def content_of(sum_in_cell: int, cell: int) -> int:
+    """What lies in a cell, without its weight."""
+    return sum_in_cell * _inverse(cell) & MASK if cell else sum_in_cell & MASK

@@ -60,7 +60,7 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.values import SECOND, Incarnation
+from tandem.core.values import SECOND, Cut, Incarnation
 
 
 @dataclass(slots=True)
@@ -218,8 +218,8 @@ def describe_event(event: Event) -> str:
             return f"the connection to {_name(peer)} is back"
         case PeerLost(peer, cause):
             return f"{_name(peer)} is lost: {cause}"
-        case PagesDigested(request, attempt, shard, first_page, digests):
-            return f"request {request}.{attempt} shard {shard} digested {_span(first_page, len(digests) // 8)}"
+        case PagesDigested(request, attempt, shard, first_page, num_pages):
+            return f"request {request}.{attempt} shard {shard} digested {_span(first_page, num_pages)}"
         case PageRead(request, shard):
             return f"request {request} shard {shard} is being read"
         case ReadsDrained(request, attempt, shard):
@@ -305,9 +305,10 @@ def describe_message(message: Message) -> str:
     match message:
         case Ready():
             time = f", rendered at {message.rendered_at}" if message.rendered_at else ""
+            cut = f", into {message.cut.name}" if message.cut != Cut() else ""
             return (
                 f"READY room {message.room} attempt {message.attempt} for {_name(message.target)}: "
-                f"{message.prompt_len} tokens, holds {message.held_pages}, knows {message.known_pages}{time}"
+                f"{message.prompt_len} tokens, holds {message.held_pages}, knows {message.known_pages}{time}{cut}"
             )
         case Offer():
             result = " and the result" if message.result is not None else ""

@@ -44,17 +44,18 @@ from tandem.core.events import (
     RequestArrived,
     RequestRefused,
 )
+from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, PrefillInfo, Role
 from tandem.core.stall_detector import TICKS
-from tandem.core.values import MILLISECOND, SECOND, Cause, Incarnation, Nanos, PageId, RequestId, ShardId
+from tandem.core.values import MILLISECOND, SECOND, Cause, Cut, Incarnation, Nanos, PageId, RequestId, ShardId
 from tandem.simulator.actors.bootstraps import Bootstraps
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.direct import DirectClients
 from tandem.simulator.actors.edge import Edge
-from tandem.simulator.actors.executor import CostModel, MemoryGuard, PageMemory
+from tandem.simulator.actors.executor import CostModel, MemoryGuard, ShardMemory
 from tandem.simulator.actors.gateway import Gateway
 from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.replica import Life, Replica
@@ -67,7 +68,7 @@ from tandem.simulator.checkers import Checkers
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
 from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
-from tandem.simulator.faults.options import ALONE, Options
+from tandem.simulator.faults.options import ALONE, Options, coarsest_grid
 from tandem.simulator.network.data_plane_faults import DataPlaneFaults
 from tandem.simulator.network.host import Host
 from tandem.simulator.network.http import Http
@@ -126,6 +127,7 @@ class World:
     batches_to_fail: int = 0  # the next so many, by order of a scenario
 
     # Not part of the constructor: one random stream per concern, so that one draw more here moves nothing there.
+    grid: KvGrid = field(init=False)  # of the KV of the one model here
     random: Random = field(init=False)
     io_random: Random = field(init=False)
     edge: Edge = field(init=False)
@@ -142,6 +144,7 @@ class World:
 
     def __post_init__(self) -> None:
         seed, timing = self.options.seed, self.timing
+        self.grid = self.options.grid or coarsest_grid((self.options.prefill.cut, self.options.decode.cut))
         self.random = Random(f"world {seed}")
         self.io_random = Random(f"io {seed}")
         settings = replace(self.options.links)  # healing changes it
@@ -277,9 +280,9 @@ class World:
         replica.epoch += 1
         incarnation = Incarnation(replica.name, str(replica.epoch))
         settings = msgspec.structs.replace(replica.template, role=replica.role, incarnation=incarnation)
-        num_shards = len(settings.shards)
+        kv = [KvShard(self.grid, settings.cut, shard, cell_bytes=1) for shard in settings.shards]
         workers = Workers(
-            num_shards,
+            kv,
             num_pages=settings.num_pages,
             page_size=settings.page_size,
             guard=self._guard_of(replica),
@@ -292,9 +295,10 @@ class World:
             settings,
             EngineNode(settings),
             workers,
-            self._new_store(incarnation, workers.memories),
+            self._new_store(incarnation, kv, workers.memories),
             CostModel(jitter=self.timing.batch_jitter),
             Host(replica.name, self.clock, local_clock, self.network, lambda: replica.paused_until),
+            self.grid,
             local_clock,
         )
         life.store.emit = lambda event: self.push(life, event)
@@ -319,16 +323,23 @@ class World:
         random = Random(f"clock {self.options.seed} {incarnation.name} {incarnation.id}")
         return LocalClock(random.randrange(YEAR_NS, 100 * YEAR_NS), random.randrange(-MAX_DRIFT_PPM, MAX_DRIFT_PPM + 1))
 
-    def _new_store(self, incarnation: Incarnation, memories: list[PageMemory]) -> KvStore:
+    def cut_of(self, who: Incarnation) -> Cut | None:
+        """None: of whom nobody knows anything."""
+        replica = self.replicas.get(who.name)
+        return replica.template.cut if replica is not None else None
+
+    def _new_store(self, incarnation: Incarnation, kv: list[KvShard], memories: list[ShardMemory]) -> KvStore:
         random = Random(f"store {self.options.seed} {incarnation.name} {incarnation.id}")
         return KvStore(
             incarnation,
+            kv,
             memories,
             self.clock,
             random,
             self.page_faults,
             self.checkers,
             lambda event: None,
+            lambda peer: self.cut_of(peer) or Cut(),
             self.find_store,
         )
 
@@ -587,7 +598,7 @@ class World:
         """A copy has come over; only the life that it was meant for hears it."""
         life = self.find(target)
         if life is not None:
-            told = life.hear(source, message)
+            told = life.hear(source, self.cut_of(source) or Cut(), message)
             assert told is not None, "our own nodes speak about rooms"
             self.push(life, told)
 

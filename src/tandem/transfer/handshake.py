@@ -56,7 +56,7 @@ class ReaderHandshake:
     """The reader's end of one connection: answer the Challenge with `hello`, and give the Welcome to `hear`."""
 
     def __init__(self, secret: ClusterSecret, *, peer: Incarnation, reader: bytes, page_bytes: int) -> None:
-        """peer: the owner that is meant; reader: digest of the incarnation that asks"""
+        """peer: the owner that is meant; reader: digest of the worker that asks; page_bytes: of the owner"""
         self._secret = secret
         self._peer, self._reader, self._page_bytes = protocol.incarnation_digest(peer), reader, page_bytes
         self._challenge = self._hello = b""

@@ -1,4 +1,4 @@
-"""What the puller of a shard hands out, what it knows of an attempt, and how a job may end. Decided in `puller.py`."""
+"""What a puller hands out, what it knows of peers and attempts, and how a job may end. Decided in `puller.py`."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from tandem.core.commands import PullPages
-from tandem.core.values import Incarnation, RequestId
+from tandem.core.kv_parts import Tile
+from tandem.core.values import Cut, Incarnation, RequestId, ShardId
 from tandem.transfer.protocol import Status
 
 Key = tuple[RequestId, int]  # request, attempt
@@ -36,7 +37,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class OfferedPages:
-    """What this shard was offered by one command, checked."""
+    """What one worker of a peer has offered to this one by one command, checked."""
 
     digests: tuple[int, ...]
     secret: bytes = field(repr=False)  # of the grant
@@ -44,31 +45,69 @@ class OfferedPages:
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
+    """Of one worker."""
+
     host: str
     port: int
     unix: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A worker of a life of a server."""
+
+    peer: Incarnation
+    shard: ShardId
+
+
+@dataclass(slots=True)
+class Source(Generic[Link]):
+    """A worker of a peer from which this one pulls."""
+
+    tile: Tile
+    address: PeerAddress
+    idle: list[Link] = field(default_factory=list)  # welcomed, no Read under way
 
 
 @dataclass(slots=True)
 class Peer(Generic[Link]):
     """A life of a server of which the address is known."""
 
-    address: PeerAddress
-    idle: list[Link] = field(default_factory=list)  # welcomed, no Read under way
+    cut: Cut
+    addresses: tuple[PeerAddress, ...]
+    sources: tuple[Source[Link], ...]
+
+
+@dataclass(slots=True, eq=False)
+class Attempt(Generic[Link]):
+    """Of a request that has pages to pull, from one worker of a peer or several. Forgotten when they all landed."""
+
+    key: Key
+    room: int
+    peer: Incarnation
+    wanted: int  # pages named so far, by all its commands
+    landed: int  # pages that are here, with all their parts; what was reported last may be less
+    pulls: tuple["Pull[Link]", ...] = ()
+    is_over: bool = False  # failed or cancelled: nothing of it is begun any more
+    owes_drained: bool = False  # said when no byte can land any more
+
+    @property
+    def is_armed(self) -> bool:
+        """Bytes may land for it."""
+        return any(pull.armed is not None for pull in self.pulls)
 
 
 @dataclass(slots=True, eq=False)
 class Pull(Generic[Link]):
-    """One attempt of one request that has pages to pull. Forgotten when they all landed."""
+    """What one attempt gets from one worker of the peer."""
 
-    key: Key
-    room: int
-    wanted: int  # pages named so far, by all commands of the attempt
-    landed: int  # of which these are here and checked
+    attempt: Attempt[Link]
+    origin: Origin
+    tile: Tile
+    landed: int  # pages of which this part is here and checked
     commands: deque[PullPages] = field(default_factory=deque)  # the first one is being pulled
     offer: OfferedPages | None = None  # of the first command, once it is checked
     armed: Link | None = None
-    is_cancelled: bool = False
     may_retry: bool = True
     busy_since: int | None = None
     queued_at: int = 0
@@ -77,8 +116,15 @@ class Pull(Generic[Link]):
 @dataclass(slots=True, eq=False)
 class Job(Generic[Link]):
     pull: Pull[Link]
-    peer: Incarnation
     moved_at: int  # when it was begun, or a frame landed
+
+    @property
+    def origin(self) -> Origin:
+        return self.pull.origin
+
+    @property
+    def tile(self) -> Tile:
+        return self.pull.tile
 
 
 @dataclass(slots=True, eq=False)

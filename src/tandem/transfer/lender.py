@@ -50,7 +50,7 @@ class Grant(Generic[Link]):
 class Place:
     """What is known of a connection."""
 
-    reader: bytes  # digest of its incarnation
+    reader: bytes  # digest of the worker
     idle_since: int | None = None  # None: at work, or has not asked for anything yet
     is_cut: bool = False  # its place is another one's already
 
@@ -95,13 +95,17 @@ class Lender(Generic[Link]):
         assert grant.room == command.room
         return grant
 
-    def digested(self, grant: Grant[Link], command: PublishPages, digests: bytes) -> None:
-        """Of all pages of the command. Nothing comes of it when the grant was revoked meanwhile."""
+    def digested(self, grant: Grant[Link], command: PublishPages, digests: tuple[bytes, ...]) -> None:
+        """Of all pages of the command: for each part that its reader needs. Nothing comes of it when the grant was
+        revoked meanwhile."""
         if grant.is_revoked:
             return
         grant.generations.update(zip(command.pages, command.generations, strict=True))
+        num_pages = len(command.pages)
         self._report(
-            PagesDigested(command.request, command.attempt, self._shard, command.first_page, digests, grant.secret)
+            PagesDigested(
+                command.request, command.attempt, self._shard, command.first_page, num_pages, digests, grant.secret
+            )
         )
 
     def revoke(self, request: RequestId, attempt: int) -> None:

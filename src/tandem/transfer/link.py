@@ -17,6 +17,7 @@ LINUX_UNIX_PATH_MAX = 107
 _BACKLOG = 128
 _UNIX_SEND_BUFFER_BYTES = 1 << 20  # about one frame: measured, half or four times as much is no faster
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 20, 5, 3
+_MAX_PIECES = 1024  # that Linux takes in one call
 _GLANCES = 8  # how often a call comes back within one timeout
 
 
@@ -129,7 +130,7 @@ def _move(call, pieces: Sequence[memoryview | bytes], timeout_s: float) -> None:
     moved_at = time.monotonic()
     while num_bytes:
         try:
-            moved = call(pieces)
+            moved = call(pieces[:_MAX_PIECES])
         except BlockingIOError:
             if time.monotonic() - moved_at >= timeout_s:
                 raise LinkFrozen(f"no progress for {timeout_s:g} s") from None

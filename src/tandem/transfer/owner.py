@@ -33,7 +33,7 @@ class ReaderLink:
     """The connection of a member. Lives in its own thread, which alone closes the link."""
 
     link: socket.socket
-    reader: bytes  # digest of its incarnation
+    reader: bytes  # digest of the worker
 
 
 class PageOwner:
@@ -53,7 +53,6 @@ class PageOwner:
         self._pages, self._outbox = pages, outbox
         self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._io_timeout_s = io_timeout_s
-        self._frame_pages = min(max(1, protocol.FRAME_BYTES // pages.page_bytes), protocol.MAX_FRAME_PAGES)
         self._lock = threading.Lock()
         self._lender: Lender[ReaderLink] = Lender(
             shard,
@@ -73,7 +72,7 @@ class PageOwner:
         with self._lock:
             return self._lender.publish(command)
 
-    def digested(self, grant: Grant[ReaderLink], command: PublishPages, digests: bytes) -> None:
+    def digested(self, grant: Grant[ReaderLink], command: PublishPages, digests: tuple[bytes, ...]) -> None:
         with self._lock:
             self._lender.digested(grant, command, digests)
 
@@ -143,15 +142,17 @@ class PageOwner:
             link.close()
 
     def _receive_read(self, link: socket.socket) -> tuple[Read, bytearray]:
-        read = protocol.unpack_read(links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s))
+        header = links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s)
+        read = protocol.unpack_read(header, page_bytes=self._pages.page_bytes)
         return read, links.receive(link, read.count * protocol.NAME_BYTES, timeout_s=self._io_timeout_s)
 
     def _answer(self, known: ReaderLink, asked: tuple[Read, bytearray]) -> bool:
         """Send the frames of one Read. Returns whether the connection may be used again."""
         read, body = asked
         pages, generations = protocol.unpack_names(body, read.count)
-        for start in range(0, read.count, self._frame_pages):
-            span = slice(start, start + self._frame_pages)
+        frame_pages = protocol.pages_of_a_frame(read.runs)
+        for start in range(0, read.count, frame_pages):
+            span = slice(start, start + frame_pages)
             status = self._send_frame(known, read, pages[span], generations[span])
             if status is not Status.OK:
                 links.send(known.link, [protocol.pack_frame(status, 0)], timeout_s=self._io_timeout_s)
@@ -168,7 +169,7 @@ class PageOwner:
         is_sent = False
         try:
             header = protocol.pack_frame(Status.OK, len(pages))
-            links.send(known.link, [header, *self._pages.runs(pages)], timeout_s=self._io_timeout_s)
+            links.send(known.link, [header, *self._pages.pieces(pages, read.runs)], timeout_s=self._io_timeout_s)
             is_sent = True
         finally:
             with self._lock:

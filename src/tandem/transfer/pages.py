@@ -2,12 +2,15 @@
 
 A digest is xxh3-64 over the page, seeded with the room, the source page and its generation: bytes that belong to
 another request, another page or an earlier owner of the same page never compare equal, even if they are all zero.
-It protects against mix-ups and torn reads, not against somebody who forges both page and digest.
+It protects against mix-ups and torn reads, not against somebody who forges both page and digest. Where a page is read
+in several parts each has a digest of its own, over its runs in order of memory, which both sides have in common.
 """
 
 from collections.abc import Iterable, Sequence
 
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from tandem.core.kv_parts import Runs
 
 _MASK = (1 << 64) - 1
 # Odd 64-bit constants of splitmix64 and friends: they spread neighbouring rooms, pages and generations over the seeds.
@@ -31,29 +34,44 @@ class Pages:
     def view(self, page: int) -> memoryview:
         return self._buffer[page * self.page_bytes : (page + 1) * self.page_bytes]
 
-    def runs(self, pages: Sequence[int]) -> list[memoryview]:
-        """The bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
+    @property
+    def whole(self) -> Runs:
+        """All bytes of a page."""
+        return Runs(0, self.page_bytes, self.page_bytes, 1)
+
+    def pieces(self, pages: Sequence[int], runs: Runs) -> list[memoryview]:
+        """These bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
         buffer, page_bytes = self._buffer, self.page_bytes
         views: list[memoryview] = []
-        start = stop = pages[0]
+        start = stop = pages[0] * page_bytes + runs.first
         for page in pages:
-            if page != stop:
-                views.append(buffer[start * page_bytes : stop * page_bytes])
-                start = page
-            stop = page + 1
-        views.append(buffer[start * page_bytes : stop * page_bytes])
+            begin = page * page_bytes + runs.first
+            for at in range(begin, begin + runs.count * runs.stride, runs.stride):
+                if at != stop:
+                    views.append(buffer[start:stop])
+                    start = at
+                stop = at + runs.size
+        views.append(buffer[start:stop])
         return views
 
     def digests(
-        self, pages: Sequence[int], *, room: int, sources: Iterable[int], generations: Iterable[int]
+        self, pages: Sequence[int], runs: Runs, *, room: int, sources: Iterable[int], generations: Iterable[int]
     ) -> list[int]:
-        """One digest per page of `pages`, which hold (or should hold) what `sources` held at `generations`."""
-        buffer, page_bytes, digest = self._buffer, self.page_bytes, xxh3_64_intdigest
+        """One digest per page, over its `runs`, which hold (or should hold) what `sources` held at `generations`."""
         base = room * _ROOM
-        return [
-            digest(
-                buffer[page * page_bytes : (page + 1) * page_bytes],
-                (base + source * _PAGE + generation * _GENERATION) & _MASK,
-            )
-            for page, source, generation in zip(pages, sources, generations, strict=True)
+        seeds = [
+            (base + source * _PAGE + generation * _GENERATION) & _MASK
+            for source, generation in zip(sources, generations, strict=True)
         ]
+        if runs.count > 1:
+            return [self._digest(page, runs, seed) for page, seed in zip(pages, seeds, strict=True)]
+        buffer, digest, size = self._buffer, xxh3_64_intdigest, runs.size
+        starts = (page * self.page_bytes + runs.first for page in pages)
+        return [digest(buffer[start : start + size], seed) for start, seed in zip(starts, seeds, strict=True)]
+
+    def _digest(self, page: int, runs: Runs, seed: int) -> int:
+        hashed = xxh3_64(seed=seed)
+        begin = page * self.page_bytes + runs.first
+        for at in range(begin, begin + runs.count * runs.stride, runs.stride):
+            hashed.update(self._buffer[at : at + runs.size])
+        return hashed.intdigest()

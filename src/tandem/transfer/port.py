@@ -8,18 +8,20 @@ returned no event follows and no byte lands.
     publish   -> PagesDigested         per command, unless it is revoked first; the pages may be read from then on
                  PageRead              at the first read of a request and then at most once per second
     revoke    -> ReadsDrained          the pages may be overwritten. A revoke while this answer is due adds none
-    pull      -> PagesLanded*          watermarks; only pages whose digest was equal count
+    pull      -> PagesLanded*          watermarks; only pages count all of whose parts are here, with equal digests
                  TransferFailed        at most once per attempt, which is over by then: later pulls of it are ignored
     cancel    -> TransferDrained       exactly once per attempt, also for one that ended, failed or never began;
                                        the last event of the attempt: the destination pages may be reused
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
-from tandem.core.values import Incarnation
+from tandem.core.values import Cut, Incarnation
+from tandem.transfer.jobs import PeerAddress
 
 
 class Held(Struct, frozen=True):
@@ -37,8 +39,8 @@ class KvTransfer(Protocol):
     port: int
     unix: str
 
-    def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
-        """Remember where the shard of `peer` that corresponds to this one listens. Opens nothing."""
+    def connect(self, peer: Incarnation, cut: Cut, shards: Sequence[PeerAddress]) -> None:
+        """Remember how `peer` is cut and where each of its shards listens. Opens nothing."""
         ...
 
     def disconnect(self, peer: Incarnation) -> None:

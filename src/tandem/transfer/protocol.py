@@ -4,10 +4,10 @@
     reader -> owner   Hello      which life of which server is meant, who asks, how large its pages are, a challenge for
                                  the owner, and the proof that the reader is a member of the cluster
     owner -> reader   Welcome    a status, and the owner's proof; anything but OK closes the connection
-    reader -> owner   Read       room, the secret of the grant, count, then count source pages and count generations
-                                 (u64 each)
-    owner -> reader   Frame*     a status and a count, then count pages, in the order asked for, until all are sent;
-                                 a status other than OK has no pages and closes the connection
+    reader -> owner   Read       room, the secret of the grant, count, the runs of bytes that are wanted of each page,
+                                 then count source pages and count generations (u64 each)
+    owner -> reader   Frame*     a status and a count, then the runs of count pages, in the order asked for, until all
+                                 are sent; a status other than OK has no pages and closes the connection
 
 The first three are the handshake (`handshake.py`): their sizes and the place of the version are the same in all
 versions, so that two versions can name what divides them. One Read is under way per connection, and it belongs to one
@@ -25,13 +25,15 @@ from typing import Any  # what a struct unpacks to
 
 from msgspec import Struct
 
-from tandem.core.values import Cause, Incarnation
+from tandem.core.kv_parts import Runs
+from tandem.core.values import Cause, Incarnation, ShardId
 from tandem.membership import CHALLENGE_BYTES, PROOF_BYTES
 
 MAGIC = b"TandemKV"
-VERSION = 2
+VERSION = 3
 MAX_READ_PAGES = 2048  # pages that one Read may name
-MAX_FRAME_PAGES = 512  # with the header below the 1024 pieces that Linux takes in one sendmsg
+MAX_FRAME_PAGES = 512
+MAX_RUNS = 4096  # of one page
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
 GRANT_SECRET_BYTES = 16
 DIGEST_BYTES = 16  # of an incarnation
@@ -39,7 +41,7 @@ DIGEST_BYTES = 16  # of an incarnation
 _CHALLENGE = struct.Struct(f"<8sH6x{CHALLENGE_BYTES}s")
 _HELLO = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{DIGEST_BYTES}s{CHALLENGE_BYTES}s{PROOF_BYTES}s")
 _WELCOME = struct.Struct(f"<8sHH4x{PROOF_BYTES}s")
-_READ = struct.Struct(f"<4sIQ{GRANT_SECRET_BYTES}s")
+_READ = struct.Struct(f"<4sIQ{GRANT_SECRET_BYTES}sIIII")
 _FRAME = struct.Struct("<II")
 _READ_TAG = b"READ"
 _U64_STOP = 1 << 64
@@ -81,9 +83,9 @@ class Malformed(Exception):
 
 class Hello(Struct, frozen=True):
     version: int
-    page_bytes: int
+    page_bytes: int  # of a page of the owner, as the reader has it
     incarnation: bytes  # digest of the one that is meant
-    reader: bytes  # digest of the one that asks
+    reader: bytes  # digest of the worker that asks
     challenge: bytes  # for the owner
     proof: bytes
 
@@ -98,6 +100,7 @@ class Read(Struct, frozen=True):
     room: int
     secret: bytes  # of the grant
     count: int
+    runs: Runs  # of each page
 
 
 class Frame(Struct, frozen=True):
@@ -107,6 +110,11 @@ class Frame(Struct, frozen=True):
 
 def incarnation_digest(incarnation: Incarnation) -> bytes:
     return hashlib.sha256(incarnation.id.encode()).digest()[:DIGEST_BYTES]
+
+
+def reader_digest(incarnation: Incarnation, shard: ShardId) -> bytes:
+    """Of one worker: several of a server may read from one owner, and each has its own share of the connections."""
+    return hashlib.sha256(f"{incarnation.id} {shard}".encode()).digest()[:DIGEST_BYTES]
 
 
 def pack_challenge(challenge: bytes) -> bytes:
@@ -158,21 +166,28 @@ def may_be_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> 
     return min(numbers) >= 0 and max(numbers) < _U64_STOP
 
 
-def pack_read(room: int, secret: bytes, pages: Sequence[int], generations: Sequence[int]) -> bytes:
+def pack_read(room: int, secret: bytes, runs: Runs, pages: Sequence[int], generations: Sequence[int]) -> bytes:
     count = len(pages)
     assert 0 < count <= MAX_READ_PAGES
     assert len(secret) == GRANT_SECRET_BYTES
-    return _READ.pack(_READ_TAG, count, room, secret) + struct.pack(f"<{2 * count}Q", *pages, *generations)
+    head = _READ.pack(_READ_TAG, count, room, secret, runs.first, runs.size, runs.stride, runs.count)
+    return head + struct.pack(f"<{2 * count}Q", *pages, *generations)
 
 
-def unpack_read(header: bytes | bytearray) -> Read:
-    """Without its pages and generations: `Read.count` says how many of them follow."""
-    tag, count, room, secret = _fields(_READ, header)
+def unpack_read(header: bytes | bytearray, *, page_bytes: int) -> Read:
+    """Without its pages and generations: `Read.count` says how many of them follow.
+
+    page_bytes: of this owner, beyond which no run may reach
+    """
+    tag, count, room, secret, *numbers = _fields(_READ, header)
     if tag != _READ_TAG:
         raise Malformed("not a read")
     if not 0 < count <= MAX_READ_PAGES:
         raise Malformed(f"a read of {count} pages")
-    return Read(room=room, secret=secret, count=count)
+    runs = Runs(*numbers)
+    if not (0 < runs.size <= runs.stride and 0 < runs.count <= MAX_RUNS and runs.end <= page_bytes):
+        raise Malformed("a read of bytes that no page has")
+    return Read(room=room, secret=secret, count=count, runs=runs)
 
 
 def unpack_names(body: bytes | bytearray, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -195,6 +210,11 @@ def unpack_frame(header: bytes | bytearray, *, count_max: int) -> Frame:
     if frame.status is Status.OK and not 0 < count <= count_max:
         raise Malformed(f"a frame of {count} pages where at most {count_max} are due")
     return frame
+
+
+def pages_of_a_frame(runs: Runs) -> int:
+    """How many pages an owner sends at once."""
+    return min(max(1, FRAME_BYTES // runs.num_bytes), MAX_FRAME_PAGES)
 
 
 def _fields(layout: struct.Struct, message: bytes | bytearray) -> tuple[Any, ...]:

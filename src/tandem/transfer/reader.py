@@ -14,10 +14,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tandem.core.commands import CancelPull, PullPages
-from tandem.core.values import SECOND, Incarnation, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import SECOND, Cut, Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
@@ -45,10 +46,10 @@ class PageReader:
     def __init__(
         self,
         pages: Pages,
+        kv: KvShard,
         *,
         incarnation: Incarnation,
         secret: ClusterSecret,
-        shard: ShardId,
         outbox: Outbox,
         flush_later: Callable[[], None],
         io_timeout_s: float,
@@ -56,10 +57,10 @@ class PageReader:
     ) -> None:
         """`flush_later` flushes the outbox in another thread, and never blocks. RuntimeError: no thread is left."""
         self._pages, self._outbox, self._flush_later = pages, outbox, flush_later
-        self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
+        self._reader, self._secret = protocol.reader_digest(incarnation, kv.shard), secret
         self._io_timeout_s, self._max_transfers = io_timeout_s, max_transfers
         self._puller: Puller[socket.socket] = Puller(
-            shard,
+            kv,
             report=outbox.put,
             cut=links.cut,
             close=_close,
@@ -74,9 +75,9 @@ class PageReader:
         with self._lock:
             self._add_thread()  # which stays: where the system has no other left, pulls go on one after the other
 
-    def learn(self, incarnation: Incarnation, *, host: str, port: int, unix: str) -> None:
+    def learn(self, incarnation: Incarnation, cut: Cut, shards: Sequence[PeerAddress]) -> None:
         with self._lock:
-            self._puller.learn(incarnation, PeerAddress(host, port, unix))
+            self._puller.learn(incarnation, cut, shards)
 
     def forget(self, incarnation: Incarnation) -> None:
         with self._lock:
@@ -87,6 +88,8 @@ class PageReader:
         with self._lock:
             self._puller.pull(command, time.monotonic_ns())
             self._call_for_help()
+            if self._outbox.has_events:
+                self._flush_later()
 
     def cancel(self, command: CancelPull) -> None:
         with self._lock:
@@ -197,10 +200,11 @@ class PageReader:
         if job.was_idle and _has_news(job.link):
             raise links.LinkBroken("closed while it was idle")
         command, span = job.command, slice(job.start, job.stop)
-        request = protocol.pack_read(command.room, job.offer.secret, command.sources[span], command.generations[span])
+        pages, generations = command.sources[span], command.generations[span]
+        request = protocol.pack_read(command.room, job.offer.secret, job.tile.there, pages, generations)
         links.send(job.link, [request], timeout_s=self._io_timeout_s)
         while job.start < job.stop:
-            count = self._receive_frame(command, job.offer.digests, job.link, start=job.start, stop=job.stop)
+            count = self._receive_frame(job)
             with self._lock:
                 now = time.monotonic_ns()
                 was_stalled = is_stalled(job, now)
@@ -211,22 +215,20 @@ class PageReader:
             if not is_wanted:
                 raise links.LinkBroken("cancelled")
 
-    def _receive_frame(
-        self, command: PullPages, digests: tuple[int, ...], link: socket.socket, *, start: int, stop: int
-    ) -> int:
-        """Receive the frame that begins at page `start` of the command, check it, and return how many pages it has."""
+    def _receive_frame(self, job: Receive[socket.socket]) -> int:
+        """Receive the frame that begins at page `start` of the job, check it, and return how many pages it has."""
+        command, link, runs = job.command, job.link, job.tile.here
         header = bytearray(protocol.FRAME_HEADER_BYTES)
         links.receive_into(link, [memoryview(header)], timeout_s=self._io_timeout_s)
-        frame = protocol.unpack_frame(header, count_max=stop - start)
+        frame = protocol.unpack_frame(header, count_max=job.stop - job.start)
         if frame.status is not Status.OK:
             raise PullFailed(Trouble.REFUSED, status=frame.status)
-        span = slice(start, start + frame.count)
+        span = slice(job.start, job.start + frame.count)
         destinations = command.destinations[span]
-        links.receive_into(link, self._pages.runs(destinations), timeout_s=self._io_timeout_s)
-        landed = self._pages.digests(
-            destinations, room=command.room, sources=command.sources[span], generations=command.generations[span]
-        )
-        if tuple(landed) != digests[span]:
+        links.receive_into(link, self._pages.pieces(destinations, runs), timeout_s=self._io_timeout_s)
+        names = {"sources": command.sources[span], "generations": command.generations[span]}
+        landed = self._pages.digests(destinations, runs, room=command.room, **names)
+        if tuple(landed) != job.offer.digests[span]:
             raise PullFailed(Trouble.CORRUPT)
         return frame.count
 
@@ -236,7 +238,7 @@ class PageReader:
         to = job.address
         link = links.dial(to.host, to.port, to.unix, timeout_s=self._io_timeout_s)
         try:
-            status = self._shake_hands(job.peer, link, give_up_at)
+            status = self._shake_hands(job, link, give_up_at)
             if status is not Status.OK:
                 raise PullFailed(Trouble.REFUSED, status=status)
         except BaseException:
@@ -244,9 +246,9 @@ class PageReader:
             raise
         return link
 
-    def _shake_hands(self, incarnation: Incarnation, link: socket.socket, give_up_at: float) -> Status:
+    def _shake_hands(self, job: Dial[socket.socket], link: socket.socket, give_up_at: float) -> Status:
         handshake = ReaderHandshake(
-            self._secret, peer=incarnation, reader=self._incarnation, page_bytes=self._pages.page_bytes
+            self._secret, peer=job.origin.peer, reader=self._reader, page_bytes=job.tile.page_bytes
         )
 
         def left_s() -> float:

@@ -8,13 +8,15 @@ the answers to commands are said by one thread, the desk, in the order of the co
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event
-from tandem.core.values import Incarnation, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Cut, Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer.digests import pack_digests
+from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.lender import Grant
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.owner import PageOwner, ReaderLink
@@ -27,16 +29,15 @@ _CLOSE_GRACE_S = 2.0
 
 
 class SockTransfer:
-    """One shard's data plane over one KV allocation. See `KvTransfer` for what the calls promise."""
+    """One worker's data plane over one KV allocation. See `KvTransfer` for what the calls promise."""
 
     def __init__(
         self,
         buffer: memoryview,
-        page_bytes: int,
+        kv: KvShard,
         *,
         incarnation: Incarnation,
         secret: ClusterSecret,
-        shard: ShardId,
         host: str,
         report: Callable[[Event], None],
         unix_dir: str | None = None,
@@ -44,8 +45,9 @@ class SockTransfer:
         max_transfers: int = 4,
         max_links: int = 64,
     ) -> None:
-        """buffer: num_pages * page_bytes writable bytes, the caller's, valid until `close` has returned
+        """buffer: num_pages * kv.page_bytes writable bytes, the caller's, valid until `close` has returned
 
+        kv: what of every page lies here
         incarnation: of the server this shard belongs to; a reader that means another life is refused
         secret: what both ends of every connection have to prove
         host: TCP address to listen on; the port is free choice
@@ -55,8 +57,8 @@ class SockTransfer:
         max_transfers: attempts that are pulled at the same time, each by one thread
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
         """
-        self._pages = Pages(buffer, page_bytes)
-        self._shard = shard
+        self._pages = Pages(buffer, kv.page_bytes)
+        self._kv = kv
         self._is_closed = False
         self._outbox = Outbox(report)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -64,7 +66,7 @@ class SockTransfer:
             self._pages,
             incarnation=incarnation,
             secret=secret,
-            shard=shard,
+            shard=kv.shard,
             host=host,
             unix_dir=unix_dir,
             outbox=self._outbox,
@@ -73,9 +75,9 @@ class SockTransfer:
         )
         self._reader = PageReader(
             self._pages,
+            kv,
             incarnation=incarnation,
             secret=secret,
-            shard=shard,
             outbox=self._outbox,
             flush_later=self._flush_later,
             io_timeout_s=io_timeout_s,
@@ -85,8 +87,8 @@ class SockTransfer:
         self._desk = threading.Thread(target=self._desk_loop, name="kv-desk", daemon=True)
         self._desk.start()
 
-    def connect(self, peer: Incarnation, host: str, port: int, unix: str) -> None:
-        self._reader.learn(peer, host=host, port=port, unix=unix)
+    def connect(self, peer: Incarnation, cut: Cut, shards: Sequence[PeerAddress]) -> None:
+        self._reader.learn(peer, cut, shards)
 
     def disconnect(self, peer: Incarnation) -> None:
         self._reader.forget(peer)
@@ -129,10 +131,11 @@ class SockTransfer:
     def _digest(self, grant: Grant[ReaderLink], command: PublishPages) -> None:
         if grant.is_revoked:
             return
-        digests = self._pages.digests(
-            command.pages, room=command.room, sources=command.pages, generations=command.generations
+        pages, names = command.pages, {"sources": command.pages, "generations": command.generations}
+        digests = (
+            self._pages.digests(pages, runs, room=command.room, **names) for runs in self._kv.lends(command.reader)
         )
-        self._owner.digested(grant, command, pack_digests(digests))
+        self._owner.digested(grant, command, tuple(map(pack_digests, digests)))
         self._outbox.flush()
 
     def _flush_later(self) -> None:

@@ -19,7 +19,7 @@ from core_driver import World, assert_nothing_is_held
 from tandem.core.bootstrap_registry import Registry
 from tandem.core.events import DpRankAnswered, Event, PeerLearned, PeerLost, PeerUnknown
 from tandem.core.settings import PrefillInfo
-from tandem.core.values import SECOND, Address, Incarnation, Nanos, Room
+from tandem.core.values import SECOND, Address, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server import wire
 from tandem.server.api import http_exchange
@@ -170,7 +170,13 @@ def arrived(reports: list[Any]) -> list[Any]:
     for report in reports:
         at_node += node.feed(frame(report))
         if isinstance(report, wire.Connect):
-            list(worker.feed(frame(wire.Reach(report.replica.incarnation, report.replica.shards))))
+            list(
+                worker.feed(
+                    frame(
+                        wire.Reach(report.replica.incarnation, Cut(len(report.replica.shards)), report.replica.shards)
+                    )
+                )
+            )
     return at_node
 
 

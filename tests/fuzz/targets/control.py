@@ -25,7 +25,7 @@ from attackers import end_of, framed, hello_of, nested
 from tandem.core.disagg.message_checks import Bounds
 from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.values import MILLISECOND, Address, Incarnation, Nanos, Room
+from tandem.core.values import MILLISECOND, Address, Cut, Incarnation, Nanos, Room
 from tandem.membership import ClusterSecret
 from tandem.server.node.driver import Poller
 from tandem.server.node.peers import Peers
@@ -39,7 +39,7 @@ SECRET, OTHER_SECRET = ClusterSecret(b"what all members know"), ClusterSecret(b"
 SHARDS = (DataEndpoint("127.0.0.1", 7001),)
 FOUND_AT, ELSEWHERE = Address("127.0.0.1", 8998), Address("127.0.0.1", 8999)
 LAYOUT = "layout"
-BOUNDS = Bounds(num_shards=1, vocab_size=50_000, is_extra=lambda extra: True)
+BOUNDS = Bounds(vocab_size=50_000, is_extra=lambda extra: True)
 PATIENCE_S = 10.0
 TURN_NS = 50 * MILLISECOND  # that each turn takes on the nodes' clock: nobody waits for their timeouts
 HELLO = Release(Room(1), DECODE, "done")
@@ -61,7 +61,7 @@ class Node:
             BOUNDS,
             self.poller,
             self.events.append,
-            reach=lambda peer, shards: None,
+            reach=lambda peer, cut, shards: None,
             clock=self.clock,
             note=lambda line: None,
         )
@@ -188,7 +188,7 @@ def losses(node: Node) -> list[PeerLost]:
 
 def frame_seeds() -> Mapping[str, bytes]:
     """Streams of frames in clear. What follows the hello has to be sealed, and is not."""
-    greeting = msgspec.msgpack.encode(Greeting(LAYOUT, Nanos(1_000_000_000), SHARDS))
+    greeting = msgspec.msgpack.encode(Greeting(LAYOUT, Nanos(1_000_000_000), Cut(), SHARDS))
     found = {
         who.name: join_frames([msgspec.msgpack.encode(hello_of(who)), greeting]) for who in (ATTACKER, DECODE, PREFILL)
     }

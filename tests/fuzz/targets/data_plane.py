@@ -23,8 +23,10 @@ from mutators import EDGES, EDGES_64, apply, mutate_bytes, put_an_integer
 
 from attackers_data import Asker, Impostor
 from attackers_data import Target as Owner
+from data_planes import introduce, pack_read
 from tandem.core.commands import CancelPull, PublishPages, PullPages
 from tandem.core.events import Event, PagesDigested, PagesLanded, TransferDrained, TransferFailed
+from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import protocol
@@ -51,10 +53,9 @@ class Side:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.transfer = SockTransfer(
             self.memory,
-            PAGE_BYTES,
+            KvShard.whole(PAGE_BYTES),
             incarnation=who,
             secret=SECRET,
-            shard=ShardId(0),
             host="127.0.0.1",
             report=self.events.put,
             io_timeout_s=PATIENCE_S,
@@ -150,23 +151,28 @@ def noise_seeds() -> Mapping[str, bytes]:
         version=protocol.VERSION,
         page_bytes=PAGE_BYTES,
         incarnation=protocol.incarnation_digest(OWNER),
-        reader=protocol.incarnation_digest(READER),
+        reader=protocol.reader_digest(READER, ShardId(0)),
         challenge=bytes(protocol.CHALLENGE_BYTES),
         proof=protocol.NO_PROOF,
     )
     return {"hello": protocol.pack_hello(hello), "and_a_read": protocol.pack_hello(hello) + reads()["granted"]}
 
 
+def read_of(room: int, secret: bytes, pages: tuple[int, ...], generations: tuple[int, ...]) -> bytes:
+    return pack_read(room, secret, pages, generations, page_bytes=PAGE_BYTES)
+
+
 def reads() -> dict[str, bytes]:
     none, ones = bytes(protocol.GRANT_SECRET_BYTES), (GENERATION,) * len(GRANTED)
     return {
-        "granted": protocol.pack_read(ROOM, PLACE_OF_SECRET, GRANTED, ones),
-        "backwards": protocol.pack_read(ROOM, PLACE_OF_SECRET, GRANTED[::-1], ones),
-        "other_generation": protocol.pack_read(ROOM, PLACE_OF_SECRET, GRANTED, (2, 2, 2, 2)),
-        "not_granted": protocol.pack_read(ROOM, PLACE_OF_SECRET, FOREIGN, (GENERATION,) * len(FOREIGN)),
-        "other_room": protocol.pack_read(FOREIGN_ROOM, PLACE_OF_SECRET, FOREIGN, (GENERATION,) * len(FOREIGN)),
-        "without_secret": protocol.pack_read(ROOM, none, GRANTED, ones),
-        "many": protocol.pack_read(ROOM, PLACE_OF_SECRET, GRANTED * 512, ones * 512),
+        "granted": read_of(ROOM, PLACE_OF_SECRET, GRANTED, ones),
+        "backwards": read_of(ROOM, PLACE_OF_SECRET, GRANTED[::-1], ones),
+        "other_generation": read_of(ROOM, PLACE_OF_SECRET, GRANTED, (2, 2, 2, 2)),
+        "not_granted": read_of(ROOM, PLACE_OF_SECRET, FOREIGN, (GENERATION,) * len(FOREIGN)),
+        "other_room": read_of(FOREIGN_ROOM, PLACE_OF_SECRET, FOREIGN, (GENERATION,) * len(FOREIGN)),
+        "without_secret": read_of(ROOM, none, GRANTED, ones),
+        "parts": protocol.pack_read(ROOM, PLACE_OF_SECRET, Runs(8, 8, 16, 3), GRANTED, ones),
+        "many": read_of(ROOM, PLACE_OF_SECRET, GRANTED * 512, ones * 512),
     }
 
 
@@ -206,7 +212,7 @@ class Pulling:
     def __call__(self, data: bytes) -> None:
         self._next += 1
         transfer = self._side.transfer
-        transfer.connect(OWNER, "127.0.0.1", self._impostor.port, "")
+        introduce(transfer, OWNER, "127.0.0.1", self._impostor.port)
         transfer.pull(self._command())
         end = self._answer(data)
         transfer.disconnect(OWNER)
@@ -272,8 +278,9 @@ def digests_of(pages: tuple[int, ...]) -> bytes:
     side = Side(OWNER, marked)
     digested = side.publish(1, pages, room=ROOM)
     side.transfer.close()
-    assert len(unpack_digests(digested.digests)) == len(pages)
-    return digested.digests
+    (digests,) = digested.digests
+    assert len(unpack_digests(digests)) == len(pages)
+    return digests
 
 
 def answer_seeds() -> Mapping[str, bytes]:

@@ -13,7 +13,6 @@ from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFact
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
 from tandem.core.disagg.messages import (
     LAYOUT_DIFFERS,
-    MAX_GRANT_SECRET_BYTES,
     Abort,
     Moved,
     Offer,
@@ -263,6 +262,7 @@ def send_ready(node: NodeState, progress: Progress, side: DecodeSide, arrival: A
         known_pages=arrival.offered,
         prompt_digest=progress.request.prompt_digest,
         rendered_at=progress.request.rendered_at,
+        cut=node.settings.cut,
     )
     node.out.append(Tell(arrival.peer, message))
     schedule(node, progress)
@@ -369,10 +369,8 @@ def misfit(node: NodeState, arrival: Arrival, offer: Offer) -> str | None:
     if len(offer.generations) != num_pages or offer.first_page < arrival.held_pages:
         return "offer is malformed"
     wanted_bytes = DIGEST_BYTES * num_pages
-    if len(offer.digests) != len(node.settings.shards) or any(len(d) != wanted_bytes for d in offer.digests):
+    if any(len(digests) != wanted_bytes for digests in offer.digests):
         return "offer has the wrong number of digests"
-    if len(offer.secrets) != len(node.settings.shards) or max(map(len, offer.secrets)) > MAX_GRANT_SECRET_BYTES:
-        return "offer has the wrong number of secrets"
     if offer.result is not None and offer.result.room != offer.room:
         return "result slot belongs to another room"
     if offer.result is not None and not is_well_formed(offer.result):

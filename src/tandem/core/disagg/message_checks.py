@@ -19,8 +19,9 @@ from msgspec import Struct, structs
 
 from tandem.core.batch import TokenFlag
 from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Moved, Offer, Ready, Release, ResultSlot
+from tandem.core.kv_parts import KvGrid, parts
 from tandem.core.settings import MAX_DP_SIZE
-from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Incarnation
+from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Cut, Incarnation
 
 MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
 MAX_COUNT = 1 << 31  # tokens and pages of one prompt
@@ -39,9 +40,11 @@ KNOWN_FLAGS = TokenFlag.EOS | TokenFlag.STOP | TokenFlag.INVALID
 class Bounds(Struct, frozen=True):
     """What this node knows, and a message has to fit."""
 
-    num_shards: int
     vocab_size: int
     is_extra: Callable[[bytes], bool]  # whether the edge can read this `extra`, which is opaque to the core
+    grid: KvGrid = KvGrid()
+    cut: Cut = Cut()  # of this node
+    peer_cut: Cut = Cut()  # of whoever speaks, as it has said when it was met
 
 
 def admitted(message: Message, bounds: Bounds) -> Message | None:
@@ -50,7 +53,7 @@ def admitted(message: Message, bounds: Bounds) -> Message | None:
         return None
     match message:
         case Ready():
-            fault = ready_fault(message)
+            fault = ready_fault(message, bounds)
             return message if fault is None else given_up(message, fault)
         case Offer():
             fault = offer_fault(message, bounds)
@@ -84,7 +87,7 @@ def release_fault(release: Release) -> str | None:
     return None
 
 
-def ready_fault(ready: Ready) -> str | None:
+def ready_fault(ready: Ready, bounds: Bounds) -> str | None:
     if not 0 <= ready.attempt < MAX_NUMBER:
         return "attempt is out of bounds"
     if not is_name(ready.target):
@@ -97,7 +100,7 @@ def ready_fault(ready: Ready) -> str | None:
         return "held_pages or known_pages is out of bounds"
     if not 0 <= ready.rendered_at <= MAX_RENDERED_AT:
         return "rendered_at is out of bounds"
-    return None
+    return None if ready.cut == bounds.peer_cut else "cut is not the one that was said before"
 
 
 def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
@@ -110,11 +113,12 @@ def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
         return f"{len(offer.generations)} generations for {num_pages} pages"
     if not (are_numbers(offer.pages) and are_numbers(offer.generations)):
         return "a page or generation is out of bounds"
-    if len(offer.digests) != bounds.num_shards:
-        return f"digests of {len(offer.digests)} shards, want {bounds.num_shards}"
+    num_parts = len(parts(bounds.grid, bounds.peer_cut, bounds.cut))
+    if num_pages and len(offer.digests) != num_parts:
+        return f"digests of {len(offer.digests)} parts, want {num_parts}"
     if any(len(digests) != DIGEST_BYTES * num_pages for digests in offer.digests):
         return "the wrong number of digests"
-    if len(offer.secrets) != bounds.num_shards or any(len(s) > MAX_GRANT_SECRET_BYTES for s in offer.secrets):
+    if len(offer.secrets) != bounds.peer_cut.num_shards or any(len(s) > MAX_GRANT_SECRET_BYTES for s in offer.secrets):
         return "the wrong number of secrets, or one that is too long"
     if not 0 < offer.lease_ns <= MAX_LEASE_NS:
         return "lease_ns is out of bounds"

@@ -9,11 +9,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from tandem.core.values import Cause, Incarnation, Nanos, Room
+from tandem.core.values import Cause, Cut, Incarnation, Nanos, Room
 
 SHUTTING_DOWN = "the server is shutting down"
 MAX_GRANT_SECRET_BYTES = 64  # what a data plane may ask to be remembered per grant; opaque to the core
-LAYOUT_DIFFERS = "prefill and decode differ in model, dtype, page size or shards"
+LAYOUT_DIFFERS = "prefill and decode differ in model, dtype or page size"
 
 
 ReleaseOutcome = Literal["done", "aborted", "not_needed"]
@@ -26,12 +26,13 @@ class Ready(Struct, frozen=True, tag="ready"):
     attempt: int
     source: Incarnation  # the decode
     target: Incarnation  # the prefill this READY was meant for; another incarnation refuses it
-    layout: str  # digest of protocol version, weights, dtype, page size, heads, shard map; must be equal
+    layout: str  # digest of protocol version, weights, dtype, page size, heads; must be equal
     prompt_len: int  # a prompt of another length is refused: both halves must mean the same request
     held_pages: int = 0  # decode already holds this many leading pages
     known_pages: int = 0  # offers seen so far reach up to here; after a loss prefill goes on from here
     prompt_digest: bytes = b""  # another one is refused: a room that was used twice must not show a foreign prompt
     rendered_at: int = 0  # as in the request: the time in decode's prompt
+    cut: Cut = Cut()  # of the decode: which workers will read, and what each of them needs
 
 
 class ResultSlot(Struct, frozen=True):
@@ -60,7 +61,7 @@ class Offer(Struct, frozen=True, tag="offer"):
     first_page: int
     pages: tuple[int, ...]
     generations: tuple[int, ...]
-    digests: tuple[bytes, ...]  # one per shard: 8 bytes per page, made by the data plane
+    digests: tuple[bytes, ...]  # one per part (`kv_parts`): 8 bytes per page, made by the data plane
     secrets: tuple[bytes, ...]  # one per shard: what its data plane wants to see from whoever reads these pages
     lease_ns: Nanos
     total_pages: int

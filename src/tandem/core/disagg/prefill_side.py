@@ -26,7 +26,7 @@ from tandem.core.disagg.dp_rank import Announce, Conflict, Quiet, RequestFacts, 
 from tandem.core.disagg.messages import LAYOUT_DIFFERS, SHUTTING_DOWN, Abort, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.optimistic_prefill import Verdict, View, bootstrap_policy, should_force_retry
 from tandem.core.disagg.sides import PrefillSide, Reader
-from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferTrigger
+from tandem.core.disagg.transfer_state import TransferTrigger
 from tandem.core.events import PageRead, PagesDigested, RoomElsewhere, TransferFailed
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
@@ -200,6 +200,7 @@ def finalize_bootstrap(node: NodeState, progress: Progress, side: PrefillSide, p
         side.reader = Reader(
             peer,
             ready.attempt,
+            ready.cut,
             held_pages=ready.held_pages,
             published=ready.held_pages,
             offered=ready.held_pages,
@@ -336,7 +337,8 @@ def publish(node: NodeState, progress: Progress, side: PrefillSide) -> None:
         pages = tuple(progress.pages[start:stop])
         reader.published = stop
         generations = page_generations(node, pages)
-        node.out.append(PublishPages(progress.id, reader.attempt, start, pages, generations, side.room))
+        room, cut = side.room, reader.cut
+        node.out.append(PublishPages(progress.id, reader.attempt, start, pages, generations, room, cut))
     # The result slot may be ready after the last page was offered, or there is no page to wait for.
     if is_done and not reader.result_offered and reader.digested(node.settings.shards) == total:
         offer(node, progress, side, reader, first_page=reader.offered)
@@ -347,11 +349,9 @@ def on_digested(node: NodeState, event: PagesDigested) -> None:
     if found is None:
         return
     progress, side, reader = found
-    known = reader.digests.get(event.shard, b"")
-    if event.attempt != reader.attempt or len(known) != (event.first_page - reader.held_pages) * DIGEST_BYTES:
+    if event.attempt != reader.attempt or event.first_page != reader.digested([event.shard]):
         return  # of an earlier attempt, or a duplicate
-    reader.digests[event.shard] = known + event.digests
-    reader.secrets[event.shard] = event.secret
+    reader.hear(event.shard, event.num_pages, event.digests, event.secret)
     if reader.digested(node.settings.shards) > reader.offered:
         offer(node, progress, side, reader, first_page=reader.offered)
 
@@ -386,7 +386,7 @@ def offer(node: NodeState, progress: Progress, side: PrefillSide, reader: Reader
         pages=pages,
         generations=page_generations(node, pages),
         digests=reader.digest_slices(node.settings.shards, first_page, stop),
-        secrets=tuple(reader.secrets.get(shard, b"") for shard in node.settings.shards),
+        secrets=reader.secrets(node.settings.shards),
         lease_ns=node.settings.lease_ns,
         total_pages=total,
         result=result,

@@ -26,7 +26,7 @@ from tandem.core.disagg import shard_progress
 from tandem.core.disagg.messages import Ready, ResultSlot
 from tandem.core.disagg.shard_progress import Landed, ShardReport, Verdict
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, RECEIVER, SENDER, TransferState, TransferTrigger
-from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, Room, ShardId
+from tandem.core.values import ZERO_NS, Address, Cut, Incarnation, Nanos, Room, ShardId
 
 
 class Local(Struct, tag="local"):
@@ -41,30 +41,56 @@ class Local(Struct, tag="local"):
 
 
 @dataclass(slots=True)
+class Digested:
+    """What one shard of this prefill has said of the pages that it was given for one reader."""
+
+    num_pages: int
+    parts: tuple[bytes, ...]  # digests, of each part that a worker of the reader needs (`core/kv_parts.py`)
+    secret: bytes  # of the grant of this attempt
+
+
+@dataclass(slots=True)
 class Reader:
     """The decode that has said READY, and what was handed out to it. Pages before `held_pages` it has already."""
 
     peer: Incarnation
     attempt: int  # of its READY
+    cut: Cut  # how it is cut
     held_pages: int
     published: int  # pages [held_pages, published) were given to the shards for digests
     offered: int  # pages [held_pages, offered) were offered
     ready_at: Nanos
     lease_until: Nanos
     resend_at: Nanos
-    digests: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of pages [held_pages, ...)
-    secrets: dict[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])  # of the grant of this attempt
+    digested_shards: dict[ShardId, Digested] = field(default_factory=dict[ShardId, Digested])
     offered_at: Nanos | None = None  # first offer
     result_offered: bool = False
 
+    def hear(self, shard: ShardId, num_pages: int, digests: tuple[bytes, ...], secret: bytes) -> None:
+        """A shard has digested the next `num_pages`."""
+        known = self.digested_shards.get(shard)
+        if known is None:
+            self.digested_shards[shard] = Digested(num_pages, digests, secret)
+        else:
+            known.num_pages += num_pages
+            known.parts = tuple(old + new for old, new in zip(known.parts, digests, strict=True))
+
     def digested(self, shards: Iterable[ShardId]) -> int:
-        """Pages [held_pages, here) have a digest from every shard: their slowest decides."""
-        shortest = min(len(self.digests.get(shard, b"")) for shard in shards)
-        return self.held_pages + shortest // DIGEST_BYTES
+        """Pages [held_pages, here) have a digest from every one of these shards: their slowest decides."""
+        found = [self.digested_shards.get(shard) for shard in shards]
+        return self.held_pages + min(0 if one is None else one.num_pages for one in found)
 
     def digest_slices(self, shards: Iterable[ShardId], start: int, stop: int) -> tuple[bytes, ...]:
+        """Of pages [start, stop), one per part, in order of the shards that have them."""
         low, high = ((index - self.held_pages) * DIGEST_BYTES for index in (start, stop))
-        return tuple(self.digests.get(shard, b"")[low:high] for shard in shards)
+        return tuple(part[low:high] for shard in shards for part in self._parts(shard))
+
+    def secrets(self, shards: Iterable[ShardId]) -> tuple[bytes, ...]:
+        return tuple(self.digested_shards[shard].secret if shard in self.digested_shards else b"" for shard in shards)
+
+    def _parts(self, shard: ShardId) -> tuple[bytes, ...]:
+        known = self.digested_shards.get(shard)
+        return () if known is None else known.parts
 
 
 class PrefillSide(Struct, tag="prefill"):

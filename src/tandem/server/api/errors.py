@@ -116,7 +116,7 @@ RULES: dict[Code, Rule] = {
         502,
         True,
         "node",
-        "run both halves with the same model, dtype, page size, --tp-size, --pp-size; `message` names the difference",
+        "run both halves with the same model, dtype and page size; `message` names the difference",
     ),
     Cause.LEASE_EXPIRED: Rule(502, True, "node", "try again: the pages were given back before they were read"),
     Cause.CORRUPT_PAGES: Rule(

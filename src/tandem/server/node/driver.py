@@ -10,7 +10,7 @@ from typing import Protocol
 from tandem.core import events
 from tandem.core.commands import Effects
 from tandem.core.events import Event
-from tandem.core.values import SECOND, Incarnation, Nanos
+from tandem.core.values import SECOND, Cut, Incarnation, Nanos
 from tandem.ports import Clock, Node
 from tandem.ranks import Rank
 from tandem.server import wire
@@ -70,9 +70,9 @@ class Inbox:
             self.workers.send(wire.Disconnect(event.peer))
         self._happened.append(event)
 
-    def reach(self, peer: Incarnation, shards: tuple[wire.DataEndpoint, ...]) -> None:
+    def reach(self, peer: Incarnation, cut: Cut, shards: tuple[wire.DataEndpoint, ...]) -> None:
         """What a peer says of its data plane."""
-        self.workers.send(wire.Reach(peer, shards))
+        self.workers.send(wire.Reach(peer, cut, shards))
 
     def wait_for_engines(self) -> Engines | None:
         """What the engines report when they have loaded the model; None when the server ends before."""

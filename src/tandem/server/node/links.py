@@ -27,12 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, assert_never
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.core.disagg.message_checks import Bounds, admitted, one_line
 from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.events import Event, PeerLost, PeerReturned, PeerSaid
-from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
+from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos
 from tandem.membership import ClusterSecret
 from tandem.server.frames import MalformedFrame
 from tandem.server.node.candidates import Candidates, Endpoint, Voucher
@@ -102,6 +102,7 @@ class Peer:
     """One life of one peer, as long as its connection is there or may return."""
 
     who: Incarnation
+    bounds: Bounds  # of what it may say
     candidates: Candidates = field(default_factory=Candidates)  # empty: the peer dials us
     dials: dict[Endpoint, Link] = field(default_factory=dict[Endpoint, Link])  # which prove nothing yet
     waiting: list[Message] = field(default_factory=list[Message])  # to be said when one of them does
@@ -136,10 +137,10 @@ class Links:
     layout: str
     secret: ClusterSecret
     shards: tuple[DataEndpoint, ...]  # of this server
-    bounds: Bounds  # of what peers may say
+    bounds: Bounds  # of what peers may say, whose own cut is told by each
     transport: Transport
     report: Callable[[Event], None]
-    reach: Callable[[Incarnation, tuple[DataEndpoint, ...]], None]  # here a dialled peer's KV can be pulled
+    reach: Callable[[Incarnation, Cut, tuple[DataEndpoint, ...]], None]  # here a dialled peer's KV can be pulled
     note: Callable[[str], None]  # one line for the log
     new_nonce: Callable[[], bytes]  # CHALLENGE_BYTES, never the same again
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
@@ -274,7 +275,7 @@ class Links:
         if len(self.peers) >= self.limits.peers and not self._lose_least_heard():
             return None
         self._why_lost.pop(who, None)
-        peer = self.peers[who] = Peer(who)
+        peer = self.peers[who] = Peer(who, self.bounds)
         return peer
 
     def _lose_least_heard(self) -> bool:
@@ -309,7 +310,7 @@ class Links:
         session = Session(
             self.secret,
             Hello(CONTROL_PROTOCOL, self.me, self.new_nonce()),
-            Greeting(self.layout, self.heartbeat.interval_ns, self.shards),
+            Greeting(self.layout, self.heartbeat.interval_ns, self.bounds.cut, self.shards),
             is_dialler=endpoint is not None,
         )
         silence_ns = self.heartbeat.silence_ns(self.heartbeat.interval_ns)
@@ -347,7 +348,7 @@ class Links:
                 assert link.peer is not None
                 if message.source != link.peer.who:
                     raise MalformedFrame("a message in another's name")
-                told = admitted(message, self.bounds)
+                told = admitted(message, link.peer.bounds)
                 if told is None:
                     raise MalformedFrame("a message about no room")
                 link.peer.told_ns = now
@@ -361,7 +362,10 @@ class Links:
         assert source is not None
         if source == self.me:
             raise MalformedFrame("is this server itself")
+        if greeting.layout == self.layout and not self.bounds.grid.can_be_cut(greeting.cut):
+            raise MalformedFrame(f"is cut in a way in which this model cannot be: {greeting.cut.name}")
         peer = self._greet_acceptor(link, greeting, source) if link.endpoint else self._greet_dialler(link, source)
+        peer.bounds = structs.replace(self.bounds, peer_cut=greeting.cut)
         link.silence_ns = self.heartbeat.silence_ns(greeting.ping_ns)
         if peer.lost_at is not None:
             self.report(PeerReturned(peer.who))
@@ -380,9 +384,9 @@ class Links:
         if source != peer.who:  # restarted, or another server took the port
             raise MalformedFrame("is another life now")
         if greeting.layout == self.layout:  # with another one no KV will travel, and requests say why
-            shards = reachable_shards(greeting.shards, host=endpoint[0], want=len(self.shards))
+            shards = reachable_shards(greeting, host=endpoint[0])
             if peer.link is None:
-                self.reach(source, shards)
+                self.reach(source, greeting.cut, shards)
         peer.candidates.prove(endpoint)
         del peer.dials[endpoint]
         if peer.link is None:

@@ -13,7 +13,7 @@ from functools import partial
 from tandem.core.disagg.message_checks import Bounds
 from tandem.core.disagg.messages import Message
 from tandem.core.events import Event
-from tandem.core.values import Address, Incarnation, Nanos
+from tandem.core.values import Address, Cut, Incarnation, Nanos
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.server.channel import READ_BYTES, ChannelClosed, receive_some, write_some
 from tandem.server.node.candidates import Endpoint
@@ -50,7 +50,7 @@ class Peers:
     bounds: Bounds  # of what peers may say
     poller: Poller
     report: Callable[[Event], None]
-    reach: Callable[[Incarnation, tuple[DataEndpoint, ...]], None]  # here a dialled peer's KV can be pulled
+    reach: Callable[[Incarnation, Cut, tuple[DataEndpoint, ...]], None]  # here a dialled peer's KV can be pulled
     clock: Callable[[], Nanos]
     note: Callable[[str], None]  # one line for the log
     heartbeat: Heartbeat = field(default_factory=Heartbeat)

@@ -133,7 +133,12 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
         engines.layout,
         ClusterSecret(launch.cluster_secret or new_challenge()),  # who has no peers has a secret that nobody shares
         shards=engines.shards,
-        bounds=Bounds(len(engines.shards), engines.vocab_size, partial(is_score, vocab_size=engines.vocab_size)),
+        bounds=Bounds(
+            engines.vocab_size,
+            partial(is_score, vocab_size=engines.vocab_size),
+            engines.grid,
+            settings.cut,
+        ),
         poller=poller,
         report=inbox.report,
         reach=inbox.reach,

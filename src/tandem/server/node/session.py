@@ -25,12 +25,12 @@ from msgspec import Struct, structs
 
 from tandem.core.disagg.message_checks import MAX_LAYOUT_CHARS, is_name
 from tandem.core.disagg.messages import Abort, Moved, Offer, Ready, Release
-from tandem.core.values import Incarnation, Nanos
+from tandem.core.values import MAX_SHARDS, Cut, Incarnation, Nanos
 from tandem.membership import CHALLENGE_BYTES, ClusterSecret
 from tandem.server.frames import HEAD_BYTES, MalformedFrame, Splitter, decoded
 from tandem.server.wire import DataEndpoint
 
-CONTROL_PROTOCOL = 3
+CONTROL_PROTOCOL = 4
 PURPOSE = "control connection"
 FROM_DIALLER, FROM_ACCEPTOR = b"from the dialler", b"from the acceptor"
 NONCE_BYTES = 12
@@ -54,7 +54,8 @@ class Greeting(Struct, frozen=True, tag="greeting"):
 
     layout: str
     ping_ns: Nanos  # how often this side pings when it has nothing to say
-    shards: tuple[DataEndpoint, ...]  # where this side's KV can be pulled from
+    cut: Cut  # of this side
+    shards: tuple[DataEndpoint, ...]  # where its KV can be pulled from, in order
 
 
 class Ping(Struct, frozen=True, tag="ping"):
@@ -150,7 +151,8 @@ class Session:
         except InvalidTag:
             raise NotAMember("does not hold this cluster's secret (--cluster-secret-file)") from None
         greeting = decoded(_greetings, opened_body)
-        if len(greeting.layout) > MAX_LAYOUT_CHARS:
+        cut = greeting.cut
+        if len(greeting.layout) > MAX_LAYOUT_CHARS or min(cut.tp_size, cut.pp_size) < 1 or cut.num_shards > MAX_SHARDS:
             raise MalformedFrame("says a greeting that is none")
         self._splitter.max_frame_bytes = MESSAGE_BYTES
         self.is_member = True
@@ -168,14 +170,14 @@ def opened(opening: Seal, body: bytes) -> bytes:
         raise MalformedFrame("bytes were changed, lost or repeated on their way") from None
 
 
-def reachable_shards(shards: tuple[DataEndpoint, ...], *, host: str, want: int) -> tuple[DataEndpoint, ...]:
+def reachable_shards(greeting: Greeting, *, host: str) -> tuple[DataEndpoint, ...]:
     """Where to pull from a peer that was dialled at `host`: a server that listens everywhere is there too.
 
-    Raises MalformedFrame when there are not as many shards as `want`, or one of them is nowhere.
+    Raises MalformedFrame when there are not as many shards as its cut has, or one of them is nowhere.
     """
-    if len(shards) != want:
-        raise MalformedFrame(f"tells of {len(shards)} data endpoints; its layout has {want} shards")
-    return tuple(reachable(shard, host) for shard in shards)
+    if len(greeting.shards) != greeting.cut.num_shards:
+        raise MalformedFrame(f"tells of {len(greeting.shards)} data endpoints; its cut has {greeting.cut.num_shards}")
+    return tuple(reachable(shard, host) for shard in greeting.shards)
 
 
 def reachable(shard: DataEndpoint, host: str) -> DataEndpoint:

@@ -26,8 +26,7 @@ from tandem.core.settings import (
     PrefillInfo,
     Role,
 )
-from tandem.core.values import MILLISECOND, SECOND, Nanos
-from tandem.ranks import all_ranks
+from tandem.core.values import MILLISECOND, SECOND, Cut, Nanos
 from tandem.server.node.links import Heartbeat
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
@@ -44,7 +43,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         num_pages=engines.num_pages,
         page_size=config.page_size,
         layout=engines.layout,
-        shards=tuple(rank.shard for rank in all_ranks(config.tp_size, config.pp_size)),
+        cut=Cut(config.tp_size, config.pp_size),
         dp_rank=launch.dp_rank,
         prefill_info=PrefillInfo(
             config.dp_size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)

@@ -61,7 +61,8 @@ def _mask_side(side: AnySide) -> None:
     if isinstance(side, PrefillSide):
         side.result = None if side.result is None else _masked(side.result)
         if side.reader is not None:
-            side.reader.secrets = {shard: bytes(len(secret)) for shard, secret in side.reader.secrets.items()}
+            for one in side.reader.digested_shards.values():
+                one.secret = bytes(len(one.secret))
     if isinstance(side, DecodeSide) and side.arrival is not None and side.arrival.result is not None:
         side.arrival.result = _masked(side.arrival.result)
 

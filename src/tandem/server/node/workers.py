@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.core.events import BatchReturned, Event, TransferFailed
+from tandem.core.kv_parts import KvGrid
 from tandem.core.worker_group import WorkerGroup, WorkersParted
 from tandem.ranks import Rank
 from tandem.server import wire
@@ -23,6 +24,7 @@ class Engines:
 
     num_pages: int  # the same on all
     page_bytes: int  # of one page on all of them
+    grid: KvGrid
     layout: str
     layout_fields: dict[str, str]
     vocab_size: int
@@ -68,6 +70,7 @@ class Workers:
         return Engines(
             num_pages=first.num_pages,
             page_bytes=sum(one.page_bytes for one in ready),
+            grid=first.grid,
             layout=first.layout,
             layout_fields=first.layout_fields,
             vocab_size=first.vocab_size,

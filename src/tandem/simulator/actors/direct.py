@@ -11,7 +11,7 @@ from typing import Protocol
 from tandem.core.commands import FailRequest, FinishRequest, Path
 from tandem.core.events import Event
 from tandem.core.settings import Role
-from tandem.core.values import MILLISECOND, SECOND, Address, Room
+from tandem.core.values import MILLISECOND, SECOND, Address, Cut, Incarnation, Room
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT, Edge
 from tandem.simulator.actors.replica import Life, Replica
@@ -35,6 +35,8 @@ class Surroundings(Protocol):
     def push(self, life: Life, event: Event) -> None: ...
 
     def count(self, fault: str) -> None: ...
+
+    def cut_of(self, who: Incarnation) -> Cut | None: ...
 
 
 @dataclass(slots=True)
@@ -147,8 +149,8 @@ class DirectClients:
         random = self.random
         life = self.world.replicas[random.choice(exchange.halves).replica].life
         if life is not None:
-            liar, message = made_up_message(random, exchange.room, life)
-            told = life.hear(liar, message)
+            liar, message = made_up_message(random, exchange.room, life, self.world.cut_of)
+            told = life.hear(liar, self.world.cut_of(liar) or life.settings.cut, message)
             if told is not None:
                 self.world.push(life, told)
             read_wrongly(life, exchange.room)

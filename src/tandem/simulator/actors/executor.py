@@ -8,21 +8,24 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 """
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
 from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence, Span
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
+from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
 from tandem.pagehash import prompt_links
-from tandem.simulator.model import EOS_TOKEN, MASK, content_of, kv_content, sample, shard_weight
+from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_content, sample
 from tandem.simulator.oracle import Script, Violation
+
+WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
 
 
 @dataclass(slots=True)
 class PageMemory:
-    """The KV of one shard: `page_size` slots of 64 bits per page, and their sum."""
+    """The KV of one cell (`core/kv_parts.py`): `page_size` slots of 64 bits per page, and their sum."""
 
     num_pages: int
     page_size: int
@@ -53,8 +56,40 @@ class PageMemory:
         self.sums[page] = sum(contents)
 
 
+class ShardMemory:
+    """The KV of one shard: of its cells, one behind the other as in a real page."""
+
+    def __init__(self, num_pages: int, page_size: int, cells: Iterable[int]) -> None:
+        """cells: their numbers in the whole model"""
+        self.page_size = page_size
+        self.cells = {cell: PageMemory(num_pages, page_size) for cell in cells}
+        self._in_order = list(self.cells.values())
+
+    def copy_out(self, page: PageId, runs: Runs = WHOLE) -> list[int]:
+        """The slots of these cells; runs of cells, not of bytes."""
+        return [content for memory in self._picked(runs) for content in memory.slots[page]]
+
+    def copy_in(self, page: PageId, contents: list[int], runs: Runs = WHOLE) -> None:
+        for at, memory in enumerate(self._picked(runs)):
+            memory.copy_in(page, contents[at * self.page_size : (at + 1) * self.page_size])
+
+    def first_cell(self, page: PageId) -> list[int]:
+        return self._in_order[0].copy_out(page)
+
+    def _picked(self, runs: Runs) -> list[PageMemory]:
+        if runs is WHOLE or runs.num_bytes == len(self._in_order):
+            return self._in_order
+        starts = range(runs.first, runs.first + runs.count * runs.stride, runs.stride)
+        return [memory for start in starts for memory in self._in_order[start : start + runs.size]]
+
+
+def cell_numbers(kv: KvShard) -> tuple[int, ...]:
+    """Of the cells of one shard in the whole model, in its order."""
+    return tuple(layer * kv.grid.num_kv_heads + head for head, layer in kv.box.cells())
+
+
 def digest(contents: list[int]) -> bytes:
-    """8 bytes over a whole page, the slots behind the last token included."""
+    """8 bytes over all slots of a page, those behind the last token included."""
     mixed = 0
     for content in contents:
         mixed = (mixed * 0x9E3779B97F4A7C15 + content + 1) & MASK
@@ -106,19 +141,21 @@ MemoryGuard = Callable[[RequestId, list[PageId], int, int], None]
 class Executor:
     """One shard of a replica. All run the same plans, and differ in when, and in what they hold.
 
-    Every shard finds the tokens from its own part of the KV; the first one's are the outcome of a batch.
+    Every shard finds the tokens from its own part of the KV, and every cell of it has to tell the same; what the first
+    shard finds is the outcome of a batch.
     """
 
     num_pages: int
     page_size: int
     shard: ShardId
     guard: MemoryGuard
-    memory: PageMemory = field(init=False)
+    cells: tuple[int, ...] = ()  # of this shard; the one that has its number, unless told
+    memory: ShardMemory = field(init=False)
     tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(PlainDecodeSet()))
     last_iteration: int = 0
 
     def __post_init__(self) -> None:
-        self.memory = PageMemory(self.num_pages, self.page_size)
+        self.memory = ShardMemory(self.num_pages, self.page_size, self.cells or (self.shard,))
 
     @property
     def requests(self) -> dict[RequestId, WorkerRequest]:
@@ -206,12 +243,15 @@ class Executor:
         kv_sum = self._read(table, start)
         if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
             raise Violation("S5", f"request {sequence.request}: KV of [0, {start}) is not what its tokens make")
-        write, weight = self.memory.write, shard_weight(self.shard)
+        writes = [(memory.write, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
-            write(table[position // page_size], position % page_size, content * weight)
+            for write, weight in writes:
+                write(table[position // page_size], position % page_size, content * weight)
             kv_sum = (kv_sum + content) & MASK
         return kv_sum
 
     def _read(self, table: list[PageId], length: int) -> int:
-        return content_of(self.memory.read(table, length), self.shard)
+        """What all cells say; nonsense where they do not say the same."""
+        found = [content_of(memory.read(table, length), cell) for cell, memory in self.memory.cells.items()]
+        return found[0] if len(set(found)) == 1 else sum(found) + 1 & MASK

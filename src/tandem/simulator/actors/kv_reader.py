@@ -12,8 +12,9 @@ from typing import Protocol
 
 from tandem.core.commands import PullPages
 from tandem.core.events import Event
-from tandem.core.values import SECOND, Incarnation, PageId, RequestId, ShardId
-from tandem.simulator.actors.executor import PageMemory, digest
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import SECOND, Cut, Incarnation, PageId, RequestId, ShardId
+from tandem.simulator.actors.executor import ShardMemory, digest
 from tandem.simulator.clock import Clock
 from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
 from tandem.transfer.lender import Grant
@@ -77,11 +78,11 @@ class Owner(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A connection between two workers of one number."""
+    """A connection between two workers."""
 
     reader: "ShardReader"
     owner: Owner
-    shard: ShardId
+    shard: ShardId  # of the owner
     job: "Job | None" = None  # that is out on it
     is_cut: bool = False  # by either end, or both
     is_sending: bool = False  # a frame is on its way out of memory, or to the reader
@@ -96,11 +97,12 @@ SimulatedGrant = Grant[Link]
 @dataclass(slots=True)
 class ShardReader:
     incarnation: Incarnation
-    shard: ShardId
-    memory: PageMemory
+    kv: KvShard
+    memory: ShardMemory
     clock: Clock
     random: Random
     page_faults: PageFaults
+    cut_of: Callable[[Incarnation], Cut]  # of a peer
     find: Callable[[Incarnation], Owner | Status | None]  # of that very life; another one refuses; None: nobody
     is_written: Callable[[RequestId, PageId], None]  # a page is about to be
     report: Callable[[Event], None]
@@ -112,7 +114,7 @@ class ShardReader:
 
     def __post_init__(self) -> None:
         self.puller = Puller(
-            self.shard,
+            self.kv,
             report=self.report,
             cut=self._cut,
             close=self._close,
@@ -121,7 +123,8 @@ class ShardReader:
         )
 
     def pull(self, command: PullPages) -> None:
-        self.puller.learn(command.peer, PeerAddress(command.peer.name, 0, ""))
+        cut = self.cut_of(command.peer)
+        self.puller.learn(command.peer, cut, [PeerAddress(command.peer.name, 0, "") for _ in cut.shards])
         self.puller.pull(command, self.clock.time)
         self._go_on()
 
@@ -173,15 +176,15 @@ class ShardReader:
     # -- a connection
 
     def _dial(self, job: Dial[Link]) -> None:
-        transit_ns = self.page_faults.transit_ns(self.incarnation.name, job.peer.name)
+        transit_ns = self.page_faults.transit_ns(self.incarnation.name, job.origin.peer.name)
         if transit_ns is None:
             self._stall(job, self._dial)
         else:
             self.clock.after(transit_ns, self._greet, job)
 
     def _greet(self, job: Dial[Link]) -> None:
-        owner = self.find(job.peer)
-        if owner is None or (not isinstance(owner, Status) and self.shard in owner.dead):
+        owner = self.find(job.origin.peer)
+        if owner is None or (not isinstance(owner, Status) and job.origin.shard in owner.dead):
             self._fail(job, Trouble.BROKEN, "nobody listens")
         elif isinstance(owner, Status):
             self.page_faults.answered(owner)
@@ -189,7 +192,7 @@ class ShardReader:
         elif owner.is_frozen:
             self._stall(job, self._greet)
         else:
-            self._welcomed(job, Link(self, owner, self.shard))
+            self._welcomed(job, Link(self, owner, job.origin.shard))
 
     def _welcomed(self, job: Dial[Link], link: Link) -> None:
         answer = link.owner.admit(link)
@@ -232,7 +235,7 @@ class ShardReader:
     def _send_read(self, job: Job) -> None:
         if job.link.job is not job:
             return
-        transit_ns = self.page_faults.transit_ns(self.incarnation.name, job.peer.name)
+        transit_ns = self.page_faults.transit_ns(self.incarnation.name, job.origin.peer.name)
         if transit_ns is None:
             self._stall(job, self._send_read)
         else:
@@ -248,7 +251,7 @@ class ShardReader:
         link = job.link
         if link.job is not job:
             return
-        if self.find(job.peer) is not link.owner or link.shard in link.owner.dead:
+        if self.find(job.origin.peer) is not link.owner or link.shard in link.owner.dead:
             self._fail(job, Trouble.BROKEN, "the peer is gone")
         elif link.is_cut:
             self._break_off(job)
@@ -283,8 +286,8 @@ class ShardReader:
             contents = contents.copy()
             contents[self.random.randrange(len(contents))] ^= 1 << self.random.randrange(64)
         destination = job.command.destinations[job.start]
-        self.is_written(job.pull.key[0], destination)
-        self.memory.copy_in(destination, contents)
+        self.is_written(job.pull.attempt.key[0], destination)
+        self.memory.copy_in(destination, contents, job.tile.here)
         if int.from_bytes(digest(contents), "little") != job.offer.digests[job.start]:
             link.owner.leave(link)
             self._fail(job, Trouble.CORRUPT)

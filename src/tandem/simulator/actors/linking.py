@@ -33,7 +33,7 @@ def link(life: Life, options: Options, network: Network, place: int, report: Cal
         life.bounds,
         life.host,
         report=report,
-        reach=lambda peer, shards: None,
+        reach=lambda peer, cut, shards: None,
         note=lambda line: None,
         new_nonce=lambda: random.randbytes(CHALLENGE_BYTES),
         heartbeat=options.heartbeat,

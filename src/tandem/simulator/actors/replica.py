@@ -6,12 +6,15 @@ drops a life whole; nothing of it answers any more, and the next one starts empt
 
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from tandem.core.disagg.message_checks import Bounds, admitted
 from tandem.core.disagg.messages import Message
 from tandem.core.events import Event, PeerSaid
+from tandem.core.kv_parts import KvGrid
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import Incarnation, RequestId
+from tandem.core.values import Cut, Incarnation, RequestId
 from tandem.server.node.candidates import Endpoint
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.executor import CostModel
@@ -34,6 +37,7 @@ class Life:
     store: KvStore
     cost: CostModel
     host: Host
+    grid: KvGrid  # of the model of all servers
     local_clock: LocalClock = field(default_factory=LocalClock)
     endpoint: Endpoint = ("", 0)  # where its peers may dial it
     inbox: list[Event] = field(default_factory=list)
@@ -58,11 +62,11 @@ class Life:
     @property
     def bounds(self) -> Bounds:
         """Of what peers may say."""
-        return Bounds(len(self.settings.shards), TOKEN_IDS, lambda extra: True)
+        return Bounds(TOKEN_IDS, lambda extra: True, self.grid, self.settings.cut)
 
-    def hear(self, peer: Incarnation, message: Message) -> PeerSaid | None:
+    def hear(self, peer: Incarnation, peer_cut: Cut, message: Message) -> PeerSaid | None:
         """What the node is told when this comes to it past all connections: through the same door as in a server."""
-        told = admitted(message, self.bounds)
+        told = admitted(message, structs.replace(self.bounds, peer_cut=peer_cut))
         return PeerSaid(peer, told) if told is not None else None
 
     def touches(self, request: RequestId) -> bool:

@@ -6,7 +6,7 @@ bytes have arrived. Whatever frees a page in between is seen by the checks here 
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
@@ -21,12 +21,13 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.values import Cause, Incarnation, PageId, RequestId, ShardId
-from tandem.simulator.actors.executor import PageMemory, digest
+from tandem.core.kv_parts import KvShard, Runs
+from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId, ShardId
+from tandem.simulator.actors.executor import WHOLE, ShardMemory, digest
 from tandem.simulator.actors.kv_reader import Job, Link, PageFaults, ShardReader, SimulatedGrant
 from tandem.simulator.clock import Clock
 from tandem.transfer.lender import Grant, Lender
-from tandem.transfer.protocol import GRANT_SECRET_BYTES, Status, incarnation_digest
+from tandem.transfer.protocol import GRANT_SECRET_BYTES, Status, reader_digest
 
 MAX_LINKS = (8, 64)  # few, so that readers meet a busy owner; and as in a server
 
@@ -57,12 +58,14 @@ class Watcher(Protocol):
 @dataclass(slots=True)
 class KvStore:
     incarnation: Incarnation
-    memories: list[PageMemory]
+    kv: Sequence[KvShard]  # of its workers
+    memories: list[ShardMemory]  # of each
     clock: Clock
     random: Random
     page_faults: PageFaults
     watcher: Watcher
     emit: Callable[[Event], None]
+    cut_of: Callable[[Incarnation], Cut]  # of a peer
     find: Callable[[Incarnation], "KvStore | Status | None"]  # of that very life; another one refuses; None: nobody
     lenders: list[Lender[Link]] = field(init=False)
     readers: list[ShardReader] = field(init=False)
@@ -93,11 +96,12 @@ class KvStore:
 
         return ShardReader(
             self.incarnation,
-            shard,
+            self.kv[shard],
             self.memories[shard],
             self.clock,
             self.random,
             self.page_faults,
+            self.cut_of,
             lambda peer: self.find(peer),
             is_written,
             self._tell,
@@ -157,9 +161,12 @@ class KvStore:
     def _digested(self, command: PublishPages, grant: SimulatedGrant, shard: ShardId) -> None:
         if grant.is_revoked or shard in self.dead:
             return
-        slots = self.memories[shard].slots
-        digests = b"".join(digest(slots[page]) for page in command.pages)
-        self.lenders[shard].digested(grant, command, digests)
+        memory = self.memories[shard]
+        digests = [
+            b"".join(digest(memory.copy_out(page, runs)) for page in command.pages)
+            for runs in self.kv[shard].lends(command.reader)
+        ]
+        self.lenders[shard].digested(grant, command, tuple(digests))
 
     def revoke(self, command: RevokePages) -> None:
         for lender in self.lenders:
@@ -168,7 +175,7 @@ class KvStore:
     def pull(self, command: PullPages, failing: ShardId | None = None) -> None:
         """`failing`: a shard that has no socket for it."""
         for reader in self.readers:
-            reader.has_no_socket = reader.has_no_socket or reader.shard == failing
+            reader.has_no_socket = reader.has_no_socket or reader.kv.shard == failing
             reader.pull(command)
 
     def find_sockets(self) -> None:
@@ -183,7 +190,7 @@ class KvStore:
     # -- the owner of connections
 
     def admit(self, link: Link) -> Status:
-        reader = incarnation_digest(link.reader.incarnation)
+        reader = reader_digest(link.reader.incarnation, link.reader.kv.shard)
         return Status.OK if self.lenders[link.shard].admit(link, reader, self.clock.time) else Status.BUSY
 
     def hear(self, link: Link) -> None:
@@ -230,12 +237,12 @@ class KvStore:
         return answer
 
     def end_lease(
-        self, link: Link, grant: SimulatedGrant, page: PageId, generation: int, *, secret: bytes
+        self, link: Link, grant: SimulatedGrant, page: PageId, generation: int, *, secret: bytes, runs: Runs = WHOLE
     ) -> list[int]:
-        """What the page held in that moment."""
-        contents = self.memories[link.shard].copy_out(page)
+        """What these cells of the page held in that moment."""
+        contents = self.memories[link.shard].copy_out(page, runs)
         is_own = secret == grant.secret
-        seen = contents if link.shard == 0 else []
+        seen = self.memories[0].first_cell(page) if link.shard == 0 else []
         self.watcher.page_is_read(self, grant, page, generation, seen, is_own=is_own)
         self.lenders[link.shard].end_lease(grant, link, self.clock.time, is_sent=not link.is_cut)
         return contents
@@ -245,7 +252,7 @@ class KvStore:
             link.is_sending = False
             link.reader.broken(job)
             return
-        contents = self.end_lease(link, grant, page, generation, secret=job.offer.secret)
+        contents = self.end_lease(link, grant, page, generation, secret=job.offer.secret, runs=job.tile.there)
         transit_ns = self.page_faults.transit_ns(self.incarnation.name, link.reader.incarnation.name)
         if transit_ns is None:
             link.is_sending = False

@@ -6,14 +6,15 @@ first has returned the batch before, and runs ahead with one that does not, as s
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.kv_parts import KvShard
 from tandem.core.values import RequestId, ShardId
 from tandem.core.worker_group import WorkerGroup, WorkersParted
-from tandem.simulator.actors.executor import Executor, MemoryGuard, PageMemory
+from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, cell_numbers
 from tandem.simulator.oracle import Script, Violation
 
 Order = BatchPlan | tuple[RequestId, ...]  # a batch, or requests to forget
@@ -36,16 +37,17 @@ class Worker:
 class Workers:
     """Of one life; in order of shards."""
 
-    def __init__(self, num_shards: int, *, num_pages: int, page_size: int, guard: MemoryGuard, seed: str) -> None:
+    def __init__(self, kv: Sequence[KvShard], *, num_pages: int, page_size: int, guard: MemoryGuard, seed: str) -> None:
+        """kv: what each of them has"""
         self.all = [
             Worker(
-                ShardId(shard),
-                Executor(num_pages, page_size, ShardId(shard), guard),
-                Random(f"worker {shard} {seed}"),
+                one.shard,
+                Executor(num_pages, page_size, one.shard, guard, cell_numbers(one)),
+                Random(f"worker {one.shard} {seed}"),
             )
-            for shard in range(num_shards)
+            for one in kv
         ]
-        self._group = WorkerGroup(num_shards)
+        self._group = WorkerGroup(len(kv))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.all)
@@ -55,7 +57,7 @@ class Workers:
         return self.all[0]
 
     @property
-    def memories(self) -> list[PageMemory]:
+    def memories(self) -> list[ShardMemory]:
         return [worker.executor.memory for worker in self.all]
 
     @property

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from tandem.core.commands import FailRequest, FinishRequest
 from tandem.core.kv.pool import NOBODY, PagePool, PageState
-from tandem.core.values import SECOND, Incarnation, PageId, RequestId
+from tandem.core.values import SECOND, Cut, Incarnation, PageId, RequestId
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.clock import Clock
@@ -22,6 +22,8 @@ class Watched(Protocol):
     servers: dict[str, Server]
 
     def find(self, incarnation: Incarnation) -> Life | None: ...
+
+    def cut_of(self, who: Incarnation) -> Cut | None: ...
 
 
 def where(life: Life, request: RequestId | None = None) -> str:

@@ -4,6 +4,7 @@ from tandem.core.commands import Effects, PullPages, Tell
 from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.disagg.sides import AnySide, PrefillSide
 from tandem.core.events import Event
+from tandem.core.kv_parts import parts
 from tandem.core.scheduler.request_state import has_ended
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.simulator.actors.clients import Half
@@ -58,9 +59,12 @@ class WellFormed:
                 f"{where(life, command.request)} pulls {count} pages of {len(command.generations)} generations "
                 f"into {len(command.destinations)}",
             )
-        if [len(digests) for digests in command.digests] != [DIGEST_BYTES * count] * len(life.settings.shards):
+        cut = self.world.cut_of(command.peer)
+        assert cut is not None
+        num_parts = len(parts(life.grid, cut, life.settings.cut))
+        if [len(digests) for digests in command.digests] != [DIGEST_BYTES * count] * num_parts:
             raise Violation(self.id, f"{where(life, command.request)} pulls {count} pages without a digest each")
-        if len(command.secrets) != len(life.settings.shards):
+        if len(command.secrets) != cut.num_shards:
             raise Violation(self.id, f"{where(life, command.request)} pulls pages without a secret for each shard")
 
     def recount(self, life: Life) -> None:
@@ -89,8 +93,6 @@ def malformed(message: Message) -> str | None:
             count = len(message.pages)
             if len(message.generations) != count or any(len(one) != DIGEST_BYTES * count for one in message.digests):
                 return "pages without generation or digest"
-            if len(message.secrets) != len(message.digests):
-                return "shards without a secret"
             if message.first_page < 0 or message.first_page + count > message.total_pages:
                 return "more pages than there are"
         case Release():

@@ -1,20 +1,24 @@
 """What nobody who keeps the protocol would do: messages from a stranger, or malformed, about rooms that exist, and
 reads of pages by somebody who knows all about them but the secret of their grant, or their generation."""
 
+from collections.abc import Callable
 from random import Random
 
 from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.disagg.sides import DecodeSide
-from tandem.core.values import SECOND, Cause, Incarnation, Nanos, PageId, Room
+from tandem.core.kv_parts import parts
+from tandem.core.values import SECOND, Cause, Cut, Incarnation, Nanos, PageId, Room
 from tandem.simulator.actors.kv_reader import Link
 from tandem.simulator.actors.replica import Life
 from tandem.transfer.lender import Grant
 
+CutOf = Callable[[Incarnation], Cut | None]
 STRANGER = Incarnation("stranger", "1")
 
 
-def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation, Message]:
-    """(who says it, what). The stranger may claim to speak for a replica; the connection still is the stranger's."""
+def made_up_message(random: Random, room: Room, life: Life, cut_of: CutOf) -> tuple[Incarnation, Message]:
+    """(who says it, what). The stranger may claim to speak for a replica; the connection still is the stranger's, who
+    is cut as the one that he speaks to."""
     names = sorted(life.node.state.peers.values(), key=lambda known: known.incarnation)
     claimed = random.choice(names).incarnation if names and random.random() < 0.5 else STRANGER
     attempt = random.choice((0, 1, 1, 2))
@@ -24,6 +28,7 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             ready = Ready(
                 room, attempt, claimed, target, life.settings.layout, random.randrange(1, 100),
                 held_pages=random.randrange(-1, 4), known_pages=random.randrange(-1, 4), rendered_at=attempt,
+                cut=life.settings.cut,
             )  # fmt: skip
             return STRANGER, ready
         case 1 if (end := _decode_side(life, room)) is not None:  # a forged result behind the pages of the real prefill
@@ -33,7 +38,9 @@ def made_up_message(random: Random, room: Room, life: Life) -> tuple[Incarnation
             offer = Offer(room, end.attempt, source, end.offered, (), (), digests, secrets, Nanos(SECOND), total, row)
             return STRANGER, offer
         case 4 if (end := _decode_side(life, room)) is not None and end.peer is not None:
-            return end.peer, _misfitting_offer(random, room, end, end.peer, len(life.settings.shards))
+            cut = cut_of(end.peer) or life.settings.cut
+            num_parts = len(parts(life.grid, cut, life.settings.cut))
+            return end.peer, _misfitting_offer(random, room, end, end.peer, num_parts, cut.num_shards)
         case 1:
             num_pages = random.randrange(0, 4)
             row = ResultSlot(room, random.randbytes(4), 0, b"", 0)
@@ -68,13 +75,15 @@ def read_wrongly(life: Life, room: Room) -> None:
                     store.end_lease(link, grant, PageId(page), generation, secret=bytes(16))
 
 
-def _misfitting_offer(random: Random, room: Room, end: DecodeSide, peer: Incarnation, num_shards: int) -> Offer:
+def _misfitting_offer(
+    random: Random, room: Room, end: DecodeSide, peer: Incarnation, num_parts: int, num_shards: int
+) -> Offer:
     """What the right prefill would say if it had lost its mind: for this room and attempt, and the sizes are wrong."""
     count = random.randrange(1, 4)
     short, long = random.choice(((1, 0), (0, 1), (0, 0)))
     total = end.total_pages if (short or long) else end.total_pages + 1
     first = max(0, end.total_pages - count) if random.random() < 0.3 else end.offered
-    digests = tuple(random.randbytes(8 * (count - short)) for _ in range(num_shards))
+    digests = tuple(random.randbytes(8 * (count - short)) for _ in range(num_parts))
     pages, generations = tuple(range(count)), (0,) * (count + long)
     secrets = (bytes(16),) * num_shards
     return Offer(room, end.attempt, peer, first, pages, generations, digests, secrets, Nanos(SECOND), total)

@@ -18,12 +18,14 @@
 What the classes do at moments is `fault_schedule.py`; everything else is a distribution that is drawn here.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
 from msgspec import structs
 
 from tandem.core.dp_dispatch import method_for
+from tandem.core.kv_parts import KvGrid
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import POLICIES
@@ -38,7 +40,7 @@ from tandem.core.settings import (
     PrefillInfo,
     Role,
 )
-from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, ShardId, ceil_div
+from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, ceil_div
 from tandem.server.api.question_lanes import MAX_UNKNOWN
 from tandem.server.node.links import Heartbeat, Limits
 from tandem.simulator.network.links import LinkSettings
@@ -75,6 +77,8 @@ RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probabili
 RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
+UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
+SIDES = (Cut(), Cut(2, 1), Cut(3, 1), Cut(4, 1), Cut(1, 2), Cut(1, 3), Cut(2, 2))
 ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
 USUAL_ROUTER = RouterSettings()
 USUAL_LIMITS = Limits()
@@ -90,7 +94,7 @@ class Options:
     num_prefills: int
     num_decodes: int
     num_unified: int
-    num_shards: int
+    num_shards: int  # of every replica, where both sides are cut alike
     workload: WorkloadSettings
     links: LinkSettings
     prefill: NodeSettings  # incarnation and role are filled in per replica
@@ -121,11 +125,18 @@ class Options:
     link_limits: Limits = USUAL_LIMITS
     slow_readers: float = 0.0  # share of clients that take nothing for a while
     misfits: float = 0.0  # share of requests whose prompt or answer is larger than all pages together
+    grid: KvGrid | None = None  # of the model; None: as coarse as the cuts of the servers allow
     bootstrap_lanes: int = MAX_UNKNOWN  # bootstrap servers that a client asks at a time, of those that keep silent
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
         """After healing: of every other probe, where some requests show the time."""
         return ShownTime() if self.timed_share and index % 2 else None
+
+    @property
+    def _cuts(self) -> str:
+        if self.prefill.cut == self.decode.cut:
+            return f"{self.num_shards} shard(s)"
+        return f"{self.prefill.cut.name} to {self.decode.cut.name}"
 
     def describe(self) -> str:
         on = " ".join(self.classes) or "none"
@@ -133,7 +144,7 @@ class Options:
             f"seed {self.seed}: {self.num_prefills} prefill, {self.num_decodes} decode, {self.num_unified} unified, "
             f"{self.prefill_info.dp_size}+{self.decode_info.dp_size} DP ranks ({self.prefill_info.method}, "
             f"{self.prefill_info.conflict}{', forced query' if self.force_query else ''}), "
-            f"{self.num_shards} shard(s), {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
+            f"{self._cuts}, {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
             f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
@@ -203,7 +214,28 @@ def draw_options(seed: int) -> Options:
     if "F24" in classes and Random(f"far away {seed}").random() < 0.5:  # so that what operators do meets transfers
         links = replace(options.links, base_ns=20 * MILLISECOND)
         options = replace(options, links=links, page_read_ns=(20_000, 400_000))
-    return options
+    return with_unequal_sides(options) if num_shards == 1 else options
+
+
+def coarsest_grid(cuts: Sequence[Cut]) -> KvGrid:
+    """Of a model that can just be cut in all these ways, and in which no two shards of one cut have the same head."""
+    return KvGrid(max(cut.pp_size for cut in cuts), max(cut.tp_size for cut in cuts))
+
+
+def with_unequal_sides(options: Options) -> Options:
+    """In some seeds prefill and decode are cut differently. Whatever else a seed is like does not depend on it."""
+    random = Random(f"unequal sides {options.seed}")
+    if random.randrange(UNEQUAL_ONE_IN):
+        return options
+    prefill = random.choice(SIDES)
+    decode = random.choice([cut for cut in SIDES if cut != prefill])
+    num_layers = random.randint(max(prefill.pp_size, decode.pp_size), 3)
+    return replace(
+        options,
+        prefill=structs.replace(options.prefill, cut=prefill),
+        decode=structs.replace(options.decode, cut=decode),
+        grid=KvGrid(num_layers, random.choice((1, 2, 3, 4))),  # where shards are more than heads some have the same
+    )
 
 
 def _with_rendezvous_timeouts(settings: NodeSettings, random: Random) -> NodeSettings:
@@ -293,7 +325,7 @@ def _draw_settings(
         num_pages=num_pages,
         page_size=page_size,
         layout="layout",
-        shards=tuple(ShardId(shard) for shard in range(num_shards)),
+        cut=Cut(tp_size=num_shards),
         max_running=max_running,
         max_queued=random.choice((8, 64, 64)),
         chunk_tokens=max(page_size, random.choice((16, 32, 64))),

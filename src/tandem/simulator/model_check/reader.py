@@ -11,7 +11,8 @@ from msgspec import Struct
 
 from tandem.core.commands import CancelPull, PullPages
 from tandem.core.events import Event
-from tandem.core.values import Incarnation, PageId, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
 from tandem.transfer.protocol import Status
 from tandem.transfer.puller import LANDED_REPORT_INTERVAL_NS, Puller
@@ -58,19 +59,24 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.puller = Puller(
-            SHARD, report=self._say, cut=self._cut, close=self._close, timeout_ns=TIMEOUT_NS, max_jobs=MAX_JOBS
+            KvShard.whole(1),
+            report=self._say,
+            cut=self._cut,
+            close=self._close,
+            timeout_ns=TIMEOUT_NS,
+            max_jobs=MAX_JOBS,
         )
 
     # -- what the node wants
 
     def pull(self, command: PullPages) -> None:
-        self.puller.learn(command.peer, PeerAddress(command.peer.name, 0, ""))
+        self.puller.learn(command.peer, Cut(), [PeerAddress(command.peer.name, 0, "")])
         self.puller.pull(command, NOW)
         self._go_on()
 
     def cancel(self, command: CancelPull) -> None:
         self.puller.cancel(command)
-        for job in [job for job in self.jobs if isinstance(job, Dial) and job.pull.is_cancelled]:
+        for job in [job for job in self.jobs if isinstance(job, Dial) and job.pull.attempt.is_over]:
             self._ends(job, Trouble.BROKEN)  # it matters to nobody when
 
     # -- what becomes of a job
@@ -95,7 +101,7 @@ class Reader:
     def next_page(self, number: int) -> tuple[RequestId, PageId, int]:
         """Of which request, where to, and with which digest."""
         job = self._receive(number)
-        return job.pull.key[0], job.command.destinations[job.start], job.offer.digests[job.start]
+        return job.pull.attempt.key[0], job.command.destinations[job.start], job.offer.digests[job.start]
 
     def lands(self, number: int, *, is_last_sent: bool) -> None:
         """The next page is written and its digest is equal; behind the last one that was sent the link breaks."""
@@ -155,8 +161,8 @@ class Reader:
         is_receive = isinstance(job, Receive)
         start, stop = (job.start, job.stop) if is_receive else (0, 0)
         return Reading(
-            job.pull.key[0],
-            job.peer,
+            job.pull.attempt.key[0],
+            job.origin.peer,
             command.room,
             job.link if is_receive else None,
             command.secrets[SHARD],

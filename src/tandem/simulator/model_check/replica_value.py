@@ -21,7 +21,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
-from tandem.simulator.actors.executor import Executor, PageMemory, WorkerRequest
+from tandem.simulator.actors.executor import Executor, WorkerRequest
 from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
@@ -180,10 +180,8 @@ def frozen_lender(lender: Lender[int]) -> tuple[GrantValue, ...]:
 
 def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
     """Make `executor`, which is new, what `value` says."""
-    memory = PageMemory(executor.num_pages, executor.page_size)
-    memory.slots = [list(slots) for slots in value.slots]
-    memory.sums = [sum(slots) for slots in value.slots]
-    executor.memory = memory
+    for page, slots in enumerate(value.slots):
+        executor.memory.copy_in(PageId(page), list(slots))
     executor.last_iteration = value.last_iteration
     for kept in value.requests:
         script = cast.script(kept.request, is_rendered_anew=kept.is_rendered_anew)
@@ -198,9 +196,9 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
 
 def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
     states, wiped = node.state.pool.states, (0,) * executor.page_size
-    slots = executor.memory.slots
+    memory, pages = executor.memory, range(executor.num_pages)
     return WorkerValue(
-        tuple(wiped if states[page] == PageState.FREE else tuple(slots[page]) for page in range(executor.num_pages)),
+        tuple(wiped if states[page] == PageState.FREE else tuple(memory.copy_out(PageId(page))) for page in pages),
         tuple(
             WorkerRequestValue(
                 sequence.request,

@@ -113,9 +113,10 @@ def _waits(draft: Draft, for_ns: int) -> None:
 
 def _digested(draft: Draft) -> tuple[Event, ...]:
     command = draft.to_digest.pop(0)
-    slots = draft.executor.memory.slots
+    memory = draft.executor.memory
     grant = draft.lender.publish(command)  # the one that it has
-    draft.lender.digested(grant, command, b"".join(digest(slots[page]) for page in command.pages))
+    digests = b"".join(digest(memory.copy_out(page)) for page in command.pages)
+    draft.lender.digested(grant, command, (digests,))
     return (draft.inbox.pop(),)  # the one thread that digests says it before it goes on
 
 
@@ -140,7 +141,7 @@ def _page_is_sent(draft: Draft, link: int, page: PageId, generation: int, is_las
     if pool.owners[page] != grant.request and pool.states[page] != PageState.CACHED:
         raise Violation("S4", f"{draft.cast.name}: page {page} of request {grant.request} is read and given away")
     is_last = is_last or grant.is_revoked
-    draft.answer = tuple(draft.executor.memory.slots[page]), is_last
+    draft.answer = tuple(draft.executor.memory.copy_out(page)), is_last
     if is_last:
         draft.lender.end_lease(grant, link, draft.now, is_sent=not grant.is_revoked)
 

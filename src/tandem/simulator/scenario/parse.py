@@ -10,6 +10,7 @@ from typing import Any  # a value of whatever type its field has
 
 import msgspec
 
+from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import MILLISECOND, SECOND, Incarnation
 from tandem.simulator.faults.options import Options
@@ -129,6 +130,7 @@ def parse_chances(words: Iterable[str]) -> tuple[Options, bool]:
     given = dict(word.split("=", 1) for word in words)
     has_jitter = given.pop("jitter", "off") == "on"
     classes = tuple(given.pop("classes", "").split(","))
+    grid = KvGrid(*map(int, given.pop("grid").split("x"))) if "grid" in given else None
     quiet = replace(quiet_options(), classes=classes)
     options, links = _chance_fields(quiet), _chance_fields(quiet.links)
     for name, text in given.items():
@@ -138,7 +140,7 @@ def parse_chances(words: Iterable[str]) -> tuple[Options, bool]:
             options[name] = _parse_like(options.get(name, 0), name, text)
         else:
             raise ValueError(f"no chances {name}")
-    return replace(quiet, links=LinkSettings(**links), **options), has_jitter
+    return replace(quiet, links=LinkSettings(**links), grid=grid, **options), has_jitter
 
 
 def chance_words(options: Options) -> list[str]:
@@ -148,6 +150,8 @@ def chance_words(options: Options) -> list[str]:
     for usual, real in ((quiet, options), (quiet.links, options.links)):
         differing = {name: value for name, value in _chance_fields(real).items() if value != getattr(usual, name)}
         words += [f"{name}={_chance_text(name, value)}" for name, value in differing.items()]
+    if options.grid is not None:
+        words.append(f"grid={options.grid.num_layers}x{options.grid.num_kv_heads}")
     return words
 
 

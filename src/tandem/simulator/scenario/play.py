@@ -33,13 +33,14 @@ import msgspec
 
 from tandem.core.events import AbortRequested, DrainRequested, Event, StopMatched
 from tandem.core.settings import Role
-from tandem.core.values import SECOND, Address, RequestId, Room
+from tandem.core.values import SECOND, Address, Cut, RequestId, Room
 from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.linking import introduce
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import rank_number, server_of
 from tandem.simulator.actors.vitals import Hang
+from tandem.simulator.faults.options import coarsest_grid
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.report import trace_step
 from tandem.simulator.scenario.dump import holdings
@@ -66,6 +67,7 @@ class Scenario:
     stories: Stories = field(default_factory=Stories)
     asks: list[str] = field(default_factory=list)  # the own story of each
     dp_sizes: dict[str, int] = field(default_factory=dict)  # by the name of the server
+    cuts: list[Cut] = field(default_factory=list)  # of all nodes
 
     def __post_init__(self) -> None:
         self.world = World(quiet_options(), timing=STEADY, trace=self._record, recount_every=1)
@@ -78,8 +80,10 @@ class Scenario:
         lines = [line.partition("#")[0].split() for line in script.splitlines()]
         for words in lines:
             match words:
-                case ["node", name, *_]:
+                case ["node", name, _, *settings]:
                     self.dp_sizes[server_of(name)] = max(self.dp_sizes.get(server_of(name), 0), rank_number(name) + 1)
+                    cuts = [parse_setting(word)[1] for word in settings if word.startswith("cut=")]
+                    self.cuts += cuts or [SMALL.cut]
                 case _:
                     pass
         for number, words in enumerate(lines, start=1):
@@ -99,6 +103,7 @@ class Scenario:
             case ["recount", "every", number, "events"]:
                 self.world.recount_every = int(number)
             case ["node", name, role, *settings]:
+                self.world.grid = self.world.options.grid or coarsest_grid(self.cuts)
                 template = msgspec.structs.replace(SMALL, **dict(map(parse_setting, settings)))
                 self.world.add_replica(name, Role(role), template, dp_size=self.dp_sizes[server_of(name)])
             case ["at", time, *action]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tandem
 from tandem.config import ServerConfig
+from tandem.core.kv_parts import KvGrid
 from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.core.values import ceil_div
@@ -58,36 +59,38 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpeed:
+class PlainModel:
+    """Of all servers of a cluster: how long a batch takes, and the shape of the KV."""
+
     base_s: float = 0.004
     token_s: float = 0.00005
+    grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
 
 
-def children(speed: EngineSpeed) -> Mapping[str, Program]:
+def children(model: PlainModel) -> Mapping[str, Program]:
     """The programs that a server starts."""
     return {
         "tandem.server.node.process": node_process.main,
-        "tandem.server.worker_process": partial(worker_process.main, partial(load_plain_engine, speed=speed)),
+        "tandem.server.worker_process": partial(worker_process.main, partial(load_plain_engine, model=model)),
     }
 
 
-def load_plain_engine(launch: Launch, place: Place, *, speed: EngineSpeed) -> Loaded:
-    config, model = launch.config, facts(launch.config)
+def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loaded:
+    config, known = launch.config, facts(launch.config)
     assert config.max_total_tokens is not None
     num_pages = place.least(ceil_div(config.max_total_tokens, config.page_size))
     engine = PlainEngine(
         num_pages=num_pages,
         page_size=config.page_size,
-        vocab_size=model.vocab_size,
+        vocab_size=known.vocab_size,
         tokenizer=MODEL / "tokenizer.json",
-        base_s=speed.base_s,
-        token_s=speed.token_s,
+        base_s=model.base_s,
+        token_s=model.token_s,
+        grid=model.grid,
         shards=Shards(launch.rank, place.group, place.pipeline),
     )
     fields = {"page_size": str(config.page_size), "model": "plain"}
-    if launch.rank.num_shards > 1:
-        fields |= {"tp_size": str(config.tp_size), "pp_size": str(config.pp_size)}
-    return Loaded(engine, num_pages, model.vocab_size, fields)
+    return Loaded(engine, num_pages, model.grid, known.vocab_size, fields)
 
 
 def facts(config: ServerConfig) -> ModelFacts:

@@ -1,12 +1,18 @@
-"""Into how many workers the replicas of one seed are cut: all servers alike, as they have to be today.
+"""Into how many workers the replicas of one seed are cut: in some seeds all servers alike, in some each side otherwise.
 
-Drawn apart from everything else: whatever else a seed is like does not depend on it.
+Drawn apart from everything else: whatever else a seed is like does not depend on them.
 """
 
 from random import Random
 
+from tandem.core.kv_parts import KvGrid
+from tandem.core.values import Cut
+
 CUT_ONE_IN = 6  # seeds
 CUTS = ((2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (3, 1))  # tensor-parallel shards, pipeline stages
+UNEQUAL_ONE_IN = 6  # of the other seeds
+SIDES = (Cut(), Cut(), Cut(2, 1), Cut(1, 2), Cut(2, 2), Cut(3, 1), Cut(4, 1))
+UNCUT = Cut()
 
 
 def draw_cut(seed: int) -> dict[str, int]:
@@ -16,3 +22,26 @@ def draw_cut(seed: int) -> dict[str, int]:
         return {}
     tp_size, pp_size = random.choice(CUTS)
     return {"tp_size": tp_size, "pp_size": pp_size}
+
+
+def draw_cuts(seed: int) -> tuple[Cut, Cut, int]:
+    """Of prefill and of decode, and the KV heads; the same cut twice where this seed has no unequal sides."""
+    random = Random(f"whole unequal cuts {seed}")
+    if draw_cut(seed) or random.randrange(UNEQUAL_ONE_IN):
+        return UNCUT, UNCUT, 1
+    prefill = random.choice(SIDES)
+    decode = random.choice([cut for cut in SIDES if cut != prefill])
+    return prefill, decode, random.choice((2, 4))  # of two, three or four shards some have the same
+
+
+def flags_of(cut: Cut) -> dict[str, int]:
+    return {} if cut == UNCUT else {"tp_size": cut.tp_size, "pp_size": cut.pp_size}
+
+
+def grid_of(seed: int) -> KvGrid:
+    """Of the model of all servers: where they are cut alike every worker has one cell."""
+    alike = draw_cut(seed)
+    prefill, decode, num_kv_heads = draw_cuts(seed)
+    if alike or prefill == decode:
+        return KvGrid(alike.get("pp_size", 1), alike.get("tp_size", 1))
+    return KvGrid(max(prefill.pp_size, decode.pp_size), num_kv_heads)

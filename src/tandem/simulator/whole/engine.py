@@ -20,13 +20,14 @@ import msgspec
 from tandem.batch_tables import BatchTables, PlainDecodeSet
 from tandem.batch_tables import Sequence as Tokens
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
+from tandem.core.kv_parts import KvGrid, box_of
 from tandem.core.values import Nanos, RequestId
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.parallel import OneShard, OneStage
 from tandem.grammar import Matcher, Vocabulary
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams, TokenScore
-from tandem.simulator.model import MASK, content_of, kv_content, shard_weight
+from tandem.simulator.model import MASK, cell_weight, content_of, kv_content
 from tandem.simulator.whole.shards import Shards
 
 SLOT_BYTES = 8
@@ -97,12 +98,31 @@ class Row(Tokens):
 
 
 class PlainKv:
-    """`num_pages` pages of `page_size` slots."""
+    """`num_pages` pages, each of which has for every cell of this shard (`core/kv_parts.py`) `page_size` slots."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_bytes = page_size * SLOT_BYTES
+    def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank) -> None:
+        box = box_of(grid, rank.cut, rank.shard)
+        self.cell_bytes = page_size * SLOT_BYTES
+        self.page_bytes = box.num_cells * self.cell_bytes
         self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
-        self.slots = self.buffer.cast("Q")
+        self._slots = self.buffer.cast("Q")
+        self._page_size, self._page_slots = page_size, box.num_cells * page_size
+        self._cells = [  # where each begins in a page, and its number in the whole model
+            (at * page_size, layer * grid.num_kv_heads + head) for at, (head, layer) in enumerate(box.cells())
+        ]
+
+    def write(self, pages: Sequence[int], position: int, content: int) -> None:
+        page, slot = divmod(position, self._page_size)
+        first = pages[page] * self._page_slots + slot
+        for start, cell in self._cells:
+            self._slots[first + start] = content * cell_weight(cell) & MASK
+
+    def read(self, pages: Sequence[int], stop: int) -> int:
+        """The sum of [0, stop), as all cells have it; nonsense where they differ."""
+        slots, size, page_slots = self._slots, self._page_size, self._page_slots
+        places = [pages[position // size] * page_slots + position % size for position in range(stop)]
+        found = [content_of(sum(slots[place + start] for place in places), cell) for start, cell in self._cells]
+        return found[0] if len(set(found)) == 1 else sum(found) + 1 & MASK
 
 
 class PlainEngine:
@@ -117,16 +137,16 @@ class PlainEngine:
         tokenizer: Path,
         base_s: float,
         token_s: float,
+        grid: KvGrid,
         shards: Shards = ALONE,
     ) -> None:
         """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens."""
-        self.kv = PlainKv(num_pages, page_size)
+        self.kv = PlainKv(num_pages, page_size, grid, shards.rank)
         self._page_size = page_size
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._base_s, self._token_s = base_s, token_s
         self._tables: BatchTables[Row] = BatchTables(PlainDecodeSet())
         self._shards = shards
-        self._weight = shard_weight(shards.rank.shard)
         self._late_tokens = LateTokens(self._tables, shards.pipeline)
         self.fails_next = False
         self.runs: Callable[[BatchPlan, RunBatch[Row]], None] | None = None  # told of every batch
@@ -217,7 +237,7 @@ class PlainEngine:
             if self.ends is not None:
                 self.ends()
             raise RuntimeError("a forward pass that fails, as drawn")
-        sums = self._shards.agreed([self._read(row, start) for row, start, _, _ in rows], handed_on)
+        sums = self._shards.agreed([self.kv.read(row.pages, start) for row, start, _, _ in rows], handed_on)
         ends = [self._write(row, start, stop, kv_sum) for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)]
         self._shards.to_stage_behind(sums)
         return [
@@ -232,20 +252,11 @@ class PlainEngine:
             if samples
         ]
 
-    def _read(self, row: Row, stop: int) -> int:
-        """The sum of the KV of [0, stop), as it lies here, without the weight of this shard."""
-        slots, size, pages = self.kv.slots, self._page_size, row.pages
-        return content_of(
-            sum(slots[pages[position // size] * size + position % size] for position in range(stop)),
-            self._shards.rank.shard,
-        )
-
     def _write(self, row: Row, start: int, stop: int, kv_sum: int) -> int:
         """The KV of [start, stop), given the sum of all before. Returns the sum of [0, stop)."""
-        slots, size, pages = self.kv.slots, self._page_size, row.pages
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=row.tokens[position], position=position)
-            slots[pages[position // size] * size + position % size] = content * self._weight & MASK
+            self.kv.write(row.pages, position, content)
             kv_sum = (kv_sum + content) & MASK
         return kv_sum
 

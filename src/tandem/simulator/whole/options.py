@@ -5,12 +5,13 @@ from random import Random
 from typing import Any  # values of flags
 
 from tandem.config import ServerConfig
+from tandem.core.kv_parts import KvGrid
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.cuts import draw_cut
+from tandem.simulator.whole.cuts import draw_cut, draw_cuts, flags_of, grid_of
 from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
 
 BOOTSTRAP_PORT = 8998
@@ -77,6 +78,7 @@ class Options:
     formed: float = 0.0  # share of requests that ask for an answer in some form
     has_rings: bool = False  # what a fault of ours has left is written
     narrows: Narrows = Narrows()
+    grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -168,6 +170,9 @@ def draw_options(seed: int) -> Options:
     is_unified = random.random() < 0.2
     flags = _draw_flags(random)
     roles = _draw_roles(random)
+    prefill_cut, decode_cut, _ = draw_cuts(seed)
+    roles["prefill"] |= flags_of(prefill_cut)
+    roles["decode"] |= flags_of(decode_cut)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     flags |= form_flags | draw_cut(seed)
     has_faults = random.random() < 0.8
@@ -195,6 +200,7 @@ def draw_options(seed: int) -> Options:
         formed=formed,
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
         narrows=draw_narrows(seed),
+        grid=grid_of(seed),
         **_draw_scarcity(random, has_faults=bool(kinds)),
     )
 

@@ -16,6 +16,7 @@ from typing import Any  # what is handed on to a `SockTransfer`
 
 from tandem.core.commands import CancelPull, PublishPages, RevokePages
 from tandem.core.events import Event, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.kv_parts import KvShard
 from tandem.core.values import MILLISECOND, SECOND
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.kernel import Kernel, Process
@@ -45,7 +46,7 @@ class CheckedTransfer(SockTransfer):
     def __init__(
         self,
         buffer: memoryview,
-        page_bytes: int,
+        kv: KvShard,
         *,
         report: Callable[[Event], None],
         watch: TransferWatch,
@@ -62,7 +63,7 @@ class CheckedTransfer(SockTransfer):
             self._hear(event)
             report(event)
 
-        super().__init__(buffer, page_bytes, report=hear, **others)
+        super().__init__(buffer, kv, report=hear, **others)
         watch.kernel.after(LOOK_NS, self._look)
 
     def publish(self, command: PublishPages) -> None:
@@ -103,7 +104,7 @@ class CheckedTransfer(SockTransfer):
         return key in self._receiving()
 
     def _receiving(self) -> set[Key]:
-        return {job.pull.key for job in self._reader._puller._jobs if isinstance(job, Receive)}
+        return {job.pull.attempt.key for job in self._reader._puller._jobs if isinstance(job, Receive)}
 
     # --- now and then ------------------------------------------------------------------------------------------------
 
@@ -133,18 +134,19 @@ class CheckedTransfer(SockTransfer):
 
     def _look_at_places(self) -> None:
         puller = self._reader._puller
-        waiting = [key for lane in puller._lanes.values() for key in lane.waiting]
+        waiting = [pull for lane in puller._lanes.values() for pull in lane.waiting]
         places = Counter(waiting)
-        places.update(job.pull.key for job in puller._jobs if not job.pull.is_cancelled)
-        places.update(pull.key for _, pull in puller._paused if not pull.is_cancelled)
-        for key in puller._pulls:
-            if places[key] != 1:
-                self._wrong("S16", f"the pull {key} waits, pauses or is a job in {places[key]} places")
-        for key in waiting:
-            if key not in puller._pulls:
-                self._wrong("S17", f"the pull {key} has ended, and waits for its turn")
+        places.update(job.pull for job in puller._jobs if not job.pull.attempt.is_over)
+        places.update(pull for _, pull in puller._paused if not pull.attempt.is_over)
+        for key, attempt in puller._attempts.items():
+            for pull in attempt.pulls:
+                if places[pull] != bool(pull.commands):
+                    self._wrong("S16", f"the pull {key} waits, pauses or is a job in {places[pull]} places")
+        for pull in waiting:
+            if puller._attempts.get(pull.attempt.key) is not pull.attempt:
+                self._wrong("S17", f"the pull {pull.attempt.key} has ended, and waits for its turn")
         for key in puller._leaving.keys() - self._receiving():
-            self._wrong("S17", f"the pull {key} is cancelled, no job receives for it, and it is still remembered")
+            self._wrong("S17", f"the pull {key} is over, no job receives for it, and it is still remembered")
 
     def _look_at_turns(self) -> None:
         found = self._who_may_begin()
@@ -161,11 +163,11 @@ class CheckedTransfer(SockTransfer):
         puller, now = self._reader._puller, self._watch.kernel.now
         jobs = [id(job) for job in puller._jobs]
         if puller._paused and puller._paused[0][0] <= now:
-            return puller._paused[0][1].key, jobs
+            return puller._paused[0][1].attempt.key, jobs
         for turn in puller._turns if not puller._is_full(now) else ():
             lane = puller._lanes[turn]
             if puller._may_begin(lane, now):
-                return next(iter(lane.waiting)), jobs
+                return next(iter(lane.waiting)).attempt.key, jobs
         return None
 
     def _wrong(self, invariant: str, detail: str) -> None:

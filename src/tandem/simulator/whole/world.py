@@ -32,7 +32,7 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
 from tandem.simulator.whole.clients import Answer, Ask, Keys, ask_at, draw_ask, simple
-from tandem.simulator.whole.cluster import EngineSpeed, Server
+from tandem.simulator.whole.cluster import PlainModel, Server
 from tandem.simulator.whole.collectives import collectives
 from tandem.simulator.whole.engine import PlainEngine
 from tandem.simulator.whole.faults import Faults
@@ -119,10 +119,10 @@ class World:
 
     def run(self, trace: Callable[[str], None] | None = None) -> SeedResult:
         self.kernel.trace = trace
-        speed = EngineSpeed(base_s=self.options.base_s)
-        table = dict(servers.children(speed))
+        model = PlainModel(base_s=self.options.base_s, grid=self.options.grid)
+        table = dict(servers.children(model))
         table["tandem.server.worker_process"] = partial(
-            servers.worker_process.main, partial(self._load_engine, speed=speed)
+            servers.worker_process.main, partial(self._load_engine, model=model)
         )
         table["tandem.server.node.process"] = partial(servers.node_process.main, self._make_node)
         watch = TransferWatch(self.kernel, self._step_is_wrong, self._is_held_up)
@@ -170,11 +170,11 @@ class World:
             found.append((puller, "MAX_READ_PAGES", narrows.read_pages))
         return found
 
-    def _load_engine(self, launch: Launch, place: Place, *, speed: EngineSpeed) -> Loaded:
+    def _load_engine(self, launch: Launch, place: Place, *, model: PlainModel) -> Loaded:
         process = self.kernel.current().process
         if self.starvation.refuses("no_memory", process):
             raise MemoryError("no memory for a KV pool")
-        loaded = servers.load_plain_engine(launch, place, speed=speed)
+        loaded = servers.load_plain_engine(launch, place, model=model)
         assert isinstance(loaded.engine, PlainEngine)
         if launch.rank.num_shards > 1:
             self.groups.join(launch, loaded.engine)
