@@ -1,6 +1,7 @@
 """What a server says of its processes and ports."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from tandem.core.values import Incarnation, Room
 from tandem.server import wire
 from tandem.server.api.bootstrap import monotonic_now
 from tandem.server.api.process import ApiProcess
+from tandem.server.node import process as node_process
 from tandem.server.processes import (
     Children,
     Launch,
@@ -134,6 +136,15 @@ def test_a_taken_bootstrap_port_gives_the_http_port_back() -> None:
 def test_an_address_that_cannot_be_listened_on_is_named(host: str, port: int, words: str) -> None:
     with pytest.raises(ServerFailure, match=words):
         bind_listeners(ServerConfig(model="m", host=host, port=port))
+
+
+def test_a_node_without_a_descriptor_left_says_that_it_cannot_listen() -> None:
+    class NoDescriptors:
+        def listen(self, host: str) -> int:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    with pytest.raises(ServerFailure, match=r"cannot listen for decode servers: .* Too many open files"):
+        node_process._listen(NoDescriptors(), "127.0.0.1")  # type: ignore[arg-type]  # of peers only this
 
 
 def test_children_that_cannot_be_started_leave_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:

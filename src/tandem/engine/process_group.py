@@ -137,7 +137,7 @@ class Peers:
     def __init__(self, rank: Rank, *, host: str, port: int, listener_fd: int | None) -> None:
         """Returns when all are there. `listener_fd`: of the socket that listens at host:port, on the first worker.
 
-        Raises OSError or RuntimeError when they do not come.
+        Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
         os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
         is_master = listener_fd is not None
@@ -160,9 +160,10 @@ class Peers:
         close_doors()
 
     def least(self, number: int) -> int:
-        """The least of what all workers call with; they all have to."""
+        """The least of what all workers call with; they all have to. Raises WorkerGone."""
         value = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+        with others_there():
+            dist.all_reduce(value, op=dist.ReduceOp.MIN)
         return int(value)
 
     def _tensor_group(self) -> TensorGroup:

@@ -185,12 +185,20 @@ def _replica(launch: Launch, engines: Engines, settings: NodeSettings, peers: Pe
         layout=engines.layout,
         layout_fields=engines.layout_fields,
         control_host=host,
-        control_port=peers.listen(host) if launch.config.role == "prefill" else 0,
+        control_port=_listen(peers, host) if launch.config.role == "prefill" else 0,
         shards=engines.shards,
         http_port=launch.http_port,
         dp_rank=settings.dp_rank,
         prefill=settings.prefill_info,
     )
+
+
+def _listen(peers: Peers, host: str) -> int:
+    """Its port. Raises ServerFailure, as where no descriptor is left."""
+    try:
+        return peers.listen(host)
+    except OSError as error:
+        raise ServerFailure(f"cannot listen for decode servers: {error}") from error
 
 
 def _recorder(config: ServerConfig, settings: NodeSettings, node: EngineNode) -> FlightRecorder | None:

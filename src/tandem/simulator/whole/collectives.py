@@ -85,11 +85,15 @@ class Member:
             for other in range(self.shard):
                 self.links[other] = self._dial(other)
                 self.links[other].sendall(SHARD.pack(self.shard))
-            for _ in range(self.shard + 1, len(self.world.ranks)):
+            missing = set(range(self.shard + 1, len(self.world.ranks)))
+            while missing:
                 link, _ = door.accept()
-                with lost_is_an_error():
-                    (other,) = SHARD.unpack(exactly(link, SHARD.size))
-                self.links[other] = link
+                other = said_by(link)
+                if other in missing:
+                    missing.remove(other)
+                    self.links[other] = link
+                else:
+                    link.close()
 
     def _name(self, shard: int) -> str:
         return f"group-{self.store.port}-{shard}"
@@ -127,6 +131,15 @@ class Member:
             self.send(other, group.tag, data)
         for rank in group.ranks:
             yield data if rank == self.shard else self.receive(rank, group.tag)
+
+
+def said_by(link: VirtualSocket) -> int | None:
+    """Which shard has dialled; None: a stranger, who says nothing, too little, or some number."""
+    try:
+        (shard,) = SHARD.unpack(exactly(link, SHARD.size))
+    except OSError:
+        return None
+    return shard
 
 
 @contextmanager
