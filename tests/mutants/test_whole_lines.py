@@ -3,6 +3,7 @@
 `make hunt` tries all that they have noticed, `make test` a sample.
 
 Each runs in a process of its own, on a copy of the sources with that bug. With TANDEM_ALL_LINES=1 all are tried.
+What few drawn worlds show has a world of its own (`directed.py`).
 """
 
 import ast
@@ -13,7 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from group_lines import GROUP_BREAKS, GROUP_KILLED_BY
+from directed import WORLDS
+from group_lines import GROUP_BREAKS, GROUP_KILLED_BY, GROUP_SURVIVORS
 from lines import HUNG_S, PACKAGE, broken_copy, broken_text
 from whole_lines import KILLED_BY, SURVIVORS, WHOLE_BREAKS, WholeBreak
 
@@ -22,7 +24,13 @@ PATIENCE = 12  # seeds from the recorded one: a change of the product may move t
 ENOUGH = 50
 SAMPLE = ("pull_calls_nobody", "scores_are_one_token_late", "other_workers_drop_their_revocation")
 ALL_BREAKS, NOTICED_BY = (*WHOLE_BREAKS, *GROUP_BREAKS), KILLED_BY | GROUP_KILLED_BY
-SCRIPT = """
+WORLD_SCRIPT = """
+import sys
+from directed import WORLDS
+if found := WORLDS[sys.argv[1]]().invariant:
+    print("noticed", sys.argv[1], found)
+"""
+SEED_SCRIPT = """
 import sys
 from tandem.simulator.whole.world import run_seed
 for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
@@ -45,9 +53,14 @@ def test_every_break_is_a_few_lines_that_are_there() -> None:
 
 
 def test_every_break_is_noticed_or_has_a_reason_why_not() -> None:
-    assert set(KILLED_BY) | set(SURVIVORS) == {it.name for it in WHOLE_BREAKS}
-    assert not set(KILLED_BY) & set(SURVIVORS)
+    for breaks, killed, survivors in (
+        (WHOLE_BREAKS, KILLED_BY, SURVIVORS),
+        (GROUP_BREAKS, GROUP_KILLED_BY, GROUP_SURVIVORS),
+    ):
+        assert set(killed) | set(survivors) == {it.name for it in breaks}
+        assert not set(killed) & set(survivors)
     assert len(KILLED_BY) >= ENOUGH
+    assert {by for by in NOTICED_BY.values() if isinstance(by, str)} == set(WORLDS)
 
 
 @pytest.mark.parametrize("it", TRIED, ids=lambda it: it.name)
@@ -56,18 +69,20 @@ def test_a_whole_cluster_notices_the_break(it: WholeBreak, tmp_path: Path) -> No
     assert "noticed" in done.stdout, done.stderr[-2000:]
 
 
-def test_the_seeds_of_the_sample_are_clean_without_a_break(tmp_path: Path) -> None:
-    for seed in sorted({NOTICED_BY[it.name] for it in TRIED}):
-        done = noticed(tmp_path, seed, 1, PACKAGE.parent)
+def test_what_the_breaks_are_tried_on_is_clean_without_one(tmp_path: Path) -> None:
+    seeds = {by for it in TRIED if isinstance(by := NOTICED_BY[it.name], int)}
+    for by in (*sorted(seeds), *WORLDS):
+        done = noticed(tmp_path, by, 1, PACKAGE.parent)
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]
 
 
-def noticed(folder: Path, seed: int, count: int, sources: Path) -> "subprocess.CompletedProcess[str]":
-    """Raises TimeoutExpired when it hangs."""
+def noticed(folder: Path, by: int | str, count: int, sources: Path) -> "subprocess.CompletedProcess[str]":
+    """By so many seeds from this one, or by this world. Raises TimeoutExpired when it hangs."""
+    words = [WORLD_SCRIPT, by] if isinstance(by, str) else [SEED_SCRIPT, str(by), str(count)]
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(seed), str(count)],
+        [sys.executable, "-c", *words],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(sources)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (sources, Path(__file__).parent)))},
         capture_output=True,
         text=True,
         timeout=HUNG_S,

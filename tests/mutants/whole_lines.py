@@ -456,8 +456,8 @@ ROUTER = (
 
 WHOLE_BREAKS = (*TRANSFER, *NODE, *API, *ROUTER)
 
-# Which seed has noticed it.
-KILLED_BY = {
+# Which seed has noticed it, or which world of `directed.py`.
+KILLED_BY: dict[str, int | str] = {
     "admitted_link_does_not_block": 13,
     "bootstrap_server_is_asked_once": 360,
     "broken_connection_is_not_redialled": 2263,
@@ -495,10 +495,10 @@ KILLED_BY = {
     "peers_are_not_flushed": 85,
     "pipe_wakes_no_reader": 103,
     "pull_calls_nobody": 85,
-    "refused_dial_stays_open": 1910,
+    "refused_dial_stays_open": 226,
     "rejected_half_is_not_told": 143,
     "remaining_time_is_in_seconds": 85,
-    "requests_of_a_lost_rank_are_not_ended": 44,
+    "requests_of_a_lost_rank_are_not_ended": "second_rank_is_killed",
     "resumed_pull_begins_at_its_first_page": 96,
     "returned_peer_is_still_given_up": 2263,
     "revocation_is_not_flushed": 85,
@@ -506,7 +506,7 @@ KILLED_BY = {
     "scores_are_one_token_late": 85,
     "served_link_stays_open": 1,
     "taken_tokens_are_taken_again": 85,
-    "two_threads_write_at_once": 27,
+    "two_threads_write_at_once": 85,
     "who_has_nothing_to_say_says_nothing": 32,
     "worker_stays_when_its_node_goes": 85,
     "workers_are_not_told_of_a_lost_peer": 3,

@@ -30,6 +30,7 @@ DRIBBLES = 600  # bytes, each of which takes a delay of its own
 ENDING_NS = 3 * SECOND  # until a server that has lost a process has ended, and `_supervise` sees it
 LAST_STOP_NS = 9 * SECOND  # at most, that a freeze, a stall or a partition lasts
 NOTICED_NS = 10 * SECOND  # within which a server that has lost a process has ended, or has another
+NOTICES_S = 1.5  # beside its watchdog's timeout, until a server has ended what hangs
 CONSEQUENCES_NS = 20 * SECOND  # within which a server may end by what was done to it
 
 
@@ -111,16 +112,17 @@ class Faults:
             if child.is_alive or any(other.is_alive and other.pid > child.pid for other in children):
                 continue
             since = self.dead_since.setdefault(child.pid, now)
-            is_held_up = "freeze" in self.options.faults or bool(self.options.starves)
-            if now - since > NOTICED_NS and not is_held_up and server.name not in self.ends:
+            if now - since > NOTICED_NS and not self.may_silence() and server.name not in self.ends:
                 raise Violation("L8", f"{child.name} has died, and {server.name} goes on without it")
 
     def _again(self, server: Server) -> None:
         self.ends.discard(server.name)
         server.start(self.kernel)
 
-    def disturb(self, name: str, for_ns: int, *, is_lasting: bool = True) -> None:
-        self.disturbances.append(Disturbance(name, self.kernel.now, self.kernel.now + for_ns, is_lasting))
+    def disturb(self, name: str, for_ns: int, *, is_lasting: bool = True) -> Disturbance:
+        found = Disturbance(name, self.kernel.now, self.kernel.now + for_ns, is_lasting)
+        self.disturbances.append(found)
+        return found
 
     def was_disturbed(self, name: str, began_ns: int, ended_ns: int) -> bool:
         return any(
@@ -139,6 +141,10 @@ class Faults:
         return any(
             one.is_lasting and one.began_ns <= ended_ns and began_ns <= one.ended_ns for one in self.disturbances
         )
+
+    def may_silence(self) -> bool:
+        """Whether a node may live and say nothing."""
+        return "freeze" in self.options.faults or bool(self.options.starves)
 
     def has_cause(self, since_ns: int, must_last: bool) -> bool:
         """Whether since then anything may have broken a connection or held it up; must_last: and not only for a moment.
@@ -195,11 +201,31 @@ class Faults:
         server = self._server()
         if server is None:
             return False
-        process, length = self._process_of(server), self._length()
-        self.disturb(server.name, length)
-        self.kernel.freeze(process)
-        self.kernel.after(length, lambda: self.kernel.thaw(process))
+        self.freeze(server, self._process_of(server), self._length())
         return True
+
+    def freeze(self, server: Server, process: Process, length_ns: int) -> None:
+        is_alone = not self.was_held_up(server.name, self.kernel.now - CONSEQUENCES_NS, self.kernel.now)
+        frozen = self.disturb(server.name, length_ns)
+        self.kernel.freeze(process)
+
+        def thaw() -> None:
+            if is_alone and process is not server.process and not self.is_over:
+                self._look_whether_it_was_noticed(server, process, frozen)
+            self.kernel.thaw(process)
+
+        self.kernel.after(length_ns, thaw)
+
+    def _look_whether_it_was_noticed(self, server: Server, process: Process, frozen: Disturbance) -> None:
+        """Raises Violation where a process hung for longer than its server may wait, and was let live.
+
+        Not where anything else was done to that server meanwhile.
+        """
+        hung_s = (frozen.ended_ns - frozen.began_ns) / SECOND
+        others = [one for one in self.disturbances if one.name == server.name and one.ended_ns > frozen.began_ns]
+        is_sure = others == [frozen] and not self.options.starves and server.is_alive
+        if is_sure and process.is_alive and hung_s > self.options.flags["watchdog_timeout"] + NOTICES_S:
+            raise Violation("L8", f"{process.name} has hung for {hung_s:.1f} s, and {server.name} has let it")
 
     def _length(self) -> int:
         return int(LAST_STOP_NS * self.random.random() ** 2) + SECOND // 100

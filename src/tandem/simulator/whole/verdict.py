@@ -13,6 +13,7 @@ STALL_S = 9.0  # the longest gap that the flags of `options.py` allow: the route
 FLOW_S = 1.0  # of a stream that is looked at: much longer than anything is on its way
 GRACE_S = 1.5  # the second of the promise, and what the network takes
 LANDING = "landing"  # the wait for pages that are being pulled
+SILENT = "the node kept silent"  # by `live_requests.py`
 PATIENT_S = 10.0  # longer than any prompt of `options.py` waits for its turn on prefill
 VERY_PATIENT_S = 20.0  # longer than all requests of `options.py` take, one after the other
 LOGPROB = -0.5  # of every token, by `engine.py`
@@ -32,6 +33,8 @@ def check(answer: Answer, faults: Faults) -> None:
     error, what = answer.error, f"{answer.ask.path} {answer.ask.rid} {answer.ask.conduct.value}"
     if error is not None:
         _check_error(answer, error, what)
+        if str(error.get("message")).endswith(SILENT) and not faults.may_silence():
+            raise Violation("W4", f"{what}: {error}, and every node could speak")
         is_late = error.get("code") == Cause.DEADLINE_EXCEEDED
         patience_s = PATIENT_S if error.get("stage") == LANDING else VERY_PATIENT_S
         if is_late and answer.ask.timeout_s >= patience_s and not faults.was_slow(answer.began_ns, ended_ns):
