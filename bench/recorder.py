@@ -1,107 +1,123 @@
-"""What keeping the last steps costs, always on, as a share of the step: in pairs, with and without it, in one run.
+"""What keeping the last steps costs, always on, as a share of the step: with and without it in turn, in one run.
 
-    python bench/recorder.py [--steps 4000] [--json]
+    python bench/recorder.py [--rounds 120] [--json]
 
-One node with all rows decoding (`step.py`); of its steps a random half is kept, so that both halves meet the same
-memory and the same neighbours on the machine. A step is `EngineNode.step` alone, so the share is an upper bound: the
-loop around it also reads and writes sockets.
+Of the core's step: one node with all rows decoding (`step.py`); of its steps a block is not kept, two are, one is not.
+What a block takes has in it that steps are encoded some at a time, and what the collector does about them. It is
+`EngineNode.step` alone, so the share is an upper bound: the loop around it also reads and writes sockets.
 
-    keeping     what every step pays: the median of those that are kept over that of the others
-    weighing    of some steps at once, by the number of these
+    keeping     what the kept blocks of a round take more than the others, of what these take: the median of all rounds
     snapshots   what one takes, by the steps of the segment that it begins
 
-CPU time of the thread. The last line is one JSON document; `share` is the largest of all lines with at least 64 rows,
-the goal 0.03.
+CPU time of the thread. Of the served step: one server with the bundled model and one worker, one request at a time,
+from its first token to its last one; what keeping a step of one row adds is divided by that. The last line is one JSON
+document; `share` is that of the served step, `share_of_core` the largest of all lines; the goal of the first is 0.03.
 """
 
 import argparse
 import gc
 import json
+import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
+from typing import Any  # what a ring keeps
 
+import httpx
 from conditions import conditions
 from step import WARM_UP, Bench
 
+from tandem.cli.fleet import Fleet, free_ports, serve_words
 from tandem.core.commands import LaunchBatch
 from tandem.core.values import Nanos
 from tandem.server.node.last_steps import LastSteps
-from tandem.server.node.ring import weight
-from tandem.server.ring import SNAPSHOTS, WEIGH_EVERY
+from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, SNAPSHOTS, Ring
 
 ROWS = (1, 64, 256, 1024)
-LEAST_ROWS = 64  # the step of a smaller batch takes a fraction of what its socket calls take
+FEW_ROWS = 64  # with more of them a step takes longer, and is timed less often
 GOAL = 0.03
+BLOCK = 8 * PACK_EVERY  # steps
+TOKENS, REQUESTS, PROMPT_TOKENS = 400, 9, 64  # of the served step
 
 
 class Recorded(Bench):
     """A node some of whose steps are kept."""
 
-    kept: LastSteps | None = None
-    keeps: bool = False
+    observers: tuple[LastSteps, ...] = ()
 
     def step(self, events: list) -> tuple[int, int]:
         self.now += 1_000_000
-        now, kept = Nanos(self.now), self.kept if self.keeps else None
+        now, observers = Nanos(self.now), self.observers
         wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        if kept is None:
-            effects = self.node.step(events, now)
-        else:
-            kept.before(now, events)
-            effects = self.node.step(events, now)
-            kept.after(now, events, effects)
+        for observer in observers:
+            observer.before(now, events)
+        effects = self.node.step(events, now)
+        for observer in observers:
+            observer.after(now, events, effects)
         spent = time.perf_counter_ns() - wall, time.thread_time_ns() - cpu
         self.plans += [command.plan for command in effects.commands if isinstance(command, LaunchBatch)]
         return spent
 
-    def start(self) -> None:
+    def start(self) -> LastSteps:
         self.arrive(1, self.num_rows)
         while len(self.node.state.decode_set) < self.num_rows or self.node.state.joins:
             self.turn()
-        self.kept = LastSteps(Path("never-written"), self.node.state.settings, self.node)
+        kept = LastSteps(Path("never-written"), self.node.state.settings, self.node)
+        self.observers = (kept,)
         for _ in range(WARM_UP):
-            self.keeps = not self.keeps
             self.turn()
+        age(encoded(kept.ring))
+        return kept
 
-    def halves(self, steps: int) -> dict[bool, list[int]]:
-        """CPU nanoseconds of each step, by whether it was kept."""
-        random, found = Random(self.num_rows), {True: list[int](), False: list[int]()}
-        for _ in range(steps):
-            self.keeps = random.random() < 0.5
-            found[self.keeps].append(self.turn()[1])
-        return found
+    def block(self, *observers: LastSteps) -> int:
+        """CPU nanoseconds."""
+        self.observers = observers
+        return sum(self.turn()[1] for _ in range(BLOCK))
 
 
-def measure(rows: int, steps: int) -> dict[str, float]:
-    bench = Recorded(rows, 2 * steps)
-    bench.start()
+def measure(rows: int, rounds: int) -> dict[str, float]:
+    bench = Recorded(rows, 4 * rounds * BLOCK + 2 * WARM_UP)
+    kept = bench.start()
     gc.collect()
     gc.freeze()
-    halves = bench.halves(steps)
+    found = [(bench.block(), bench.block(kept), bench.block(kept), bench.block()) for _ in range(rounds)]
     gc.unfreeze()
-    step_ns = statistics.median(halves[False])
-    assert bench.kept is not None
-    ring = bench.kept.ring
-    inputs, outputs = ring.given[-WEIGH_EVERY:], ring.gave[-WEIGH_EVERY:]
-    bytes_per_step = weight(inputs, outputs) / WEIGH_EVERY
+    step_ns = statistics.median(first + last for first, _, _, last in found) / (2 * BLOCK)
+    added_ns = statistics.median(one + two - first - last for first, one, two, last in found) / (2 * BLOCK)
+    ring = kept.ring
+    bytes_per_step = statistics.mean(map(len, encoded(ring))) / PACK_EVERY
     segment_steps = max(ring.segment_bytes, SNAPSHOTS * len(bench.node.snapshot())) / bytes_per_step
     snapshot_ns = best_of(bench.node.snapshot)
-    shares = {
-        "keeping": statistics.median(halves[True]) / step_ns - 1,
-        "weighing": best_of(lambda: weight(inputs, outputs)) / WEIGH_EVERY / step_ns,
-        "snapshots": snapshot_ns / segment_steps / step_ns,
-    }
+    shares = {"keeping": added_ns / step_ns, "snapshots": snapshot_ns / segment_steps / step_ns}
+    share = sum(shares.values())
     return {
         "rows": rows,
         "step_us": step_ns / 1e3,
+        "bytes_per_step": bytes_per_step,
         "segment_steps": segment_steps,
         "snapshot_ms": snapshot_ns / 1e6,
         **shares,
-        "share": sum(shares.values()),
+        "share": share,
+        "added_us": share * step_ns / 1e3,
     }
+
+
+def encoded(ring: Ring[Any, Any]) -> list[bytes]:
+    """PACK_EVERY steps each."""
+    return [part for segment in ring._segments for part in segment.parts if isinstance(part, bytes)]
+
+
+def age(parts: list[bytes]) -> None:
+    """As in a process that has dropped segments before: new parts take the memory of old ones."""
+    size = len(parts[-1])
+    dropped = [bytes(size) for _ in range(2 * SEGMENT_BYTES // size)]
+    pins.append(bytes(size))  # behind them, or all of it would be given back to the system
+    del dropped
+
+
+pins: list[bytes] = []
 
 
 def best_of(work: Callable[[], object], times: int = 9) -> int:
@@ -114,19 +130,55 @@ def best_of(work: Callable[[], object], times: int = 9) -> int:
     return min(found)
 
 
+def served_step_us() -> float:
+    """Microseconds of one iteration with one row, as a client sees it."""
+    (port,) = free_ports(1)
+    rng = random.Random(1)
+    found: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, Fleet(Path(folder), engines=1) as fleet:
+        server = fleet.start("unified", serve_words("tandem/mini", port), port=port)
+        fleet.wait_ready(timeout_s=120)
+        with httpx.Client(timeout=60) as client:
+            for _ in range(REQUESTS + 2):
+                found.append(_iteration_us(client, server.url, [rng.randrange(1, 500) for _ in range(PROMPT_TOKENS)]))
+    return statistics.median(found[2:])
+
+
+def _iteration_us(client: httpx.Client, url: str, prompt: list[int]) -> float:
+    sampling = {"max_new_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    with client.stream("POST", f"{url}/generate", json=body) as reply:
+        assert reply.status_code == 200, reply.read()
+        chunks = reply.iter_raw()
+        next(chunks)
+        began = time.perf_counter()
+        for _ in chunks:
+            pass
+        return (time.perf_counter() - began) / (TOKENS - 1) * 1e6
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=4_000, help="timed steps per line")
+    parser.add_argument("--rounds", type=int, default=120, help="of four blocks, per line")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     args = parser.parse_args()
     known = conditions()
     lines = []
     for rows in ROWS:
-        lines.append(measure(rows, args.steps))
+        lines.append(measure(rows, args.rounds if rows <= FEW_ROWS else args.rounds // 6))
         if not args.json:
             print("   ".join(f"{name} {value:.4g}" for name, value in lines[-1].items()), flush=True)
-    share = max(line["share"] for line in lines if line["rows"] >= LEAST_ROWS)
-    print(json.dumps({"bench": "recorder", "share": share, "goal": GOAL, "results": lines, **known}))
+    served_us = served_step_us()
+    share = lines[0]["added_us"] / served_us
+    if not args.json:
+        print(f"served step of one row {served_us:.0f} us   share {share:.4g}", flush=True)
+    found = {
+        "share": share,
+        "share_of_core": max(line["share"] for line in lines),
+        "goal": GOAL,
+        "served_step_us": served_us,
+    }
+    print(json.dumps({"bench": "recorder", **found, "results": lines, **known}))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from tandem.server.node.flight import Frame, Head, given, recorded, replay
 from tandem.server.node.last_steps import LastSteps
 from tandem.server.node.ring import NodeRing
 from tandem.server.record_file import StepRaised
-from tandem.server.ring import SNAPSHOTS, WEIGH_EVERY
+from tandem.server.ring import PACK_EVERY, SNAPSHOTS, Ring
 
 SETTINGS = NodeSettings(Role.UNIFIED, Incarnation("server", "1"), num_pages=64)
 SECRET_TOKEN = 1_234_567
@@ -91,7 +91,7 @@ def test_a_long_life_leaves_its_last_steps_and_they_replay(tmp_path: Path) -> No
     assert result.difference is None
     assert head(served.ring).first_step > 0
     assert head(served.ring).first_step + result.steps == served.steps
-    assert result.steps >= WEIGH_EVERY
+    assert result.steps >= PACK_EVERY
 
 
 def test_memory_is_bounded_however_long_it_lives(tmp_path: Path) -> None:
@@ -107,9 +107,43 @@ def test_a_large_node_has_segments_that_are_worth_its_snapshot(tmp_path: Path) -
     served = Served(tmp_path, segment_bytes=1)
     for number in range(40):
         served.serve(number, tokens=20)
-    starts = [head(served.ring).first_step]
-    kept = served.steps - starts[0]
-    assert kept * 1000 > SNAPSHOTS * len(served.node.snapshot()) / 2
+    frames = list(served.ring.frames())
+    kept = sum(len(msgspec.msgpack.encode(frame)) for frame in frames[1:])
+    assert kept > SNAPSHOTS * len(served.node.snapshot()) / 2
+
+
+def test_whoever_reads_while_steps_go_on_has_those_that_are_over() -> None:
+    ring = numbers()
+    count(ring, PACK_EVERY + 3)
+    ring.given.append(PACK_EVERY + 3)
+    _, steps = ring.kept()
+    ring.gave.append("over by now")
+    count(ring, 3 * PACK_EVERY)
+    assert list(steps) == [*((number, str(number)) for number in range(PACK_EVERY + 3)), (PACK_EVERY + 3, None)]
+
+
+def test_what_cannot_be_encoded_costs_what_was_kept_and_nothing_else() -> None:
+    ring = numbers()
+    count(ring, PACK_EVERY - 1)
+    ring.given.append(1 << 70)
+    ring.gave.append("")
+    ring.pack()
+    count(ring, 2)
+    oldest, steps = ring.kept()
+    assert (oldest.first_step, list(steps)) == (PACK_EVERY, [(0, "0"), (1, "1")])
+
+
+def numbers() -> Ring[int, str]:
+    """Of a machine that spells numbers."""
+    return Ring(lambda: b"", msgspec.msgpack.Decoder(tuple[list[int], list[str]]))
+
+
+def count(ring: Ring[int, str], steps: int) -> None:
+    for number in range(steps):
+        ring.given.append(number)
+        ring.gave.append(str(number))
+        if len(ring.gave) >= PACK_EVERY:
+            ring.pack()
 
 
 def test_no_token_and_no_score_is_written(tmp_path: Path) -> None:

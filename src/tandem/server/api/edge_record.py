@@ -15,13 +15,14 @@ from tandem.core.commands import FailRequest
 from tandem.server.api.live_requests import End, LiveRequests
 from tandem.server.fault_records import OURS
 from tandem.server.record_file import Machine
-from tandem.server.ring import BYTES_PER_ENCODED, SEGMENT_BYTES, Ring
+from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 1
-CALL_BYTES = 400  # of what every call has
-TOKENS, SUBMIT, WAKE = "emitted", "submit", "wake"
+TOKENS, WAKE = "emitted", "wake"
 
-Given = tuple[str, tuple[object, ...], dict[str, object]]
+Given = tuple[str, tuple[Raw, ...], dict[str, Raw]]
+
+_decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Raw]])
 
 
 class EdgeHead(Struct, frozen=True, tag=True):
@@ -50,24 +51,27 @@ class EdgeRing:
         failed: Callable[[str], object] = lambda why: None,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        self.ring: Ring[Given, object] = Ring(lambda: snapshot(requests), weight, segment_bytes=segment_bytes)
+        self.ring: Ring[Given, Raw] = Ring(lambda: snapshot(requests), _decoder, segment_bytes=segment_bytes)
         self._failed = failed
         self._is_inside = False
+        self._call: tuple[str, tuple[object, ...]] = ("", ())  # the last one
 
     def given(self, name: str, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
         if self._is_inside:
             return False
         self._is_inside = True
+        self._call = (name, args)
         self.ring.given.append((name, args, kwargs))
         return True
 
     def gave(self, result: object) -> None:
         self._is_inside = False
         ring = self.ring
-        name, args, _ = ring.given[-1]
+        name, args = self._call
         kept = frozen(name, args, result)
         ring.gave.append(kept)
-        ring.count()
+        if len(ring.gave) >= PACK_EVERY:
+            ring.pack()
         if kept and name != TOKENS and isinstance(kept, tuple):
             self._look_for_faults(name, cast("tuple[object, ...]", kept))
 
@@ -80,9 +84,9 @@ class EdgeRing:
         oldest, calls = self.ring.kept()
         yield EdgeHead(FORMAT, oldest.first_step, oldest.snapshot)
         for (name, args, kwargs), result in calls:
-            yield Call(name, tuple(map(encoded, args)), {key: encoded(value) for key, value in kwargs.items()})
+            yield Call(name, args, kwargs)
             if result is not None:
-                yield Returned(encoded(result))
+                yield Returned(result)
 
     def _look_for_faults(self, name: str, actions: Sequence[object]) -> None:
         for action in actions:
@@ -102,18 +106,6 @@ def frozen(name: str, args: tuple[object, ...], result: object) -> object:
             return True
         return tuple(places)
     return () if result is None else result
-
-
-def weight(inputs: Sequence[Given], outputs: Sequence[object]) -> int:
-    total = CALL_BYTES * len(inputs)
-    for (name, args, _), kept in zip(inputs, outputs, strict=True):
-        if name == TOKENS:
-            total += 16 * len(cast("Sequence[object]", args[0]))
-        elif name == SUBMIT:
-            total += BYTES_PER_ENCODED * len(msgspec.msgpack.encode(args))
-        if isinstance(kept, tuple):
-            total += CALL_BYTES * len(cast("tuple[object, ...]", kept))
-    return total
 
 
 def encoded(thing: object) -> Raw:

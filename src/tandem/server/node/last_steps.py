@@ -18,7 +18,7 @@ from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
 from tandem.server.fault_records import OURS, FaultRecords
 from tandem.server.node.ring import NodeRing
-from tandem.server.ring import WEIGH_EVERY
+from tandem.server.ring import PACK_EVERY
 
 logger = logging.getLogger("tandem.node")
 
@@ -34,10 +34,10 @@ class LastSteps:
 
     def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
         ring = self.ring
-        ring.gave.append(effects)
-        ring.unweighed += 1
-        if ring.unweighed >= WEIGH_EVERY:
-            ring.weigh()
+        gave = ring.gave
+        gave.append(effects)
+        if len(gave) >= PACK_EVERY:
+            ring.pack()
         for command in effects.commands:
             if type(command) is FailRequest and command.cause in OURS:
                 self.write(f"request {command.request} has ended with {command.cause}")

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from tandem.core.commands import Command, Effects, EmitTokens, LaunchBatch
-from tandem.core.events import BatchReturned, Event
+from tandem.core.commands import Effects
+from tandem.core.events import Event
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
 from tandem.server.node.flight import FORMAT, Frame, Head, given, recorded
 from tandem.server.node.without_tokens import snapshot_without_tokens
-from tandem.server.ring import BYTES_PER_ENCODED, SEGMENT_BYTES, Ring
+from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
-STEP_BYTES = 1000  # of what every step has
+Given = tuple[Nanos, tuple[Event, ...]]
 
-Given = tuple[Nanos, Sequence[Event]]
+_decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Effects]])
 
 
 class NodeRing:
@@ -28,7 +28,7 @@ class NodeRing:
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._settings = settings
-        self.ring: Ring[Given, Effects] = Ring(snapshot, weight, segment_bytes=segment_bytes)
+        self.ring: Ring[Given, Effects] = Ring(snapshot, _decoder, segment_bytes=segment_bytes)
 
     def before(self, now: Nanos, happened: Sequence[Event]) -> None:
         self.ring.given.append((now, tuple(happened)))
@@ -36,7 +36,8 @@ class NodeRing:
     def after(self, now: Nanos, happened: Sequence[Event], effects: Effects) -> None:
         ring = self.ring
         ring.gave.append(effects)
-        ring.count()
+        if len(ring.gave) >= PACK_EVERY:
+            ring.pack()
 
     def frames(self) -> Iterator[Frame]:
         """A flight record of one segment."""
@@ -46,30 +47,3 @@ class NodeRing:
             yield given(now, happened)
             if effects is not None:
                 yield recorded(effects)
-
-
-def weight(inputs: Sequence[Given], outputs: Sequence[Effects]) -> int:
-    """Of the steps that most are, the last one counts for all; what is rare may be large, and is weighed one by one."""
-    total = _usual_weight(inputs[-1], outputs[-1]) * len(inputs)
-    for _, happened in inputs:
-        for event in happened:
-            if type(event) is not BatchReturned or event.outcome.extras:
-                total += _rare_weight(event)
-    for effects in outputs:
-        for command in effects.commands:
-            if not (type(command) is EmitTokens or type(command) is LaunchBatch) or _is_large(command):
-                total += _rare_weight(command)
-    return total
-
-
-def _usual_weight(given: Given, effects: Effects) -> int:
-    rows = sum(len(event.outcome.flags) for event in given[1] if isinstance(event, BatchReturned))
-    return STEP_BYTES + 34 * rows  # tokens twice, flags, the list of requests; a sixteenth of the rows gets a page
-
-
-def _is_large(command: EmitTokens | LaunchBatch) -> bool:
-    return bool(command.extras if isinstance(command, EmitTokens) else command.plan.rows or command.plan.join)
-
-
-def _rare_weight(thing: Event | Command) -> int:
-    return 200 + BYTES_PER_ENCODED * len(msgspec.msgpack.encode(thing))

@@ -15,14 +15,15 @@ from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Worker
 from tandem.core.values import Nanos
 from tandem.server.record_file import Machine
-from tandem.server.ring import BYTES_PER_ENCODED, SEGMENT_BYTES, Ring
+from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
 FORMAT = 1
-STEP_BYTES = 500  # of what every step has
 OURS_STATUS = 500  # of a worker's answer: internal_error, engine_failed, invalid_logits
 
 Given = tuple[Nanos, tuple[RouterEvent, ...]]
 Gave = tuple[RouterEffects, tuple[int, ...]]
+
+_decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Gave]])
 
 
 class RouterHead(Struct, frozen=True, tag=True):
@@ -76,7 +77,7 @@ class RouterRing:
     ) -> None:
         self._draws = draws
         self._head = RouterHead(FORMAT, 0, tuple(router.registry.workers()), policies, settings, b"")
-        self.ring: Ring[Given, Gave] = Ring(router.snapshot, weight, segment_bytes=segment_bytes)
+        self.ring: Ring[Given, Gave] = Ring(router.snapshot, _decoder, segment_bytes=segment_bytes)
 
     def before(self, now: Nanos, events: Sequence[RouterEvent]) -> None:
         self.ring.given.append((now, tuple(events)))
@@ -84,7 +85,8 @@ class RouterRing:
     def after(self, effects: RouterEffects) -> None:
         ring = self.ring
         ring.gave.append((effects, self._draws.take()))
-        ring.count()
+        if len(ring.gave) >= PACK_EVERY:
+            ring.pack()
 
     def raised(self) -> None:
         """After the record is written, if it is: what follows is recorded anew."""
@@ -119,10 +121,6 @@ def command_without_words(command: RouterCommand) -> RouterCommand:
 
 def output(effects: RouterEffects, drawn: tuple[int, ...]) -> RouterOutput:
     return RouterOutput(tuple(map(command_without_words, effects.commands)), effects.wake_at, drawn)
-
-
-def weight(inputs: Sequence[Given], outputs: Sequence[Gave]) -> int:
-    return STEP_BYTES * len(inputs) + BYTES_PER_ENCODED * len(msgspec.msgpack.encode((inputs, outputs)))
 
 
 # --- doing it again --------------------------------------------------------------------------------------------------
