@@ -25,7 +25,7 @@ from tandem.engine.native import library
 from tandem.engine.weights import load
 
 FOLDER = Path(os.environ["TANDEM_TEST_CHECKPOINTS"])
-LLAMA, WIDE, QWEN, MISTRAL = FOLDER / "llama", FOLDER / "wide", FOLDER / "qwen3", FOLDER / "mistral"
+LLAMA, WIDE, QWEN, MISTRAL, EXPERTS = (FOLDER / name for name in ("llama", "wide", "qwen3", "mistral", "experts"))
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 TEXT = Path(__file__).parents[1] / "data" / "gsm8k" / "questions.jsonl"
 DTYPES = os.environ.get("TANDEM_TEST_DTYPES", "float32 bfloat16").split()
@@ -117,6 +117,23 @@ def test_behind_a_window_neither_chunks_nor_neighbours_show(dtype: str) -> None:
         rows.append(world.logits[request])
 
     assert torch.equal(torch.stack(rows), alone(MISTRAL, prompt, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_neither_chunks_nor_neighbours_show_in_what_experts_say(dtype: str) -> None:
+    prompt = prompt_of(50)
+    world = EngineWorld(EXPERTS, deterministic=True, dtype=dtype)
+    others = [world.add(prompt_of(length, seed=1)) for length in (5, 37, 80)]
+    request = world.add(prompt)
+    world.run(*[(other, 0, len(world.tokens[other])) for other in others[:2]], (request, 0, 13))
+    world.run((others[2], 0, 80), (request, 13, 50), decodes=True, join=others[:2])
+    rows = [world.logits[request]]
+    for step in range(NUM_OUTPUTS - 1):
+        world.run(decodes=True, join=[request, others[2]] if step == 0 else [])
+        rows.append(world.logits[request])
+
+    assert torch.equal(torch.stack(rows), alone(EXPERTS, prompt, dtype=dtype))
+    assert 1 in thread_counts(EXPERTS, dtype), "a server starts"
 
 
 def test_shards_keep_their_bits() -> None:

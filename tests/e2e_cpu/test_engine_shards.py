@@ -8,7 +8,7 @@ import torch
 from engine_world import EngineWorld, prompt_of
 from safetensors.torch import load_file
 from shard_group import ThreadGroup, on_every_shard
-from tiny_models import make_llama, make_mistral, make_qwen2, make_qwen3
+from tiny_models import make_llama, make_mistral, make_mixtral, make_qwen2, make_qwen3, make_qwen3_moe
 from torch import Tensor
 
 from tandem.engine.model_config import ModelError
@@ -49,6 +49,12 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[int, int], tuple[int, int
     ),
     "qwen2_untied": (lambda where: make_qwen2(where, tie_word_embeddings=False), (1, 1), (1, 1, 1, 1)),
     "mistral_with_a_window": (lambda where: make_mistral(where, sliding_window=24), (1, 1), (1, 1, 1, 1)),
+    "qwen3_moe_with_a_dense_layer": (
+        lambda where: make_qwen3_moe(where, mlp_only_layers=[1], moe_intermediate_size=19),
+        (1, 1),
+        (1, 1, 1, 1),
+    ),
+    "mixtral": (lambda where: make_mixtral(where), (1, 1), (1, 1, 1, 1)),
 }
 
 
@@ -81,8 +87,11 @@ def test_shards_together_compute_what_the_whole_model_computes(tmp_path: Path, c
     assert float((shards[0][1][0] - whole).abs().max() / whole.abs().max()) < 1e-5
 
 
-def test_a_layer_needs_two_sums_and_the_ends_of_the_model_one_exchange_each(tmp_path: Path) -> None:
-    make_llama(tmp_path, num_hidden_layers=3)
+@pytest.mark.parametrize("make", [make_llama, make_qwen3_moe])
+def test_a_layer_needs_two_sums_and_the_ends_of_the_model_one_exchange_each(
+    tmp_path: Path, make: Callable[..., object]
+) -> None:
+    make(tmp_path, num_hidden_layers=3)
 
     def counted(group: ThreadGroup) -> tuple[int, int]:
         world = EngineWorld(tmp_path, group=group)
@@ -102,8 +111,8 @@ def test_a_shard_holds_its_part_of_each_tensor_and_all_shards_hold_all(tmp_path:
         (f"{at}.self_attn.q_proj.weight", [block.qkv.q_proj.weight for block in blocks], 0),
         (f"{at}.self_attn.k_proj.bias", [block.qkv.k_proj.bias for block in blocks], 0),
         (f"{at}.self_attn.o_proj.weight", [block.o_proj.weight for block in blocks], 1),
-        (f"{at}.mlp.up_proj.weight", [block.gate_up.up_proj.weight for block in blocks], 0),
-        (f"{at}.mlp.down_proj.weight", [block.down_proj.weight for block in blocks], 1),
+        (f"{at}.mlp.up_proj.weight", [block.mlp.gate_up.up_proj.weight for block in blocks], 0),
+        (f"{at}.mlp.down_proj.weight", [block.mlp.down_proj.weight for block in blocks], 1),
     ):
         assert torch.equal(torch.cat(parts, dim=dim), stored[name]), name
 

@@ -12,8 +12,10 @@ from tiny_models import (
     YARN_ROPE,
     make_llama,
     make_mistral,
+    make_mixtral,
     make_qwen2,
     make_qwen3,
+    make_qwen3_moe,
     reference_logits,
     reference_tokens,
 )
@@ -59,7 +61,21 @@ CHECKPOINTS: dict[str, Maker] = {
         where, hidden_size=50, intermediate_size=77, num_attention_heads=5, num_key_value_heads=1, head_dim=14
     ),
     "qwen3_yarn_untied": lambda where: make_qwen3(where, rope_parameters=YARN_ROPE, tie_word_embeddings=False),
+    "qwen3_moe": lambda where: make_qwen3_moe(where),
+    "qwen3_moe_shares_as_they_are": lambda where: make_qwen3_moe(where, norm_topk_prob=False, tie_word_embeddings=True),
+    "qwen3_moe_one_expert_per_token": lambda where: make_qwen3_moe(
+        where, num_experts_per_tok=1, head_dim=14, moe_intermediate_size=17, norm_topk_prob=False
+    ),
+    "qwen3_moe_dense_layers": lambda where: make_qwen3_moe(
+        where, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1], attention_bias=True
+    ),
+    "mixtral": lambda where: make_mixtral(where),
+    "mixtral_tied_with_a_window": lambda where: make_mixtral(
+        where, tie_word_embeddings=True, sliding_window=24, head_dim=10, intermediate_size=37
+    ),
 }
+
+MAKERS: tuple[Maker, ...] = (make_llama, make_qwen2, make_qwen3, make_mistral, make_qwen3_moe, make_mixtral)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:
@@ -110,7 +126,7 @@ def test_the_older_spelling_of_rotary_settings_means_the_same(tmp_path: Path) ->
     assert relative_error(world.logits[request], reference_logits(theirs, prompt_of(100))[-1]) < 1e-4
 
 
-@pytest.mark.parametrize("maker", [make_llama, make_qwen2, make_qwen3, make_mistral])
+@pytest.mark.parametrize("maker", MAKERS)
 def test_bfloat16_differs_from_transformers_by_rounding_only(tmp_path: Path, maker: Maker) -> None:
     """As far from the exact scores as theirs is, on the average of many: single ones are a matter of luck."""
     theirs = maker(tmp_path)
@@ -162,7 +178,7 @@ def test_a_page_of_bytes_is_a_page_of_the_tensor(tmp_path: Path) -> None:
     assert torch.equal(seen, world.engine.kv.tensor[page])
 
 
-@pytest.mark.parametrize("maker", [make_llama, make_qwen2, make_qwen3, make_mistral])
+@pytest.mark.parametrize("maker", MAKERS)
 def test_greedy_continuations_are_those_of_transformers_whatever_else_runs(tmp_path: Path, maker: Maker) -> None:
     theirs = maker(tmp_path)
     world = EngineWorld(tmp_path)

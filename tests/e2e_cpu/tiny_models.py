@@ -11,11 +11,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 LLAMA = {
@@ -68,10 +72,34 @@ def make_mistral(where: Path, *, seed: int = 0, **changes: object) -> PreTrained
     return _save(MistralForCausalLM(MistralConfig(**{**LLAMA, "sliding_window": None, **changes})), where, "50GB")
 
 
+EXPERTS = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "norm_topk_prob": True}
+
+
+def make_qwen3_moe(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Seven experts of which a token goes to three, in every layer."""
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**LLAMA, "head_dim": 16, **EXPERTS, **changes}))
+    model.set_experts_implementation("eager")  # the other one wants sizes that are multiples of 16 bytes
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return _save(model, where, "50GB")
+
+
+def make_mixtral(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Five experts of which a token goes to two. No window unless `changes` say so."""
+    torch.manual_seed(seed)
+    model = MixtralForCausalLM(MixtralConfig(**{**LLAMA, "num_local_experts": 5, **changes}))
+    model.set_experts_implementation("eager")
+    return _save(model, where, "50GB")
+
+
 def _save(model: PreTrainedModel, where: Path, max_shard_size: str) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
+        if name.endswith("mlp.gate.weight"):
+            torch.nn.init.normal_(parameter, std=0.5)  # a router of zeros would choose the first experts for all
     model.eval().save_pretrained(where, max_shard_size=max_shard_size)
     return model
 

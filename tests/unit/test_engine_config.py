@@ -10,14 +10,32 @@ import pytest
 from engine_files import CONFIG, refusal, write_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
+from tandem.engine.experts_config import ExpertsConfig
 from tandem.engine.model_config import UNSUPPORTED, ModelConfig, ModelError, parse_config, read_config
 from tandem.engine.models.table import FAMILIES
 
 QWEN = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
 QWEN2 = {**CONFIG, "architectures": ["Qwen2ForCausalLM"]}
 MISTRAL = {**CONFIG, "architectures": ["MistralForCausalLM"]}
+QWEN3_MOE = {
+    **CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+}
+MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -101,7 +119,7 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            "known are LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "known are LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
         ),
         ({"architectures": ["x\ny" * 1000]}, "is not supported"),
     ],
@@ -226,6 +244,63 @@ def test_biases_that_an_architecture_does_not_have_are_refused_by_name(base: dic
     assert parsed(base, **{name: not value}) == parsed(base)
 
 
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def test_experts_are_read_in_both_spellings_with_the_defaults_of_their_family() -> None:
+    assert parsed(QWEN3_MOE).experts == ExpertsConfig(8, 2, 6, shares_sum_to_one=True, dense_layers=())
+    assert parsed(QWEN3_MOE, num_experts=None, num_local_experts=8) == parsed(QWEN3_MOE, num_local_experts=8)
+    assert parsed(QWEN3_MOE, norm_topk_prob=None) == parsed(QWEN3_MOE, norm_topk_prob=False) != parsed(QWEN3_MOE)
+    assert parsed(MIXTRAL).experts == ExpertsConfig(8, 2, 12, shares_sum_to_one=True, dense_layers=())
+    assert parsed(MIXTRAL, rope_theta=None).rope.theta == 1e6
+    assert parsed().experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "dense"),
+    [
+        ({"decoder_sparse_step": 1}, ()),
+        ({"decoder_sparse_step": 2}, (0,)),
+        ({"mlp_only_layers": [1]}, (1,)),
+        ({"mlp_only_layers": [], "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, (0, 1)),
+    ],
+    ids=str,
+)
+def test_some_layers_may_be_dense(changes: dict, dense: tuple[int, ...]) -> None:
+    found = parsed(QWEN3_MOE, **changes).experts
+
+    assert found is not None
+    assert found.dense_layers == dense
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (QWEN3_MOE, {"num_experts": None}, "num_experts is None, a whole number from 1"),
+        (QWEN3_MOE, {"num_experts": 0}, "num_experts is 0"),
+        (MIXTRAL, {"num_local_experts": "8"}, "num_local_experts is '8'"),
+        (QWEN3_MOE, {"num_local_experts": 4}, "num_experts and num_local_experts contradict each other"),
+        (QWEN3_MOE, {"num_experts_per_tok": 9}, "num_experts_per_tok is 9, a whole number from 1 to 8"),
+        (QWEN3_MOE, {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        (QWEN3_MOE, {"moe_intermediate_size": 1.5}, "moe_intermediate_size is 1.5"),
+        (QWEN3_MOE, {"norm_topk_prob": 1}, "norm_topk_prob is 1, true or false"),
+        (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (QWEN3_MOE, {"mlp_only_layers": [2]}, "mlp_only_layers is [2], numbers of layers below 2"),
+        (QWEN3_MOE, {"mlp_only_layers": 1}, "mlp_only_layers is 1"),
+        (QWEN3_MOE, {"mlp_only_layers": [True]}, "mlp_only_layers is [True]"),
+        (QWEN3_MOE, {"n_routed_experts": 4}, "n_routed_experts is 4"),
+        (QWEN3_MOE, {"sliding_window": 32, "use_sliding_window": True}, "sliding_window is 32"),
+        (QWEN3_MOE, {"mlp_bias": True}, "mlp_bias is True"),
+        (MIXTRAL, {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        (MIXTRAL, {"attention_bias": True}, "attention_bias is True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_experts_that_cannot_be_are_refused_by_name(base: dict, changes: dict, named: str) -> None:
+    assert named in refused(base, **changes)
+
+
 COMPUTED = {
     *SIZES,
     "architectures",
@@ -234,14 +309,19 @@ COMPUTED = {
     "attention_bias",
     "mlp_bias",
     "rope_parameters",
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers"),
 }
 DECIDED = {"hidden_act", "layer_types", "sliding_window", "use_sliding_window", "eos_token_id", *UNSUPPORTED}
 # Training and bookkeeping. `max_window_layers` says which layers have a window.
 SILENT = {"attention_dropout", "initializer_range", "use_cache", "pretraining_tp", "max_window_layers"}
+SILENT |= {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
 
 
-@pytest.mark.parametrize("family", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize(
+    "family", [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+)
 def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> None:
     """A release that adds one makes this fail: compute it, refuse it, or say that it means nothing."""
     fields = set(family().to_dict()) - set(PretrainedConfig().to_dict())
@@ -254,14 +334,16 @@ def test_what_transformers_writes_by_itself_is_taken() -> None:
     written_by = {
         "LlamaForCausalLM": LlamaConfig(),
         "MistralForCausalLM": MistralConfig(),
+        "MixtralForCausalLM": MixtralConfig(),
         "Qwen2ForCausalLM": Qwen2Config(),
         "Qwen3ForCausalLM": Qwen3Config(),
+        "Qwen3MoeForCausalLM": Qwen3MoeConfig(),
     }
     assert written_by.keys() == FAMILIES.keys()
     for name, config in written_by.items():
         written = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [name]}
         ours = parse_config(written, generation={})
-        assert ours.head_dim == getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        assert ours.head_dim == (config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
         assert ours.sliding_window == config.to_dict().get("sliding_window")
         assert ours.num_kv_heads == config.num_key_value_heads
         assert ours.rope.theta == config.rope_parameters["rope_theta"]
@@ -502,7 +584,7 @@ FIELDS = sorted({*CONFIG, *COMPUTED, *DECIDED, "rope_scaling", "rope_theta", "mo
 
 
 @given(
-    base=st.sampled_from([CONFIG, MISTRAL, QWEN, QWEN2]),
+    base=st.sampled_from([CONFIG, MISTRAL, MIXTRAL, QWEN, QWEN2, QWEN3_MOE]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     generation=st.dictionaries(st.just("eos_token_id"), JSON),
 )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -53,6 +53,9 @@ class WrongLinear:
         return self.linear(x) + 1e-3 * self.error(x)
 
 
+HOLDERS = {"q_proj": "qkv.q_proj", "o_proj": "o_proj", "up_proj": "mlp.gate_up.up_proj", "down_proj": "mlp.down_proj"}
+
+
 def with_product(model: LoadedModel, name: str, error: Callable[[Tensor], Tensor | float]) -> LoadedModel:
     """The model, with one product of its first layer (or its head) that is off by `error` of its input."""
 
@@ -62,14 +65,14 @@ def with_product(model: LoadedModel, name: str, error: Callable[[Tensor], Tensor
     module = model.module
     if name == "head":
         return replace(model, module=replace(module, head=wrong(module.head)))
-    first = module.blocks[0]
-    holder = next((part for part in ("qkv", "gate_up") if hasattr(getattr(first, part), name)), None)
-    if holder is None:
-        block = replace(first, **{name: wrong(getattr(first, name))})
-    else:
-        part = getattr(first, holder)
-        block = replace(first, **{holder: replace(part, **{name: wrong(getattr(part, name))})})
+    block = with_part(module.blocks[0], HOLDERS[name], wrong)
     return replace(model, module=replace(module, blocks=(block, *module.blocks[1:])))
+
+
+def with_part(holder: Any, path: str, change: Callable[[Any], object]) -> Any:
+    name, _, rest = path.partition(".")
+    part = getattr(holder, name)
+    return replace(holder, **{name: with_part(part, rest, change) if rest else change(part)})
 
 
 def refusal(model: LoadedModel, *, threads: int) -> str:

@@ -50,7 +50,7 @@ def test_the_type_is_the_one_asked_for(tmp_path: Path, stored: torch.dtype, aske
 
     original = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert model.dtype == got
-    assert torch.equal(model.module.blocks[1].down_proj.weight, original.to(got))
+    assert torch.equal(model.module.blocks[1].mlp.down_proj.weight, original.to(got))
 
 
 def test_weights_of_the_stored_type_are_mapped_not_copied(tmp_path: Path) -> None:

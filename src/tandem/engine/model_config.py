@@ -4,11 +4,12 @@ Whatever would change the mathematics and is not implemented is refused here, ne
 configurations of these architectures (`models/table.py`) fall into four kinds:
 
     computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`;
-                sliding_window where all layers have it
+                sliding_window where all layers have it; experts, of architectures that have them (`experts_config.py`)
     refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, a window of some layers
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
     silent      training and bookkeeping: initializer_range, attention_dropout, use_cache, pretraining_tp,
-                max_window_layers (says which layers have a window, and none has), pad_token_id, bos_token_id
+                max_window_layers (says which layers have a window, and none has), pad_token_id, bos_token_id,
+                output_router_logits, router_aux_loss_coef, router_jitter_noise
 """
 
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any  # values of JSON documents
 
 from tandem.engine.documents import Fields, ModelError, read_json, shown
 from tandem.engine.eos import eos_ids, tokenizer_eos
+from tandem.engine.experts_config import COUNTS, ExpertsConfig, read_experts
 from tandem.engine.models.table import FAMILIES, Family
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope
 
@@ -44,7 +46,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alibi", "use_alibi", "use_logn_attn", "use_dynamic_ntk", "attn_temperature_tuning"), _NO),
     **dict.fromkeys(("parallel_attn", "use_parallel_residual", "parallel_residual"), _NO),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), _NO),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
+    **dict.fromkeys((*COUNTS, "n_routed_experts"), (None, 0)),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern"), (None,)),
     **dict.fromkeys(("attention_chunk_size", "per_layer_config", "text_config", "vision_config"), (None,)),
     "is_causal": (None, True),
@@ -73,6 +75,7 @@ class ModelConfig:
     max_context: int  # tokens, prompt and output together
     stored_dtype: str | None  # as config.json names it; the files have the last word
     eos_ids: tuple[int, ...]
+    experts: ExpertsConfig | None = None
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -88,30 +91,32 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
     """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
     architecture, family = _family(raw)
     config = Fields(WHERE, {**family.defaults, **{name: value for name, value in raw.items() if value is not None}})
-    rope = read_rope(config)
+    rope = read_rope(config, default_theta=family.theta)
     max_context = _max_context(config, rope)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden = config.integer("hidden_size", most=MOST_FEATURES)
     vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
+    num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=config.integer("intermediate_size", most=MOST_FEATURES),
-        num_layers=config.integer("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=_kv_heads(config, heads),
         head_dim=_head_dim(config, hidden, heads),
         norm_eps=config.number("rms_norm_eps", least=1e-30, most=1, default=1e-6),
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
-        attention_bias=_bias(config, family, "attention_bias"),
-        mlp_bias=_bias(config, family, "mlp_bias"),
+        attention_bias=_switch(config, family, "attention_bias"),
+        mlp_bias=_switch(config, family, "mlp_bias"),
         sliding_window=_window(config, family, max_context, is_null=raw.get("sliding_window", 0) is None),
         rope=rope,
         max_context=max_context,
         stored_dtype=_stored_dtype(config),
         eos_ids=eos_ids(config, Fields("generation_config.json", generation), tokenizer_eos, vocab_size=vocab_size),
+        experts=_experts(config, family, num_layers),
     )
 
 
@@ -146,11 +151,18 @@ def _head_dim(config: Fields, hidden: int, heads: int) -> int:
     return head_dim
 
 
-def _bias(config: Fields, family: Family, name: str) -> bool:
-    has_bias = config.flag(name, default=family.fixed.get(name, False))
-    if has_bias != family.fixed.get(name, has_bias):
+def _switch(config: Fields, family: Family, name: str) -> bool:
+    is_on = config.flag(name, default=family.fixed.get(name, False))
+    if is_on != family.fixed.get(name, is_on):
         raise _unsupported(name, config.values[name])
-    return has_bias
+    return is_on
+
+
+def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
+    if family.expert_size is None:
+        return None
+    normed = _switch(config, family, "norm_topk_prob")
+    return read_experts(config, size_field=family.expert_size, num_layers=num_layers, normed=normed)
 
 
 def _window(config: Fields, family: Family, max_context: int, *, is_null: bool) -> int | None:
@@ -192,11 +204,13 @@ def _max_context(config: Fields, rope: RopeConfig) -> int:
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unsupported(config: Fields) -> None:
+def _refuse_unsupported(config: Fields, family: Family) -> None:
     if config.text("hidden_act", default="silu") not in ("silu", "swish"):
         raise _unsupported("hidden_act", config.values["hidden_act"])
     for name, harmless in UNSUPPORTED.items():
         value = config.values.get(name)
+        if name in COUNTS and family.expert_size is not None:
+            continue
         if not any(_is_same(value, other) for other in harmless):
             raise _unsupported(name, value)
     layer_types = config.values.get("layer_types", [])

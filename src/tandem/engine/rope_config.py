@@ -12,7 +12,6 @@ from typing import Any  # parameters of the kinds: numbers and one switch
 
 from tandem.engine.documents import Fields, ModelError, shown
 
-DEFAULT_THETA = 10_000.0
 MOST_THETA = 1e18
 MOST_FACTOR = 1e6
 LEAST_BETA = 1e-6  # of less the logarithms that yarn takes are beyond every number
@@ -42,21 +41,21 @@ class RopeConfig:
     parameters: dict[str, Any]
 
 
-def read_rope(config: Fields) -> RopeConfig:
-    """Raises ModelError."""
+def read_rope(config: Fields, *, default_theta: float) -> RopeConfig:
+    """default_theta: where the files name none. Raises ModelError."""
     _refuse_partial(config)
     spellings = [found for name in ("rope_parameters", "rope_scaling") if (found := config.section(name)) is not None]
-    said = [_read(spelling, config) for spelling in spellings if spelling.values]
+    said = [_read(spelling, config, default_theta) for spelling in spellings if spelling.values]
     if len(said) == 2 and said[0] != said[1]:
         raise ModelError("config.json: rope_parameters and rope_scaling contradict each other; remove the wrong one")
-    return said[0] if said else RopeConfig("default", _theta(config, default=DEFAULT_THETA), {})
+    return said[0] if said else RopeConfig("default", _theta(config, default=default_theta), {})
 
 
-def _read(given: Fields, config: Fields) -> RopeConfig:
+def _read(given: Fields, config: Fields, default_theta: float) -> RopeConfig:
     kind = _kind(given)
     _refuse_others(given, kind)
     _refuse_partial(given)
-    outer = _theta(config, default=DEFAULT_THETA)
+    outer = _theta(config, default=default_theta)
     theta = _theta(given, default=outer)
     if config.has("rope_theta") and theta != outer:
         raise ModelError(f"{given.where} and rope_theta contradict each other; remove the wrong one")

@@ -188,8 +188,7 @@ def _config_digest(config: ModelConfig) -> str:
     What has been computed since an earlier version counts where it is used only, so versions can be put together.
     """
     silent = {"max_context", "stored_dtype", "eos_ids"}
-    if config.sliding_window is None:
-        silent.add("sliding_window")
+    silent |= {name for name in ("sliding_window", "experts") if getattr(config, name) is None}
     computed = {name: value for name, value in sorted(asdict(config).items()) if name not in silent}
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
-from tandem.engine.layers.activation import silu_and_mul
+from tandem.engine.layers.experts import Expert, Experts
 from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.mlp import GatedMlp
 from tandem.engine.layers.norm import RMSNorm
 from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -33,8 +34,7 @@ class Block:
     k_norm: RMSNorm | None
     o_proj: RowParallelLinear
     post_norm: RMSNorm
-    gate_up: GateUpLinear
-    down_proj: RowParallelLinear
+    mlp: GatedMlp | Experts
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [n, hidden]; returns q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k rotated."""
@@ -46,12 +46,12 @@ class Block:
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [n, hidden], attended: [n, heads * head_dim]; returns the block's output [n, hidden]."""
         x = x + self.o_proj(attended)
-        return x + self.down_proj(silu_and_mul(*self.gate_up(self.post_norm(x))))
+        return x + self.mlp(self.post_norm(x))
 
     def product_shapes(self) -> list[tuple[int, int]]:
         qkv = (self.qkv.q_proj, self.qkv.k_proj, self.qkv.v_proj)
-        linears = (*qkv, self.o_proj, self.gate_up.gate_proj, self.gate_up.up_proj, self.down_proj)
-        return [(linear.weight.shape[0], linear.weight.shape[1]) for linear in linears]
+        linears = (*qkv, self.o_proj)
+        return [*((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears), *self.mlp.product_shapes()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,8 @@ class Loader:
     weights: Weights
     group: Group
     heads: HeadShard
+    index: int = 0  # of the layer
     prefix: str = ""
-
-    def at(self, name: str) -> "Loader":
-        return replace(self, prefix=f"{self.prefix}{name}.")
 
     def norm(self, name: str, features: int | None = None) -> RMSNorm:
         """features: of one row, the hidden size unless told."""
@@ -132,14 +130,29 @@ class Loader:
         part = slice(own.start * dim, own.stop * dim)
         return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias)
 
-    def gate_up(self, name: str, *, bias: bool) -> GateUpLinear:
+    def mlp(self, name: str, *, bias: bool) -> GatedMlp:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         part = self.group.shard.part(inner)
-        return GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias)
+        return GatedMlp(
+            GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias),
+            self._row_parallel(f"{name}.down_proj", inner, part, bias=bias),
+        )
 
-    def down(self, name: str, *, bias: bool) -> RowParallelLinear:
-        inner = self.config.intermediate_size
-        return self._row_parallel(name, inner, self.group.shard.part(inner), bias=bias)
+    def experts(self, name: str, *, kinds: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Experts:
+        """kinds: names of gate, up and down in an expert."""
+        sizes, hidden, prefix = self.config.experts, self.config.hidden_size, self.prefix + name
+        assert sizes is not None, "of this architecture the configuration says what its experts are"
+        inner, part = sizes.intermediate_size, self.group.shard.part(sizes.intermediate_size)
+        return Experts(
+            router=self.weights.take(f"{prefix}.gate.weight", sizes.num_experts, hidden),
+            experts=tuple(
+                Expert.load(self.weights, f"{prefix}.experts.{index}", hidden, inner, part=part, kinds=kinds)
+                for index in range(sizes.num_experts)
+            ),
+            per_token=sizes.per_token,
+            shares_sum_to_one=sizes.shares_sum_to_one,
+            group=self.group,
+        )
 
     def _row_parallel(self, name: str, inputs: int, part: slice, *, bias: bool) -> RowParallelLinear:
         return RowParallelLinear.load(
@@ -170,7 +183,7 @@ def build_decoder(
     if not config.tied_embeddings:
         head = (weights if is_last else elsewhere).take("lm_head.weight", *sizes, rows=tokens)
     blocks = [
-        block((here if index in own_layers else there).at(f"model.layers.{index}"))
+        block(replace(here if index in own_layers else there, index=index, prefix=f"model.layers.{index}."))
         for index in range(config.num_layers)
     ]
     return Decoder(

@@ -1,7 +1,8 @@
 """All blocks of a decoder in one call of the native kernels: nothing of Python between two layers, no memory taken.
 
 Holds where every tensor lies. Only for a model that is not cut into shards, whose sums have to be put together between
-the products, and whose linears are those of `layers/linear.py`.
+the products, and whose linears are those of `layers/linear.py`; and only for dense layers: which experts compute is not
+known before a layer has begun.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine.attention.native import NativeAttention
-from tandem.engine.layers.linear import ColumnParallelLinear, GateUpLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.experts import Experts
+from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.mlp import GatedMlp
 from tandem.engine.layers.norm import RMSNorm
 from tandem.engine.native.library import DecoderView, LayerView, LinearView
 
@@ -33,9 +36,7 @@ class Layer(Protocol):
     @property
     def post_norm(self) -> RMSNorm: ...
     @property
-    def gate_up(self) -> GateUpLinear: ...
-    @property
-    def down_proj(self) -> RowParallelLinear: ...
+    def mlp(self) -> GatedMlp | Experts: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,18 @@ class FlatBlocks:
     @classmethod
     def of(cls, blocks: Sequence[Layer]) -> "FlatBlocks | None":
         """None where they are not what one call can run."""
-        if not blocks or not all(_is_plain(block) for block in blocks):
+        views = [view for block in blocks if (view := _view(block)) is not None]
+        if not views or len(views) < len(blocks):
             return None
-        first = blocks[0]
-        dim = first.qkv.head_dim
+        first, dim = views[0], blocks[0].qkv.head_dim
         return cls(
-            views=(LayerView * len(blocks))(*map(_view, blocks)),
-            hidden=first.o_proj.weight.shape[0],
-            inner=first.down_proj.weight.shape[1],
-            heads=first.qkv.q_proj.weight.shape[0] // dim,
-            kv_heads=first.qkv.k_proj.weight.shape[0] // dim,
+            views=(LayerView * len(views))(*views),
+            hidden=first.o.outputs,
+            inner=first.down.inputs,
+            heads=first.q.outputs // dim,
+            kv_heads=first.k.outputs // dim,
             head_dim=dim,
-            eps=first.input_norm.eps,
+            eps=blocks[0].input_norm.eps,
         )
 
     def fits(self, x: Tensor, attention: object) -> bool:
@@ -94,27 +95,21 @@ class FlatBlocks:
         return x
 
 
-def _is_plain(block: Layer) -> bool:
-    columns = (block.qkv.q_proj, block.qkv.k_proj, block.qkv.v_proj, block.gate_up.gate_proj, block.gate_up.up_proj)
-    rows = (block.o_proj, block.down_proj)
-    if not all(isinstance(linear, ColumnParallelLinear) for linear in columns):
-        return False
+def _view(block: Layer) -> LayerView | None:
+    """None of a block that one call cannot run."""
+    qkv, mlp = block.qkv, block.mlp
+    if not isinstance(mlp, GatedMlp):
+        return None
+    columns = (qkv.q_proj, qkv.k_proj, qkv.v_proj)
+    inner = (mlp.gate_up.gate_proj, mlp.gate_up.up_proj)
+    rows = (block.o_proj, mlp.down_proj)
+    if not all(isinstance(linear, ColumnParallelLinear) for linear in (*columns, *inner)):
+        return None
     if not all(isinstance(linear, RowParallelLinear) and linear.group.shard.size == 1 for linear in rows):
-        return False
-    weights = [linear.weight for linear in (*columns, *rows)]
-    return all(weight.device.type == "cpu" and weight.is_contiguous() for weight in weights)
-
-
-def _view(block: Layer) -> LayerView:
-    linears = (
-        block.qkv.q_proj,
-        block.qkv.k_proj,
-        block.qkv.v_proj,
-        block.o_proj,
-        block.gate_up.gate_proj,
-        block.gate_up.up_proj,
-        block.down_proj,
-    )
+        return None
+    linears = (*columns, block.o_proj, *inner, mlp.down_proj)
+    if not all(linear.weight.device.type == "cpu" and linear.weight.is_contiguous() for linear in linears):
+        return None
     norms = (block.input_norm, block.q_norm, block.k_norm, block.post_norm)
     addresses = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     return LayerView(*addresses, *(LinearView.of(linear.weight, linear.bias) for linear in linears))

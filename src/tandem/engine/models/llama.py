@@ -19,6 +19,5 @@ def block(layer: Loader) -> Block:
         k_norm=None,
         o_proj=layer.output("self_attn.o_proj", bias=config.attention_bias),
         post_norm=layer.norm("post_attention_layernorm"),
-        gate_up=layer.gate_up("mlp", bias=config.mlp_bias),
-        down_proj=layer.down("mlp.down_proj", bias=config.mlp_bias),
+        mlp=layer.mlp("mlp", bias=config.mlp_bias),
     )

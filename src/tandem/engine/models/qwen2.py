@@ -18,6 +18,5 @@ def block(layer: Loader) -> Block:
         k_norm=None,
         o_proj=layer.output("self_attn.o_proj", bias=False),
         post_norm=layer.norm("post_attention_layernorm"),
-        gate_up=layer.gate_up("mlp", bias=False),
-        down_proj=layer.down("mlp.down_proj", bias=False),
+        mlp=layer.mlp("mlp", bias=False),
     )

@@ -4,6 +4,7 @@ The model is built by `models/<model_type>.py`, which is loaded when a checkpoin
 this table, and it is not to load torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -12,20 +13,39 @@ class Family:
     """An architecture's `model_type`, and what the fields of its `config.json` mean."""
 
     model_type: str
-    defaults: dict[str, int] = field(default_factory=dict)  # of fields that may be absent
+    defaults: Mapping[str, int | float] = field(default_factory=dict)  # of fields that may be absent
     window: int | None = None  # `sliding_window` where the field is absent; null says that there is none
     computes_window: bool = False  # all layers have it; else a window that is used is refused
     has_window_unless_told: bool = True  # a `sliding_window` holds without `use_sliding_window`
-    # Biases that the architecture itself decides, and the only values that these fields may have then.
+    # Switches that the architecture itself decides, and the only values that these fields may have then.
     fixed: dict[str, bool] = field(default_factory=dict)
+    expert_size: str | None = None  # the field with the intermediate size of an expert; None: there are no experts
+    theta: float = 10_000.0  # of rotary positions, where nothing names it
 
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2}
+_QWEN3_MOE = {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
 _QKV_BIAS = {"attention_bias": True, "mlp_bias": False}
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", {"num_key_value_heads": 8}, 4096, computes_window=True, fixed=_NO_BIAS),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        _MIXTRAL,
+        computes_window=True,
+        fixed={**_NO_BIAS, "norm_topk_prob": True},
+        expert_size="intermediate_size",
+        theta=1e6,
+    ),
     "Qwen2ForCausalLM": Family("qwen2", {"num_key_value_heads": 32}, has_window_unless_told=False, fixed=_QKV_BIAS),
     "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128}, has_window_unless_told=False),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _QWEN3_MOE,
+        has_window_unless_told=False,
+        fixed={"mlp_bias": False},
+        expert_size="moe_intermediate_size",
+    ),
 }

@@ -1,0 +1,22 @@
+"""Mixtral: Mistral with experts in place of the MLP, in every layer."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group, Shard
+
+
+def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
+    return build_decoder(config, weights, group, stage, block)
+
+
+def block(layer: Loader) -> Block:
+    return Block(
+        input_norm=layer.norm("input_layernorm"),
+        qkv=layer.qkv("self_attn", bias=False),
+        q_norm=None,
+        k_norm=None,
+        o_proj=layer.output("self_attn.o_proj", bias=False),
+        post_norm=layer.norm("post_attention_layernorm"),
+        mlp=layer.experts("block_sparse_moe", kinds=("w1", "w3", "w2")),
+    )

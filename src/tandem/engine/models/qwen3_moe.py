@@ -1,0 +1,24 @@
+"""Qwen3-MoE: Qwen3 with experts in place of the MLP, except in the layers that `config.json` calls dense."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group, Shard
+
+
+def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
+    return build_decoder(config, weights, group, stage, block)
+
+
+def block(layer: Loader) -> Block:
+    config = layer.config
+    is_dense = config.experts is None or layer.index in config.experts.dense_layers
+    return Block(
+        input_norm=layer.norm("input_layernorm"),
+        qkv=layer.qkv("self_attn", bias=config.attention_bias),
+        q_norm=layer.norm("self_attn.q_norm", config.head_dim),
+        k_norm=layer.norm("self_attn.k_norm", config.head_dim),
+        o_proj=layer.output("self_attn.o_proj", bias=config.attention_bias),
+        post_norm=layer.norm("post_attention_layernorm"),
+        mlp=layer.mlp("mlp", bias=False) if is_dense else layer.experts("mlp"),
+    )
