@@ -25,7 +25,8 @@ from tandem.engine.native import library
 from tandem.engine.weights import load
 
 FOLDER = Path(os.environ["TANDEM_TEST_CHECKPOINTS"])
-LLAMA, WIDE, QWEN, MISTRAL, EXPERTS = (FOLDER / name for name in ("llama", "wide", "qwen3", "mistral", "experts"))
+LLAMA, WIDE, QWEN, MISTRAL = (FOLDER / name for name in ("llama", "wide", "qwen3", "mistral"))
+OTHERS = [FOLDER / name for name in ("experts", "part", "after")]
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 TEXT = Path(__file__).parents[1] / "data" / "gsm8k" / "questions.jsonl"
 DTYPES = os.environ.get("TANDEM_TEST_DTYPES", "float32 bfloat16").split()
@@ -120,9 +121,11 @@ def test_behind_a_window_neither_chunks_nor_neighbours_show(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neither_chunks_nor_neighbours_show_in_what_experts_say(dtype: str) -> None:
+@pytest.mark.parametrize("model_dir", OTHERS, ids=lambda path: path.name)
+def test_neither_chunks_nor_neighbours_show_in_models_of_other_kinds(model_dir: Path, dtype: str) -> None:
+    """Experts, heads turned in part, norms over all heads."""
     prompt = prompt_of(50)
-    world = EngineWorld(EXPERTS, deterministic=True, dtype=dtype)
+    world = EngineWorld(model_dir, deterministic=True, dtype=dtype)
     others = [world.add(prompt_of(length, seed=1)) for length in (5, 37, 80)]
     request = world.add(prompt)
     world.run(*[(other, 0, len(world.tokens[other])) for other in others[:2]], (request, 0, 13))
@@ -132,8 +135,8 @@ def test_neither_chunks_nor_neighbours_show_in_what_experts_say(dtype: str) -> N
         world.run(decodes=True, join=[request, others[2]] if step == 0 else [])
         rows.append(world.logits[request])
 
-    assert torch.equal(torch.stack(rows), alone(EXPERTS, prompt, dtype=dtype))
-    assert 1 in thread_counts(EXPERTS, dtype), "a server starts"
+    assert torch.equal(torch.stack(rows), alone(model_dir, prompt, dtype=dtype))
+    assert 1 in thread_counts(model_dir, dtype), "a server starts"
 
 
 def test_shards_keep_their_bits() -> None:

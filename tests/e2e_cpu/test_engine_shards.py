@@ -8,7 +8,16 @@ import torch
 from engine_world import EngineWorld, prompt_of
 from safetensors.torch import load_file
 from shard_group import ThreadGroup, on_every_shard
-from tiny_models import make_llama, make_mistral, make_mixtral, make_qwen2, make_qwen3, make_qwen3_moe
+from tiny_models import (
+    make_llama,
+    make_mistral,
+    make_mixtral,
+    make_olmo2,
+    make_phi3,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+)
 from torch import Tensor
 
 from tandem.engine.model_config import ModelError
@@ -54,6 +63,18 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[int, int], tuple[int, int
         (1, 1),
         (1, 1, 1, 1),
     ),
+    "phi3": (
+        lambda where: make_phi3(where, num_attention_heads=8, num_key_value_heads=4, intermediate_size=97),
+        (2, 2),
+        (1, 1, 1, 1),
+    ),
+    "phi3_seven_heads": (
+        lambda where: make_phi3(where, hidden_size=56, num_attention_heads=7, num_key_value_heads=7),
+        (3, 4),
+        (1, 2, 2, 2),
+    ),
+    "olmo2": (lambda where: make_olmo2(where, num_attention_heads=8, num_key_value_heads=4), (2, 2), (1, 1, 1, 1)),
+    "olmo2_with_a_kv_head_on_two_shards": (lambda where: make_olmo2(where), (1, 1), (1, 1, 1, 1)),
     "mixtral": (lambda where: make_mixtral(where), (1, 1), (1, 1, 1, 1)),
 }
 

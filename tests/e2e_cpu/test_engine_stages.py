@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 from engine_world import EngineWorld, prompt_of
 from shard_group import ThreadGroup, ThreadPipeline, on_every_worker
-from tiny_models import make_llama, make_mistral, make_mixtral, make_qwen2, make_qwen3, make_qwen3_moe
+from tiny_models import (
+    make_llama,
+    make_mistral,
+    make_mixtral,
+    make_olmo2,
+    make_phi3,
+    make_qwen2,
+    make_qwen3,
+    make_qwen3_moe,
+)
 
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.engine.engine import Engine
@@ -98,6 +107,8 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "qwen2_untied": lambda where: make_qwen2(where, num_hidden_layers=4, tie_word_embeddings=False),
     "qwen3": lambda where: make_qwen3(where, num_hidden_layers=6),
     "qwen3_moe": lambda where: make_qwen3_moe(where, num_hidden_layers=4, decoder_sparse_step=2),
+    "phi3": lambda where: make_phi3(where, num_hidden_layers=4),
+    "olmo2": lambda where: make_olmo2(where, num_hidden_layers=4),
     "mixtral": lambda where: make_mixtral(where, num_hidden_layers=4),
 }
 

@@ -10,9 +10,12 @@ from engine_world import EngineWorld, prompt_of
 from tiny_models import (
     LLAMA3_ROPE,
     YARN_ROPE,
+    longrope,
     make_llama,
     make_mistral,
     make_mixtral,
+    make_olmo2,
+    make_phi3,
     make_qwen2,
     make_qwen3,
     make_qwen3_moe,
@@ -69,13 +72,35 @@ CHECKPOINTS: dict[str, Maker] = {
     "qwen3_moe_dense_layers": lambda where: make_qwen3_moe(
         where, num_hidden_layers=5, decoder_sparse_step=2, mlp_only_layers=[1], attention_bias=True
     ),
+    "phi3": lambda where: make_phi3(where),
+    "phi3_tied_with_a_window": lambda where: make_phi3(
+        where, tie_word_embeddings=True, sliding_window=24, num_key_value_heads=6, intermediate_size=37
+    ),
+    "phi3_part_of_the_head": lambda where: make_phi3(
+        where, rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    ),
+    "phi3_longrope": lambda where: make_phi3(where, rope_parameters=longrope(4)),
+    "phi3_longrope_part_of_the_head": lambda where: make_phi3(
+        where, rope_parameters={**longrope(3), "partial_rotary_factor": 0.75, "factor": 8.0}, tie_word_embeddings=True
+    ),
+    "olmo2": lambda where: make_olmo2(where),
+    "olmo2_tied_with_biases": lambda where: make_olmo2(
+        where,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        hidden_size=54,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    ),
     "mixtral": lambda where: make_mixtral(where),
     "mixtral_tied_with_a_window": lambda where: make_mixtral(
         where, tie_word_embeddings=True, sliding_window=24, head_dim=10, intermediate_size=37
     ),
 }
 
-MAKERS: tuple[Maker, ...] = (make_llama, make_qwen2, make_qwen3, make_mistral, make_qwen3_moe, make_mixtral)
+MAKERS: tuple[Maker, ...] = (
+    *(make_llama, make_qwen2, make_qwen3, make_mistral, make_qwen3_moe, make_mixtral, make_phi3, make_olmo2),
+)
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

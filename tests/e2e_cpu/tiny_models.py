@@ -13,6 +13,10 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -91,6 +95,32 @@ def make_mixtral(where: Path, *, seed: int = 0, **changes: object) -> PreTrained
     torch.manual_seed(seed)
     model = MixtralForCausalLM(MixtralConfig(**{**LLAMA, "num_local_experts": 5, **changes}))
     model.set_experts_implementation("eager")
+    return _save(model, where, "50GB")
+
+
+def longrope(pairs: int) -> dict[str, object]:
+    """Stretched from 256 positions, for heads of which so many pairs are turned."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 5000.0,
+        "short_factor": [1.0 + 0.3 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + pair for pair in range(pairs)],
+        "original_max_position_embeddings": 256,
+    }
+
+
+def make_phi3(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = Phi3Config(**{**LLAMA, "original_max_position_embeddings": 256, **changes})
+    return _save(Phi3ForCausalLM(config), where, "50GB")
+
+
+def make_olmo2(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = Olmo2ForCausalLM(Olmo2Config(**{**LLAMA, **changes}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return _save(model, where, "50GB")
 
 

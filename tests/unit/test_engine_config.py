@@ -14,6 +14,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -35,12 +37,20 @@ QWEN3_MOE = {
     "moe_intermediate_size": 6,
     "norm_topk_prob": True,
 }
+PHI3 = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "head_dim": 8}
+OLMO2 = {**CONFIG, "architectures": ["Olmo2ForCausalLM"]}
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1, 2.0, 3.0],
+    "long_factor": [1.0] * 4,
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -119,7 +129,7 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            "known are LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+            "known are LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM",
         ),
         ({"architectures": ["x\ny" * 1000]}, "is not supported"),
     ],
@@ -236,6 +246,8 @@ def test_a_window_that_contradicts_itself_is_refused(changes: dict, named: str) 
         (MISTRAL, "mlp_bias", True),
         (QWEN2, "attention_bias", False),
         (QWEN2, "mlp_bias", True),
+        (PHI3, "attention_bias", True),
+        (OLMO2, "mlp_bias", True),
     ],
     ids=str,
 )
@@ -310,17 +322,28 @@ COMPUTED = {
     "mlp_bias",
     "rope_parameters",
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-    *("decoder_sparse_step", "mlp_only_layers"),
+    *("decoder_sparse_step", "mlp_only_layers", "original_max_position_embeddings"),
 }
 DECIDED = {"hidden_act", "layer_types", "sliding_window", "use_sliding_window", "eos_token_id", *UNSUPPORTED}
 # Training and bookkeeping. `max_window_layers` says which layers have a window.
-SILENT = {"attention_dropout", "initializer_range", "use_cache", "pretraining_tp", "max_window_layers"}
+SILENT = {
+    "attention_dropout",
+    "embd_pdrop",
+    "resid_pdrop",
+    "initializer_range",
+    "use_cache",
+    "pretraining_tp",
+    "max_window_layers",
+}
 SILENT |= {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
 
 
 @pytest.mark.parametrize(
-    "family", [LlamaConfig, MistralConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig]
+    "family",
+    [
+        *(LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig),
+    ],
 )
 def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> None:
     """A release that adds one makes this fail: compute it, refuse it, or say that it means nothing."""
@@ -335,6 +358,8 @@ def test_what_transformers_writes_by_itself_is_taken() -> None:
         "LlamaForCausalLM": LlamaConfig(),
         "MistralForCausalLM": MistralConfig(),
         "MixtralForCausalLM": MixtralConfig(),
+        "Olmo2ForCausalLM": Olmo2Config(),
+        "Phi3ForCausalLM": Phi3Config(),
         "Qwen2ForCausalLM": Qwen2Config(),
         "Qwen3ForCausalLM": Qwen3Config(),
         "Qwen3MoeForCausalLM": Qwen3MoeConfig(),
@@ -412,7 +437,16 @@ def test_a_factor_is_a_number_that_stretches(kind: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"rope_type": "longrope", "factor": 2.0}, "'longrope' is not supported; known are"),
+        ({"rope_type": "ntk", "factor": 2.0}, "'ntk' is not supported; known are"),
+        ({**LONGROPE, "short_factor": None}, "short_factor is None, a list of numbers is needed"),
+        ({**LONGROPE, "short_factor": []}, "short_factor is [], a list of numbers is needed"),
+        ({**LONGROPE, "short_factor": [1.0, "2", 1.0, 1.0]}, "short_factor"),
+        ({**LONGROPE, "short_factor": [1.0, 0, 1.0, 1.0]}, "short_factor"),
+        (LONGROPE, "short_factor has 4 numbers, and 1 pairs of a head are turned"),
+        ({**LONGROPE, "original_max_position_embeddings": None}, "original_max_position_embeddings is None"),
+        ({**LONGROPE, "original_max_position_embeddings": 1}, "more than 1 is needed"),
+        ({**LONGROPE, "attention_factor": 0}, "attention_factor"),
+        ({**LONGROPE, "factor": -1}, "factor"),
         ({"rope_type": ["yarn"]}, "rope_type"),
         ({**LLAMA3, "low_freq_factor": 0}, "low_freq_factor"),
         ({**LLAMA3, "low_freq_factor": None}, "low_freq_factor"),
@@ -450,6 +484,29 @@ def test_yarn_reaches_as_far_as_it_stretches() -> None:
     assert parsed(rope_scaling=YARN).max_context == 256
     endless = {**YARN, "factor": 1e6, "original_max_position_embeddings": (1 << 31) - 1}
     assert parsed(rope_scaling=endless).max_context == (1 << 31) - 1
+
+
+def test_longrope_ends_where_it_was_stretched_from() -> None:
+    found = parsed(PHI3, rope_scaling=LONGROPE)
+
+    assert found.max_context == 32
+    assert found.rope.parameters["attention_factor"] == pytest.approx(math.sqrt(1 + math.log(2) / math.log(32)))
+    assert parsed(PHI3, rope_scaling={**LONGROPE, "rope_type": "su"}) == found
+    outside = {name: value for name, value in LONGROPE.items() if name != "original_max_position_embeddings"}
+    assert parsed(PHI3, rope_scaling=outside, original_max_position_embeddings=32) == found
+    assert parsed(PHI3, rope_scaling=LONGROPE, max_position_embeddings=16).rope.parameters["attention_factor"] == 1
+
+
+def test_a_part_of_the_head_is_turned_where_the_architecture_can() -> None:
+    part = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}
+
+    assert parsed(PHI3, **part).rope.rotary_dim(8) == 6
+    assert parsed(PHI3, partial_rotary_factor=0.75) == parsed(PHI3, **part) != parsed(PHI3)
+    assert parsed(PHI3, partial_rotary_factor=1.0) == parsed(PHI3)
+    assert "name two partial_rotary_factor" in refused(PHI3, **part, partial_rotary_factor=0.5)
+    assert "turns 5 of the 8 elements" in refused(PHI3, partial_rotary_factor=0.7)
+    assert "turns 0 of the 8 elements" in refused(PHI3, partial_rotary_factor=0)
+    assert "short_factor has 4 numbers, and 3 pairs" in refused(PHI3, rope_scaling=LONGROPE, **part["rope_parameters"])
 
 
 def test_dynamic_scaling_ends_where_it_would_begin() -> None:
@@ -584,7 +641,7 @@ FIELDS = sorted({*CONFIG, *COMPUTED, *DECIDED, "rope_scaling", "rope_theta", "mo
 
 
 @given(
-    base=st.sampled_from([CONFIG, MISTRAL, MIXTRAL, QWEN, QWEN2, QWEN3_MOE]),
+    base=st.sampled_from([CONFIG, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN, QWEN2, QWEN3_MOE]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     generation=st.dictionaries(st.just("eos_token_id"), JSON),
 )

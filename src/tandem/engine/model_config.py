@@ -7,9 +7,9 @@ configurations of these architectures (`models/table.py`) fall into four kinds:
                 sliding_window where all layers have it; experts, of architectures that have them (`experts_config.py`)
     refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, a window of some layers
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
-    silent      training and bookkeeping: initializer_range, attention_dropout, use_cache, pretraining_tp,
-                max_window_layers (says which layers have a window, and none has), pad_token_id, bos_token_id,
-                output_router_logits, router_aux_loss_coef, router_jitter_noise
+    silent      training and bookkeeping: initializer_range, attention_dropout, resid_pdrop, embd_pdrop, use_cache,
+                pretraining_tp, max_window_layers (says which layers have a window, and none has), pad_token_id,
+                bos_token_id, output_router_logits, router_aux_loss_coef, router_jitter_noise
 """
 
 from dataclasses import dataclass
@@ -91,11 +91,13 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
     """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
     architecture, family = _family(raw)
     config = Fields(WHERE, {**family.defaults, **{name: value for name, value in raw.items() if value is not None}})
-    rope = read_rope(config, default_theta=family.theta)
+    rope = read_rope(config, default_theta=family.theta, may_turn_a_part=family.may_turn_a_part)
     max_context = _max_context(config, rope)
     _refuse_unsupported(config, family)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden = config.integer("hidden_size", most=MOST_FEATURES)
+    head_dim = _head_dim(config, hidden, heads)
+    _check_pairs(rope, head_dim)
     vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
     return ModelConfig(
@@ -106,7 +108,7 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=_kv_heads(config, heads),
-        head_dim=_head_dim(config, hidden, heads),
+        head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", least=1e-30, most=1, default=1e-6),
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
         attention_bias=_switch(config, family, "attention_bias"),
@@ -151,6 +153,21 @@ def _head_dim(config: Fields, hidden: int, heads: int) -> int:
     return head_dim
 
 
+def _check_pairs(rope: RopeConfig, head_dim: int) -> None:
+    dim = rope.rotary_dim(head_dim)
+    if dim == 0 or dim % 2 != 0:
+        raise ModelError(
+            f"config.json: partial_rotary_factor turns {dim} of the {head_dim} elements of a head, which are no pairs; "
+            "choose another checkpoint"
+        )
+    factors = rope.parameters.get("short_factor")
+    if factors is not None and len(factors) != dim // 2:
+        raise ModelError(
+            f"config.json: short_factor has {len(factors)} numbers, and {dim // 2} pairs of a head are turned; "
+            "the file is broken"
+        )
+
+
 def _switch(config: Fields, family: Family, name: str) -> bool:
     is_on = config.flag(name, default=family.fixed.get(name, False))
     if is_on != family.fixed.get(name, is_on):
@@ -192,9 +209,12 @@ def _stored_dtype(config: Fields) -> str | None:
 
 def _max_context(config: Fields, rope: RopeConfig) -> int:
     """`dynamic` is exact up to the trained length, where it equals `default`; beyond it a key's angle would depend on
-    how long its sequence has become, which no page cache can hold. So that is where the context ends.
+    how long its sequence has become, which no page cache can hold. So that is where the context ends. `longrope` is
+    alike: up to the length before it was stretched its short factors hold.
     """
     trained = config.integer("max_position_embeddings", most=MOST_POSITIONS)
+    if rope.kind == "longrope":
+        return min(trained, rope.parameters["original_max_position_embeddings"])
     if rope.kind == "yarn":
         stretched = int(rope.parameters["original_max_position_embeddings"] * rope.parameters["factor"])
         return min(max(trained, stretched), MOST_POSITIONS)

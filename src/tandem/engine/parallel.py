@@ -129,6 +129,7 @@ class HeadShard:
 
     query: slice
     kv: slice
+    is_first: bool = True  # of the shards that have these KV heads
 
     @classmethod
     def of(cls, shard: Shard, *, num_heads: int, num_kv_heads: int) -> "HeadShard":
@@ -147,7 +148,7 @@ class HeadShard:
         own = Shard(sharers.index(shard.rank), len(sharers)).part(heads_per_group)
         assert own.start < own.stop, "no more shards share a KV head than heads look at it"
         first = group * heads_per_group
-        return cls(slice(first + own.start, first + own.stop), slice(group, group + 1))
+        return cls(slice(first + own.start, first + own.stop), slice(group, group + 1), is_first=own.start == 0)
 
     @property
     def num_query(self) -> int:

@@ -4,11 +4,13 @@
     rope_theta + rope_scaling    before that
 
 Where both are there they have to say the same. Everything that would turn by other angles than `layers/rotary.py`
-computes is refused: another kind, a field that the kind does not have, one object per layer type, a part of the head.
+computes is refused: another kind, a field that the kind does not have, one object per layer type; a part of the head
+(partial_rotary_factor) where the architecture turns all of it.
 """
 
+import math
 from dataclasses import dataclass
-from typing import Any  # parameters of the kinds: numbers and one switch
+from typing import Any  # parameters of the kinds: numbers, a list of them, and one switch
 
 from tandem.engine.documents import Fields, ModelError, shown
 
@@ -27,45 +29,61 @@ KINDS: dict[str, frozenset[str]] = {
         {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
         | {"mscale", "mscale_all_dim", "truncate"}
     ),
+    # long_factor is for contexts that are longer than the trained one, and there it ends (`model_config.py`).
+    "longrope": frozenset(
+        {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
+    ),
 }
-EVERYWHERE = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+OTHER_NAMES = {"su": "longrope"}  # of kinds, in older files
+PART = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
+MOST_PAIRS = 1 << 12
+EVERYWHERE = frozenset({"rope_type", "type", "rope_theta", PART})
 SAYS_NOTHING = frozenset({"finetuned"})  # how the weights came to be
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """How positions turn into angles; `parameters` holds what the kind needs beyond theta."""
+    """How positions turn into angles; `parameters` holds what the kind needs beyond theta, and which part of a head is
+    turned where it is not all of it.
+    """
 
     kind: str
     theta: float
     parameters: dict[str, Any]
 
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many elements of a head are turned, from its beginning on."""
+        return int(head_dim * self.parameters.get(PART, 1.0))
 
-def read_rope(config: Fields, *, default_theta: float) -> RopeConfig:
-    """default_theta: where the files name none. Raises ModelError."""
-    _refuse_partial(config)
+
+def read_rope(config: Fields, *, default_theta: float, may_turn_a_part: bool) -> RopeConfig:
+    """default_theta: where the files name none. may_turn_a_part: of each head. Raises ModelError."""
     spellings = [found for name in ("rope_parameters", "rope_scaling") if (found := config.section(name)) is not None]
     said = [_read(spelling, config, default_theta) for spelling in spellings if spelling.values]
+    said = said or [RopeConfig("default", _theta(config, default=default_theta), _part(config, config))]
+    if PART in said[0].parameters and not may_turn_a_part:
+        raise ModelError(f"config.json: {PART} is not 1, which is not supported; choose another checkpoint")
     if len(said) == 2 and said[0] != said[1]:
         raise ModelError("config.json: rope_parameters and rope_scaling contradict each other; remove the wrong one")
-    return said[0] if said else RopeConfig("default", _theta(config, default=default_theta), {})
+    return said[0]
 
 
 def _read(given: Fields, config: Fields, default_theta: float) -> RopeConfig:
     kind = _kind(given)
     _refuse_others(given, kind)
-    _refuse_partial(given)
     outer = _theta(config, default=default_theta)
     theta = _theta(given, default=outer)
     if config.has("rope_theta") and theta != outer:
         raise ModelError(f"{given.where} and rope_theta contradict each other; remove the wrong one")
-    return RopeConfig(kind, theta, _parameters(given, kind, config))
+    return RopeConfig(kind, theta, {**_parameters(given, kind, config), **_part(given, config)})
 
 
 def _kind(given: Fields) -> str:
     kind = given.text("rope_type", default=given.text("type", default="default"))
     if given.has("type") and given.values["type"] != kind:
         raise ModelError(f"{given.where}: type and rope_type contradict each other; remove the wrong one")
+    kind = OTHER_NAMES.get(kind, kind)
     if kind not in KINDS:
         raise ModelError(f"the rotary scaling {shown(kind)} is not supported; known are {', '.join(KINDS)}")
     return kind
@@ -86,11 +104,13 @@ def _refuse_others(given: Fields, kind: str) -> None:
             )
 
 
-def _refuse_partial(given: Fields) -> None:
-    if given.has("partial_rotary_factor") and given.number("partial_rotary_factor", least=0, most=1) != 1:
-        raise ModelError(
-            "config.json: partial_rotary_factor is not 1, which is not supported; choose another checkpoint"
-        )
+def _part(given: Fields, config: Fields) -> dict[str, float]:
+    """Nothing where all of a head is turned."""
+    outside = config.number(PART, least=0, most=1, default=1)
+    part = given.number(PART, least=0, most=1, default=outside)
+    if config.has(PART) and part != outside:
+        raise ModelError(f"{given.where} and config.json name two {PART}; remove the wrong one")
+    return {PART: part} if part != 1 else {}
 
 
 def _theta(given: Fields, *, default: float) -> float:
@@ -103,9 +123,11 @@ def _theta(given: Fields, *, default: float) -> float:
 def _parameters(given: Fields, kind: str, config: Fields) -> dict[str, Any]:
     if kind == "default":
         return {}
+    if kind == "longrope":
+        return _longrope(given, config)
     found: dict[str, Any] = {"factor": given.number("factor", least=1, most=MOST_FACTOR)}
     if kind in ("llama3", "yarn"):
-        found["original_max_position_embeddings"] = _trained(given, config)
+        found[ORIGINAL] = _trained(given, config)
     if kind == "llama3":
         low, high = (given.number(name, least=1e-6, most=1e6) for name in ("low_freq_factor", "high_freq_factor"))
         if high <= low:
@@ -118,12 +140,11 @@ def _parameters(given: Fields, kind: str, config: Fields) -> dict[str, Any]:
 
 def _trained(given: Fields, config: Fields) -> int:
     """Some checkpoints name it beside the object."""
-    name = "original_max_position_embeddings"
     longest = config.integer("max_position_embeddings", most=MOST_POSITIONS)
-    outside = config.integer(name, most=MOST_POSITIONS, default=longest)
-    inside = given.integer(name, most=MOST_POSITIONS, default=outside)
-    if config.has(name) and inside != outside:
-        raise ModelError(f"{given.where} and config.json name two {name}; remove the wrong one")
+    outside = config.integer(ORIGINAL, most=MOST_POSITIONS, default=longest)
+    inside = given.integer(ORIGINAL, most=MOST_POSITIONS, default=outside)
+    if config.has(ORIGINAL) and inside != outside:
+        raise ModelError(f"{given.where} and config.json name two {ORIGINAL}; remove the wrong one")
     return inside
 
 
@@ -143,3 +164,29 @@ def _yarn(given: Fields) -> dict[str, Any]:
     if not given.flag("truncate", default=True):
         found["truncate"] = False
     return found
+
+
+def _longrope(given: Fields, config: Fields) -> dict[str, Any]:
+    """The factor on cos and sin follows from how far the context was stretched; a file may name it."""
+    if not given.has(ORIGINAL) and not config.has(ORIGINAL):
+        raise given.wrong(ORIGINAL, "a whole number is needed")
+    trained = _trained(given, config)
+    if trained == 1:
+        raise given.wrong(ORIGINAL, "more than 1 is needed")
+    longest = config.integer("max_position_embeddings", most=MOST_POSITIONS)
+    factor = given.number("factor", least=1e-6, most=MOST_FACTOR, default=longest / trained)
+    growth = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return {
+        "short_factor": _factors(given, "short_factor"),
+        "attention_factor": given.number("attention_factor", least=1e-6, most=1e6, default=growth),
+        ORIGINAL: trained,
+    }
+
+
+def _factors(given: Fields, name: str) -> list[float]:
+    values = given.values.get(name)
+    if not isinstance(values, list) or not 0 < len(values) <= MOST_PAIRS:
+        raise given.wrong(name, "a list of numbers is needed")
+    if not all(type(value) in (int, float) and 1e-6 <= value <= 1e6 for value in values):
+        raise given.wrong(name, "numbers from 1e-06 to 1e+06 are needed")
+    return [float(value) for value in values]

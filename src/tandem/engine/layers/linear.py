@@ -6,7 +6,8 @@
     GateUpLinear           two of the first kind
 
 Weights keep their layout in the file, [out_features, in_features], because they are mapped, not loaded. So q, k and v,
-and gate and up, stay tensors of their own: joining them would copy them.
+and gate and up, stay tensors of their own: joining them would copy them. Where the file has joined them (`fused`), each
+is some of its rows.
 """
 
 from dataclasses import dataclass
@@ -77,19 +78,24 @@ class QkvLinear:
         head_dim: int,
         heads: HeadShard,
         bias: bool,
+        fused: bool = False,
     ) -> "QkvLinear":
-        """num_heads, num_kv_heads: of the whole layer. Shards that look at the same KV head each load it."""
+        """num_heads, num_kv_heads: of the whole layer. Shards that look at the same KV head each load it.
 
-        def proj(kind: str, count: int, own: slice) -> ColumnParallelLinear:
-            part = slice(own.start * head_dim, own.stop * head_dim)
-            return ColumnParallelLinear.load(
-                weights, f"{name}.{kind}_proj", count * head_dim, inputs, part=part, bias=bias
-            )
+        fused: the file has one tensor `qkv_proj`, all queries before all keys before all values.
+        """
+
+        def proj(kind: str, first: int, count: int, own: slice) -> ColumnParallelLinear:
+            """first: head, counted over queries, keys and values"""
+            begin, outputs = (first, num_heads + 2 * num_kv_heads) if fused else (0, count)
+            part = slice((begin + own.start) * head_dim, (begin + own.stop) * head_dim)
+            tensor = f"{name}.qkv_proj" if fused else f"{name}.{kind}_proj"
+            return ColumnParallelLinear.load(weights, tensor, outputs * head_dim, inputs, part=part, bias=bias)
 
         return cls(
-            q_proj=proj("q", num_heads, heads.query),
-            k_proj=proj("k", num_kv_heads, heads.kv),
-            v_proj=proj("v", num_kv_heads, heads.kv),
+            q_proj=proj("q", 0, num_heads, heads.query),
+            k_proj=proj("k", num_heads, num_kv_heads, heads.kv),
+            v_proj=proj("v", num_heads + num_kv_heads, num_kv_heads, heads.kv),
             head_dim=head_dim,
         )
 
@@ -106,10 +112,18 @@ class GateUpLinear:
     up_proj: ColumnParallelLinear
 
     @classmethod
-    def load(cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool) -> "GateUpLinear":
+    def load(
+        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, fused: bool = False
+    ) -> "GateUpLinear":
+        """outputs: of either. fused: the file has one tensor `gate_up_proj`, gate before up."""
+        if fused:
+            parts = (part, slice(outputs + part.start, outputs + part.stop))
+            names, outputs = ("gate_up_proj", "gate_up_proj"), 2 * outputs
+        else:
+            parts, names = (part, part), ("gate_proj", "up_proj")
         gate, up = (
-            ColumnParallelLinear.load(weights, f"{name}.{kind}_proj", outputs, inputs, part=part, bias=bias)
-            for kind in ("gate", "up")
+            ColumnParallelLinear.load(weights, f"{name}.{kind}", outputs, inputs, part=own, bias=bias)
+            for kind, own in zip(names, parts, strict=True)
         )
         return cls(gate, up)
 

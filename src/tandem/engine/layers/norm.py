@@ -1,4 +1,4 @@
-"""Root mean square norm."""
+"""Root mean square norms."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.native import library
+from tandem.engine.parallel import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +24,42 @@ class RMSNorm:
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Of queries and keys, each head for itself."""
+
+    q: RMSNorm
+    k: RMSNorm
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [n, heads, head_dim], k: [n, kv_heads, head_dim]"""
+        return self.q(q), self.k(k)
+
+
+@dataclass(frozen=True, slots=True)
+class WidthNorms:
+    """Of queries and keys, over all heads of the layer together: the group adds up what each shard sees of a row."""
+
+    q: RMSNorm  # weights: those of this shard's heads
+    k: RMSNorm
+    q_features: int  # of the whole layer
+    k_features: int
+    adds_keys: bool  # of several shards with the same KV head one counts it
+    group: Group
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q: [n, heads, head_dim], k: [n, kv_heads, head_dim]: this shard's"""
+        if self.group.shard.size == 1:
+            return self.q(q.flatten(1)).view_as(q), self.k(k.flatten(1)).view_as(k)
+        squares = [x.float().square().sum(dim=(1, 2)) for x in (q, k)]
+        sums = self.group.all_reduce(torch.stack((squares[0], squares[1] * self.adds_keys), dim=-1))
+        q_mean, k_mean = sums[:, :1] / self.q_features, sums[:, 1:] / self.k_features
+        return _scaled(q, q_mean, self.q), _scaled(k, k_mean, self.k)
+
+
+def _scaled(x: Tensor, mean_square: Tensor, norm: RMSNorm) -> Tensor:
+    """x: [n, heads, head_dim], mean_square: [n, 1] fp32"""
+    values = x.flatten(1).float() * torch.rsqrt(mean_square + norm.eps)
+    return (values.to(x.dtype) * norm.weight).view_as(x)

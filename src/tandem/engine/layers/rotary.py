@@ -20,15 +20,17 @@ class RotaryTable:
     """cos and sin of every position so far asked for. Grows by blocks; never changes what it has answered."""
 
     def __init__(self, rope: RopeConfig, *, head_dim: int, dtype: torch.dtype, device: str) -> None:
+        """head_dim: of a whole head; the table is as wide as the part of it that is turned."""
         self._inverse, self._scale = inverse_frequencies(rope, head_dim=head_dim)
+        self.width = 2 * len(self._inverse)
         self._dtype = dtype
         self._device = device
         self._num_positions = 0
-        self._cos = torch.empty(0, head_dim, dtype=dtype, device=device)
-        self._sin = torch.empty(0, head_dim, dtype=dtype, device=device)
+        self._cos = torch.empty(0, self.width, dtype=dtype, device=device)
+        self._sin = torch.empty(0, self.width, dtype=dtype, device=device)
 
     def at(self, positions: Tensor, *, last_position: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin, each [n, 1, head_dim]: `x * cos + roll(x, head_dim / 2) * sin` rotates x.
+        """cos and signed sin, each [n, 1, width]: `x * cos + roll(x, width / 2) * sin` rotates x.
 
         positions: [n] int64, none beyond `last_position`, which the caller knows without asking the device.
         """
@@ -36,7 +38,7 @@ class RotaryTable:
         return cos.index_select(0, positions).unsqueeze(1), sin.index_select(0, positions).unsqueeze(1)
 
     def up_to(self, last_position: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of every position up to this one at least, each [positions, head_dim]."""
+        """cos and signed sin of every position up to this one at least, each [positions, width]."""
         if last_position >= self._num_positions:
             self._grow(last_position + 1)
         return self._cos, self._sin
@@ -54,7 +56,12 @@ class RotaryTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the memory of x, or not. x: [n, heads, head_dim]; cos, sin from `RotaryTable.at`."""
+    """In the memory of x, or not. x: [n, heads, head_dim]; cos, sin from `RotaryTable.at`; what is behind their width
+    stays as it is.
+    """
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width].contiguous(), cos, sin), x[..., width:]), dim=-1)
     kernels = library.fitting(x)
     if kernels is not None:
         return kernels.rotate(x, cos, sin)
@@ -62,7 +69,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> tuple[Tensor, float]:
-    """[head_dim / 2] fp32 radians per position, and the factor on cos and sin."""
+    """fp32 radians per position of each pair that is turned, and the factor on cos and sin."""
+    head_dim = rope.rotary_dim(head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     match rope.kind:
@@ -72,6 +80,9 @@ def inverse_frequencies(rope: RopeConfig, *, head_dim: int) -> tuple[Tensor, flo
             return _llama3(plain, rope.parameters), 1.0
         case "yarn":
             return _yarn(rope.theta**exponents, rope.parameters, head_dim=head_dim, theta=rope.theta)
+        case "longrope":  # within the length before it was stretched
+            factors = torch.tensor(rope.parameters["short_factor"], dtype=torch.float32)
+            return 1.0 / (factors * rope.theta**exponents), rope.parameters["attention_factor"]
         case _:  # default, and dynamic within the trained length
             return plain, 1.0
 

@@ -1,4 +1,4 @@
-"""The decoder-only transformer that several families share: blocks of attention and a gated MLP, each behind a norm.
+"""The decoder-only transformer that several families share: blocks of attention and an MLP, each with norms.
 
 A block is two functions of rows with attention between them: `project` and `finish` look at one token at a time, so
 the batch decides how many rows go through them together (all of them, or fixed tiles: see `rows.py`).
@@ -17,7 +17,7 @@ from tandem.engine.batch import Batch
 from tandem.engine.layers.experts import Expert, Experts
 from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
-from tandem.engine.layers.norm import RMSNorm
+from tandem.engine.layers.norm import HeadNorms, RMSNorm, WidthNorms
 from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
@@ -26,32 +26,39 @@ from tandem.engine.models.flat import FlatBlocks
 from tandem.engine.parallel import Group, HeadShard, Shard, layers_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    input_norm: RMSNorm
+    """`before` norms are of what goes into attention or MLP, `after` ones of what comes out, before it is added."""
+
+    before_attention: RMSNorm | None = None
     qkv: QkvLinear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
+    qk_norm: HeadNorms | WidthNorms | None = None  # before the rotation
     o_proj: RowParallelLinear
-    post_norm: RMSNorm
+    after_attention: RMSNorm | None = None
+    before_mlp: RMSNorm | None = None
     mlp: GatedMlp | Experts
+    after_mlp: RMSNorm | None = None
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x: [n, hidden]; returns q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k rotated."""
-        q, k, v = self.qkv(self.input_norm(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.qkv(_normed(x, self.before_attention))
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [n, hidden], attended: [n, heads * head_dim]; returns the block's output [n, hidden]."""
-        x = x + self.o_proj(attended)
-        return x + self.mlp(self.post_norm(x))
+        x = x + _normed(self.o_proj(attended), self.after_attention)
+        return x + _normed(self.mlp(_normed(x, self.before_mlp)), self.after_mlp)
 
     def product_shapes(self) -> list[tuple[int, int]]:
         qkv = (self.qkv.q_proj, self.qkv.k_proj, self.qkv.v_proj)
         linears = (*qkv, self.o_proj)
         return [*((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears), *self.mlp.product_shapes()]
+
+
+def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ class Decoder:
     flat: FlatBlocks | None = field(init=False, repr=False)  # of `blocks`, where one call can run them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flat", FlatBlocks.of(self.blocks))
+        object.__setattr__(self, "flat", FlatBlocks.of(self.blocks, rotary_dim=self.rotary.width))
 
     def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
         rows = batch.rows
@@ -111,7 +118,21 @@ class Loader:
         size = self.config.hidden_size if features is None else features
         return RMSNorm(self.weights.take(f"{self.prefix}{name}.weight", size), self.config.norm_eps)
 
-    def qkv(self, name: str, *, bias: bool) -> QkvLinear:
+    def head_norms(self, q_name: str, k_name: str) -> HeadNorms:
+        return HeadNorms(*(self.norm(name, self.config.head_dim) for name in (q_name, k_name)))
+
+    def width_norms(self, q_name: str, k_name: str) -> WidthNorms:
+        config, heads = self.config, self.heads
+        features = {q_name: config.num_heads * config.head_dim, k_name: config.num_kv_heads * config.head_dim}
+
+        def part(name: str, own: slice) -> RMSNorm:
+            rows = slice(own.start * config.head_dim, own.stop * config.head_dim)
+            return RMSNorm(self.weights.take(f"{self.prefix}{name}.weight", features[name], rows=rows), config.norm_eps)
+
+        q, k = part(q_name, heads.query), part(k_name, heads.kv)
+        return WidthNorms(q, k, *features.values(), adds_keys=heads.is_first, group=self.group)
+
+    def qkv(self, name: str, *, bias: bool, fused: bool = False) -> QkvLinear:
         config = self.config
         return QkvLinear.load(
             self.weights,
@@ -122,6 +143,7 @@ class Loader:
             head_dim=config.head_dim,
             heads=self.heads,
             bias=bias,
+            fused=fused,
         )
 
     def output(self, name: str, *, bias: bool) -> RowParallelLinear:
@@ -130,11 +152,11 @@ class Loader:
         part = slice(own.start * dim, own.stop * dim)
         return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias)
 
-    def mlp(self, name: str, *, bias: bool) -> GatedMlp:
+    def mlp(self, name: str, *, bias: bool, fused: bool = False) -> GatedMlp:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         part = self.group.shard.part(inner)
         return GatedMlp(
-            GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias),
+            GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, fused=fused),
             self._row_parallel(f"{name}.down_proj", inner, part, bias=bias),
         )
 

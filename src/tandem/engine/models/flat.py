@@ -1,8 +1,8 @@
 """All blocks of a decoder in one call of the native kernels: nothing of Python between two layers, no memory taken.
 
 Holds where every tensor lies. Only for a model that is not cut into shards, whose sums have to be put together between
-the products, and whose linears are those of `layers/linear.py`; and only for dense layers: which experts compute is not
-known before a layer has begun.
+the products, and whose linears are those of `layers/linear.py`; and only for layers as Llama's: dense, norms before
+attention and MLP and perhaps on each query and key head, heads that are turned whole.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from tandem.engine.attention.native import NativeAttention
 from tandem.engine.layers.experts import Experts
 from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
-from tandem.engine.layers.norm import RMSNorm
+from tandem.engine.layers.norm import HeadNorms, RMSNorm, WidthNorms
 from tandem.engine.native.library import DecoderView, LayerView, LinearView
 
 
@@ -24,19 +24,21 @@ class Layer(Protocol):
     """What is read of a block."""
 
     @property
-    def input_norm(self) -> RMSNorm: ...
+    def before_attention(self) -> RMSNorm | None: ...
     @property
     def qkv(self) -> QkvLinear: ...
     @property
-    def q_norm(self) -> RMSNorm | None: ...
-    @property
-    def k_norm(self) -> RMSNorm | None: ...
+    def qk_norm(self) -> HeadNorms | WidthNorms | None: ...
     @property
     def o_proj(self) -> RowParallelLinear: ...
     @property
-    def post_norm(self) -> RMSNorm: ...
+    def after_attention(self) -> RMSNorm | None: ...
+    @property
+    def before_mlp(self) -> RMSNorm | None: ...
     @property
     def mlp(self) -> GatedMlp | Experts: ...
+    @property
+    def after_mlp(self) -> RMSNorm | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class FlatBlocks:
     eps: float
 
     @classmethod
-    def of(cls, blocks: Sequence[Layer]) -> "FlatBlocks | None":
-        """None where they are not what one call can run."""
+    def of(cls, blocks: Sequence[Layer], *, rotary_dim: int) -> "FlatBlocks | None":
+        """None where they are not what one call can run. rotary_dim: how much of a head is turned."""
         views = [view for block in blocks if (view := _view(block)) is not None]
         if not views or len(views) < len(blocks):
             return None
-        first, dim = views[0], blocks[0].qkv.head_dim
+        first, dim, norm = views[0], blocks[0].qkv.head_dim, blocks[0].before_attention
+        if rotary_dim < dim or norm is None:
+            return None
         return cls(
             views=(LayerView * len(views))(*views),
             hidden=first.o.outputs,
@@ -65,7 +69,7 @@ class FlatBlocks:
             heads=first.q.outputs // dim,
             kv_heads=first.k.outputs // dim,
             head_dim=dim,
-            eps=blocks[0].input_norm.eps,
+            eps=norm.eps,
         )
 
     def fits(self, x: Tensor, attention: object) -> bool:
@@ -97,8 +101,10 @@ class FlatBlocks:
 
 def _view(block: Layer) -> LayerView | None:
     """None of a block that one call cannot run."""
-    qkv, mlp = block.qkv, block.mlp
-    if not isinstance(mlp, GatedMlp):
+    qkv, mlp, qk_norm = block.qkv, block.mlp, block.qk_norm
+    if not isinstance(mlp, GatedMlp) or isinstance(qk_norm, WidthNorms):
+        return None
+    if block.before_attention is None or block.before_mlp is None or block.after_attention or block.after_mlp:
         return None
     columns = (qkv.q_proj, qkv.k_proj, qkv.v_proj)
     inner = (mlp.gate_up.gate_proj, mlp.gate_up.up_proj)
@@ -110,6 +116,7 @@ def _view(block: Layer) -> LayerView | None:
     linears = (*columns, block.o_proj, *inner, mlp.down_proj)
     if not all(linear.weight.device.type == "cpu" and linear.weight.is_contiguous() for linear in linears):
         return None
-    norms = (block.input_norm, block.q_norm, block.k_norm, block.post_norm)
+    q_norm, k_norm = (None, None) if qk_norm is None else (qk_norm.q, qk_norm.k)
+    norms = (block.before_attention, q_norm, k_norm, block.before_mlp)
     addresses = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     return LayerView(*addresses, *(LinearView.of(linear.weight, linear.bias) for linear in linears))

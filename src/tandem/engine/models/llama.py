@@ -13,11 +13,9 @@ def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> 
 def block(layer: Loader) -> Block:
     config = layer.config
     return Block(
-        input_norm=layer.norm("input_layernorm"),
+        before_attention=layer.norm("input_layernorm"),
         qkv=layer.qkv("self_attn", bias=config.attention_bias),
-        q_norm=None,
-        k_norm=None,
         o_proj=layer.output("self_attn.o_proj", bias=config.attention_bias),
-        post_norm=layer.norm("post_attention_layernorm"),
+        before_mlp=layer.norm("post_attention_layernorm"),
         mlp=layer.mlp("mlp", bias=config.mlp_bias),
     )

@@ -20,6 +20,7 @@ class Family:
     # Switches that the architecture itself decides, and the only values that these fields may have then.
     fixed: dict[str, bool] = field(default_factory=dict)
     expert_size: str | None = None  # the field with the intermediate size of an expert; None: there are no experts
+    may_turn_a_part: bool = False  # of each head: `partial_rotary_factor`
     theta: float = 10_000.0  # of rotary positions, where nothing names it
 
 
@@ -38,6 +39,10 @@ FAMILIES: dict[str, Family] = {
         fixed={**_NO_BIAS, "norm_topk_prob": True},
         expert_size="intermediate_size",
         theta=1e6,
+    ),
+    "Olmo2ForCausalLM": Family("olmo2", {"rms_norm_eps": 1e-5}, fixed={"mlp_bias": False}),
+    "Phi3ForCausalLM": Family(
+        "phi3", {"rms_norm_eps": 1e-5}, computes_window=True, fixed=_NO_BIAS, may_turn_a_part=True
     ),
     "Qwen2ForCausalLM": Family("qwen2", {"num_key_value_heads": 32}, has_window_unless_told=False, fixed=_QKV_BIAS),
     "Qwen3ForCausalLM": Family("qwen3", {"num_key_value_heads": 32, "head_dim": 128}, has_window_unless_told=False),

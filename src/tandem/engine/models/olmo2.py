@@ -1,0 +1,22 @@
+"""OLMo 2: norms behind attention and MLP instead of before them, and over all query and all key heads together."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group, Shard
+
+
+def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
+    return build_decoder(config, weights, group, stage, block)
+
+
+def block(layer: Loader) -> Block:
+    bias = layer.config.attention_bias
+    return Block(
+        qkv=layer.qkv("self_attn", bias=bias),
+        qk_norm=layer.width_norms("self_attn.q_norm", "self_attn.k_norm"),
+        o_proj=layer.output("self_attn.o_proj", bias=bias),
+        after_attention=layer.norm("post_attention_layernorm"),
+        mlp=layer.mlp("mlp", bias=False),
+        after_mlp=layer.norm("post_feedforward_layernorm"),
+    )

@@ -1,0 +1,20 @@
+"""Phi-3 and Phi-4: Llama whose file joins queries, keys and values in one tensor, and gate and up in another."""
+
+from tandem.engine.layers.weights import Weights
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.decoder import Block, Decoder, Loader, build_decoder
+from tandem.engine.parallel import Group, Shard
+
+
+def build(config: ModelConfig, weights: Weights, group: Group, stage: Shard) -> Decoder:
+    return build_decoder(config, weights, group, stage, block)
+
+
+def block(layer: Loader) -> Block:
+    return Block(
+        before_attention=layer.norm("input_layernorm"),
+        qkv=layer.qkv("self_attn", bias=False, fused=True),
+        o_proj=layer.output("self_attn.o_proj", bias=False),
+        before_mlp=layer.norm("post_attention_layernorm"),
+        mlp=layer.mlp("mlp", bias=False, fused=True),
+    )
