@@ -26,7 +26,7 @@ from tandem.engine.weights import load
 
 FOLDER = Path(os.environ["TANDEM_TEST_CHECKPOINTS"])
 LLAMA, WIDE, QWEN, MISTRAL = (FOLDER / name for name in ("llama", "wide", "qwen3", "mistral"))
-OTHERS = [FOLDER / name for name in ("experts", "part", "after")]
+OTHERS = [FOLDER / name for name in ("experts", "part", "after", "capped", "two_windows")]
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 TEXT = Path(__file__).parents[1] / "data" / "gsm8k" / "questions.jsonl"
 DTYPES = os.environ.get("TANDEM_TEST_DTYPES", "float32 bfloat16").split()
@@ -123,7 +123,7 @@ def test_behind_a_window_neither_chunks_nor_neighbours_show(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("model_dir", OTHERS, ids=lambda path: path.name)
 def test_neither_chunks_nor_neighbours_show_in_models_of_other_kinds(model_dir: Path, dtype: str) -> None:
-    """Experts, heads turned in part, norms over all heads."""
+    """Experts, heads turned in part, norms over all heads, soft caps, layers with and without a window."""
     prompt = prompt_of(50)
     world = EngineWorld(model_dir, deterministic=True, dtype=dtype)
     others = [world.add(prompt_of(length, seed=1)) for length in (5, 37, 80)]

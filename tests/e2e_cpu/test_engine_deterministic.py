@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 from engine_world import prompt_of
-from tiny_models import make_llama, make_mistral, make_olmo2, make_phi3, make_qwen3, make_qwen3_moe, reference_tokens
+from tiny_models import (
+    make_gemma2,
+    make_gemma3,
+    make_llama,
+    make_mistral,
+    make_olmo2,
+    make_phi3,
+    make_qwen3,
+    make_qwen3_moe,
+    reference_tokens,
+)
 
 from tandem.server.processes import worker_environment
 
@@ -52,6 +62,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_qwen3_moe(folder / "experts", hidden_size=72, num_experts=12)
     make_phi3(folder / "part", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.75})
     make_olmo2(folder / "after")
+    make_gemma2(folder / "capped", hidden_size=72, intermediate_size=203)
+    make_gemma3(folder / "two_windows", hidden_size=72, intermediate_size=203, final_logit_softcapping=8.0)
     qwen3 = make_qwen3(folder / "qwen3")
     (folder / "qwen3.tokens").write_text(str(reference_tokens(qwen3, prompt_of(45), 25)))
     return folder

@@ -10,6 +10,8 @@ import pytest
 from engine_world import EngineWorld, prompt_of
 from shard_group import ThreadGroup, ThreadPipeline, on_every_worker
 from tiny_models import (
+    make_gemma2,
+    make_gemma3,
     make_llama,
     make_mistral,
     make_mixtral,
@@ -109,6 +111,8 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "qwen3_moe": lambda where: make_qwen3_moe(where, num_hidden_layers=4, decoder_sparse_step=2),
     "phi3": lambda where: make_phi3(where, num_hidden_layers=4),
     "olmo2": lambda where: make_olmo2(where, num_hidden_layers=4),
+    "gemma2": lambda where: make_gemma2(where, num_hidden_layers=4),
+    "gemma3": lambda where: make_gemma3(where, num_hidden_layers=7, layer_types=None),
     "mixtral": lambda where: make_mixtral(where, num_hidden_layers=4),
 }
 

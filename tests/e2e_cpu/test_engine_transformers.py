@@ -11,6 +11,8 @@ from tiny_models import (
     LLAMA3_ROPE,
     YARN_ROPE,
     longrope,
+    make_gemma2,
+    make_gemma3,
     make_llama,
     make_mistral,
     make_mixtral,
@@ -92,6 +94,30 @@ CHECKPOINTS: dict[str, Maker] = {
         num_attention_heads=9,
         num_key_value_heads=3,
     ),
+    "gemma2": lambda where: make_gemma2(where),
+    "gemma2_untied_without_caps": lambda where: make_gemma2(
+        where, tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None, num_hidden_layers=3
+    ),
+    "gemma2_divisor_and_biases": lambda where: make_gemma2(
+        where, query_pre_attn_scalar=7, attention_bias=True, head_dim=10, num_attention_heads=4, intermediate_size=37
+    ),
+    "gemma2_named_layers": lambda where: make_gemma2(
+        where, num_hidden_layers=3, layer_types=["full_attention", "sliding_attention", "sliding_attention"]
+    ),
+    "gemma3": lambda where: make_gemma3(where),
+    "gemma3_untied_capped_logits": lambda where: make_gemma3(
+        where, tie_word_embeddings=False, final_logit_softcapping=6.0, query_pre_attn_scalar=20
+    ),
+    "gemma3_two_kinds_of_angles": lambda where: make_gemma3(
+        where,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 8e4, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    ),
+    "gemma3_window_that_ends_in_the_output": lambda where: make_gemma3(where, sliding_window=155),
+    "gemma3_window_beyond_the_context": lambda where: make_gemma3(where, sliding_window=512),
+    "gemma3_by_its_pattern": lambda where: make_gemma3(where, num_hidden_layers=7, layer_types=None),
     "mixtral": lambda where: make_mixtral(where),
     "mixtral_tied_with_a_window": lambda where: make_mixtral(
         where, tie_word_embeddings=True, sliding_window=24, head_dim=10, intermediate_size=37
@@ -100,6 +126,7 @@ CHECKPOINTS: dict[str, Maker] = {
 
 MAKERS: tuple[Maker, ...] = (
     *(make_llama, make_qwen2, make_qwen3, make_mistral, make_qwen3_moe, make_mixtral, make_phi3, make_olmo2),
+    *(make_gemma2, make_gemma3),
 )
 
 
@@ -143,6 +170,22 @@ def test_the_older_spelling_of_rotary_settings_means_the_same(tmp_path: Path) ->
     config["rope_theta"] = config["rope_scaling"].pop("rope_theta")
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))
+    world = EngineWorld(tmp_path)
+    request = world.add(prompt_of(100))
+
+    world.prefill(request)
+
+    assert relative_error(world.logits[request], reference_logits(theirs, prompt_of(100))[-1]) < 1e-4
+
+
+def test_the_older_spelling_of_gemmas_angles_and_layers_means_the_same(tmp_path: Path) -> None:
+    theirs = CHECKPOINTS["gemma3_by_its_pattern"](tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("rope_parameters", "layer_types", "_sliding_window_pattern"):
+        del config[name]
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": None, "sliding_window_pattern": 6}
+    path.write_text(json.dumps(config | older))
     world = EngineWorld(tmp_path)
     request = world.add(prompt_of(100))
 

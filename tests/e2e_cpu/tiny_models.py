@@ -7,6 +7,10 @@ import torch
 from engine_world import VOCAB
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -121,6 +125,32 @@ def make_olmo2(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedMo
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return _save(model, where, "50GB")
+
+
+GEMMA = {"head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 24, "attn_implementation": "eager"}
+
+
+def make_gemma2(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Every other layer has a window of 24 tokens; caps that show."""
+    torch.manual_seed(seed)
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0}
+    return _save_gemma(Gemma2ForCausalLM(Gemma2Config(**{**LLAMA, **GEMMA, **caps, **changes})), where)
+
+
+def make_gemma3(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """The second of three layers has no window."""
+    torch.manual_seed(seed)
+    layers = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    return _save_gemma(Gemma3ForCausalLM(Gemma3TextConfig(**{**LLAMA, **GEMMA, **layers, **changes})), where)
+
+
+def _save_gemma(model: PreTrainedModel, where: Path) -> PreTrainedModel:
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)  # one is added to them
+        if name.endswith("embed_tokens.weight"):
+            torch.nn.init.normal_(parameter, std=0.1)
     return _save(model, where, "50GB")
 
 

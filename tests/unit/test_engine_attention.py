@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem.config import flags
-from tandem.engine.attention.base import AttentionBackend, attention_backend
+from tandem.engine.attention import torch_sdpa
+from tandem.engine.attention.base import AttentionBackend, AttentionRules, attention_backend
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import Batch, BatchBuilder, Span
 from tandem.engine.decode_set import DecodeSet
@@ -34,7 +35,7 @@ def sequence(request: int, length: int, *, pages: Iterator[int], page_size: int)
 class Reference:
     """Keeps keys and values of every request by position, and attends to them one query at a time."""
 
-    window: int | None
+    rules: AttentionRules
     seen: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def write(self, who: list[tuple[int, int]], k: Tensor, v: Tensor, *, layer: int) -> None:
@@ -45,13 +46,16 @@ class Reference:
         return torch.stack([self._row(q[row].double(), *at, layer=layer) for row, at in enumerate(who)])
 
     def _row(self, q: Tensor, request: int, position: int, *, layer: int) -> Tensor:
-        first = 0 if self.window is None else max(0, position + 1 - self.window)
+        window = self.rules.windows[layer]
+        first = 0 if window is None else max(0, position + 1 - window)
         found = [self.seen[layer, request, at] for at in range(first, position + 1)]
         group = q.shape[0] // found[0][0].shape[0]
         keys = torch.stack([k for k, _ in found]).repeat_interleave(group, dim=1)
         values = torch.stack([v for _, v in found]).repeat_interleave(group, dim=1)
-        shares = torch.einsum("hd,thd->ht", q, keys).div(q.shape[1] ** 0.5).softmax(dim=1)
-        return torch.einsum("ht,thd->hd", shares, values)
+        scores = torch.einsum("hd,thd->ht", q, keys) * self.rules.scale
+        if (cap := self.rules.soft_cap) is not None:
+            scores = cap * (scores / cap).tanh()
+        return torch.einsum("ht,thd->hd", scores.softmax(dim=1), values)
 
 
 @dataclass
@@ -65,6 +69,7 @@ class World:
     deterministic: bool = False
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
+    rules: AttentionRules | None = None  # the window in all layers, unless they are given
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -72,14 +77,15 @@ class World:
         shape = KvShape(LAYERS, self.heads[1], self.head_dim)
         self.kv = KvMemory(shape, page_size=self.page_size, num_pages=NUM_PAGES * 16, dtype=self.dtype)
         self.kv.tensor.fill_(float("nan"))  # a slot that is read before it was written shows
+        rules = self.rules or AttentionRules((self.window,) * LAYERS, self.head_dim**-0.5)
         self.attention: AttentionBackend = attention_backend(self.backend)(
-            self.kv, window=self.window, deterministic=self.deterministic
+            self.kv, rules=rules, deterministic=self.deterministic
         )
         self.batches = BatchBuilder(page_size=self.page_size, device="cpu", tiles=self.attention.needs_tiles)
         pages = iter(np.random.default_rng(0).permutation(NUM_PAGES * 16).tolist())
         self.requests = [sequence(i, n, pages=pages, page_size=self.page_size) for i, n in enumerate(LENGTHS)]
         self.decode_set = DecodeSet()
-        self.reference = Reference(self.window)
+        self.reference = Reference(rules)
 
     def step(self, *spans: tuple[int, int, int], decodes: bool = False) -> list[tuple[Tensor, Tensor]]:
         """Of each layer: what came out, and what should have."""
@@ -143,6 +149,54 @@ def test_every_query_sees_its_keys_and_no_others(
     for out, expected in world.play():
         assert out.shape == expected.shape
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("windows", [(5, None), (None, 30), (3, 17)], ids=str)
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_every_layer_has_its_own_window(
+    backend: str, windows: tuple[int | None, int | None], deterministic: bool
+) -> None:
+    rules = AttentionRules(windows, HEAD_DIM**-0.5)
+    world = World(backend, (6, 2), 4, deterministic=deterministic, rules=rules)
+
+    for out, expected in world.play():
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        AttentionRules((None, None), 0.7),
+        AttentionRules((5, None), HEAD_DIM**-0.5, soft_cap=0.8),
+        AttentionRules((None, 30), 0.2, soft_cap=3.0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("heads", "page_size"), [((6, 2), 4), ((3, 3), 16), ((5, 1), 1)], ids=str)
+@pytest.mark.parametrize("backend", [name for name in ATTENTION_BACKENDS if name != "native"])
+def test_scores_are_scaled_and_capped(
+    backend: str, heads: tuple[int, int], page_size: int, rules: AttentionRules, deterministic: bool
+) -> None:
+    world = World(backend, heads, page_size, deterministic=deterministic, rules=rules)
+
+    for out, expected in world.play():
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_capped_scores_of_many_queries_are_computed_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_sdpa, "SCORE_ELEMENTS", 1000)
+    rules = AttentionRules((7, None), HEAD_DIM**-0.5, soft_cap=0.8)
+
+    for out, expected in World("torch_native", (6, 2), 4, rules=rules).play():
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rules", [AttentionRules((None,), 0.7), AttentionRules((None,), HEAD_DIM**-0.5, 50.0)])
+def test_native_kernels_refuse_scores_that_they_do_not_compute(rules: AttentionRules) -> None:
+    with pytest.raises(ModelError, match=r"a soft cap, or a divisor .* use --attention-backend torch_native"):
+        World("native", (6, 2), 4, rules=rules)
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)

@@ -11,6 +11,8 @@ from engine_files import CONFIG, refusal, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -23,7 +25,7 @@ from transformers import (
 )
 
 from tandem.engine.experts_config import ExpertsConfig
-from tandem.engine.model_config import UNSUPPORTED, ModelConfig, ModelError, parse_config, read_config
+from tandem.engine.model_config import UNSUPPORTED, ModelConfig, ModelError, RopeConfig, parse_config, read_config
 from tandem.engine.models.table import FAMILIES
 
 QWEN = {**CONFIG, "architectures": ["Qwen3ForCausalLM"], "head_dim": 2}
@@ -36,6 +38,12 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 6,
     "norm_topk_prob": True,
+}
+GEMMA2 = {**CONFIG, "architectures": ["Gemma2ForCausalLM"], "head_dim": 2, "sliding_window": 16}
+GEMMA3 = {
+    **{name: value for name, value in GEMMA2.items() if name != "rope_theta"},
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 7,
 }
 PHI3 = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "head_dim": 8}
 OLMO2 = {**CONFIG, "architectures": ["Olmo2ForCausalLM"]}
@@ -129,7 +137,7 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            "known are LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM, Olmo2ForCausalLM, Phi3ForCausalLM",
+            "known are Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM",
         ),
         ({"architectures": ["x\ny" * 1000]}, "is not supported"),
     ],
@@ -147,6 +155,10 @@ def test_sizes_and_names_have_to_fit_together(changes: dict, named: str) -> None
     [
         ("hidden_act", "gelu"),
         ("hidden_act", 7),
+        ("hidden_activation", "gelu_pytorch_tanh"),
+        ("query_pre_attn_scalar", 256),
+        ("rope_local_base_freq", 1e4),
+        ("sliding_window_pattern", 6),
         ("quantization_config", {"quant_method": "gptq"}),
         ("quantization_config", {}),
         ("attn_logit_softcapping", 50.0),
@@ -256,6 +268,85 @@ def test_biases_that_an_architecture_does_not_have_are_refused_by_name(base: dic
     assert parsed(base, **{name: not value}) == parsed(base)
 
 
+# --- layers with and without a window, soft caps ---------------------------------------------------------------------
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def test_gemma_says_which_layers_have_the_window_or_its_family_does() -> None:
+    two, three = parsed(GEMMA2, num_hidden_layers=5), parsed(GEMMA3)
+
+    assert [two.window_of(layer) for layer in range(5)] == [16, None, 16, None, 16]
+    assert [three.window_of(layer) for layer in range(7)] == [16] * 5 + [None, 16]
+    assert [parsed(GEMMA3, sliding_window_pattern=2).window_of(layer) for layer in range(4)] == [16, None, 16, None]
+    assert parsed(GEMMA2, layer_types=[FULL, SLIDING]).sliding_layers == (1,)
+    assert parsed(GEMMA3, sliding_window=64).window_of(0) is None
+    assert parsed(GEMMA3, sliding_window=64).rope_of(0).theta == 1e4, "the window is as long as the context"
+
+
+def test_gemmas_caps_and_divisor_are_read_and_null_says_that_there_is_no_cap() -> None:
+    usual = parsed(GEMMA2)
+
+    assert (usual.attention_cap, usual.logit_cap, usual.score_divisor) == (50.0, 30.0, 256)
+    assert (usual.tied_embeddings, usual.num_kv_heads) == (True, 2)
+    assert parsed(GEMMA2, attn_logit_softcapping=None).attention_cap is None
+    assert parsed(GEMMA2, final_logit_softcapping=None).logit_cap is None
+    assert parsed(GEMMA2, final_logit_softcapping=5).logit_cap == 5.0
+    assert parsed(GEMMA2, query_pre_attn_scalar=2).score_divisor is None, "the head dimension, as of all others"
+    assert (parsed(GEMMA3).attention_cap, parsed(GEMMA3).logit_cap) == (None, None)
+    assert parsed(GEMMA2, hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh") == usual
+
+
+def test_gemma_3_turns_by_two_kinds_of_angles_in_both_spellings() -> None:
+    usual = parsed(GEMMA3)
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5}
+    newer = {"rope_parameters": {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": 2e4}}}
+
+    assert (usual.rope, usual.local_rope) == (RopeConfig("default", 1e6, {}), RopeConfig("default", 1e4, {}))
+    assert parsed(GEMMA3, **older) == parsed(GEMMA3, **newer)
+    assert parsed(GEMMA3, **newer).rope == RopeConfig("linear", 5e5, {"factor": 8.0})
+    assert parsed(GEMMA3, **newer).local_rope == RopeConfig("default", 2e4, {})
+    assert parsed(GEMMA3, rope_parameters={FULL: {}, SLIDING: None}) == usual
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    assert parsed(GEMMA3, rope_parameters={SLIDING: dynamic}).max_context == 64
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "named"),
+    [
+        (GEMMA2, {"layer_types": [FULL]}, "2 times full_attention or sliding_attention is needed"),
+        (GEMMA2, {"layer_types": [FULL, "chunked_attention"]}, "layer_types is"),
+        (GEMMA2, {"layer_types": [[FULL], FULL]}, "layer_types is"),
+        (GEMMA2, {"layer_types": FULL}, "layer_types is"),
+        (GEMMA2, {"sliding_window": None}, "sliding_window is None, a whole number from 1"),
+        (GEMMA2, {"sliding_window": 0}, "sliding_window is 0"),
+        (GEMMA2, {"use_sliding_window": False}, "sliding_window is 16"),
+        (GEMMA2, {"sliding_window_pattern": 2}, "sliding_window_pattern is 2"),
+        (GEMMA3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (GEMMA2, {"rope_local_base_freq": 1e4}, "rope_local_base_freq is 10000.0"),
+        (GEMMA2, {"attn_logit_softcapping": 0}, "attn_logit_softcapping is 0"),
+        (GEMMA2, {"final_logit_softcapping": "30"}, "final_logit_softcapping is '30'"),
+        (GEMMA3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0"),
+        (GEMMA2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0"),
+        (GEMMA2, {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+        (GEMMA3, {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        (GEMMA2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        (GEMMA2, {"mlp_bias": True}, "mlp_bias is True"),
+        (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "full_attention and sliding_attention"),
+        (GEMMA3, {"rope_parameters": {FULL: {}}, "rope_scaling": {"rope_type": "default"}}, "rope_parameters"),
+        (GEMMA3, {"rope_parameters": {FULL: 7}}, "rope_parameters is 7, an object is needed"),
+        (GEMMA3, {"rope_parameters": {SLIDING: {"rope_theta": 1e5}}, "rope_local_base_freq": 1e4}, "contradict"),
+        (GEMMA3, {"rope_parameters": {FULL: {"rope_theta": 1e5}}, "rope_theta": 1e4}, "contradict"),
+        (GEMMA3, {"rope_local_base_freq": 1}, "rope_local_base_freq is 1, more than 1 is needed"),
+        (GEMMA3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_gemma_that_would_compute_something_else_is_refused_by_name(base: dict, changes: dict, named: str) -> None:
+    assert named in refused(base, **changes)
+
+
 # --- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -322,9 +413,18 @@ COMPUTED = {
     "mlp_bias",
     "rope_parameters",
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     *("decoder_sparse_step", "mlp_only_layers", "original_max_position_embeddings"),
 }
-DECIDED = {"hidden_act", "layer_types", "sliding_window", "use_sliding_window", "eos_token_id", *UNSUPPORTED}
+DECIDED = {
+    "hidden_act",
+    "hidden_activation",
+    "layer_types",
+    "sliding_window",
+    "use_sliding_window",
+    "eos_token_id",
+    *UNSUPPORTED,
+}
 # Training and bookkeeping. `max_window_layers` says which layers have a window.
 SILENT = {
     "attention_dropout",
@@ -335,13 +435,14 @@ SILENT = {
     "pretraining_tp",
     "max_window_layers",
 }
-SILENT |= {"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+SILENT |= {"_sliding_window_pattern", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
 SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
 
 
 @pytest.mark.parametrize(
     "family",
     [
+        *(Gemma2Config, Gemma3TextConfig),
         *(LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig),
     ],
 )
@@ -355,6 +456,8 @@ def test_no_field_of_a_config_of_transformers_is_overlooked(family: type) -> Non
 
 def test_what_transformers_writes_by_itself_is_taken() -> None:
     written_by = {
+        "Gemma2ForCausalLM": Gemma2Config(),
+        "Gemma3ForCausalLM": Gemma3TextConfig(),
         "LlamaForCausalLM": LlamaConfig(),
         "MistralForCausalLM": MistralConfig(),
         "MixtralForCausalLM": MixtralConfig(),
@@ -371,7 +474,8 @@ def test_what_transformers_writes_by_itself_is_taken() -> None:
         assert ours.head_dim == (config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads)
         assert ours.sliding_window == config.to_dict().get("sliding_window")
         assert ours.num_kv_heads == config.num_key_value_heads
-        assert ours.rope.theta == config.rope_parameters["rope_theta"]
+        theirs = config.rope_parameters.get("full_attention", config.rope_parameters)
+        assert ours.rope.theta == theirs["rope_theta"]
         assert ours.norm_eps == config.rms_norm_eps
         assert FAMILIES[name].model_type == config.model_type
 
@@ -641,7 +745,7 @@ FIELDS = sorted({*CONFIG, *COMPUTED, *DECIDED, "rope_scaling", "rope_theta", "mo
 
 
 @given(
-    base=st.sampled_from([CONFIG, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN, QWEN2, QWEN3_MOE]),
+    base=st.sampled_from([CONFIG, GEMMA2, GEMMA3, MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN, QWEN2, QWEN3_MOE]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
     generation=st.dictionaries(st.just("eos_token_id"), JSON),
 )

@@ -64,7 +64,7 @@ class Engine:
             model.kv_shape, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
         )
         self._kernels = library.use(library.best(deterministic=deterministic))
-        self._attention = open_attention(self.kv, window=model.config.sliding_window, deterministic=deterministic)
+        self._attention = open_attention(self.kv, rules=model.attention, deterministic=deterministic)
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
         self._decode_set = DecodeSet()
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)

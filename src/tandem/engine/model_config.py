@@ -4,12 +4,15 @@ Whatever would change the mathematics and is not implemented is refused here, ne
 configurations of these architectures (`models/table.py`) fall into four kinds:
 
     computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`;
-                sliding_window where all layers have it; experts, of architectures that have them (`experts_config.py`)
-    refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, layer_types, a window of some layers
+                sliding_window and layer_types; experts (`experts_config.py`), soft caps and scales, of architectures
+                that have them
+    refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, hidden_activation; layer_types and
+                a window of some layers, where an architecture has the same in all
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
     silent      training and bookkeeping: initializer_range, attention_dropout, resid_pdrop, embd_pdrop, use_cache,
                 pretraining_tp, max_window_layers (says which layers have a window, and none has), pad_token_id,
-                bos_token_id, output_router_logits, router_aux_loss_coef, router_jitter_noise
+                bos_token_id, output_router_logits, router_aux_loss_coef, router_jitter_noise,
+                _sliding_window_pattern (what layer_types came from)
 """
 
 from dataclasses import dataclass
@@ -18,9 +21,9 @@ from typing import Any  # values of JSON documents
 
 from tandem.engine.documents import Fields, ModelError, read_json, shown
 from tandem.engine.eos import eos_ids, tokenizer_eos
-from tandem.engine.experts_config import COUNTS, ExpertsConfig, read_experts
+from tandem.engine.experts_config import ExpertsConfig, read_experts
 from tandem.engine.models.table import FAMILIES, Family
-from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope
+from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
 
@@ -30,14 +33,19 @@ MOST_LAYERS = 1 << 12
 MOST_HEADS = 1 << 14
 MOST_HEAD_DIM = 1 << 13
 WHERE = "config.json"
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 _NO = (None, False)
 _ONE = (None, 1)
+# Names of the activations that a family may have, as `Family.activation` calls them.
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null says that there is none
 # Fields that change what is computed, here or in a relative of these architectures, and the values that change nothing.
+# What a family computes is read where it is used.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("quantization_config", "compression_config", "quantization", "quantize_config"), (None,)),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), (None,)),
+    **dict.fromkeys((*SOFT_CAPS, "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(("attention_multiplier", "attention_scale", "clip_qkv", "logit_softcapping"), (None,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), _ONE),
     **dict.fromkeys(("scale_emb", "rotary_pct", "rotary_percent", "rope_ratio"), _ONE),
@@ -46,12 +54,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("alibi", "use_alibi", "use_logn_attn", "use_dynamic_ntk", "attn_temperature_tuning"), _NO),
     **dict.fromkeys(("parallel_attn", "use_parallel_residual", "parallel_residual"), _NO),
     **dict.fromkeys(("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"), _NO),
-    **dict.fromkeys((*COUNTS, "n_routed_experts"), (None, 0)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (None, 0)),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "sliding_window_pattern"), (None,)),
     **dict.fromkeys(("attention_chunk_size", "per_layer_config", "text_config", "vision_config"), (None,)),
     "is_causal": (None, True),
     "position_embedding_type": (None, "rope", "rotary"),
-    "hidden_activation": (None, "silu", "swish"),
     "pruned_heads": (None, {}),
 }
 
@@ -75,7 +82,22 @@ class ModelConfig:
     max_context: int  # tokens, prompt and output together
     stored_dtype: str | None  # as config.json names it; the files have the last word
     eos_ids: tuple[int, ...]
+    # None: not used, and then no part of the digest by which two servers know that they compute the same.
     experts: ExpertsConfig | None = None
+    sliding_layers: tuple[int, ...] | None = None  # that have the window, and turn as `local_rope` says; None: all
+    local_rope: RopeConfig | None = None  # None: as `rope`
+    score_divisor: float | None = None  # its square root divides attention scores; None: that of head_dim
+    attention_cap: float | None = None  # `cap * tanh(score / cap)`
+    logit_cap: float | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        return self.sliding_window if self._slides(layer) else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        return self.local_rope if self.local_rope is not None and self._slides(layer) else self.rope
+
+    def _slides(self, layer: int) -> bool:
+        return self.sliding_layers is None or layer in self.sliding_layers
 
 
 def read_config(model_dir: Path) -> ModelConfig:
@@ -90,16 +112,19 @@ def read_config(model_dir: Path) -> ModelConfig:
 def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_eos: int | None = None) -> ModelConfig:
     """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
     architecture, family = _family(raw)
-    config = Fields(WHERE, {**family.defaults, **{name: value for name, value in raw.items() if value is not None}})
-    rope = read_rope(config, default_theta=family.theta, may_turn_a_part=family.may_turn_a_part)
-    max_context = _max_context(config, rope)
+    said = {name: value for name, value in raw.items() if value is not None or name in SOFT_CAPS}
+    config = Fields(WHERE, {**family.defaults, **said})
+    rope, local_rope = _ropes(config, family)
+    max_context = min(_max_context(config, each) for each in (rope, local_rope or rope))
     _refuse_unsupported(config, family)
     heads = config.integer("num_attention_heads", most=MOST_HEADS)
     hidden = config.integer("hidden_size", most=MOST_FEATURES)
     head_dim = _head_dim(config, hidden, heads)
-    _check_pairs(rope, head_dim)
+    for each in (rope, local_rope or rope):
+        _check_pairs(each, head_dim)
     vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    attention_cap, logit_cap = (_soft_cap(config, name) for name in SOFT_CAPS)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -119,6 +144,11 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         stored_dtype=_stored_dtype(config),
         eos_ids=eos_ids(config, Fields("generation_config.json", generation), tokenizer_eos, vocab_size=vocab_size),
         experts=_experts(config, family, num_layers),
+        sliding_layers=_sliding_layers(config, family, num_layers),
+        local_rope=local_rope,
+        score_divisor=_score_divisor(config, head_dim),
+        attention_cap=attention_cap,
+        logit_cap=logit_cap,
     )
 
 
@@ -135,6 +165,12 @@ def _family(raw: dict[str, Any]) -> tuple[str, Family]:
     if model_type != FAMILIES[name].model_type:
         raise ModelError(f"config.json: {name} has the model_type {shown(model_type)}; the file is broken")
     return name, FAMILIES[name]
+
+
+def _ropes(config: Fields, family: Family) -> tuple[RopeConfig, RopeConfig | None]:
+    if family.local_theta is None:
+        return read_rope(config, default_theta=family.theta, may_turn_a_part=family.may_turn_a_part), None
+    return read_ropes(config, default_theta=family.theta, default_local=family.local_theta)
 
 
 def _kv_heads(config: Fields, heads: int) -> int:
@@ -185,6 +221,8 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
 def _window(config: Fields, family: Family, max_context: int, *, is_null: bool) -> int | None:
     """A window that no context outgrows is none. is_null: the field is there and says that there is none."""
     unless_told = None if is_null else family.window
+    if is_null and family.full_layer_every is not None:
+        raise config.wrong("sliding_window", f"a whole number from 1 to {MOST_POSITIONS} is needed")
     has_one = config.has("sliding_window") or unless_told is not None
     is_used = config.flag("use_sliding_window", default=family.has_window_unless_told and has_one)
     if not is_used and not (family.computes_window and has_one):
@@ -195,9 +233,30 @@ def _window(config: Fields, family: Family, max_context: int, *, is_null: bool) 
     if not (family.computes_window and is_used and has_one):
         name = "sliding_window" if config.has("sliding_window") else "use_sliding_window"
         raise _unsupported(name, config.values.get(name))
-    if config.has("layer_types"):
+    if config.has("layer_types") and family.full_layer_every is None:
         raise _unsupported("layer_types", config.values["layer_types"])
     return window
+
+
+def _sliding_layers(config: Fields, family: Family, num_layers: int) -> tuple[int, ...] | None:
+    if family.full_layer_every is None:
+        return None
+    if not config.has("layer_types"):
+        every = config.integer("sliding_window_pattern", most=MOST_LAYERS, default=family.full_layer_every)
+        return tuple(layer for layer in range(num_layers) if (layer + 1) % every)
+    named = config.values["layer_types"]
+    if not isinstance(named, list) or len(named) != num_layers or any(kind not in LAYER_TYPES for kind in named):
+        raise config.wrong("layer_types", f"{num_layers} times {' or '.join(LAYER_TYPES)} is needed")
+    return tuple(layer for layer, kind in enumerate(named) if kind == "sliding_attention")
+
+
+def _score_divisor(config: Fields, head_dim: int) -> float | None:
+    divisor = config.number("query_pre_attn_scalar", least=1e-3, most=1e9, default=head_dim)
+    return divisor if divisor != head_dim else None
+
+
+def _soft_cap(config: Fields, name: str) -> float | None:
+    return config.number(name, least=1e-3, most=1e6) if config.has(name) else None
 
 
 def _stored_dtype(config: Fields) -> str | None:
@@ -225,14 +284,16 @@ def _max_context(config: Fields, rope: RopeConfig) -> int:
 
 
 def _refuse_unsupported(config: Fields, family: Family) -> None:
-    if config.text("hidden_act", default="silu") not in ("silu", "swish"):
-        raise _unsupported("hidden_act", config.values["hidden_act"])
+    names = ACTIVATIONS[family.activation]
+    for name in ("hidden_act", "hidden_activation"):
+        if config.text(name, default=names[0]) not in names:
+            raise _unsupported(name, config.values[name])
     for name, harmless in UNSUPPORTED.items():
         value = config.values.get(name)
-        if name in COUNTS and family.expert_size is not None:
-            continue
-        if not any(_is_same(value, other) for other in harmless):
+        if name not in family.computes and not any(_is_same(value, other) for other in harmless):
             raise _unsupported(name, value)
+    if family.full_layer_every is not None:
+        return
     layer_types = config.values.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise _unsupported("layer_types", layer_types)

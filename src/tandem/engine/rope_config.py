@@ -3,9 +3,13 @@
     rope_parameters              transformers 5: kind, theta and what the kind needs, in one object
     rope_theta + rope_scaling    before that
 
-Where both are there they have to say the same. Everything that would turn by other angles than `layers/rotary.py`
-computes is refused: another kind, a field that the kind does not have, one object per layer type; a part of the head
-(partial_rotary_factor) where the architecture turns all of it.
+Where both are there they have to say the same. Some architectures turn by other angles in layers with a window
+(`read_ropes`): then `rope_parameters` is two such objects, full_attention and sliding_attention; before that rope_theta
+and rope_scaling were of the layers without a window, rope_local_base_freq of the others.
+
+Everything that would turn by other angles than `layers/rotary.py` computes is refused: another kind, a field that the
+kind does not have, one object per layer type elsewhere; a part of the head (partial_rotary_factor) where the
+architecture turns all of it.
 """
 
 import math
@@ -36,6 +40,7 @@ KINDS: dict[str, frozenset[str]] = {
 }
 OTHER_NAMES = {"su": "longrope"}  # of kinds, in older files
 PART = "partial_rotary_factor"
+LOCAL_THETA = "rope_local_base_freq"
 ORIGINAL = "original_max_position_embeddings"
 MOST_PAIRS = 1 << 12
 EVERYWHERE = frozenset({"rope_type", "type", "rope_theta", PART})
@@ -69,13 +74,31 @@ def read_rope(config: Fields, *, default_theta: float, may_turn_a_part: bool) ->
     return said[0]
 
 
+def read_ropes(config: Fields, *, default_theta: float, default_local: float) -> tuple[RopeConfig, RopeConfig]:
+    """Of layers without a window, and of those with one. Raises ModelError."""
+    local = _theta(config, default=default_local, name=LOCAL_THETA)
+    both = config.section("rope_parameters")
+    if both is None or not both.values:
+        rope = read_rope(config, default_theta=default_theta, may_turn_a_part=False)
+        return rope, RopeConfig("default", local, {})
+    if set(both.values) - {"full_attention", "sliding_attention"} or config.values.get("rope_scaling"):
+        raise config.wrong("rope_parameters", "full_attention and sliding_attention, and no rope_scaling, are needed")
+
+    def of(layer_type: str, theta_name: str, default: float) -> RopeConfig:
+        said = {"rope_parameters": both.values.get(layer_type), "rope_theta": config.values.get(theta_name)}
+        alone = Fields(config.where, {**config.values, **said})
+        return read_rope(alone, default_theta=default, may_turn_a_part=False)
+
+    return of("full_attention", "rope_theta", default_theta), of("sliding_attention", LOCAL_THETA, default_local)
+
+
 def _read(given: Fields, config: Fields, default_theta: float) -> RopeConfig:
     kind = _kind(given)
     _refuse_others(given, kind)
     outer = _theta(config, default=default_theta)
     theta = _theta(given, default=outer)
     if config.has("rope_theta") and theta != outer:
-        raise ModelError(f"{given.where} and rope_theta contradict each other; remove the wrong one")
+        raise ModelError(f"{given.where} and the theta beside it contradict each other; remove the wrong one")
     return RopeConfig(kind, theta, {**_parameters(given, kind, config), **_part(given, config)})
 
 
@@ -113,10 +136,10 @@ def _part(given: Fields, config: Fields) -> dict[str, float]:
     return {PART: part} if part != 1 else {}
 
 
-def _theta(given: Fields, *, default: float) -> float:
-    theta = given.number("rope_theta", least=1, most=MOST_THETA, default=default)
+def _theta(given: Fields, *, default: float, name: str = "rope_theta") -> float:
+    theta = given.number(name, least=1, most=MOST_THETA, default=default)
     if theta == 1:
-        raise given.wrong("rope_theta", "more than 1 is needed")
+        raise given.wrong(name, "more than 1 is needed")
     return theta
 
 

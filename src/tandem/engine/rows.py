@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 TILE_ROWS = 16
+UNDIVIDED_ELEMENTS = 1 << 15  # torch computes so many elements of a tensor in one thread
 
 
 @dataclass(frozen=True, slots=True)

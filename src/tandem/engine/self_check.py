@@ -138,7 +138,7 @@ class ForwardPath:
             kv.close()
 
     def _run(self, kv: KvMemory, text: Sequence, chunks: tuple[int, ...], *, others: list[Sequence]) -> Tensor:
-        attention = self._open_attention(kv, window=self._model.config.sliding_window, deterministic=True)
+        attention = self._open_attention(kv, rules=self._model.attention, deterministic=True)
         builder = BatchBuilder(page_size=self._page_size, device=self._model.device, tiles=attention.needs_tiles)
         logits = torch.empty(0)
         start = CACHED_TOKENS

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem.engine import digest_cache, machine_memory
+from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError, shown
@@ -41,6 +42,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: str
     weight_bytes: int  # in memory; mapped ones come there as they are used
+    attention: AttentionRules  # of the layers of its stage
     layout_fields: dict[str, str]  # what two engines must agree on before KV may travel between them
 
     @property
@@ -78,6 +80,7 @@ def load(
     group = group if group is not None else OneShard()
     module = build_of(config.architecture)(config, source, group, stage)
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
+    own_layers = layers_of(stage, config.num_layers)
     copies = _untaken(checkpoint, source, config)
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
     digests = tensor_digests(checkpoint, source.taken + copies, known)
@@ -96,11 +99,21 @@ def load(
     return LoadedModel(
         config=config,
         module=module,
-        kv_shape=KvShape(len(layers_of(stage, config.num_layers)), heads.num_kv, config.head_dim),
+        kv_shape=KvShape(len(own_layers), heads.num_kv, config.head_dim),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
+        attention=_attention_rules(config, own_layers),
         layout_fields=fields,
+    )
+
+
+def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
+    divisor = config.head_dim if config.score_divisor is None else config.score_divisor
+    return AttentionRules(
+        windows=tuple(config.window_of(layer) for layer in layers),
+        scale=divisor**-0.5,
+        soft_cap=config.attention_cap,
     )
 
 
@@ -188,8 +201,8 @@ def _config_digest(config: ModelConfig) -> str:
     What has been computed since an earlier version counts where it is used only, so versions can be put together.
     """
     silent = {"max_context", "stored_dtype", "eos_ids"}
-    silent |= {name for name in ("sliding_window", "experts") if getattr(config, name) is None}
-    computed = {name: value for name, value in sorted(asdict(config).items()) if name not in silent}
+    fields = sorted(asdict(config).items())
+    computed = {name: value for name, value in fields if name not in silent and value is not None}
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 
 

@@ -6,6 +6,7 @@ given it may read only, the KV memory excepted.
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -14,6 +15,15 @@ from tandem.engine.attention.table import ATTENTION_BACKENDS
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError, shown
 from tandem.engine.kv_memory import KvMemory
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRules:
+    """What a model wants of the layers of one stage. `score = scale * q @ k`, capped, is what the softmax is of."""
+
+    windows: tuple[int | None, ...]  # of each layer: tokens that a query sees, itself included; None: all before it
+    scale: float
+    soft_cap: float | None = None  # `soft_cap * tanh(score / soft_cap)`
 
 
 class AttentionBackend(Protocol):
@@ -30,7 +40,7 @@ class AttentionBackend(Protocol):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
         """Write keys and values of the batch's tokens to their slots, then let every query see all keys up to its own
-        position (and, with a window, only the latest of them).
+        position (and, in a layer with a window, only the latest of them).
 
         q: [t, num_heads, head_dim], k and v: [t, num_kv_heads, head_dim], in the order of the batch's tokens, no
         padding; heads are those of this shard, and query head i goes with KV head i * num_kv_heads // num_heads.
@@ -42,10 +52,8 @@ class AttentionBackend(Protocol):
 class AttentionFactory(Protocol):
     """How a backend is made."""
 
-    def __call__(self, kv: KvMemory, *, window: int | None, deterministic: bool) -> AttentionBackend:
-        """kv: where keys and values lie; stays its owner's.
-
-        window: tokens that a query sees, itself included; None: all before it.
+    def __call__(self, kv: KvMemory, *, rules: AttentionRules, deterministic: bool) -> AttentionBackend:
+        """kv: where keys and values lie; stays its owner's. rules: of its layers at least.
 
         deterministic: the output for a token must depend on nothing but its request's tokens up to it: not on what
         else is in the batch, how the prompt is cut, or which pages hold it. Raises ModelError where that, or anything

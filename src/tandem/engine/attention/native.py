@@ -2,6 +2,9 @@
 
 Batches of many tokens are torch's: its products of matrices are faster than what is won by reading in place.
 
+Layers may have windows of their own. Scores that are capped, or divided by anything but the root of the head dimension,
+are torch's.
+
 The bits of a token's output depend on its own keys only (`native/attention.h`), so under `--deterministic` the batch
 needs no arrangement, provided that the kernels are those of one order: `library.best(deterministic=True)`.
 """
@@ -10,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.base import AttentionBackend
+from tandem.engine.attention.base import AttentionBackend, AttentionRules
 from tandem.engine.attention.torch_sdpa import TorchSdpa
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError
@@ -26,7 +29,12 @@ class NativeAttention:
 
     needs_tiles = False
 
-    def __init__(self, kv: KvMemory, *, window: int | None, deterministic: bool) -> None:
+    def __init__(self, kv: KvMemory, *, rules: AttentionRules, deterministic: bool) -> None:
+        if not fits(kv, rules):
+            raise ModelError(
+                "--attention-backend native cannot compute the scores of this model (a soft cap, or a divisor that is "
+                "not the head dimension); use --attention-backend torch_native"
+            )
         kernels = kernels_for(kv, deterministic=deterministic)
         if kernels is None:
             raise ModelError(
@@ -36,16 +44,17 @@ class NativeAttention:
             )
         self.kv = kv
         self.kernels = kernels
-        self.view = BatchView()
-        self._window = window or 0
-        self._arrays: tuple[np.ndarray, ...] = ()  # which the view points to
-        self._torch = None if deterministic else TorchSdpa(kv, window=window, deterministic=False)
+        self.view = BatchView()  # of all layers, where they see alike; else of no token
+        self._windows = [window or 0 for window in rules.windows[: kv.num_layers]]
+        self._views: dict[int, BatchView] = {}  # by window
+        self._arrays: tuple[np.ndarray, ...] = ()  # which the views point to
+        self._torch = None if deterministic else TorchSdpa(kv, rules=rules, deterministic=False)
         self._is_large = False  # the batch that was planned is `_torch`'s
 
     def plan(self, batch: Batch) -> None:
-        self._is_large = False
+        self._is_large, self.view = False, BatchView()
         if self._torch is not None and batch.positions.shape[0] > LARGE_TOKENS:
-            self._is_large, self.view = True, BatchView()
+            self._is_large = True
             self._torch.plan(batch)
             return
         positions = batch.rows.tokens(batch.positions).numpy()
@@ -60,15 +69,18 @@ class NativeAttention:
             tables[rows.first : rows.first + count] = filled + width * np.arange(count)
             pages.append(rows.tables.reshape(-1))
         self._arrays = (positions, np.ascontiguousarray(batch.slots), tables, np.concatenate(pages))
-        addresses = (array.ctypes.data for array in self._arrays)
-        self.view = BatchView(len(positions), *addresses, self._window)
+        addresses = [array.ctypes.data for array in self._arrays]
+        self._views = {window: BatchView(len(positions), *addresses, window) for window in self._windows}
+        if len(self._views) == 1:
+            (self.view,) = self._views.values()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
         if self._is_large and self._torch is not None:
             return self._torch.forward(q, k, v, layer=layer)
         out = torch.empty(q.shape, dtype=q.dtype)
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        self.kernels.attention(self.kv.tensor, self.view, q, k, v, out, layer=layer)
+        view = self._views[self._windows[layer]]
+        self.kernels.attention(self.kv.tensor, view, q, k, v, out, layer=layer)
         return out
 
 
@@ -81,8 +93,13 @@ def kernels_for(kv: KvMemory, *, deterministic: bool) -> Kernels | None:
     return library.best(deterministic=deterministic)
 
 
-def automatic(kv: KvMemory, *, window: int | None, deterministic: bool) -> AttentionBackend:
-    """The native kernels where they are, else plain torch."""
-    found = kernels_for(kv, deterministic=deterministic)
-    kind = TorchSdpa if found is None else NativeAttention
-    return kind(kv, window=window, deterministic=deterministic)
+def fits(kv: KvMemory, rules: AttentionRules) -> bool:
+    """Whether the kernels compute these scores."""
+    return rules.soft_cap is None and rules.scale == kv.head_dim**-0.5
+
+
+def automatic(kv: KvMemory, *, rules: AttentionRules, deterministic: bool) -> AttentionBackend:
+    """The native kernels where they are and compute what is wanted, else plain torch."""
+    is_native = fits(kv, rules) and kernels_for(kv, deterministic=deterministic) is not None
+    kind = NativeAttention if is_native else TorchSdpa
+    return kind(kv, rules=rules, deterministic=deterministic)

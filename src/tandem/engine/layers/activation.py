@@ -1,12 +1,14 @@
-"""The gate of an MLP."""
+"""What is not linear: the gate of an MLP, and soft caps."""
+
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.native import library
-from tandem.engine.rows import TILE_ROWS
+from tandem.engine.rows import TILE_ROWS, UNDIVIDED_ELEMENTS
 
-UNDIVIDED_ELEMENTS = 1 << 15  # torch computes so many elements of a tensor in one thread
+Activation = Callable[[Tensor, Tensor], Tensor]  # of gate and up, [n, features] each, in the memory of `gate`
 
 
 def silu(x: Tensor) -> Tensor:
@@ -28,3 +30,27 @@ def silu_and_mul(gate: Tensor, up: Tensor) -> Tensor:
     if kernels is not None and up.is_contiguous():
         return kernels.silu_and_mul(gate, up)
     return silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu as tanh approximates it, in the memory of `gate`.
+
+    For the reason that is given at `silu`: row by row where rows are few, or where kernels that take them as they come
+    have promised that a row keeps its bits.
+    """
+    kernels = library.fitting(gate)
+    is_by_row = gate.shape[0] <= TILE_ROWS or (kernels is not None and kernels.alone)
+    for piece in _row_pieces(gate) if is_by_row else (gate,):
+        piece.copy_(functional.gelu(piece, approximate="tanh"))
+    return gate.mul_(up)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap), in place. x: [n, features]. Row by row, for the same reason."""
+    for piece in _row_pieces(x):
+        piece.div_(cap).tanh_().mul_(cap)
+    return x
+
+
+def _row_pieces(x: Tensor) -> Iterator[Tensor]:
+    return (piece for row in x for piece in row.split(UNDIVIDED_ELEMENTS))

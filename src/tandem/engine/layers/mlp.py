@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tandem.engine.layers.activation import silu_and_mul
+from tandem.engine.layers.activation import Activation, silu_and_mul
 from tandem.engine.layers.linear import GateUpLinear, RowParallelLinear
 
 
@@ -12,10 +12,11 @@ from tandem.engine.layers.linear import GateUpLinear, RowParallelLinear
 class GatedMlp:
     gate_up: GateUpLinear
     down_proj: RowParallelLinear
+    activation: Activation = silu_and_mul
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to [n, hidden], the same on every shard"""
-        return self.down_proj(silu_and_mul(*self.gate_up(x)))
+        return self.down_proj(self.activation(*self.gate_up(x)))
 
     def product_shapes(self) -> list[tuple[int, int]]:
         linears = (self.gate_up.gate_proj, self.gate_up.up_proj, self.down_proj)

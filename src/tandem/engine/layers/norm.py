@@ -12,17 +12,22 @@ from tandem.engine.parallel import Group
 
 @dataclass(frozen=True, slots=True)
 class RMSNorm:
-    """Over the last dimension, in fp32 whatever the type of x. Every shard has all of it."""
+    """Over the last dimension, in fp32 whatever the type of x. Every shard has all of it.
+
+    A weight of the type of x is multiplied after rounding to that type, one of fp32 before.
+    """
 
     weight: Tensor  # [features]
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         kernels = library.fitting(x)
-        if kernels is not None:
+        if kernels is not None and self.weight.dtype == x.dtype:
             return kernels.rms_norm(x, self.weight, self.eps)
         if x.dtype == torch.float32:
             return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.weight.dtype == torch.float32:
+            return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 

@@ -14,15 +14,19 @@ class VocabParallelEmbedding:
     weight: Tensor  # [this shard's tokens, hidden]
     first_token: int  # of this shard
     group: Group
+    scale: float = 1.0
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[n] int64 to [n, hidden], the same on every shard: who has a token looks it up, the others add zeros."""
         if self.group.shard.size == 1:
-            return functional.embedding(token_ids, self.weight)
+            return self._scaled(functional.embedding(token_ids, self.weight))
         local = token_ids - self.first_token
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
         found = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
-        return self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], 0))
+        return self._scaled(self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], 0)))
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
 
 
 @dataclass(frozen=True, slots=True)

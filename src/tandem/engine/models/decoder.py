@@ -9,11 +9,13 @@ A family says of what its blocks consist, with a `Loader`; everything else is he
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
+from tandem.engine.layers.activation import Activation, silu_and_mul, soft_cap
 from tandem.engine.layers.experts import Expert, Experts
 from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
@@ -66,23 +68,25 @@ class Decoder:
     """A `Model`. On a stage that is not the first, or not the last, the embedding, or norm and head, are empty."""
 
     embedding: VocabParallelEmbedding
-    rotary: RotaryTable
+    rotary: tuple[RotaryTable, ...]  # of each block; one object for those that turn alike
     blocks: tuple[Block, ...]
     norm: RMSNorm
     head: VocabParallelHead
+    logit_cap: float | None = None
     flat: FlatBlocks | None = field(init=False, repr=False)  # of `blocks`, where one call can run them
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "flat", FlatBlocks.of(self.blocks, rotary_dim=self.rotary.width))
+        flat = FlatBlocks.of(self.blocks, rotary_dim=self.rotary[0].width) if len(set(self.rotary)) == 1 else None
+        object.__setattr__(self, "flat", flat)
 
     def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
         rows = batch.rows
         x = self.embedding(batch.token_ids) if hidden is None else hidden
         if self.flat is not None and isinstance(attention, NativeAttention) and self.flat.fits(x, attention):
-            return self.flat.forward(x, *self.rotary.up_to(batch.last_position), attention)
-        cos, sin = self.rotary.at(batch.positions, last_position=batch.last_position)
-        for layer, block in enumerate(self.blocks):
-            q, k, v = rows.apply(block.project, x, cos, sin)
+            return self.flat.forward(x, *self.rotary[0].up_to(batch.last_position), attention)
+        angles = {table: table.at(batch.positions, last_position=batch.last_position) for table in set(self.rotary)}
+        for layer, (block, table) in enumerate(zip(self.blocks, self.rotary, strict=True)):
+            q, k, v = rows.apply(block.project, x, *angles[table])
             attended = attention.forward(rows.tokens(q), rows.tokens(k), rows.tokens(v), layer=layer)
             x = rows.apply(block.finish, x, rows.padded(attended.flatten(1), num_rows=x.shape[0]))
         return x
@@ -92,10 +96,11 @@ class Decoder:
         return scores if batch.sampled_place is None else scores.index_select(0, batch.sampled_place)
 
     def _score(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(x)).float()
+        scores = self.head(self.norm(x)).float()
+        return scores if self.logit_cap is None else soft_cap(scores, self.logit_cap)
 
     def first_layers(self, count: int) -> "Decoder":
-        return replace(self, blocks=self.blocks[:count])
+        return replace(self, blocks=self.blocks[:count], rotary=self.rotary[:count])
 
     def product_shapes(self) -> list[tuple[int, int]]:
         head = self.head.weight.shape
@@ -112,11 +117,13 @@ class Loader:
     heads: HeadShard
     index: int = 0  # of the layer
     prefix: str = ""
+    norms_add_one: bool = False  # to their weights
 
     def norm(self, name: str, features: int | None = None) -> RMSNorm:
         """features: of one row, the hidden size unless told."""
         size = self.config.hidden_size if features is None else features
-        return RMSNorm(self.weights.take(f"{self.prefix}{name}.weight", size), self.config.norm_eps)
+        weight = self.weights.take(f"{self.prefix}{name}.weight", size)
+        return RMSNorm(1.0 + weight.float() if self.norms_add_one else weight, self.config.norm_eps)
 
     def head_norms(self, q_name: str, k_name: str) -> HeadNorms:
         return HeadNorms(*(self.norm(name, self.config.head_dim) for name in (q_name, k_name)))
@@ -152,12 +159,13 @@ class Loader:
         part = slice(own.start * dim, own.stop * dim)
         return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias)
 
-    def mlp(self, name: str, *, bias: bool, fused: bool = False) -> GatedMlp:
+    def mlp(self, name: str, *, bias: bool, fused: bool = False, activation: Activation = silu_and_mul) -> GatedMlp:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         part = self.group.shard.part(inner)
         return GatedMlp(
             GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, fused=fused),
             self._row_parallel(f"{name}.down_proj", inner, part, bias=bias),
+            activation,
         )
 
     def experts(self, name: str, *, kinds: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Experts:
@@ -189,14 +197,24 @@ class Loader:
 
 
 def build_decoder(
-    config: ModelConfig, weights: Weights, group: Group, stage: Shard, block: Callable[[Loader], Block]
+    config: ModelConfig,
+    weights: Weights,
+    group: Group,
+    stage: Shard,
+    block: Callable[[Loader], Block],
+    *,
+    norms_add_one: bool = False,
+    embedding_scale: float = 1.0,
 ) -> Decoder:
-    """block: makes one from the tensors of its layer. Raises ModelError as `Build` says."""
+    """block: makes one from the tensors of its layer. embedding_scale: rounded to the type that is computed with.
+
+    Raises ModelError as `Build` says.
+    """
     own_layers = layers_of(stage, config.num_layers)
     elsewhere = weights.elsewhere()
     is_first, is_last = stage.rank == 0, stage.rank == stage.size - 1
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
-    here, there = (Loader(config, source, group, heads) for source in (weights, elsewhere))
+    here, there = (Loader(config, source, group, heads, norms_add_one=norms_add_one) for source in (weights, elsewhere))
     tokens = group.shard.part(config.vocab_size)
     sizes = (config.vocab_size, config.hidden_size)
     has_embedding = is_first or (is_last and config.tied_embeddings)
@@ -208,10 +226,21 @@ def build_decoder(
         block(replace(here if index in own_layers else there, index=index, prefix=f"model.layers.{index}."))
         for index in range(config.num_layers)
     ]
+    scale = torch.tensor(embedding_scale, dtype=weights.dtype).item()
     return Decoder(
-        embedding=VocabParallelEmbedding(embedding, tokens.start, group),
-        rotary=RotaryTable(config.rope, head_dim=config.head_dim, dtype=weights.dtype, device=weights.device),
+        embedding=VocabParallelEmbedding(embedding, tokens.start, group, scale),
+        rotary=_rotary_tables(config, own_layers, weights),
         blocks=tuple(blocks[own_layers.start : own_layers.stop]),
         norm=(here if is_last else there).norm("model.norm"),
         head=VocabParallelHead(head, config.vocab_size, group),
+        logit_cap=config.logit_cap,
     )
+
+
+def _rotary_tables(config: ModelConfig, layers: range, weights: Weights) -> tuple[RotaryTable, ...]:
+    made = [
+        (rope, RotaryTable(rope, head_dim=config.head_dim, dtype=weights.dtype, device=weights.device))
+        for rope in (config.rope, config.local_rope)
+        if rope is not None
+    ]
+    return tuple(next(table for rope, table in made if rope == config.rope_of(layer)) for layer in layers)

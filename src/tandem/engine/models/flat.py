@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tandem.engine.attention.native import NativeAttention
+from tandem.engine.layers.activation import silu_and_mul
 from tandem.engine.layers.experts import Experts
 from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
@@ -102,7 +103,7 @@ class FlatBlocks:
 def _view(block: Layer) -> LayerView | None:
     """None of a block that one call cannot run."""
     qkv, mlp, qk_norm = block.qkv, block.mlp, block.qk_norm
-    if not isinstance(mlp, GatedMlp) or isinstance(qk_norm, WidthNorms):
+    if not isinstance(mlp, GatedMlp) or mlp.activation is not silu_and_mul or isinstance(qk_norm, WidthNorms):
         return None
     if block.before_attention is None or block.before_mlp is None or block.after_attention or block.after_mlp:
         return None

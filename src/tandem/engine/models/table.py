@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture's `model_type`, and what the fields of its `config.json` mean."""
+    """An architecture's `model_type`, and what the fields of its `config.json` mean.
+
+    computes: fields that are refused of other architectures (`UNSUPPORTED` in `model_config.py`).
+    """
 
     model_type: str
     defaults: Mapping[str, int | float] = field(default_factory=dict)  # of fields that may be absent
@@ -19,6 +22,10 @@ class Family:
     has_window_unless_told: bool = True  # a `sliding_window` holds without `use_sliding_window`
     # Switches that the architecture itself decides, and the only values that these fields may have then.
     fixed: dict[str, bool] = field(default_factory=dict)
+    computes: frozenset[str] = frozenset()
+    activation: str = "silu"  # of the MLP, the only one: a key of `ACTIVATIONS` in `model_config.py`
+    full_layer_every: int | None = None  # so many layers one has no window; None: all have the same
+    local_theta: float | None = None  # `theta` of layers with a window, where they turn by angles of their own
     expert_size: str | None = None  # the field with the intermediate size of an expert; None: there are no experts
     may_turn_a_part: bool = False  # of each head: `partial_rotary_factor`
     theta: float = 10_000.0  # of rotary positions, where nothing names it
@@ -27,9 +34,40 @@ class Family:
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2}
 _QWEN3_MOE = {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+_COUNTS = frozenset({"num_experts", "num_local_experts"})
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA2 = {**_GEMMA, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA_COMPUTES = frozenset({"query_pre_attn_scalar", "final_logit_softcapping"})
 _QKV_BIAS = {"attention_bias": True, "mlp_bias": False}
 
 FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": Family(
+        "gemma2",
+        _GEMMA2,
+        4096,
+        computes_window=True,
+        fixed={"mlp_bias": False},
+        computes=_GEMMA_COMPUTES | {"attn_logit_softcapping"},
+        activation="gelu_tanh",
+        full_layer_every=2,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text",
+        _GEMMA,
+        4096,
+        computes_window=True,
+        fixed={"mlp_bias": False},
+        computes=_GEMMA_COMPUTES | {"sliding_window_pattern", "rope_local_base_freq"},
+        activation="gelu_tanh",
+        full_layer_every=6,
+        local_theta=1e4,
+        theta=1e6,
+    ),
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", {"num_key_value_heads": 8}, 4096, computes_window=True, fixed=_NO_BIAS),
     "MixtralForCausalLM": Family(
@@ -37,6 +75,7 @@ FAMILIES: dict[str, Family] = {
         _MIXTRAL,
         computes_window=True,
         fixed={**_NO_BIAS, "norm_topk_prob": True},
+        computes=_COUNTS,
         expert_size="intermediate_size",
         theta=1e6,
     ),
@@ -51,6 +90,7 @@ FAMILIES: dict[str, Family] = {
         _QWEN3_MOE,
         has_window_unless_told=False,
         fixed={"mlp_bias": False},
+        computes=_COUNTS,
         expert_size="moe_intermediate_size",
     ),
 }

@@ -86,7 +86,7 @@ class Kernels:
     def __init__(self, name: str, path: Path, *, alone: bool) -> None:
         """alone: whatever the number of rows, a product is computed here: torch's would round otherwise."""
         self.name = name
-        self._alone = alone
+        self.alone = alone
         self._has_tiles = name == "amx_bf16"
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
@@ -104,7 +104,7 @@ class Kernels:
 
     def most_rows(self, dtype: torch.dtype) -> int:
         """Up to how many rows a product is faster here than in torch's libraries."""
-        if self._alone:
+        if self.alone:
             return MANY_ROWS
         return TILE_ROWS if self._has_tiles and dtype == torch.bfloat16 else FEW_ROWS
 
