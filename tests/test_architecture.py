@@ -26,7 +26,15 @@ BASE = tuple(
 )
 CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core.scheduler", "core.router"}
 # What a checkpoint says, without torch; and what a forward pass is about.
-ENGINE_CONFIG = ("documents", "eos", "rope_config", "experts_config", "model_config", "models.table")
+ENGINE_CONFIG = (
+    "documents",
+    "eos",
+    "rope_config",
+    "experts_config",
+    "generation_config",
+    "model_config",
+    "models.table",
+)
 ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler")
 # What the server decides and says without a socket, thread or clock: the simulator drives it too.
 SERVER_MACHINES = (

@@ -143,6 +143,12 @@ class ServerConfig:
         "the same on both halves of a pair",
         choices=("auto", "none", "qwen3", "deepseek-r1"),
     )
+    sampling_defaults: str = flag(
+        "model",
+        "temperature, top_k, top_p, min_p and repetition_penalty of requests that do not say; model: as its "
+        "generation_config.json has them; openai: 1, off, 1, 0 and 1; the same on both halves of a pair",
+        choices=("model", "openai"),
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")

@@ -27,6 +27,16 @@ class SamplingParams(Struct, frozen=True):
     grammar: str = ""  # that the output has to follow, as `grammar.py` writes it; none: it is free
 
 
+class SamplingDefaults(Struct, frozen=True):
+    """Of a server, for what a request leaves open: unless a checkpoint says otherwise, plain draws from the softmax."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
 class TokenScore(Struct, frozen=True, array_like=True):
     """The `extra` of one sampled token, msgpack: log-softmax of the raw logits in fp32 (before temperature)."""
 

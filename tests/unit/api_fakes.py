@@ -23,7 +23,7 @@ from tandem.core.commands import Path as KvPath
 from tandem.core.request import Request
 from tandem.core.values import Cause, Incarnation, Nanos
 from tandem.metrics.log import RequestLog
-from tandem.sampling import Payload, TokenScore
+from tandem.sampling import Payload, SamplingDefaults, TokenScore
 from tandem.server import wire
 from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
@@ -180,6 +180,9 @@ class World:
         return TestClient(self.app, client=("127.0.0.1", 4711), **kwargs)  # type: ignore[arg-type]
 
 
+USUAL = SamplingDefaults()
+
+
 def world(
     script: Callable[[Request, Payload], Script] | None = None,
     *,
@@ -188,6 +191,7 @@ def world(
     context_length: int = 4096,
     answers: dict[str, object] | None = None,
     digest_secret: bytes | None = None,
+    sampling_defaults: SamplingDefaults = USUAL,
     **settings: object,
 ) -> World:
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
@@ -208,6 +212,7 @@ def world(
         vocab_size=(tokenizer or default_tokenizer()).vocab_size,
         eos_token_ids=frozenset({END}),
         dtype="float32",
+        sampling_defaults=sampling_defaults,
     )
     log = StringIO()
     app = build_app(

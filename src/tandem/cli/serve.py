@@ -11,7 +11,9 @@ from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig
+from tandem.engine.generation_config import read_sampling_defaults
 from tandem.engine.model_config import ModelError, read_config, read_json
+from tandem.sampling import SamplingDefaults
 from tandem.server import logs
 from tandem.server.api.facts import ModelFacts
 from tandem.server.exposure import open_to_others
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
     logs.set_up(config.log_format, process="api")
+    if model.sampling_defaults != SamplingDefaults():
+        logger.info("for requests that do not say, generation_config.json does: %s", model.sampling_defaults)
     try:
         listeners = bind_listeners(config)
         for warning in (open_to_others(config), more_workers_than_cores(config)):
@@ -74,6 +78,8 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
     try:
         raw = read_json(model_dir / "config.json")
         model = read_config(model_dir)
+        takes_models = config.sampling_defaults == "model"
+        defaults = read_sampling_defaults(model_dir) if takes_models else SamplingDefaults()
     except ModelError as error:
         raise CommandFailed(str(error)) from error
     context = model.max_context if config.context_length is None else config.context_length
@@ -91,4 +97,5 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_ids),
         dtype=config.dtype if config.dtype != "auto" else str(model.stored_dtype or "auto"),
+        sampling_defaults=defaults,
     )

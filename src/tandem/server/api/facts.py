@@ -5,6 +5,7 @@ import os
 from msgspec import Struct
 
 from tandem.config import ServerConfig
+from tandem.sampling import SamplingDefaults
 from tandem.server.api.bounds import MAX_SAMPLES
 from tandem.server.api.validation import HashKeys, ModelLimits
 
@@ -23,6 +24,7 @@ class ModelFacts(Struct):
     eos_token_ids: frozenset[int]
     dtype: str
     num_pages: int = 0  # until the node is ready
+    sampling_defaults: SamplingDefaults = SamplingDefaults()  # those that the server was told to take
 
 
 def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
@@ -41,5 +43,6 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         bootstrap_port=config.disaggregation_bootstrap_port,
         is_strict_remote=config.strict_remote,
         dp_size=config.dp_size,
+        defaults=model.sampling_defaults,
         keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

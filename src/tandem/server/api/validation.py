@@ -19,7 +19,7 @@ from msgspec import Struct
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
-from tandem.sampling import Payload, SamplingParams
+from tandem.sampling import Payload, SamplingDefaults, SamplingParams
 from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
@@ -57,6 +57,7 @@ class ModelLimits(Struct, frozen=True):
     is_strict_remote: bool  # decode: no prompt is computed here
     keys: HashKeys
     dp_size: int = 1
+    defaults: SamplingDefaults = SamplingDefaults()
 
 
 class Prompt(Struct, frozen=True):
@@ -126,7 +127,7 @@ def check_params(
     grammar: str = "",
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
-    prefix = names.prefix
+    prefix, defaults = names.prefix, limits.defaults
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
         raise invalid(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
     bias = fields.logit_bias or {}
@@ -134,13 +135,13 @@ def check_params(
     stop_token_ids = fields.stop_token_ids or []
     check_ids(stop_token_ids, limits, prefix + "stop_token_ids")
     sampling = SamplingParams(
-        temperature=given_or(fields.temperature, 1.0),
-        top_k=max(given_or(fields.top_k, 0), 0),
-        top_p=given_or(fields.top_p, 1.0),
-        min_p=given_or(fields.min_p, 0.0),
+        temperature=given_or(fields.temperature, defaults.temperature),
+        top_k=max(given_or(fields.top_k, defaults.top_k), 0),
+        top_p=given_or(fields.top_p, defaults.top_p),
+        min_p=given_or(fields.min_p, defaults.min_p),
         presence_penalty=given_or(fields.presence_penalty, 0.0),
         frequency_penalty=given_or(fields.frequency_penalty, 0.0),
-        repetition_penalty=given_or(fields.repetition_penalty, 1.0),
+        repetition_penalty=given_or(fields.repetition_penalty, defaults.repetition_penalty),
         logit_bias=bias,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
