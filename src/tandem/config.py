@@ -70,7 +70,11 @@ class ServerConfig:
         metavar="NAME",
     )
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
-    dtype: str = flag("auto", "weights and activations; auto: as stored", choices=("auto", "float32", "bfloat16"))
+    dtype: str = flag(
+        "auto",
+        "weights and activations; auto: as stored, float16 as float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     device: str = flag("cpu", "torch device", metavar="DEVICE")
     attention_backend: str = flag(
         DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)

@@ -199,6 +199,14 @@ def test_native_kernels_refuse_scores_that_they_do_not_compute(rules: AttentionR
         World("native", (6, 2), 4, rules=rules)
 
 
+def test_float16_is_torchs() -> None:
+    with pytest.raises(ModelError, match=r"it needs .* float32 or bfloat16 on the CPU"):
+        World("native", (6, 2), 4, dtype=torch.float16)
+
+    for out, expected in World("auto", (6, 2), 4, dtype=torch.float16).play():
+        torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 def test_what_was_returned_is_not_touched_again(backend: str) -> None:
     world = World(backend, (6, 2), 4)

@@ -83,7 +83,7 @@ def refusal(model: LoadedModel, *, threads: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("page_size", [1, 16, 512])
 def test_the_bundled_model_on_one_thread_passes_and_its_layout_says_which_numbers_it_has(
     dtype: str, page_size: int

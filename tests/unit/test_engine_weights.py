@@ -41,6 +41,8 @@ def test_a_whole_directory_loads(tmp_path: Path) -> None:
         (torch.bfloat16, "auto", torch.bfloat16),
         (torch.float16, "auto", torch.float32),
         (torch.float16, "bfloat16", torch.bfloat16),
+        (torch.float16, "float16", torch.float16),
+        (torch.float32, "float16", torch.float16),
         (torch.bfloat16, "float32", torch.float32),
         (torch.float32, "bfloat16", torch.bfloat16),
     ],

@@ -63,7 +63,8 @@ class Engine:
         self.kv = KvMemory(
             model.kv_shape, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
         )
-        self._kernels = library.use(library.best(deterministic=deterministic))
+        kernels = library.best(deterministic=deterministic) if model.dtype in library.DTYPES else None
+        self._kernels = library.use(kernels)
         self._attention = open_attention(self.kv, rules=model.attention, deterministic=deterministic)
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
         self._decode_set = DecodeSet()

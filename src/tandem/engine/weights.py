@@ -22,10 +22,11 @@ from tandem.engine.kv_memory import KvShape
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
+from tandem.engine.models.table import FAMILIES
 from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE_CHARS = 64  # a field of a layout is short
 WHOLE_MODEL = Shard(0, 1)
 STORED = ("F32", "BF16", "F16")
@@ -67,7 +68,7 @@ def load(
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
 
-    dtype: "float32", "bfloat16", or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
+    dtype: a key of `DTYPES`, or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
 
     cache: of digests read before; the user's own when it is None.
     """
@@ -75,6 +76,7 @@ def load(
     _check_device(device)
     checkpoint = Checkpoint(model_dir)
     chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(EMBEDDING), device=device)
+    _refuse_overflow(config, chosen)
     weight_bytes = _refuse_too_large(checkpoint, chosen, device)
     source = WeightSource(checkpoint, dtype=chosen, device=device)
     group = group if group is not None else OneShard()
@@ -150,6 +152,14 @@ class WeightSource:
         if part.ndim > 1:
             part = part[:, columns].contiguous()  # a part of the columns is copied; rows, and the whole, stay mapped
         return part.to(dtype=self.dtype).to(device=self.device)
+
+
+def _refuse_overflow(config: ModelConfig, dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and FAMILIES[config.architecture].outgrows_float16:
+        raise ModelError(
+            f"{config.architecture} has hidden states beyond the largest number of float16; use --dtype bfloat16 or "
+            "float32"
+        )
 
 
 def _refuse_too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> int:

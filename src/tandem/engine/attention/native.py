@@ -39,7 +39,7 @@ class NativeAttention:
         if kernels is None:
             raise ModelError(
                 "--attention-backend native has no kernel here: it needs a processor with AVX2, a C++ compiler when "
-                f"Tandem is installed, tensors on the CPU, heads of at most {library.MOST_HEAD_DIM}, and "
+                f"Tandem is installed, float32 or bfloat16 on the CPU, heads of at most {library.MOST_HEAD_DIM}, and "
                 f"{library.SWITCH} not off; use --attention-backend torch_native"
             )
         self.kv = kv
@@ -88,7 +88,7 @@ def kernels_for(kv: KvMemory, *, deterministic: bool) -> Kernels | None:
     """What reads this memory."""
     if kv.tensor.device.type != "cpu" or kv.head_dim > library.MOST_HEAD_DIM:
         return None
-    if kv.tensor.dtype not in (torch.float32, torch.bfloat16):
+    if kv.tensor.dtype not in library.DTYPES:
         return None
     return library.best(deterministic=deterministic)
 

@@ -28,6 +28,7 @@ class Family:
     local_theta: float | None = None  # `theta` of layers with a window, where they turn by angles of their own
     expert_size: str | None = None  # the field with the intermediate size of an expert; None: there are no experts
     may_turn_a_part: bool = False  # of each head: `partial_rotary_factor`
+    outgrows_float16: bool = False  # hidden states do, in published checkpoints
     theta: float = 10_000.0  # of rotary positions, where nothing names it
 
 
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False},
         computes=_GEMMA_COMPUTES | {"attn_logit_softcapping"},
         activation="gelu_tanh",
+        outgrows_float16=True,
         full_layer_every=2,
     ),
     "Gemma3ForCausalLM": Family(
@@ -64,6 +66,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False},
         computes=_GEMMA_COMPUTES | {"sliding_window_pattern", "rope_local_base_freq"},
         activation="gelu_tanh",
+        outgrows_float16=True,
         full_layer_every=6,
         local_theta=1e4,
         theta=1e6,

@@ -37,6 +37,7 @@ MOST_HEAD_DIM = 512
 FEW_ROWS = 64  # with more of them the products of torch's libraries are faster
 TILE_ROWS = 256  # the same, where the processor multiplies tiles of bf16
 MANY_ROWS = 1 << 30
+DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
 
@@ -186,7 +187,7 @@ def set_waiting(*, spins: bool) -> None:
 def fitting(x: Tensor) -> Kernels | None:
     """What can take this tensor."""
     kernels = in_use()
-    if kernels is None or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    if kernels is None or x.device.type != "cpu" or x.dtype not in DTYPES:
         return None
     return kernels if x.is_contiguous() else None
 
