@@ -69,6 +69,12 @@ class ServerConfig:
         "localhost (default: on loopback the machine's own names, else any); may be repeated",
         metavar="NAME",
     )
+    max_stored_responses: int = flag(
+        1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
+    )
+    stored_responses_max_bytes: int = flag(
+        256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
+    )
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag(
         "auto",
@@ -273,6 +279,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
         "--num-reserved-decode-tokens, --schedule-conservativeness and --drain-timeout must not be negative",
+    ),
+    Rule(
+        lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
+        "--max-stored-responses and --stored-responses-max-bytes must not be negative",
     ),
     Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     Rule(

@@ -28,7 +28,11 @@ DECODES = Only((UNIFIED, DECODE), "a prefill server decodes nothing")
 SENDS = Only((PREFILL,), "elsewhere nothing waits for a decode server's READY")
 RECEIVES = Only((DECODE,), "elsewhere nothing is received from a prefill server")
 
+KEEPS = Only((UNIFIED,), "the router keeps what prefill and decode servers answer together")
+
 ROLES: dict[str, Only] = {
+    "--max-stored-responses": KEEPS,
+    "--stored-responses-max-bytes": KEEPS,
     "--disaggregation-bootstrap-port": PAIRED,
     "--disaggregation-allow": PAIRED,
     "--disaggregation-transfer-backend": PAIRED,
@@ -91,6 +95,11 @@ NEEDS: tuple[Need, ...] = (
         "--num-reserved-decode-tokens",
         lambda c: c.schedule_conservativeness != 0,
         "does nothing with --schedule-conservativeness 0, which reserves nothing",
+    ),
+    Need(
+        "--stored-responses-max-bytes",
+        lambda c: c.max_stored_responses > 0,
+        "does nothing with --max-stored-responses 0, which keeps none",
     ),
     Need(
         "--allowed-host",

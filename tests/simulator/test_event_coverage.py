@@ -68,6 +68,7 @@ NOT_SIMULATED: dict[str, str] = {
     "code cross_site": EDGE,
     "code head_too_large": EDGE,
     "code body_too_large": EDGE,
+    "code response_not_found": "no client of a whole cluster goes on from a response",
     "code busy": "takes thousands of connections",
     "code node_silent": "the watchdogs of whole clusters end who hangs before anybody asks",
     "code internal_error": "a bug of ours: in a simulation it is a violation of S13, not an answer",

@@ -2,10 +2,11 @@
 
 import json
 
+import httpx
 import pytest
 
 from tandem.server.api.errors import RULES, Code, Failure, error_json
-from tandem.server.router.answer import error_at_end, merge_input_logprobs, retryable_of
+from tandem.server.router.answer import error_at_end, merge_input_logprobs, passed_headers, retryable_of
 
 
 @pytest.mark.parametrize("code", RULES, ids=lambda code: code.value)
@@ -74,3 +75,8 @@ def test_an_answer_that_cannot_be_read_or_written_again_passes_as_it_is(foreign:
     assert merge_input_logprobs(prefill=prefill, decode=decode) == decode
     assert merge_input_logprobs(prefill=decode, decode=prefill) == prefill
     assert error_at_end(b'{"error": {"code": "x"}, "foreign": %s}' % foreign.encode()) in (None, {"code": "x"})
+
+
+def test_a_header_that_could_not_be_sent_on_is_left_out() -> None:
+    given = [("x-tandem-path", "remote"), ("x-tandem-odd", "a\x01b"), ("retry-after", "1"), ("server", "x")]
+    assert passed_headers(httpx.Headers(given)) == {"x-tandem-path": "remote", "retry-after": "1"}

@@ -137,6 +137,10 @@ def seeds() -> Mapping[str, bytes]:
     loads = answer(200, {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_used_tokens": 7}]})
     info = answer(200, {"disaggregation_mode": "decode", "internal_states": [{"a": 1}], "served_model_name": "m"})
     paths = answer(200, {"paths": {"/generate": {}, "/debug/state": {}}})
+    responses = {"input": [{"role": "user", "content": "a"}], "store": True}
+    made = {"id": "r", "status": "completed", "store": True, "output": [{"type": "message", "content": []}]}
+    ending = b"event: response.completed\ndata: " + json.dumps({"response": made}).encode() + b"\n\n"
+    made_stream = answer(200, ending, content_type="text/event-stream")
     pair = {"bootstrap_host": "x", "bootstrap_room": 5, "bootstrap_port": 1}
     native = {"text": "a", "rid": "r", "timeout": 3.5, "return_logprob": True, **pair}
     asked = {
@@ -144,6 +148,8 @@ def seeds() -> Mapping[str, bytes]:
         "batch": (request("POST", "/generate", {**native, "input_ids": [[1], [2]], "rid": ["a", "b"]}), batch, batch),
         "stream": (request("POST", "/generate", {**native, "stream": True}), document, stream),
         "chunked": (request("POST", "/v1/completions", {"prompt": ["a", "b"], "stream": True}), stream, chunked),
+        "responses": (request("POST", "/v1/responses", responses), document, answer(200, made)),
+        "responses_stream": (request("POST", "/v1/responses", {**responses, "stream": True}), document, made_stream),
         "chat": (request("POST", "/v1/chat/completions", {"messages": [], "n": 2}), document, document),
         "refused": (request("POST", "/generate", native), refusal, refusal),
         "retried": (request("POST", "/generate", native), busy, document),

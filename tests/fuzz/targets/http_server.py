@@ -77,6 +77,25 @@ def seeds() -> Mapping[str, bytes]:
         "completion": ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 2, **openai}),
         "completion_echo": ("/v1/completions", {"prompt": "a", "echo": True, "max_tokens": 2}),
         "completion_ids": ("/v1/completions", {"prompt": [PROMPT, [1]], "stream": True, "best_of": 1}),
+        "responses": (
+            "/v1/responses",
+            {"input": "a", "max_output_tokens": 3, "metadata": {"a": "b"}, **SAMPLING, "n": 1},
+        ),
+        "responses_stream": (
+            "/v1/responses",
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "1", "output": "c"},
+                ],
+                "instructions": "d",
+                "text": {"format": {"type": "text"}},
+                "stream": True,
+                "store": False,
+            },
+        ),
         "native": ("/generate", {"text": "a", "sampling_params": native, "return_logprob": True, **ROUTING}),
         "native_ids": (
             "/generate",
@@ -109,7 +128,8 @@ def seeds() -> Mapping[str, bytes]:
         found[f"{role}_batch"] = request("POST", "/generate", {"input_ids": [PROMPT, [9]], **lists}, x_role=role)
     paths = ("/health", "/health_generate", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/toy",
              "/server_info", "/model_info", "/v1/loads", "/get_load", "/openapi.json", "/debug/waits",
-             "/debug/state", "/debug/faults")  # fmt: skip
+             "/debug/state", "/debug/faults", "/v1/responses/resp_1",
+             "/v1/responses/resp_1/input_items?limit=3")  # fmt: skip
     for path in paths:
         found["get" + path.replace("/", "_")] = request("GET", path, authorization="Bearer key")
     faults = {"force_optimistic_prefill_retry_prob": 0.5, "disagg_failure_prob": 0.0}

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from msgspec import Struct, structs
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +49,9 @@ from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
 from tandem.server.api.ops import Ops, check_model, json_response
 from tandem.server.api.rendering import Renderer
+from tandem.server.api.response_store import Conversation, ResponsePages, ResponseStore, owner_of
+from tandem.server.api.responses import ResponsesBody, read_responses, without_items
+from tandem.server.api.responses_reply import ResponsesReply
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
 from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
@@ -142,6 +146,10 @@ class Endpoints:
         self._tokenizer = tokenizer
         self._stats = stats
         self._log = log
+        self._store = ResponseStore(
+            max_responses=config.max_stored_responses if config.role == "unified" else 0,
+            max_bytes=config.stored_responses_max_bytes,
+        )
         self._hosts = Hosts.of(config)
         self._chat_form = ChatForm.of(config, tokenizer)
 
@@ -151,6 +159,8 @@ class Endpoints:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/generate", self.generate, methods=["POST"]),
             Route("/v1/messages", self.messages, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            *ResponsePages(self._store).routes(),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
         ]
 
@@ -186,6 +196,29 @@ class Endpoints:
             return MessagesReply(id=name, model=routing.model or self._config.model_name, form=form)
 
         return await self._answer(request, MessagesBody, partial(read_messages, form=self._chat_form), reply)
+
+    async def responses(self, request: Request) -> TokenResponse:
+        conversation = Conversation(self._store, owner_of(request))
+        kept_size = 0
+
+        async def read(
+            body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
+        ) -> tuple[list[Prompt], list[GenerationParams]]:
+            nonlocal kept_size
+            if self._store.keeps and not conversation.has_begun:
+                asked = (body.previous_response_id, body.input, body.kept_items)
+                raw = await off_loop(size, LOOP_BYTES, conversation.begin, *asked)
+                kept_size = len(raw)
+                body.kept_items = await off_loop(kept_size, LOOP_BYTES, msgspec.json.decode, raw)
+            return await read_responses(body, routing, tokenizer, limits, size + kept_size, form=self._chat_form)
+
+        def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+            model = routing.model or self._config.model_name
+            form = self._chat_form.answer_to(without_items(body))
+            keep = conversation.keep if conversation.has_begun else None
+            return ResponsesReply(body, model=model, form=form, keep=keep)
+
+        return await self._answer(request, ResponsesBody, read, reply)
 
     async def count_tokens(self, request: Request) -> Response:
         raw = await read_body(request)

@@ -96,7 +96,6 @@ class SamplingFields(Struct, kw_only=True):
     format: Raw = NOTHING
     num_predict: Raw = NOTHING
     n_predict: Raw = NOTHING
-    max_output_tokens: Raw = NOTHING
     max_length: Raw = NOTHING
     min_length: Raw = NOTHING
     repeat_penalty: Raw = NOTHING
@@ -150,6 +149,7 @@ class OpenAIBody(SamplingFields, kw_only=True):
     grammar: Raw = NOTHING
     max_new_tokens: Raw = NOTHING
     min_new_tokens: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
 
 
 class ChatBody(OpenAIBody, kw_only=True):
@@ -195,6 +195,7 @@ class NativeSampling(SamplingFields, kw_only=True):
     grammar: Raw = NOTHING
     max_tokens: Raw = NOTHING
     min_tokens: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
     seed: Raw = NOTHING
 
 
@@ -272,13 +273,11 @@ def refuse_unsupported(body: Struct, prefix: str = "") -> None:
         value = getattr(body, name)
         if isinstance(value, Raw) and is_asked_for(value):
             raise unsupported(prefix + name, hint(body, name))
-    structured = getattr(body, "structured_outputs", None)
-    if structured is not None:
-        refuse_unsupported(structured, "structured_outputs.")
-    sampling = getattr(body, "sampling_params", None)
-    for fields in sampling if isinstance(sampling, list) else [sampling]:
-        if fields is not None:
-            refuse_unsupported(fields, "sampling_params.")
+        if isinstance(value, Struct):
+            refuse_unsupported(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+            for inner in value:
+                refuse_unsupported(inner, f"{prefix}{name}.")
 
 
 OTHER_NAMES = {

@@ -38,6 +38,8 @@ MAX_SALT_CHARS = 1024
 MAX_GRAMMAR_CHARS = 1 << 16  # of one schema, expression or grammar as text
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
+MAX_RESPONSE_ID_CHARS = 256
+MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
 # of /tokenize and /detokenize, all texts or lists together
 MAX_TEXT_CHARS = 1 << 20
@@ -74,4 +76,9 @@ StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[TokenId, Bias], Meta(max_length=MAX_LOGIT_BIAS)]
 Salt = Annotated[str, Meta(max_length=MAX_SALT_CHARS)]
 GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+ResponseId = Annotated[str, Meta(max_length=MAX_RESPONSE_ID_CHARS)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)], Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]],
+    Meta(max_length=MAX_METADATA),
+]
 Choices = Annotated[list[GrammarText], Meta(max_length=MAX_CHOICES)]

@@ -27,6 +27,7 @@ class Problem(StrEnum):
     NO_CHAT_TEMPLATE = "no_chat_template"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
+    RESPONSE_NOT_FOUND = "response_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNAUTHORIZED = "unauthorized"
     UNSIGNED = "unsigned"
@@ -67,6 +68,12 @@ RULES: dict[Code, Rule] = {
     ),
     Problem.MODEL_NOT_FOUND: Rule(404, False, "edge", "GET /v1/models lists the served model"),
     Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
+    Problem.RESPONSE_NOT_FOUND: Rule(
+        404,
+        False,
+        "edge or router",
+        "it was not stored, was deleted, made with another key, or had to go (--max-stored-responses): send all items",
+    ),
     Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
     Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),
     Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
@@ -149,7 +156,9 @@ TYPES = {
 }
 
 
-NAMED_EVENTS = frozenset({"/v1/messages"})  # pages whose clients know the events of a stream by their names
+NAMED_EVENTS = frozenset(
+    {"/v1/messages", "/v1/responses"}
+)  # pages whose clients know the events of a stream by their names
 
 
 class Failure(Struct, frozen=True):

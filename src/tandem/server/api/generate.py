@@ -13,7 +13,7 @@ import msgspec
 
 from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
-from tandem.server.api.errors import invalid
+from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
 from tandem.server.api.structured_output import read_grammar
@@ -160,6 +160,9 @@ class GenerateReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return b"data: [DONE]\n\n"
+
+    def failed(self, failure: Failure) -> bytes:
+        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         answers = [self._answer(sample) for sample in samples]

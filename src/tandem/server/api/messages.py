@@ -15,7 +15,7 @@ from msgspec import Meta, Raw, Struct
 from tandem.server.api.body import NOTHING, ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm
-from tandem.server.api.errors import invalid
+from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text, read_chat
 from tandem.server.api.stream import Sample
@@ -253,6 +253,9 @@ class MessagesReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return event("message_stop", {})
+
+    def failed(self, failure: Failure) -> bytes:
+        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         (sample,) = samples

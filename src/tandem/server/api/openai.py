@@ -15,7 +15,7 @@ from tandem.sampling import TokenScore
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
-from tandem.server.api.errors import invalid
+from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
 from tandem.server.api.structured_output import read_grammar
@@ -275,6 +275,9 @@ class ChatReply:
     def close(self, samples: Sequence[Sample]) -> bytes:
         return self._chunk.close(samples)
 
+    def failed(self, failure: Failure) -> bytes:
+        return b""
+
     def whole(self, samples: Sequence[Sample]) -> bytes:
         choices = [self._choice(sample) for sample in samples]
         answer: dict[str, object] = {**self._whole.head, "choices": choices, "usage": usage_of(samples)}
@@ -415,6 +418,9 @@ class CompletionReply:
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return self._writer.close(samples)
+
+    def failed(self, failure: Failure) -> bytes:
+        return b""
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
         choices = [self._choice(sample) for sample in samples]

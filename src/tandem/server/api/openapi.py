@@ -25,6 +25,7 @@ from tandem.server.api.body import (
 )
 from tandem.server.api.bounds import MAX_ROOM
 from tandem.server.api.messages import MessagesBody
+from tandem.server.api.responses import ROLES, ResponsesBody
 
 Schema = dict[str, Any]
 LIST: Schema = {"type": "array", "minItems": 1}
@@ -47,12 +48,29 @@ TURN: Schema = {
     "required": ["role", "content"],
     "properties": {"role": {"enum": ["user", "assistant"]}, "content": TEXTS},
 }
+ITEM: Schema = {
+    "type": "object",
+    "required": ["role", "content"],
+    "properties": {
+        "type": {"const": "message"},
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "type": ["string", "array"],
+            "items": PART | {"properties": {"type": {"const": "input_text"}, "text": {"type": "string"}}},
+        },
+    },
+}
 IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 # Per path: the body, the fields one of which must be there and what it must be then, and what the path does.
 GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/v1/chat/completions": (ChatBody, {"messages": LIST | {"items": MESSAGE}}, "Answer a conversation."),
     "/v1/completions": (CompletionBody, {"prompt": PROMPT}, "Continue a text."),
     "/v1/messages": (MessagesBody, {"messages": LIST | {"items": TURN}}, "Answer a conversation, as Anthropic has it."),
+    "/v1/responses": (
+        ResponsesBody,
+        {"input": PROMPT | {"items": ITEM}},
+        "Answer a conversation, as OpenAI's Responses API has it.",
+    ),
     "/generate": (NativeBody, {"text": PROMPT, "input_ids": LIST}, "SGLang's dialect; streams are cumulative."),
 }
 # What else a body must hold, or what a member must be that its type leaves open.
@@ -67,6 +85,26 @@ NARROWER: dict[str, Schema] = {
             },
             "tool_choice": {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
             "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
+        },
+    },
+    "/v1/responses": {
+        "properties": {
+            "n": {"enum": [1, None]},
+            "kept_items": {"type": "null"},
+            "previous_response_id": {"type": "null"},
+            "store": {"enum": [False, None]},
+            "truncation": {"enum": ["disabled", None]},
+            "service_tier": {"enum": ["auto", "default", None]},
+            "tool_choice": {"enum": ["auto", "none", None]},
+            "tools": {
+                "items": {"required": ["type", "name"], "properties": {"type": {"const": "function"}}},
+            },
+            "text": {
+                "properties": {
+                    "verbosity": {"enum": ["medium", None]},
+                    "format": {"properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+                }
+            },
         },
     },
 }
@@ -96,6 +134,8 @@ ROOM: Schema = {  # without which a prefill does nothing
 READS = {
     "/v1/models": "The served model.",
     "/v1/models/{id}": "The served model.",
+    "/v1/responses/{id}": "A stored response.",
+    "/v1/responses/{id}/input_items": "What a stored response was an answer to.",
     "/health": "200 while new requests are accepted and make progress, else 503.",
     "/ready": "As /health.",
     "/health_generate": "Generates one token, unless a request has just ended well.",
@@ -133,9 +173,10 @@ def openapi_document(role: str, dp_size: int = 1) -> Schema:
         for name, schema in components[kind.__name__]["properties"].items():
             set_bounds(schema, narrower.get(name, {}))
     paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
-    paths["/v1/models/{id}"]["get"]["parameters"] = [
-        {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    paths["/v1/responses/{id}"]["delete"] = operation("Forget a stored response.")
+    for path in (path for path in paths if "{id}" in path):
+        for made in paths[path].values():
+            made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
     for path, (kind, fields, text) in GENERATION.items():
         narrower_still = [NARROWER[path]] if path in NARROWER else []

@@ -167,7 +167,7 @@ class Sample:
 class Reply(Protocol):
     """How one endpoint writes samples. Methods that return bytes return whole SSE events, or nothing."""
 
-    shows_prompts: bool  # the text or the ids of a sample's prompt are part of its answer
+    shows_prompts: bool  # what a sample's prompt was made of, or its ids, are part of its answer
 
     def begin(self, sample: Sample) -> bytes:
         """Before the first text of a sample."""
@@ -183,6 +183,10 @@ class Reply(Protocol):
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         """After the last sample has ended."""
+        ...
+
+    def failed(self, failure: Failure) -> bytes:
+        """What a stream that has begun says of it in its own words, before the last event, which all have."""
         ...
 
     def whole(self, samples: Sequence[Sample]) -> bytes:
@@ -323,7 +327,8 @@ class TokenResponse:
             elif not sample.ended_ns:
                 self._num_open -= 1
                 text += sample.finish()
-                events.append(await off_loop(fresh, LOOP_SCORES, self._reply.end, sample, text, start))
+                size = fresh if not self._reply.shows_prompts else fresh + self._size(sample)
+                events.append(await off_loop(size, LOOP_SCORES, self._reply.end, sample, text, start))
         return b"".join(events), None
 
     def _num_scores(self, sample: Sample, tokens: Sequence[int]) -> int:
@@ -332,6 +337,10 @@ class TokenResponse:
     def _prompt_size(self, sample: Sample) -> int:
         """Of what its answer shows of its prompt."""
         return len(sample.ask.prompt.tokens) if self._reply.shows_prompts else 0
+
+    def _size(self, sample: Sample) -> int:
+        """Of a whole answer."""
+        return self._num_scores(sample, sample.tokens) + self._prompt_size(sample)
 
     async def _answer(self, send: Send) -> None:
         while self._num_open:
@@ -349,7 +358,7 @@ class TokenResponse:
                 if live.ended is not None and not sample.ended_ns:
                     self._num_open -= 1
                     sample.finish()
-        size = sum(self._num_scores(sample, sample.tokens) + self._prompt_size(sample) for sample in self._samples)
+        size = sum(map(self._size, self._samples))
         body = await off_loop(size, LOOP_SCORES, self._reply.whole, self._samples)
         if not self._is_head_sent:
             await self._send_head(send, self._path(), length=len(body))
@@ -386,7 +395,7 @@ class TokenResponse:
             self._is_head_sent = True
             await self._write(send, {"type": "http.response.start", "status": failure.status, "headers": headers})
         elif self._is_streamed:
-            body = events + error_event(self._endpoint, body)
+            body = events + self._reply.failed(failure) + error_event(self._endpoint, body)
         await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _record(self) -> None:

@@ -75,9 +75,10 @@ class Pipe:
 
 
 def passed_headers(headers: httpx.Headers) -> dict[str, str]:
-    """What of a worker's head the client gets to see."""
+    """What of a worker's head the client gets to see: nothing that could not be sent on."""
     passed = ("content-type", "retry-after", "cache-control")
-    return {name: value for name, value in headers.items() if name in passed or name.startswith("x-tandem-")}
+    named = {name: value for name, value in headers.items() if name in passed or name.startswith("x-tandem-")}
+    return {name: value for name, value in named.items() if value.isprintable()}
 
 
 def error_at_end(tail: bytes) -> dict[str, object] | None:

@@ -1,9 +1,9 @@
 """The router's HTTP face: generation through a prefill and a decode, the rest proxied, fanned out or answered here.
 
-    through a pair      /v1/chat/completions /v1/completions /v1/messages /generate
+    through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
-    answered here       /health /ready /metrics /version
+    answered here       /health /ready /metrics /version /v1/responses/ID
 
 Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
 """
@@ -43,6 +43,7 @@ from tandem.server.api.gate import error_response
 from tandem.server.api.http1 import uvicorn_config
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
+from tandem.server.api.response_store import ResponsePages, ResponseStore
 from tandem.server.api.turn_limits import LISTEN_BACKLOG, TurnMiddleware, TurnServer
 from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
@@ -142,9 +143,11 @@ class RouterApp:
         self.app.router.redirect_slashes = False  # as on the workers
 
     def _routes(self) -> list[Route]:
-        generate = Generate(self._shell, self._metrics, timeout_seconds=self._config.request_timeout)
+        store = ResponseStore(self._config.max_stored_responses, self._config.stored_responses_max_bytes)
+        generate = Generate(self._shell, self._metrics, store, timeout_seconds=self._config.request_timeout)
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
+            *ResponsePages(store).routes(),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/version", self._version),

@@ -48,6 +48,12 @@ class RouterConfig:
         "localhost (default: on loopback the machine's own names, else any); may be repeated",
         metavar="NAME",
     )
+    max_stored_responses: int = flag(
+        1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
+    )
+    stored_responses_max_bytes: int = flag(
+        256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
+    )
     request_timeout: float = flag(
         600.0,
         "seconds until the first token, unless the request says otherwise, and then until a document ends",
@@ -86,6 +92,10 @@ class RouterConfig:
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
             (self.retries < 0 or self.drain_timeout < 0, "--retries and --drain-timeout must not be negative"),
+            (
+                self.max_stored_responses < 0 or self.stored_responses_max_bytes < 0,
+                "--max-stored-responses and --stored-responses-max-bytes must not be negative",
+            ),
             (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
         )
         return [reason for is_broken, reason in rules if is_broken]

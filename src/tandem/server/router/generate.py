@@ -11,6 +11,7 @@ import time
 from typing import Any  # a JSON object, passed on
 
 import msgspec
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
@@ -32,13 +33,16 @@ from tandem.server.api.errors import (
 )
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
+from tandem.server.api.response_store import Conversation, ResponseStore, owner_of
 from tandem.server.router.answer import Document, Gone, Stream, merge_input_logprobs
+from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.shell import Call, RouterShell, encode_rest
 from tandem.server.router.worker_documents import STAGE
 
-GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/generate")
+RESPONSES = "/v1/responses"
+GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES, "/generate")
 CLIENT_LEFT = 499
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
@@ -46,23 +50,30 @@ CODES: dict[str, Code] = {code.value: code for code in RULES}
 class Generate:
     """ASGI endpoint: Starlette's responses would hide when the client leaves."""
 
-    def __init__(self, shell: RouterShell, metrics: RouterMetrics, *, timeout_seconds: float) -> None:
+    def __init__(
+        self, shell: RouterShell, metrics: RouterMetrics, store: ResponseStore, *, timeout_seconds: float
+    ) -> None:
         self._shell = shell
         self._metrics = metrics
+        self._store = store
         self._timeout_seconds = timeout_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
         request = Request(scope, receive)
+        conversation = None
+        if request.scope["path"] == RESPONSES and self._store.keeps:
+            conversation = Conversation(self._store, owner_of(request))
         limit = began + timeout_seconds(request, {}, default=self._timeout_seconds) - time.monotonic()
         try:
             async with asyncio.timeout(limit):
                 raw = await read_body(request)
-                body, content = await off_loop(len(raw), LOOP_BYTES, read_object, raw)
+                size = len(raw) if conversation is None else LOOP_BYTES + 1  # what is before it may be long
+                body, content = await off_loop(size, LOOP_BYTES, read_object, raw, conversation)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
-        reply = _Reply(send, request.scope["path"], request.state.request_id, began)
+        reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
         call = self._shell.open(request.scope["path"], body, content, headers, timeout_seconds=timeout)
         watcher = asyncio.create_task(self._watch(receive, call, reply))
@@ -87,8 +98,10 @@ class Generate:
 class _Reply:
     """What the client gets. `is_whole` once nothing is missing, just before the last byte is handed over."""
 
-    def __init__(self, send: Send, path: str, request_id: str, began: float) -> None:
+    def __init__(self, send: Send, path: str, request_id: str, began: float, conversation: Conversation | None) -> None:
+        """conversation: that has to learn what a response says, before the client has all of it."""
         self._send = send
+        self._conversation = conversation
         self._path = path
         self._began = began
         self.request_id = request_id
@@ -108,6 +121,8 @@ class _Reply:
                 if prefill:
                     size = len(prefill) + len(body)
                     body = await off_loop(size, LOOP_BYTES, merge_input_logprobs, prefill=prefill, decode=body)
+                if self._conversation is not None and status == 200:
+                    await off_loop(len(body), LOOP_BYTES, keep_document, self._conversation, body)
                 await self._document(status, headers, body)
             case Stream() as stream:
                 await self._stream(stream)
@@ -125,8 +140,11 @@ class _Reply:
     async def _stream(self, stream: Stream) -> None:
         await self._head(stream.status, stream.headers)
         tail = b"\n\n"
+        seeker = None if self._conversation is None else LastEvent()
         async for chunk in stream.pipe.chunks():
             tail = (tail + chunk)[-2:]
+            if seeker is not None and self._conversation is not None and (last := seeker.feed(chunk)):
+                await off_loop(len(last), LOOP_BYTES, keep_event, self._conversation, last)
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         if stream.pipe.failure is not None:
             event = error_event(self._path, error_json(failure_of(stream.pipe.failure), self.request_id))
@@ -168,8 +186,11 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def read_object(raw: bytes) -> tuple[dict[str, Any], bytes]:
-    """In any thread: the body, and what of it all attempts send alike. Raises `Refusal`."""
+def read_object(raw: bytes, conversation: Conversation | None = None) -> tuple[dict[str, Any], bytes]:
+    """In any thread: the body, and what of it all attempts send alike. Raises `Refusal`.
+
+    conversation: of a response, that has the items before it put into the body.
+    """
     check_counts(raw)
     try:
         body = msgspec.json.decode(raw)
@@ -179,6 +200,10 @@ def read_object(raw: bytes) -> tuple[dict[str, Any], bytes]:
         raise Refusal(Problem.INVALID_JSON, "the body must be a JSON object")
     stamp_time(body)
     check_prompts(body)
+    if conversation is not None:
+        previous, given = body.get("previous_response_id"), body.get("input")
+        if previous is None or isinstance(previous, str):  # another one is the workers' to refuse
+            body["kept_items"] = Raw(conversation.begin(previous, given, body.get("kept_items")))
     return body, encode_rest(body)
 
 

@@ -1,4 +1,4 @@
-"""Requests whose answers have a form: schemas, grammars, calls of tools, thoughts, and Anthropic's blocks.
+"""Requests whose answers have a form: schemas, grammars, calls of tools, thoughts, Anthropic's blocks, responses.
 
 What has to come is known: the grammar picks among the engine's tokens (`engine.py`), and the text that these spell is
 taken apart in one piece. What a cluster says has to be the same, whatever pieces it came in and through whichever half.
@@ -16,6 +16,8 @@ from tandem.server.api.body import ChatBody, CompletionBody, NativeSampling
 from tandem.server.api.chat_form import NONE, ChatForm
 from tandem.server.api.messages import MessagesBody, chat_of, input_of
 from tandem.server.api.openai import chat_text
+from tandem.server.api.responses import ResponsesBody
+from tandem.server.api.responses import chat_of as chat_of_items
 from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
@@ -25,6 +27,7 @@ from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, right_tokens
 
 CHAT, COMPLETIONS, GENERATE, MESSAGES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"
+RESPONSES = "/v1/responses"
 SMALL = 0  # bytes of a body: nothing of it leaves the loop
 MAX_NEW = 90  # tokens: a call of a tool takes about 50
 PLACES = ["Rome", "Oslo"]
@@ -38,6 +41,7 @@ WEATHER = {"name": "weather", "parameters": STAY, "strict": True}
 REST = {"name": "rest", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}
 FUNCTIONS = [{"type": "function", "function": function} for function in (WEATHER, REST)]
 TOOLS = [{"name": function["name"], "input_schema": function["parameters"]} for function in (WEATHER, REST)]
+FLAT_FUNCTIONS = [{"type": "function", **function} for function in (WEATHER, REST)]
 STAY_FORMAT = {"type": "json_schema", "json_schema": {"name": "stay", "schema": STAY, "strict": True}}
 TAGS = {
     "type": "structural_tag",
@@ -72,6 +76,13 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
         {"tools": TOOLS, "tool_choice": {"type": "any"}},
         {"tools": TOOLS, "tool_choice": {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}},
         {"tools": TOOLS},
+    ),
+    RESPONSES: (
+        {"instructions": "Be brief."},
+        {"text": {"format": {"type": "json_schema", "name": "stay", "schema": STAY, "strict": True}}},
+        {"tools": FLAT_FUNCTIONS, "tool_choice": "required", "store": False},
+        {"tools": FLAT_FUNCTIONS, "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False},
+        {"tools": FLAT_FUNCTIONS},
     ),
 }  # by page: what a body says besides
 
@@ -110,6 +121,10 @@ class FormedAsk(Ask):
             messages = [*(LAST_TURNS if self.number % 2 else ()), {"role": "user", "content": self.text}]
             rest = {"max_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
             return {"messages": messages, **rest, **more}
+        if self.path == RESPONSES:
+            asked = [{"role": "user", "content": [{"type": "input_text", "text": self.text}]}]
+            rest = {"max_output_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
+            return {"input": asked, **rest, **more}
         body = Ask.body(self)
         if self.path == GENERATE:
             return {**body, "sampling_params": {**body["sampling_params"], **more}}
@@ -142,6 +157,8 @@ class Forms:
                 return Said(self._spelled(ask, ask.text, grammar))
             case "/v1/messages":
                 body = chat_of(msgspec.convert(document, MessagesBody))
+            case "/v1/responses":
+                body = chat_of_items(msgspec.convert(document, ResponsesBody))
             case _:
                 body = msgspec.convert(document, ChatBody)
         form = self._form.answer_to(body)
@@ -163,7 +180,8 @@ class Forms:
 def check_form(answer: Answer, right: Said) -> None:
     """Raises Violation."""
     ask = answer.ask
-    said = {CHAT: said_in_chat, MESSAGES: said_in_blocks}.get(ask.path, said_in_text)(answer)
+    dialects = {CHAT: said_in_chat, MESSAGES: said_in_blocks, RESPONSES: said_in_items}
+    said = dialects.get(ask.path, said_in_text)(answer)
     what = f"{ask.path} {ask.rid} {ask.body()}"
     if said != [right] * ask.num_samples:
         raise Violation("S14", f"{what}: {said!r}, not {right!r}")
@@ -250,3 +268,38 @@ def said_in_blocks(answer: Answer) -> list[Said]:
             case _:
                 pass
     return [put_together(pieces)]
+
+
+def said_in_items(answer: Answer) -> list[Said]:
+    """Of a stream by its deltas, which the last event has to repeat."""
+    *events, last = answer.events()
+    if not answer.ask.is_streamed:
+        return [said_in_output(last["output"])]
+    pieces: list[Piece] = []
+    num_calls = 0
+    for event in events:
+        match event:
+            case {"type": "response.output_item.added", "item": {"type": "function_call", "name": str(name)}}:
+                pieces.append(CallStart(num_calls, name))
+                num_calls += 1
+            case {"type": "response.output_text.delta", "delta": str(text)}:
+                pieces.append(Text(text))
+            case {"type": "response.reasoning_text.delta", "delta": str(text)}:
+                pieces.append(Reasoning(text))
+            case {"type": "response.function_call_arguments.delta", "delta": str(text)}:
+                pieces.append(CallArguments(num_calls - 1, text))
+            case _:
+                pass
+    said = put_together(pieces)
+    repeated = said_in_output(last["response"]["output"])
+    return [said] if repeated == said else [said, repeated]
+
+
+def said_in_output(items: list[dict[str, Any]]) -> Said:
+    parts = [part for item in items if item["type"] != "function_call" for part in item["content"]]
+    calls = [(item["name"], item["arguments"]) for item in items if item["type"] == "function_call"]
+    return Said(
+        "".join(part["text"] for part in parts if part["type"] == "output_text"),
+        "".join(part["text"] for part in parts if part["type"] == "reasoning_text"),
+        tuple((name, input_of(arguments) if arguments else {}) for name, arguments in calls),
+    )

@@ -1,0 +1,265 @@
+"""Responses that can be asked for again: `previous_response_id`, GET and DELETE of `/v1/responses/ID`.
+
+They are kept by the program that the client talks to: a unified server, or the router in front of pairs, so that what
+a conversation is does not depend on which pair serves it (decision 017). Kept in memory, within two bounds, and gone
+with the program. Each is found under the API key it was made with and under no other.
+
+A response holds what was said in its own turn and refers to the turn before, so a long conversation is kept once. A
+turn lives as long as a response refers to it: deleting one leaves those that followed it whole. When there are too many
+responses or bytes, the tenant that keeps the most gives up its oldest ones.
+"""
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any  # items are JSON
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tandem.server.api.body import unsupported
+from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.off_loop import off_loop
+from tandem.server.api.responses import items_of
+from tandem.server.api.tenant import given_key, tenant_of
+
+PAGE_ITEMS, MAX_PAGE_ITEMS = 20, 100
+ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """What one request said and was answered."""
+
+    given: bytes  # JSON lists of items, each with an id
+    output: bytes
+    before: "Turn | None"
+    num_referrers: int = 0  # responses, and turns after it
+
+    @property
+    def size(self) -> int:
+        return len(self.given) + len(self.output)
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    owner: str
+    document: bytes
+    turn: Turn
+
+
+class Conversation:
+    """One request on its way: whose it is, what it says, and what it goes on from."""
+
+    def __init__(self, store: "ResponseStore", owner: str) -> None:
+        self._store = store
+        self._owner = owner
+        self._given = b"[]"
+        self._before: Turn | None = None
+        self.has_begun = False
+
+    def begin(self, previous: str | None, given: object, items: object) -> bytes:
+        """In any thread. JSON: all items before what is `given`, `input` of the body.
+
+        items: `kept_items` of the body, which only this server may fill in. Raises `Refusal`, for a response that is
+        not there above all. An `input` that is none is refused by who reads it.
+        """
+        if items is not None:
+            raise unsupported("kept_items", " from clients: name a response by previous_response_id, or use input")
+        if previous is not None:
+            self._before = self._store.find(self._owner, previous, "previous_response_id").turn
+        if isinstance(given, str):
+            given = items_of(given) if given else []
+        if isinstance(given, list) and all(isinstance(item, dict) for item in given):
+            self._given = encode([with_id(item) for item in given])
+        self.has_begun = True
+        return items_until(self._before)
+
+    def keep(self, document: bytes) -> None:
+        """In any thread. The answer, unless it has failed or is not to be kept."""
+        answer = msgspec.json.decode(document, type=Answer)
+        if not answer.store or answer.status not in ("completed", "incomplete"):
+            return
+        turn = Turn(self._given, bytes(answer.output), self._before)
+        self._store.put(answer.id, Kept(self._owner, document, turn))
+
+
+class Answer(Struct, frozen=True):
+    """What of a response's document matters here."""
+
+    id: str
+    output: Raw
+    status: str
+    store: bool
+
+
+@dataclass(slots=True)
+class ResponseStore:
+    """In any thread. `max_responses` 0: it keeps nothing."""
+
+    max_responses: int
+    max_bytes: int
+    num_bytes: int = 0
+    _kept: dict[str, dict[str, Kept]] = field(default_factory=dict[str, dict[str, Kept]])  # by owner and id, in order
+    _lock: Lock = field(default_factory=Lock)
+
+    @property
+    def keeps(self) -> bool:
+        return self.max_responses > 0
+
+    def put(self, id: str, kept: Kept) -> None:
+        with self._lock:
+            self._drop(kept.owner, id)
+            self._kept.setdefault(kept.owner, {})[id] = kept
+            self.num_bytes += len(kept.document)
+            self._hold(kept.turn)
+            while self.num_bytes > self.max_bytes or sum(map(len, self._kept.values())) > self.max_responses:
+                self._drop_oldest()
+
+    def find(self, owner: str, id: str, param: str | None = None) -> Kept:
+        """Raises `Refusal` for a response that is not there."""
+        with self._lock:
+            kept = self._kept.get(owner, {}).get(id)
+        if kept is None:
+            raise Refusal(Problem.RESPONSE_NOT_FOUND, f"there is no response {id[:80]!r}", param=param)
+        return kept
+
+    def delete(self, owner: str, id: str) -> None:
+        """Raises `Refusal`, as `find`."""
+        self.find(owner, id)
+        with self._lock:
+            self._drop(owner, id)
+
+    def _drop_oldest(self) -> None:
+        """Of the tenant with the most responses."""
+        owner = max(self._kept, key=lambda owner: len(self._kept[owner]))
+        self._drop(owner, next(iter(self._kept[owner])))
+
+    def _drop(self, owner: str, id: str) -> None:
+        responses = self._kept.get(owner, {})
+        kept = responses.pop(id, None)
+        if kept is None:
+            return
+        if not responses:
+            del self._kept[owner]
+        self.num_bytes -= len(kept.document)
+        self._release(kept.turn)
+
+    def _hold(self, turn: Turn | None) -> None:
+        """Another one refers to it. Turns before it are counted while it is."""
+        while turn is not None:
+            turn.num_referrers += 1
+            if turn.num_referrers > 1:
+                return
+            self.num_bytes += turn.size
+            turn = turn.before
+
+    def _release(self, turn: Turn | None) -> None:
+        while turn is not None:
+            turn.num_referrers -= 1
+            if turn.num_referrers > 0:
+                return
+            self.num_bytes -= turn.size
+            turn = turn.before
+
+
+def items_until(turn: Turn | None) -> bytes:
+    """JSON: all items of a conversation up to and with this turn."""
+    turns: list[Turn] = []
+    while turn is not None:
+        turns.append(turn)
+        turn = turn.before
+    return joined(part for turn in reversed(turns) for part in (turn.given, turn.output))
+
+
+def joined(lists: Iterable[bytes]) -> bytes:
+    """One JSON list of several ones."""
+    return b"[" + b",".join(part for one in lists if (part := one.strip()[1:-1].strip())) + b"]"
+
+
+def with_id(item: dict[str, Any]) -> dict[str, Any]:
+    """As it is listed: with an id, a type, and parts instead of a bare text."""
+    kind = item.get("type", "message")
+    made = {"type": kind, **item}
+    if not isinstance(item.get("id"), str):
+        made["id"] = f"{ID_PREFIXES.get(str(kind), 'item')}_{secrets.token_hex(24)}"
+    if kind == "message" and isinstance(item.get("content"), str):
+        part = "output_text" if item.get("role") == "assistant" else "input_text"
+        made["content"] = [{"type": part, "text": item["content"]}]
+    return made
+
+
+def owner_of(request: Request) -> str:
+    return tenant_of(given_key(request.headers), None)
+
+
+class ResponsePages:
+    """What the clients' libraries ask of a response by its id."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/responses/{id}", self.read, methods=["GET"]),
+            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
+        ]
+
+    async def read(self, request: Request) -> Response:
+        refuse_queries(request, "stream", "starting_after", "include")
+        kept = self._store.find(owner_of(request), request.path_params["id"])
+        return Response(kept.document, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        id = request.path_params["id"]
+        self._store.delete(owner_of(request), id)
+        return Response(encode({"id": id, "object": "response", "deleted": True}), media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        query = request.query_params
+        refuse_queries(request, "include")
+        if (order := query.get("order", "desc")) not in ("asc", "desc"):
+            raise invalid("order", "must be asc or desc")
+        turn = self._store.find(owner_of(request), request.path_params["id"]).turn
+        raw = joined((items_until(turn.before), turn.given))
+        limit, after = limit_of(query.get("limit")), query.get("after")
+        page = await off_loop(len(raw), LOOP_BYTES, page_of, raw, is_reversed=order == "desc", limit=limit, after=after)
+        return Response(page, media_type="application/json")
+
+
+def refuse_queries(request: Request, *names: str) -> None:
+    for name in names:
+        given = [value for key, value in request.query_params.multi_items() if key in (name, f"{name}[]")]
+        if any(value not in ("", "false") for value in given):
+            raise unsupported(name)
+
+
+def page_of(raw: bytes, *, is_reversed: bool, limit: int, after: str | None) -> bytes:
+    """A part of a JSON list of items, as the clients' libraries turn its pages."""
+    items: list[dict[str, Any]] = msgspec.json.decode(raw)
+    if is_reversed:
+        items.reverse()
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise invalid("after", "is the id of none of these items")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    has_more = len(page) < len(items)
+    return encode({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more})
+
+
+def limit_of(given: str | None) -> int:
+    limit = PAGE_ITEMS if given is None else int(given) if given.isdecimal() and len(given) < 5 else 0
+    if not 1 <= limit <= MAX_PAGE_ITEMS:
+        raise invalid("limit", f"must be 1 to {MAX_PAGE_ITEMS}")
+    return limit

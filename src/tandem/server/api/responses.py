@@ -1,0 +1,319 @@
+"""OpenAI's Responses dialect, `/v1/responses`: a list of items, in and out.
+
+In: a body becomes the chat that it means, so that templates, tools and grammars are those of `/v1/chat/completions`.
+Out: `responses_reply.py`. The items of earlier responses come with the body as `kept_items`, put there by whoever keeps
+responses (`response_store.py`): this server where it is unified, the router in front of a pair. So both halves of a
+pair read the same conversation, whichever pair served it so far.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any  # items and schemas of tools are JSON
+
+from msgspec import Meta, Raw, Struct, structs
+
+from tandem.server.api.body import NOTHING, ChatBody, Messages, Routing, SamplingFields, unsupported
+from tandem.server.api.bounds import (
+    LOOP_BYTES,
+    MAX_TOOLS,
+    Int,
+    Metadata,
+    MinTokens,
+    NewTokens,
+    ResponseId,
+)
+from tandem.server.api.chat_form import ChatForm
+from tandem.server.api.errors import Refusal, invalid
+from tandem.server.api.off_loop import off_loop
+from tandem.server.api.openai import read_chat
+from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+TEXT_PARTS = ("input_text", "output_text")
+
+
+class TextConfig(Struct, kw_only=True):
+    format: dict[str, Any] | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(Struct, kw_only=True):
+    effort: str | None = None
+    summary: Raw = NOTHING
+    generate_summary: Raw = NOTHING
+
+
+class ResponseStreamOptions(Struct, kw_only=True):
+    include_obfuscation: Raw = NOTHING
+
+
+class ResponsesBody(SamplingFields, kw_only=True):
+    input: str | Messages | None = None
+    kept_items: Messages | None = None  # of earlier responses; None: nobody keeps any
+    previous_response_id: ResponseId | None = None
+    store: bool | None = None
+    instructions: str | None = None
+    max_output_tokens: NewTokens | None = None
+    min_tokens: MinTokens | None = None
+    seed: Int | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: Metadata | None = None  # about the client's own business: comes back as it is
+    chat_template_kwargs: dict[str, Any] | None = None
+    truncation: str | None = None
+    service_tier: str | None = None
+    stream_options: ResponseStreamOptions | None = None
+    access_programs: Raw = NOTHING
+    background: Raw = NOTHING
+    background_options: Raw = NOTHING
+    context_management: Raw = NOTHING
+    conversation: Raw = NOTHING
+    image: Raw = NOTHING
+    include: Raw = NOTHING
+    max_tool_calls: Raw = NOTHING
+    moderation: Raw = NOTHING
+    prompt: Raw = NOTHING
+    prompt_cache_options: Raw = NOTHING
+    prompt_cache_retention: Raw = NOTHING
+    top_logprobs: Raw = NOTHING
+    logprobs: Raw = NOTHING
+    best_of: Raw = NOTHING
+    messages: Raw = NOTHING
+    functions: Raw = NOTHING
+    function_call: Raw = NOTHING
+    response_format: Raw = NOTHING
+    structured_outputs: Raw = NOTHING
+    guided_json: Raw = NOTHING
+    guided_regex: Raw = NOTHING
+    guided_choice: Raw = NOTHING
+    guided_grammar: Raw = NOTHING
+    guided_json_object: Raw = NOTHING
+    grammar: Raw = NOTHING
+    max_tokens: Raw = NOTHING
+    max_completion_tokens: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING
+    min_new_tokens: Raw = NOTHING
+
+
+SHARED = tuple(name for name in SamplingFields.__struct_fields__ if name != "n")  # with chats, name by name
+
+
+async def read_responses(
+    body: ResponsesBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
+) -> tuple[list[Prompt], list[GenerationParams]]:
+    """The one prompt of a request. size: bytes of the body and of `kept_items`."""
+    if body.kept_items is None and (body.previous_response_id is not None or body.store):
+        param = "store" if body.previous_response_id is None else "previous_response_id"
+        raise unsupported(param, ": it keeps no responses; ask the router in front of it, or send all items")
+    chat = await off_loop(size, LOOP_BYTES, chat_of, body)
+    try:
+        return await read_chat(chat, routing, tokenizer, limits, size, form=form)
+    except Refusal as refusal:
+        raise renamed(refusal) from None
+
+
+def renamed(refusal: Refusal) -> Refusal:
+    """The same of the field as it is called here."""
+    failure = refusal.failure
+    name = NAMES.get(failure.param or "")
+    if name is None:
+        return refusal
+    message = failure.message.removeprefix(f"{failure.param}: ")
+    return Refusal(failure.code, f"{name}: {message}", param=name, stage=failure.stage)
+
+
+def chat_of(body: ResponsesBody) -> ChatBody:
+    """The same as a chat. Raises `Refusal`."""
+    refuse_values(body)
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    items = [*(body.kept_items or ()), *items_of(body.input)]
+    return structs.replace(without_items(body), messages=[*joined([*system, *turns(items)])])
+
+
+def without_items(body: ResponsesBody) -> ChatBody:
+    """All that is asked of the answer."""
+    return ChatBody(
+        max_completion_tokens=body.max_output_tokens,
+        min_tokens=body.min_tokens,
+        seed=body.seed,
+        tools=[tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
+        tool_choice=choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=format_of(body.text.format if body.text is not None else None),
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        **{name: getattr(body, name) for name in SHARED},
+    )
+
+
+def refuse_values(body: ResponsesBody) -> None:
+    """Fields of which one value is what happens anyway."""
+    verbosity = None if body.text is None else body.text.verbosity
+    for param, value, usual in (
+        ("n", body.n, (None, 1)),
+        ("text.verbosity", verbosity, (None, "medium")),
+        ("truncation", body.truncation, (None, "disabled")),
+        ("service_tier", body.service_tier, (None, "auto", "default")),
+    ):
+        if value not in usual:
+            raise unsupported(param, f" with {str(value)[:40]!r}")
+
+
+# items
+
+
+def items_of(given: str | Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """`input` as items. Raises `Refusal` where there are none."""
+    if not given:
+        raise invalid("input", "is missing or empty")
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return list(given)
+
+
+def turns(items: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Messages of a chat. What the assistant thought, said and called one after the other is one message there."""
+    turn: dict[str, Any] | None = None
+    for index, item in enumerate(items):
+        place = f"item {index} of the conversation"
+        if not is_of_assistant(item):
+            if turn is not None:
+                yield turn
+                turn = None
+            yield other_turn(item, place)
+            continue
+        more = assistant_part(item, place)
+        if turn is None or not may_follow(turn, more):
+            if turn is not None:
+                yield turn
+            turn = {"role": "assistant", "content": ""}
+        calls = [*turn.get("tool_calls", ()), *more.pop("tool_calls", ())]
+        turn |= more | ({"tool_calls": calls} if calls else {})
+    if turn is not None:
+        yield turn
+
+
+def is_of_assistant(item: dict[str, Any]) -> bool:
+    kind = item.get("type", "message")
+    return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+
+
+def may_follow(turn: dict[str, Any], more: dict[str, Any]) -> bool:
+    """Whether it is still in the order thoughts, text, calls, the one in which templates write them."""
+    if "tool_calls" in more:
+        return True
+    has_more = bool(turn["content"]) or "tool_calls" in turn
+    return not has_more and ("content" in more or "reasoning_content" not in turn)
+
+
+def assistant_part(item: dict[str, Any], place: str) -> dict[str, Any]:
+    match item:
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+            return {"tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
+        case {"type": "function_call"}:
+            raise invalid("input", f"{place} is a function_call that lacks call_id, name or arguments as text")
+        case {"type": "reasoning"}:
+            return thought_of(item, place)
+        case _:
+            return {"content": text_of(item.get("content"), place)}
+
+
+def thought_of(item: dict[str, Any], place: str) -> dict[str, Any]:
+    if item.get("encrypted_content"):
+        raise unsupported("input", f": {place} has encrypted_content, which this server cannot read")
+    texts: list[str] = []
+    for part in item.get("content") or ():
+        match part:
+            case {"type": "reasoning_text", "text": str(text)}:
+                texts.append(text)
+            case _:
+                raise invalid("input", f"{place} has content that is no reasoning_text")
+    return {"reasoning_content": "\n".join(texts)} if texts else {}
+
+
+def other_turn(item: dict[str, Any], place: str) -> dict[str, Any]:
+    """Of whoever is not the assistant."""
+    match item:
+        case {"type": "function_call_output", "call_id": str(id), "output": output}:
+            return {"role": "tool", "tool_call_id": id, "content": text_of(output, place)}
+        case {"type": "function_call_output"}:
+            raise invalid("input", f"{place} is a function_call_output that lacks call_id or output")
+        case {"type": kind} if kind != "message":
+            raise unsupported(
+                "input", f" with items of type {str(kind)[:40]!r}; only messages, reasoning and functions"
+            )
+        case {"role": str(role), "content": content} if role in ROLES:
+            return {"role": ROLES[role], "content": text_of(content, place)}
+        case _:
+            raise invalid("input", f"{place} needs content, and a role: one of {', '.join(ROLES)}")
+
+
+def text_of(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid("input", f"{place} needs content: a text or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        match part:
+            case {"type": str(kind), "text": str(text)} if kind in TEXT_PARTS:
+                texts.append(text)
+            case {"type": str(kind)} if kind not in TEXT_PARTS:
+                raise unsupported("input", f" with content of type {kind[:40]!r}; only text")
+            case _:
+                raise invalid("input", f"{place} has content that is no part with a type and a text")
+    return "\n".join(texts)
+
+
+def joined(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the system says in several messages one after the other is one: many templates know one at the start."""
+    last: dict[str, Any] | None = None
+    for message in messages:
+        if last is not None and last["role"] == message["role"] == "system":
+            last = {"role": "system", "content": f"{last['content']}\n\n{message['content']}"}
+            continue
+        if last is not None:
+            yield last
+        last = message
+    if last is not None:
+        yield last
+
+
+# tools and formats
+
+
+def tool_of(tool: dict[str, Any], place: str) -> dict[str, Any]:
+    """A function, which is flat here."""
+    if tool.get("type") != "function":
+        raise unsupported("tools", f" with type {str(tool.get('type'))[:40]!r}; only functions")
+    if not isinstance(tool.get("name"), str):
+        raise invalid("tools", f"{place}.name must be a text")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+
+
+def choice_of(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": str(kind)} if kind != "function":
+            raise unsupported("tool_choice", f" with type {kind[:40]!r}; only a function")
+        case dict():
+            raise invalid("tool_choice", 'must be auto, none, required, or {"type": "function", "name": ...}')
+        case _:
+            return choice
+
+
+def format_of(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    match given:
+        case None | {"type": "text" | "json_object"}:
+            return given
+        case {"type": "json_schema", "name": str(), "schema": dict()}:
+            named = {name: given[name] for name in ("name", "schema", "strict") if given.get(name) is not None}
+            return {"type": "json_schema", "json_schema": named}
+        case _:
+            raise invalid("text.format", "must be text, json_object, or a json_schema with name and schema")
