@@ -1,7 +1,7 @@
 """Responses that can be asked for again: `previous_response_id`, GET and DELETE of `/v1/responses/ID`.
 
 They are kept by the program that the client talks to: a unified server, or the router in front of pairs, so that what
-a conversation is does not depend on which pair serves it (decision 017). Kept in memory, within two bounds, and gone
+a conversation is does not depend on which pair serves it (decision 018). Kept in memory, within two bounds, and gone
 with the program. Each is found under the API key it was made with and under no other.
 
 A response holds what was said in its own turn and refers to the turn before, so a long conversation is kept once. A
