@@ -9,6 +9,11 @@ descriptors of all processes at their highest. The last line is JSON. Clients an
     refusal_ms    of the burst, from the moment in which the client began to connect. All its clients live in one loop,
                   which begins thousands of connections before it reads the first answer: mostly their own time
     sent_ms       the same, from the moment in which the request was handed to the kernel
+    reached_ms    of that, until the refusal was in the client's kernel, which keeps account: what the servers took;
+                  0 where it was there before the request was sent
+    router_ms     by the router itself: from the last byte that it got, or the connection, until its event loop has the
+                  refusal, also while the kernel held what came; each is the next bound of a histogram above. Who was
+                  waited for, and gave way, is not in it
     beside_ms     of somebody in another process, who asks now and then while the burst lasts: connects, sends and reads
 """
 
@@ -16,6 +21,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -32,11 +38,14 @@ from typing import Any  # what a process beside has seen
 
 from bench.conditions import conditions
 
+from tandem.server.api.connections import waited_s
+
 HEALTH_SECONDS = 0.1  # between two probes
 CLIENT_SECONDS = 300.0
 PROBE_SECONDS = 30.0
 REFUSAL_SECONDS = 0.05  # between two requests that are to be refused
 READY_SECONDS = 120.0
+REFUSAL_BUCKET = re.compile(r'^tandem:router_refusal_seconds_bucket{le="([^"]+)"} (\S+)$', re.MULTILINE)
 PAGE_BYTES = resource.getpagesize()
 
 
@@ -48,6 +57,8 @@ class Figures:
     statuses: Counter[str] = field(default_factory=Counter[str])
     refusals: list[float] = field(default_factory=list[float])
     sent: list[float] = field(default_factory=list[float])
+    reached: list[float] = field(default_factory=list[float])
+    router: dict[str, float] = field(default_factory=dict[str, float])
     beside: list[float] = field(default_factory=list[float])
     answers: list[float] = field(default_factory=list[float])
     health: list[float] = field(default_factory=list[float])
@@ -62,6 +73,8 @@ class Figures:
             "answers": dict(self.statuses),
             "refusal_ms": milliseconds(self.refusals),
             "sent_ms": milliseconds(self.sent),
+            "reached_ms": milliseconds(self.reached),
+            "router_ms": self.router,
             "beside_ms": milliseconds(self.beside),
             "answer_ms": milliseconds(self.answers),
             "health_ms": milliseconds(self.health),
@@ -98,6 +111,7 @@ async def client(port: int, request: bytes, figures: Figures) -> None:
                 writer.write(request)
                 status = (await reader.readline()).split()[1].decode()
                 now = time.monotonic()
+                reached = now - (waited_s(writer.get_extra_info("socket")) or 0.0)
                 while await reader.read(1 << 16):
                     pass
             finally:
@@ -109,6 +123,7 @@ async def client(port: int, request: bytes, figures: Figures) -> None:
     (figures.answers if status == "200" else figures.refusals).append(now - began)
     if status != "200":
         figures.sent.append(now - sent)
+        figures.reached.append(max(0.0, reached - sent))
 
 
 def watch(port: int, roots: list[int], caller: Connection) -> None:
@@ -179,14 +194,33 @@ async def burst(name: str, count: int, port: int, roots: list[int], body: dict[s
     figures, request = Figures(name), request_bytes(body)
     watching = Beside(watch, port, roots)
     refusals = Beside(refused, port, json.dumps({**body, "stream": False}).encode())
+    before = refusals_at(port)
     began = time.monotonic()
     await asyncio.gather(*(client(port, request, figures) for _ in range(count)))
     figures.seconds = time.monotonic() - began
+    figures.router = bounds_above(refusals_at(port) - before)
     figures.beside = refusals.end()
     seen: Figures = watching.end()
     figures.health, figures.health_failures = seen.health, seen.health_failures
     figures.memory_bytes, figures.descriptors = seen.memory_bytes, seen.descriptors
     return figures
+
+
+def refusals_at(port: int) -> Counter[float]:
+    """How many refusals the router has made so far, by the bound of their bucket in seconds."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PROBE_SECONDS)
+    connection.request("GET", "/metrics")
+    page = connection.getresponse().read().decode()
+    connection.close()
+    counts = [(float(bound), int(float(count))) for bound, count in REFUSAL_BUCKET.findall(page)]
+    return Counter(
+        {bound: count - below for (bound, count), (_, below) in zip(counts, [(0.0, 0), *counts[:-1]], strict=True)}
+    )
+
+
+def bounds_above(counts: Counter[float]) -> dict[str, float]:
+    """Milliseconds: p50, p99 and the longest, each as the bound of its bucket; empty where there were none."""
+    return milliseconds([bound for bound, count in sorted(counts.items()) for _ in range(count)])
 
 
 def family(process: int) -> list[int]:

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import errno
 import logging
+import select
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from tandem.server.api.connections import (
     Line,
     api_bounds,
     quiet_accept_errors,
+    waited_s,
 )
 from tandem.server.api.http1 import uvicorn_config
 from tandem.server.router.app import RouterApp
@@ -146,6 +149,36 @@ def test_who_sends_a_whole_request_and_is_one_too_many_can_read_why() -> None:
         await until(lambda: not port.bounds.lingering)
 
     serves(story, max_connections=1, patience_s=LONG)
+
+
+def test_how_long_the_refused_have_waited_is_told_but_of_those_who_are_waited_for() -> None:
+    waited: list[float] = []
+
+    async def story(port: Port) -> None:
+        held = await port.open()
+        await until(lambda: port.bounds.num_open == 1)
+        for _ in range(3):
+            await port.ask(b"")
+        assert len(waited) == 3
+        port.bounds.patience_s = 0.0
+        assert (await port.ask(HEALTH)).startswith(b"HTTP/1.1 200")  # in the place of who has not asked
+        assert (port.bounds.num_refused, len(waited)) == (4, 3)
+        held[1].close()
+
+    serves(story, max_connections=1, patience_s=LONG, refused=waited.append)
+    assert all(0 <= seconds < 20 for seconds in waited)
+
+
+def test_the_kernel_says_how_long_bytes_have_waited_where_nobody_had_accepted() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        began = time.monotonic()
+        client.sendall(b"x")
+        select.select([], [], [], 0.1)
+        link, _ = listener.accept()
+        with link:
+            waited, passed = waited_s(link), time.monotonic() - began
+    assert waited is not None
+    assert 0.05 <= waited <= passed + 0.05
 
 
 def error_code(answer: bytes) -> str:

@@ -17,6 +17,8 @@ counted nor refused: who is full is not ill.
 import asyncio
 import logging
 import resource
+import socket
+import struct
 import time
 from asyncio import TimerHandle, Transport
 from collections import deque
@@ -44,6 +46,7 @@ API_PATIENCE_SECONDS = 1.0  # a head may take so long in a storm before somebody
 SPARE_FDS = 128  # for the model, logs, channels, and what is being accepted
 LINE_EVERY_SECONDS = 1.0
 NO_ACCEPT = "socket.accept() out of system resource"  # what asyncio says then, many times at once
+LAST_DATA_RECV = struct.Struct("=52xI")  # of `tcp_info` (linux/tcp.h): milliseconds
 # What it says when a second later the port has been closed: it does not look.
 NO_PORT = "Exception in callback BaseSelectorEventLoop._start_serving("
 
@@ -68,6 +71,7 @@ class Bounds:
     num_refused: int = 0
     waiting: "dict[BoundedHttp1, float]" = field(default_factory=dict)  # since when
     lingering: "dict[BoundedHttp1, None]" = field(default_factory=dict)
+    refused: Callable[[float], object] = lambda waited: None  # of each refusal: see `waited_s`
     line: "Line" = field(default_factory=lambda: Line("connections were refused: as many are open as may be"))
 
     def protocol(self) -> "type[BoundedHttp1]":
@@ -78,6 +82,13 @@ class Bounds:
     def is_full(self) -> bool:
         return self.max_requests is not None and self.num_requests >= self.max_requests
 
+    def note_refusal(self, sock: socket.socket | None) -> None:
+        """sock: of somebody who has waited for us."""
+        self.num_refused += 1
+        self.line.note()
+        if sock is not None and (waited := waited_s(sock)) is not None:
+            self.refused(waited)
+
     def make_room(self, now: float) -> bool:
         """For one more. False when nobody has waited long enough."""
         oldest, since = next(iter(self.waiting.items()), (None, now))
@@ -87,7 +98,13 @@ class Bounds:
         return True
 
 
-def api_bounds(*, max_requests: int, write_s: float = WRITE_SECONDS, fds_each: int = 1) -> Bounds:
+def api_bounds(
+    *,
+    max_requests: int,
+    write_s: float = WRITE_SECONDS,
+    fds_each: int = 1,
+    refused: Callable[[float], object] = lambda waited: None,
+) -> Bounds:
     """For generation: a request is as long as its deadline says. fds_each: file descriptors that a request takes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     fds = 1 << 30 if soft == resource.RLIM_INFINITY else soft - SPARE_FDS
@@ -100,6 +117,7 @@ def api_bounds(*, max_requests: int, write_s: float = WRITE_SECONDS, fds_each: i
         write_s=write_s,
         idle_s=KEEP_ALIVE_SECONDS,
         patience_s=API_PATIENCE_SECONDS,
+        refused=refused,
         max_requests=min(
             max_requests, most - most // 8
         ),  # the others: for probes, and who hears that it is one too many
@@ -169,11 +187,9 @@ class BoundedHttp1(Http1):
 
     def _refuse(self, answer: bytes) -> None:
         """Nothing that comes is heard any more."""
-        bounds = self.bounds
         self._is_refused = True
-        bounds.num_refused += 1
-        bounds.line.note()
         self.transport.write(answer)
+        self.bounds.note_refusal(self.transport.get_extra_info("socket"))
 
     def _linger(self) -> None:
         """Closing at once would reset the connection, and who sends would not read why."""
@@ -274,7 +290,9 @@ class BoundedHttp1(Http1):
             return
         self._leave()
         self.bounds.waiting.pop(self, None)
-        self._refuse(TOO_MANY_CONNECTIONS)
+        self._is_refused = True
+        self.transport.write(TOO_MANY_CONNECTIONS)
+        self.bounds.note_refusal(None)  # we have waited for it
         self._linger()
 
     def cut(self) -> None:
@@ -298,6 +316,20 @@ class BoundedHttp1(Http1):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.cut)
+
+
+def waited_s(sock: socket.socket) -> float | None:
+    """How long ago the last byte of the other end came to this machine, or the connection itself, if no byte has come.
+
+    Also while nobody had accepted it: the kernel keeps account. None where it does not tell.
+    """
+    if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECV.size)
+    except OSError:  # it has left
+        return None
+    return LAST_DATA_RECV.unpack(told)[0] / 1000 if len(told) == LAST_DATA_RECV.size else None
 
 
 def busy(message: str) -> bytes:

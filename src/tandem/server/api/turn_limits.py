@@ -3,7 +3,8 @@
 Under a burst asyncio would accept as many connections in one turn as the backlog is long, and begin every request that
 is whole in the next. Who comes then, and is refused by the head alone, would hear of it when all of these have had
 their first steps. So a turn accepts `ACCEPTS_PER_TURN` (`http1.py`) and begins `REQUESTS_PER_TURN`; the others keep
-their order. What waits costs little: a connection in the kernel's queue, a task that has not begun.
+their order. What waits costs little: a connection in the kernel's queue, a task that has not begun. The first of these
+bounds is asyncio's: uvloop, on which a router runs, accepts whoever waits.
 """
 
 import asyncio

@@ -97,9 +97,9 @@ log = logging.getLogger("tandem.router")
 class RouterApp:
     """`app` is the ASGI application; its lifespan starts and stops everything."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics | None = None) -> None:
         self._config = config
-        self._metrics = RouterMetrics()
+        self._metrics = metrics or RouterMetrics()
         self._client = make_client()
         draws = Draws(lambda: secrets.randbits(64))
         self.router = Router(
@@ -405,13 +405,15 @@ def listen(config: RouterConfig) -> socket.socket:
 def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     """Serve until SIGTERM, SIGINT or SIGHUP; then no new connection, and running requests get `drain_timeout`."""
     raise_fd_limit()
+    metrics = RouterMetrics()
     bounds = api_bounds(
+        refused=metrics.refusal.observe,
         max_requests=config.max_active_requests,
         write_s=config.stall_timeout,
         fds_each=3,  # the client's connection, and those to both halves
     )
     drain_seconds = max(1, round(config.drain_timeout))
-    app = RouterApp(config).app
+    app = RouterApp(config, metrics).app
     server = TurnServer(uvicorn_config(app, drain_seconds=drain_seconds, lifespan="on", http=bounds.protocol()))
 
     def end(*_: object) -> None:

@@ -12,6 +12,7 @@ from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+REFUSALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
 
 
 class RouterMetrics:
@@ -24,6 +25,12 @@ class RouterMetrics:
         self.first_byte = self._histogram("first_byte_seconds", "from the request's head to the first byte", ["path"])
         self.head = self._histogram(
             "worker_seconds", "from dispatch to the head of a worker's answer", ["worker", "role"]
+        )
+        self.refusal = self._histogram(
+            "refusal_seconds",
+            "from the last byte that came, or the connection, to its refusal at the door",
+            [],
+            REFUSALS,
         )
         self._active = self._gauge("active_requests", "requests under way")
         self._live = self._gauge("worker_live", "1: gets requests", ["worker", "role"])
@@ -62,8 +69,8 @@ class RouterMetrics:
     def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"tandem:router_{name}", text, labels or [], registry=self.registry)
 
-    def _histogram(self, name: str, text: str, labels: list[str]) -> Histogram:
-        return Histogram(f"tandem:router_{name}", text, labels, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, labels: list[str], buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(f"tandem:router_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     def _gauge(self, name: str, text: str, labels: list[str] | None = None) -> Gauge:
         return Gauge(f"tandem:router_{name}", text, labels or [], registry=self.registry)
