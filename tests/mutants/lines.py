@@ -779,8 +779,8 @@ OTHERS = (
     Break(
         "large_bodies_are_read_on_the_routers_loop",
         "server/router/generate.py",
-        "await off_loop(len(raw), LOOP_BYTES, read_object, raw)",
-        "read_object(raw)",
+        "await off_loop(size, LOOP_BYTES, read_object, raw, conversation)",
+        "read_object(raw, conversation)",
         "unit/test_loop_work.py::test_no_callback_of_a_router_works_on_more_than_the_limit",
     ),
     Break(
