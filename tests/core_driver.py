@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence
+from tandem.batch_tables import BatchTables, PlainDecodeSet, Sequence, Span
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.commands import (
     AnnounceDpRank,
@@ -114,6 +114,7 @@ class WorkerRequest(Sequence):
     content_of: list[int] = field(default_factory=list)  # KV content per token, as far as it was needed
     eos_after: int | None  # outputs
     invalid_after: int | None
+    logprobs_from: int | None = None
     is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
 
     def content(self, length: int) -> list[int]:
@@ -125,6 +126,14 @@ class WorkerRequest(Sequence):
     def cut(self, stop: int) -> None:
         Sequence.cut(self, stop)
         del self.content_of[stop:]
+
+
+def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
+    """In place of log-probabilities: the positions in whose place they would stand."""
+    row = span.sequence
+    if row.logprobs_from is None:
+        return b""
+    return array("i", range(max(span.start, row.logprobs_from), min(span.stop, row.prompt_len - 1))).tobytes()
 
 
 class Worker:
@@ -172,7 +181,9 @@ class Worker:
         out = [self.sample(sequence) for sequence in self.tables.sampling(spans, decodes=plan.decodes)]
         hashes = self.tables.finish(spans, [token for token, _ in out], decodes=plan.decodes)
         tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
-        return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags for _, flags in out), tuple(hashes))
+        flags = bytes(flags for _, flags in out)
+        told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
+        return BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), prompt_extras=told)
 
     def forward(self, one: WorkerRequest, start: int, stop: int) -> None:
         size = self.page_size
@@ -316,6 +327,7 @@ class World:
         rid: str | None = None,
         dp_rank_hint: int | None = None,
         rendered_at: int = 0,
+        logprobs_from: int | None = None,
     ) -> RequestId:
         """Tell the request to the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
@@ -334,6 +346,7 @@ class World:
                     prompt_hash=links[-1] if links else ROOT,
                     eos_after=eos_after,
                     invalid_after=invalid_after,
+                    logprobs_from=logprobs_from,
                 )
             )
             hashes = tuple(hash_of(link) for link in links)
@@ -348,6 +361,7 @@ class World:
                 peer,
                 dp_rank_hint,
                 prompt_digest=prompt_digest(tokens, secret=ROOT),
+                prompt_logprobs_from=logprobs_from,
                 rendered_at=rendered_at,
             )
 

@@ -38,7 +38,7 @@ class Node:
             "layout",
             SECRET,
             (DataEndpoint("127.0.0.1", 7001),),
-            Bounds(512, lambda extra: True),
+            Bounds(512, lambda extra: True, lambda extra: True),
             self,
             self.heard.append,
             lambda who, cut, shards: None,

@@ -24,6 +24,7 @@ class SamplingParams(Struct, frozen=True):
     min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
     logprobs: bool = False  # report the logprob of each sampled token ...
     top_logprobs: int = 0  # ... and this many of the best alternatives
+    prompt_logprobs_from: int | None = None  # the same of the prompt tokens behind this one
     grammar: str = ""  # that the output has to follow, as `grammar.py` writes it; none: it is free
 
 
@@ -46,6 +47,8 @@ class TokenScore(Struct, frozen=True, array_like=True):
 
 
 _scores: msgspec.msgpack.Decoder[TokenScore] = msgspec.msgpack.Decoder(TokenScore)
+# Of prompt tokens: those of one chunk, in order.
+read_scores = msgspec.msgpack.Decoder(list[TokenScore]).decode
 
 
 def is_score(extra: bytes, *, vocab_size: int) -> bool:
@@ -54,6 +57,19 @@ def is_score(extra: bytes, *, vocab_size: int) -> bool:
         score = _scores.decode(extra)
     except Exception:  # whatever bytes of a peer lead to, RecursionError among it
         return False
+    return is_sound(score, vocab_size)
+
+
+def are_scores(scores: bytes, *, vocab_size: int) -> bool:
+    """Whether the bytes are a list of `TokenScore`s about tokens that exist."""
+    try:
+        found = read_scores(scores)
+    except Exception:  # as above
+        return False
+    return all(is_sound(score, vocab_size) for score in found)
+
+
+def is_sound(score: TokenScore, vocab_size: int) -> bool:
     return len(score.top_ids) == len(score.top_logprobs) and all(0 <= token < vocab_size for token in score.top_ids)
 
 

@@ -57,6 +57,21 @@ class Listener:
         return self.outcomes[-1]
 
 
+def told_by_one_with_scores(where: Path, prompt: list[int]) -> tuple[int, Story]:
+    """A prompt in chunks of which log-probabilities are wanted, beside one that decodes."""
+    world = EngineWorld(where, num_pages=NUM_PAGES)
+    listener = Listener(world.engine)
+    world.engine = listener  # type: ignore[assignment]  # as below
+    other = world.add(prompt_of(9))
+    request = world.add(prompt, prompt_logprobs_from=0, top_logprobs=2)
+    world.prefill(other)
+    world.run((request, 0, 40), decodes=True, join=[other])
+    world.run((request, 40, 80))
+    world.run((request, 80, len(prompt)), decodes=True)
+    world.finish(request)
+    return request, listener.story
+
+
 def told_by_one(where: Path) -> Told:
     """Prompts in chunks, two of them in one batch, decoding beside prompts, a retraction, a request that is forgotten
     right after its token, and one that draws with penalties."""

@@ -12,7 +12,7 @@ from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import PeerSaid
 from tandem.core.values import Cause, Incarnation, Nanos, Room
 
-BOUNDS = Bounds(1 << 31, lambda extra: True)
+BOUNDS = Bounds(1 << 31, lambda extra: True, lambda extra: True)
 INT64 = st.integers(-(1 << 63), (1 << 64) - 1)  # all that msgpack can carry
 numbers = st.one_of(st.integers(-1, 9), st.sampled_from((16, 100, 1 << 31, 1 << 63)), INT64)
 texts = st.text(max_size=20)

@@ -39,6 +39,8 @@ SERVED = "e2e_cpu/test_serve_unified.py::test_"
 ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
 TOOLS = "unit/test_api_tools.py::test_"
+RESPONSES = "unit/test_api_responses_sdk.py::test_"
+PROMPT_LOGPROBS = "unit/test_core_prompt_logprobs.py::test_"
 MESSAGES = "unit/test_api_messages_sdk.py::test_"
 EDGES = "e2e_cpu/test_pd_edges.py::test_"
 DRIVER = "unit/test_node_driver.py::test_"
@@ -598,6 +600,34 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "logprobs_of_a_prompt_are_taken_from_a_cache",
+        "core/scheduler/state.py",
+        "return min(prompt_logprobs_from, progress.length - 1)",
+        "return progress.length - 1",
+        PROMPT_LOGPROBS + "what_is_wanted_is_computed_and_what_is_before_it_comes_from_the_cache",
+    ),
+    Break(
+        "logprobs_of_a_prompt_are_told_twice_after_a_retry",
+        "core/scheduler/state.py",
+        "progress.prompt_extras = []  # of what is computed again",
+        "pass",
+        PROMPT_LOGPROBS + "a_prompt_that_is_computed_twice_is_told_once",
+    ),
+    Break(
+        "responses_of_every_key_are_one_store",
+        "server/api/response_store.py",
+        "return tenant_of(given_key(request.headers), None)",
+        'return ""',
+        RESPONSES + "a_key_sees_no_response_of_another",
+    ),
+    Break(
+        "deleted_response_takes_its_turn_along",
+        "server/api/response_store.py",
+        "            if turn.num_referrers > 0:",
+        "            if turn.num_referrers > 9:",
+        "unit/test_response_store.py::test_bytes_are_those_of_what_is_kept_and_nothing_else",
+    ),
+    Break(
         "cached_tokens_are_input_too",
         "server/api/messages.py",
         "len(sample.ask.prompt.tokens) - cached",
@@ -736,15 +766,15 @@ OTHERS = (
     Break(
         "tokens_are_in_a_record",
         "server/node/without_tokens.py",
-        "structs.replace(outcome, tokens=bytes(len(outcome.tokens)), extras",
-        "structs.replace(outcome, tokens=outcome.tokens, extras",
+        "tokens=bytes(len(outcome.tokens)),",
+        "tokens=outcome.tokens,",
         "unit/test_ring.py::test_no_token_and_no_score_is_written",
     ),
     Break(
         "first_tokens_are_in_a_snapshot_on_record",
         "server/node/without_tokens.py",
-        "    return structs.replace(result, token=bytes(len(result.token)), extra",
-        "    return structs.replace(result, token=result.token, extra",
+        "token, extra = bytes(len(result.token)), bytes",
+        "token, extra = result.token, bytes",
         "unit/test_ring.py::test_no_token_is_in_the_snapshot_of_a_node_that_hands_one_over",
     ),
     Break(

@@ -143,7 +143,8 @@ class FakeNode:
         for index, token in enumerate(tokens):
             if index == 0:
                 ledger = StageTimings((("queue", 1000), ("forward", 2000)))
-                self.tell(commands.StartRequest(request.id, script.path, 3, ledger))
+                scores = prompt_scores(submit.payload)
+                self.tell(commands.StartRequest(request.id, script.path, 3, ledger, scores))
             extras = ((request.id, score(token, submit.payload)),) if wants_scores else ()
             self.tell(commands.EmitTokens((request.id,), struct.pack("<i", token), extras))
             if not script.is_burst:
@@ -160,6 +161,15 @@ class FakeNode:
         reason = FinishReason.LENGTH if is_cut else script.reason
         ledger = StageTimings((("queue", 1000), ("forward", 2000)))
         return commands.FinishRequest(request, reason, script.path, 3, 5, 2, ledger)  # type: ignore[arg-type]
+
+
+def prompt_scores(payload: Payload) -> tuple[bytes, ...]:
+    """In chunks of three."""
+    first, tokens = payload.sampling.prompt_logprobs_from, list(array("i", payload.tokens))
+    if first is None:
+        return ()
+    found = [msgspec.msgpack.decode(score(token, payload)) for token in tokens[first + 1 :]]
+    return tuple(msgspec.msgpack.encode(found[at : at + 3]) for at in range(0, len(found), 3))
 
 
 def score(token: int, payload: Payload) -> bytes:

@@ -77,7 +77,6 @@ BAD_COMPLETIONS = [
     ({"prompt": [5, [5]]}, "prompt"),
     ({"prompt": {"text": "a"}}, "prompt"),
     ({"prompt": [258]}, "prompt"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "suffix": "y"}, "suffix"),
     ({"prompt": "x", "best_of": 3}, "best_of"),

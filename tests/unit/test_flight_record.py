@@ -71,6 +71,7 @@ class World:
                     array("i", [SECRET_TOKEN] * rows).tobytes(),
                     bytes(rows),
                     extras=((request.id, b"score"),) if rows else (),
+                    prompt_extras=((request.id, b"prompt score"),) if launch.plan.rows else (),
                 )
                 returned.append(BatchReturned(outcome))
             effects = self.step(*returned)

@@ -1,5 +1,6 @@
 """The door for what peers say: within bounds nothing changes, out of bounds the room fails, texts are one line."""
 
+from functools import partial
 from typing import Any  # fields of any message
 
 import msgspec
@@ -9,15 +10,22 @@ from tandem.core.disagg.message_checks import MAX_DETAIL_CHARS, Bounds, admitted
 from tandem.core.disagg.messages import Abort, Message, Offer, Ready, Release, ResultSlot
 from tandem.core.kv_parts import KvGrid
 from tandem.core.values import SECOND, Cause, Cut, Incarnation, Nanos, Room
-from tandem.sampling import TokenScore, is_score
+from tandem.sampling import TokenScore, are_scores, is_score
 
 PREFILL, DECODE = Incarnation("prefill:1", "a" * 32), Incarnation("decode:1", "b" * 32)
 BOUNDS = Bounds(
-    512, lambda extra: is_score(extra, vocab_size=512), KvGrid(1, 2), cut=Cut(tp_size=2), peer_cut=Cut(tp_size=2)
+    512,
+    partial(is_score, vocab_size=512),
+    partial(are_scores, vocab_size=512),
+    KvGrid(1, 2),
+    cut=Cut(tp_size=2),
+    peer_cut=Cut(tp_size=2),
 )
 ROOM = Room(5)
 SCORE = msgspec.msgpack.encode(TokenScore(-0.5, (1, 511), (-0.5, -2.0)))
-ROW = ResultSlot(ROOM, (511).to_bytes(4, "little"), 1, SCORE, 16, Nanos(1), Nanos(2), Nanos(3))
+PROMPT_SCORES = msgspec.msgpack.encode([TokenScore(-0.5, (1, 511), (-0.5, -2.0)), TokenScore(-1.5)])
+TOLD = (PROMPT_SCORES, PROMPT_SCORES)
+ROW = ResultSlot(ROOM, (511).to_bytes(4, "little"), 1, SCORE, 16, Nanos(1), Nanos(2), Nanos(3), TOLD)
 READY = Ready(ROOM, 1, DECODE, PREFILL, "f" * 32, 100, 2, 3, b"d" * 16, cut=Cut(tp_size=2))
 OFFER = Offer(ROOM, 1, PREFILL, 2, (7, 8), (1, 1), (b"d" * 16, b"e" * 16), (b"s", b"t"), Nanos(30 * SECOND), 4, ROW)
 RELEASE = Release(ROOM, DECODE, "done", None, 1)
@@ -114,6 +122,10 @@ def test_an_offer_out_of_bounds_is_the_end_of_its_room(fields: dict[str, Any]) -
         {"extra": bytes(1 << 20)},
         {"extra": msgspec.msgpack.encode(TokenScore(-0.5, (512,), (-0.5,)))},
         {"extra": msgspec.msgpack.encode(TokenScore(-0.5, (1, 2), (-0.5,)))},
+        {"prompt_extras": (b"\xc1",)},
+        {"prompt_extras": (SCORE,)},
+        {"prompt_extras": (PROMPT_SCORES, msgspec.msgpack.encode([TokenScore(-0.5, (512,), (-0.5,))]))},
+        {"prompt_extras": (bytes(5 << 20),)},
         {"cached_tokens": -1},
         {"cached_tokens": HUGE},
         {"queue_ns": -1},

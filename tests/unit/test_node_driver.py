@@ -100,7 +100,7 @@ class Server:
                 "",
                 ClusterSecret(b"what members know"),
                 shards=(),
-                bounds=Bounds(1, lambda extra: True),
+                bounds=Bounds(1, lambda extra: True, lambda extra: True),
                 poller=poller,
                 report=self.inbox.report,
                 reach=self.inbox.reach,

@@ -54,7 +54,7 @@ class Side:
             "layout",
             self.secret,
             shards=self.shards,
-            bounds=Bounds(512, lambda extra: True, GRID, self.cut),
+            bounds=Bounds(512, lambda extra: True, lambda extra: True, GRID, self.cut),
             poller=self.poller,
             report=self.events.append,
             reach=lambda who, cut, shards: self.reached.append((who, cut, shards)),

@@ -60,7 +60,8 @@ class Served:
         rows = sum(row.samples for row in plan.rows) + plan.decodes
         tokens = array("i", [SECRET_TOKEN] * rows).tobytes()
         extras = ((request, b"score"),) if rows else ()
-        return BatchReturned(BatchOutcome(plan.id, plan.iteration, tokens, bytes(rows), extras=extras))
+        told = ((request, b"prompt score"),) if plan.rows else ()
+        return BatchReturned(BatchOutcome(plan.id, plan.iteration, tokens, bytes(rows), (), extras, told))
 
 
 def write(folder: Path, ring: NodeRing) -> Path:

@@ -80,4 +80,7 @@ class BatchOutcome(Struct, frozen=True, gc=False):
     flags: bytes  # one byte of TokenFlag bits per sampling row
     hashes: tuple[tuple[RequestId, PageHash], ...] = ()  # pages that decode rows completed in this batch
     extras: tuple[tuple[RequestId, bytes], ...] = ()  # opaque to the core: logprobs of the sampled token
+    prompt_extras: tuple[
+        tuple[RequestId, bytes], ...
+    ] = ()  # the same of prompt tokens, for rows whose request wants them
     duration_ns: Nanos = Nanos(0)

@@ -57,6 +57,9 @@ class StartRequest(Struct, frozen=True, tag=True):
     path: Path
     cached_tokens: int
     ledger: StageTimings
+    prompt_extras: tuple[
+        bytes, ...
+    ] = ()  # opaque: log-probabilities of the prompt, where they are wanted; none on a prefill
 
 
 class FinishRequest(Struct, frozen=True, tag=True):

@@ -21,4 +21,7 @@ class Request(Struct, frozen=True):
     dp_rank_hint: int | None = None  # `disagg_prefill_dp_rank`: who routes says which DP rank of the prefill has it
     priority: int = 0
     prompt_digest: bytes = b""  # `pagehash.prompt_digest`: equal on both halves, or they do not mean the same prompt
+    prompt_logprobs_from: int | None = (
+        None  # log-probabilities are wanted of what follows each prompt token from here on
+    )
     rendered_at: int = 0  # Unix seconds that its chat template has shown; 0: it asked for no time

@@ -7,7 +7,7 @@ How attention is computed (masks, gathered keys, buckets) is the affair of its b
 Arrays of numpy are on the host; a backend takes to its device what it needs there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,18 @@ class Batch:
     sampled: Tensor  # [s] int64: rows whose next token is wanted; in tiles: arranged in tiles again
     sampled_place: Tensor | None  # in tiles: [outcome rows] int64, index into `sampled`
     pages_to_clear: list[int]  # that nobody has written yet and that this batch does not fill (see `kv_memory.py`)
+
+    def sampling(self, tokens: range) -> "Batch":
+        """The same forward pass, of which the scores behind these tokens of the batch are wanted."""
+        if self.rows.place is None:
+            at = torch.tensor(tokens, dtype=torch.int64, device=self.sampled.device)
+            return replace(self, sampled=at, sampled_place=None)
+        rows = self.rows.place[tokens.start : tokens.stop]
+        sampled, place = _in_tiles(rows.cpu().numpy(), self.positions[rows].cpu().numpy())
+        device = self.sampled.device
+        return replace(
+            self, sampled=torch.from_numpy(sampled).to(device), sampled_place=torch.from_numpy(place).to(device)
+        )
 
 
 class BatchBuilder:
@@ -127,9 +139,7 @@ class BatchBuilder:
         token_ids[place] = np.concatenate([_tokens(span) for span in spans])
         row_positions[place] = positions
         ends = [chunk.last - 1 for span, chunk in zip(spans, chunks, strict=True) if span.samples]
-        sampled_place, num_sampled = tile_places(positions[ends])
-        sampled = np.zeros(num_sampled, dtype=np.int64)
-        sampled[sampled_place] = place[ends]
+        sampled, sampled_place = _in_tiles(place[ends], positions[ends])
         return Batch(
             token_ids=self._tensor(token_ids),
             positions=self._tensor(row_positions),
@@ -166,6 +176,14 @@ class BatchBuilder:
 
     def _tensor(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _in_tiles(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows arranged in tiles again, and the place of each among them. Padding is row 0."""
+    place, num_rows = tile_places(positions)
+    arranged = np.zeros(num_rows, dtype=np.int64)
+    arranged[place] = rows
+    return arranged, place
 
 
 def _tokens(span: Span[Sequence]) -> np.ndarray:

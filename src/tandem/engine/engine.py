@@ -20,7 +20,7 @@ import torch
 
 from tandem.batch_tables import BatchTables
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
-from tandem.core.values import Nanos
+from tandem.core.values import Nanos, RequestId
 from tandem.engine.attention.base import attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
@@ -29,6 +29,7 @@ from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.native import library
 from tandem.engine.parallel import OneStage, Pipeline
+from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.weights import LoadedModel
@@ -37,6 +38,7 @@ from tandem.sampling import Payload
 
 _EXTRA = msgspec.msgpack.Encoder()
 ONE_STAGE = OneStage()
+PromptExtras = tuple[tuple[RequestId, bytes], ...]
 
 
 class Engine:
@@ -115,7 +117,7 @@ class Engine:
         self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
         batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
-        sampled = self._forward(batch)
+        sampled, scores = self._forward(batch)
         if batch.samplers and sampled is None:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(started))
@@ -130,13 +132,14 @@ class Engine:
             flags=_with_ends(sampled.flags, batch.samplers),
             hashes=tuple(hashes) if self._pipeline.samples else (),
             extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
+            prompt_extras=scores,
             duration_ns=since(started),
         )
 
-    def _forward(self, batch: RunBatch[Sequence]) -> Sampled | None:
-        """The tokens, where they are sampled."""
+    def _forward(self, batch: RunBatch[Sequence]) -> tuple[Sampled | None, PromptExtras]:
+        """The tokens, where they are sampled, and what was asked of the prompts."""
         if not batch.spans and not batch.samplers:
-            return None
+            return None, ()
         model, pipeline = self.model.module, self._pipeline
         rows = self._batches.build(batch.spans, self._decode_set if batch.decodes else None)
         self.kv.clear(rows.pages_to_clear)
@@ -148,13 +151,14 @@ class Engine:
         hidden = model.forward(rows, self._attention, hidden)
         if pipeline.stage.rank < pipeline.stage.size - 1:
             pipeline.send_hidden(hidden)
-            return None
+            return None, ()
+        scores = prompt_scores(model, rows, hidden, batch.spans, is_told=pipeline.samples)
         if not batch.samplers:
-            return None
+            return None, scores
         logits = model.logits(rows, hidden)  # all shards of the stage have a part in them
         if not pipeline.samples:
-            return None
-        return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids)
+            return None, ()
+        return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids), scores
 
 
 def since(started: int) -> Nanos:

@@ -141,7 +141,7 @@ def _sample_row(raw: Tensor, allowed: Tensor, draw: Draw, eos_ids: Sequence[int]
         token = int(adjusted.argmax())
     else:
         token = _draw(adjusted / params.temperature, params, draw.position)
-    return token, _score(raw, token, params.top_logprobs) if params.logprobs else None
+    return token, score_of(raw, token, params.top_logprobs) if params.logprobs else None
 
 
 def _flags(token: int, params: SamplingParams, eos_ids: Sequence[int]) -> int:
@@ -229,7 +229,8 @@ def _cut_at(ids: Tensor, probabilities: Tensor, top_p: float) -> Tensor:
     return ids[: max(1, int((before < top_p).sum()))]
 
 
-def _score(raw: Tensor, token: int, top: int) -> TokenScore:
+def score_of(raw: Tensor, token: int, top: int) -> TokenScore:
+    """What is said of one token. raw: [vocab] fp32 on the host, the scores of all that may stand in its place."""
     logprobs = raw.log_softmax(dim=0)
     best = _best(logprobs, min(top, raw.shape[0])) if top > 0 else torch.empty(0, dtype=torch.int64)
     return TokenScore(

@@ -34,6 +34,11 @@ class Sequence(batch_tables.Sequence):
             matcher=matcher,
         )
 
+    def scored(self, start: int, stop: int) -> range:
+        """Positions of [start, stop) whose logits say something of a prompt token that a client wants to know."""
+        first = self.params.prompt_logprobs_from
+        return range(0) if first is None else range(max(start, first), min(stop, self.prompt_len - 1))
+
     def draw(self) -> Draw:
         """What sampling the next token needs."""
         return Draw(

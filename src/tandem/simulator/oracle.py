@@ -19,6 +19,11 @@ class Violation(Exception):
         self.detail = detail
 
 
+def told_of(kv_sum: int) -> bytes:
+    """In place of a log-probability. kv_sum: of all positions up to the one behind which it is made."""
+    return kv_sum.to_bytes(8, "little")
+
+
 @dataclass(slots=True)
 class Script:
     """Tokens and KV of one prompt and its continuation, computed as far as somebody asks."""
@@ -26,6 +31,7 @@ class Script:
     prompt: tuple[int, ...]
     max_new_tokens: int
     eos_one_in: int
+    logprobs_from: int | None = None  # the client wants to know of prompt tokens behind this one
     tokens: list[int] = field(default_factory=list)  # prompt and output; the continuation ignores end-of-sequence
     contents: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=lambda: [0])  # sums[n]: KV of [0, n)
@@ -57,6 +63,12 @@ class Script:
         stop = min((index + 1) * page_size, length)
         self.kv_sum(stop)
         return self.contents[index * page_size : stop]
+
+    def prompt_extras(self) -> bytes:
+        """What is told of the prompt: in place of log-probabilities what was read where they are made."""
+        if self.logprobs_from is None:
+            return b""
+        return b"".join(told_of(self.kv_sum(stop)) for stop in range(self.logprobs_from + 1, len(self.prompt)))
 
     def output_token(self, index: int) -> int:
         return self.token(len(self.prompt) + index)

@@ -242,8 +242,9 @@ def describe_command(command: Command) -> str:
             return f"forget {_ids(requests)}"
         case EmitTokens(requests, _, _):
             return f"emit a token of {_ids(requests)}"
-        case StartRequest(request, path, cached, _):
-            return f"start request {request}: {path}, {cached} cached"
+        case StartRequest(request, path, cached, _, told):
+            tells = f", {sum(map(len, told))} bytes of logprobs of its prompt" if told else ""
+            return f"start request {request}: {path}, {cached} cached{tells}"
         case FinishRequest(request, reason, path, cached, computed, kv_pages, _, retries):
             return (
                 f"finish request {request}: {reason}, {path}, {cached} cached, {computed} computed, "

@@ -148,6 +148,14 @@ def show_times(asks: list[Ask], random: Random, *, share: float, hostility: floa
             ask.shown = draw_shown_time(random, hostility=hostility)
 
 
+def want_logprobs(asks: list[Ask], random: Random) -> None:
+    """In one seed of six some clients want to know of their prompts, mostly from the beginning."""
+    share = 0.3 if random.random() < 1 / 6 else 0.0
+    for ask in asks:
+        if random.random() < share:
+            ask.script.logprobs_from = random.choice((0, 0, random.randrange(len(ask.script.prompt))))
+
+
 def repeat_names(asks: list[Ask], random: Random, *, share: float) -> None:
     """Clients that think of the same name as another one shortly before."""
     for ask in asks:

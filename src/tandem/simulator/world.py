@@ -76,7 +76,16 @@ from tandem.simulator.network.links import Network
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.renderings import WallClocks
-from tandem.simulator.workload import Ask, Workload, enlarge, plain_ask, repeat_names, route_asks, show_times
+from tandem.simulator.workload import (
+    Ask,
+    Workload,
+    enlarge,
+    plain_ask,
+    repeat_names,
+    route_asks,
+    show_times,
+    want_logprobs,
+)
 from tandem.transfer.protocol import Status
 
 SETTLE_NS = 20 * SECOND  # after the last arrival: how long faults go on
@@ -248,6 +257,7 @@ class World:
         repeat_names(asks, Random(f"names {seed}"), share=options.repeated_names)
         num_tokens = max(each.num_pages * each.page_size for each in (options.prefill, options.decode))
         enlarge(asks, Random(f"misfits {seed}"), share=options.misfits, num_tokens=num_tokens)
+        want_logprobs(asks, Random(f"told prompts {seed}"))
         for ask in asks:
             self.edge.num_to_come += 1
             self.clock.at(ask.arrives_at, self._ask, ask)

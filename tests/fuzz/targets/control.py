@@ -39,7 +39,7 @@ SECRET, OTHER_SECRET = ClusterSecret(b"what all members know"), ClusterSecret(b"
 SHARDS = (DataEndpoint("127.0.0.1", 7001),)
 FOUND_AT, ELSEWHERE = Address("127.0.0.1", 8998), Address("127.0.0.1", 8999)
 LAYOUT = "layout"
-BOUNDS = Bounds(vocab_size=50_000, is_extra=lambda extra: True)
+BOUNDS = Bounds(vocab_size=50_000, is_extra=lambda extra: True, is_prompt_extra=lambda extra: True)
 PATIENCE_S = 10.0
 TURN_NS = 50 * MILLISECOND  # that each turn takes on the nodes' clock: nobody waits for their timeouts
 HELLO = Release(Room(1), DECODE, "done")

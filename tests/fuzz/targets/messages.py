@@ -24,7 +24,7 @@ PROMPT_TOKENS, NEW_TOKENS = 100, 3
 LIMIT_NS = 60 * SECOND
 LONG_NS = 1_000 * SECOND  # beyond every deadline and lease
 MAX_MESSAGES = 12
-BOUNDS = Bounds(vocab_size=60_000, is_extra=lambda extra: True)
+BOUNDS = Bounds(vocab_size=60_000, is_extra=lambda extra: True, is_prompt_extra=lambda extra: True)
 NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # an input that no channel lets through
 
 

@@ -42,6 +42,7 @@ from tandem.core.scheduler.state import (
     later,
     pages_for,
     record_closed_room,
+    reusable_tokens,
     schedule,
 )
 from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
@@ -213,7 +214,7 @@ def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
     if node.settings.local_prefill is LocalPrefill.OFF:
         return False  # a look at the tree costs something
     prompt_len, page_size = progress.request.prompt_len, node.settings.page_size
-    cached = len(node.tree.match(progress.hashes[: (prompt_len - 1) // page_size])) * page_size
+    cached = len(node.tree.match(progress.hashes[: reusable_tokens(progress) // page_size])) * page_size
     if pages_for(node, prompt_len) - cached // page_size > node.pool.num_free + node.tree.num_evictable:
         return False  # prefill may compute it meanwhile
     view = LocalView(uncached=prompt_len - cached, backlog=backlog, chunk=node.settings.chunk_tokens)

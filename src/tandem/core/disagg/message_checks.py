@@ -32,6 +32,7 @@ MAX_LAYOUT_CHARS = 128
 MAX_DETAIL_CHARS = 1000
 MAX_DIGEST_BYTES = 64
 MAX_EXTRA_BYTES = 64 << 10
+MAX_PROMPT_EXTRA_BYTES = 4 << 20  # of one prompt
 DIGEST_BYTES = 8
 TOKEN_BYTES = 4
 KNOWN_FLAGS = TokenFlag.EOS | TokenFlag.STOP | TokenFlag.INVALID
@@ -42,6 +43,7 @@ class Bounds(Struct, frozen=True):
 
     vocab_size: int
     is_extra: Callable[[bytes], bool]  # whether the edge can read this `extra`, which is opaque to the core
+    is_prompt_extra: Callable[[bytes], bool]  # the same of one of `prompt_extras`
     grid: KvGrid = KvGrid()
     cut: Cut = Cut()  # of this node
     peer_cut: Cut = Cut()  # of whoever speaks, as it has said when it was met
@@ -134,6 +136,10 @@ def result_fault(row: ResultSlot, offer: Offer, bounds: Bounds) -> str | None:
         return "the result slot has unknown flags"
     if len(row.extra) > MAX_EXTRA_BYTES or (row.extra and not bounds.is_extra(row.extra)):
         return "the result slot has logprobs that cannot be read"
+    if sum(map(len, row.prompt_extras)) > MAX_PROMPT_EXTRA_BYTES or not all(
+        map(bounds.is_prompt_extra, row.prompt_extras)
+    ):
+        return "the result slot has logprobs of the prompt that cannot be read"
     if not 0 <= row.cached_tokens < MAX_COUNT:
         return "cached_tokens is out of bounds"
     if not are_numbers((row.queue_ns, row.compute_ns, row.overlapped_ns)):

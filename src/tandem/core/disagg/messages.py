@@ -47,6 +47,7 @@ class ResultSlot(Struct, frozen=True):
     queue_ns: Nanos = Nanos(0)
     compute_ns: Nanos = Nanos(0)
     overlapped_ns: Nanos = Nanos(0)  # it went on computing while pages were on offer
+    prompt_extras: tuple[bytes, ...] = ()  # opaque to the core: log-probabilities of the prompt, chunk by chunk
 
 
 class Offer(Struct, frozen=True, tag="offer"):

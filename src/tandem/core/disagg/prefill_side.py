@@ -262,7 +262,8 @@ def after_prompt(
     if verdict in GIVE_BACK_REASONS:
         give_back(node, progress, side, retry_reason(side, verdict))
         return
-    side.result = ResultSlot(side.room, token, flags, extra, progress.cached_tokens)
+    of_prompt = tuple(progress.prompt_extras)
+    side.result = ResultSlot(side.room, token, flags, extra, progress.cached_tokens, prompt_extras=of_prompt)
     side.computed_at = node.now
     enter(node, progress, Trigger.PARK if verdict is Verdict.PARK else Trigger.SEND)
     publish(node, progress, side)

@@ -6,7 +6,7 @@ from itertools import islice
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
-from tandem.core.scheduler.state import NodeState, enter, lacks_page, pages_for, take_pages
+from tandem.core.scheduler.state import NodeState, enter, lacks_page, pages_for, reusable_tokens, take_pages
 from tandem.core.values import RequestId, ceil_div
 
 LOOK_AHEAD = 64  # queued requests looked at in one step
@@ -109,7 +109,7 @@ def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
 def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     """Pages for all known tokens. At least one token has to be computed here, unless the rest comes from a peer."""
     length = progress.length
-    matchable = length if isinstance(progress.side, DecodeSide) else length - 1
+    matchable = length if isinstance(progress.side, DecodeSide) else reusable_tokens(progress)
     is_alone = node.num_slots_used == 0
     if not take_pages(
         node,

@@ -265,6 +265,8 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
         progress.in_flight -= 1
         progress.computed = row.stop
         token, flags = b"", 0
+        if outcome.prompt_extras and progress.state is State.COMPUTING and not progress.generated:
+            progress.prompt_extras += [extra for request, extra in outcome.prompt_extras if request == row.request]
         if row.samples:
             token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
             index += 1
@@ -362,7 +364,8 @@ def take_token(node: NodeState, progress: Progress, emitted: Emission, token: by
 def announce_first_token(node: NodeState, progress: Progress) -> None:
     charge_stage(node, progress)
     ledger = StageTimings(tuple(progress.stages.items()))
-    node.out.append(StartRequest(progress.id, progress.path, progress.cached_tokens, ledger))
+    of_prompt, progress.prompt_extras = tuple(progress.prompt_extras), []
+    node.out.append(StartRequest(progress.id, progress.path, progress.cached_tokens, ledger, of_prompt))
 
 
 def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
@@ -423,6 +426,7 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     if landed is None:
         return
     progress, first = landed
+    progress.prompt_extras = list(first.prompt_extras)
     enter(node, progress, Trigger.RUN)
     checkpoint(node, progress)
     emitted = Emission()

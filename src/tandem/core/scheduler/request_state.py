@@ -140,6 +140,9 @@ class Progress:
     hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
     inserted: int = 0  # leading pages that the prefix tree knows under these hashes
     locked: PageHash | None = None
+    prompt_extras: list[bytes] = field(
+        default_factory=list[bytes]
+    )  # of the prompt, chunk by chunk, until they are handed on
     cached_tokens: int = 0  # found in the prefix tree at the first admission
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
     kv_pages: int = 0  # pulled from a peer

@@ -265,6 +265,7 @@ def give_back_pages(node: NodeState, progress: Progress) -> None:
     if progress.locked is not None:
         node.tree.unlock(progress.locked)
     progress.pages = []
+    progress.prompt_extras = []  # of what is computed again
     progress.locked = None
     progress.inserted = progress.synced_pages = progress.computed = progress.launched = 0
 
@@ -277,6 +278,15 @@ def give_back_if_idle(node: NodeState, progress: Progress) -> bool:
     give_back_pages(node, progress)
     progress.length = progress.request.prompt_len + progress.generated
     return True
+
+
+def reusable_tokens(progress: Progress) -> int:
+    """Known tokens whose KV may be cached where the request is computed here: the last one has to be looked at, and so
+    has every one whose log-probabilities are wanted, until they have been told."""
+    prompt_logprobs_from = progress.request.prompt_logprobs_from
+    if prompt_logprobs_from is None or progress.generated:
+        return progress.length - 1
+    return min(prompt_logprobs_from, progress.length - 1)
 
 
 def lacks_page(node: NodeState, progress: Progress) -> bool:

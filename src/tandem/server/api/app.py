@@ -185,6 +185,7 @@ class Endpoints:
                 is_list=not is_single or len(asks) > 1,
                 shows_text=bool(body.return_text_in_logprobs),
                 shows_tops=bool(body.top_logprobs_num),
+                shows_input=self._limits.role != "prefill",
             )
 
         return await self._answer(request, NativeBody, read_native, reply, checks_model=False)

@@ -34,6 +34,7 @@ from tandem.server.api.bounds import (
     StopTokenIds,
     Temperature,
     TokenId,
+    TokensOrNone,
     TopK,
     TopLogprobs,
     TopP,
@@ -178,6 +179,7 @@ class ChatBody(OpenAIBody, kw_only=True):
 
 class CompletionBody(OpenAIBody, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    max_tokens: TokensOrNone | None = None
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
@@ -188,7 +190,7 @@ class CompletionBody(OpenAIBody, kw_only=True):
 class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of /generate."""
 
-    max_new_tokens: NewTokens | None = None
+    max_new_tokens: TokensOrNone | None = None
     min_new_tokens: MinTokens | None = None
     sampling_seed: Int | None = None
     beam_width: Raw = NOTHING

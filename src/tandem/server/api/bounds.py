@@ -26,6 +26,8 @@ MAX_PROMPTS = 1024
 MAX_N = 128
 MAX_SAMPLES = 1024  # of all prompts: each is a request of its own to the scheduler
 MAX_SUBMITTED_TOKENS = 8 << 20  # prompt tokens of all samples together: they go to the node in one message
+MAX_PROMPT_SCORES = 1 << 20  # prompt tokens with log-probabilities, and alternatives, of all samples together
+SCORE_BYTES, ALTERNATIVE_BYTES = 16, 14  # of one of them at most, on the way from prefill to decode
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 MAX_MESSAGES = 1 << 14
 MAX_TOP_LOGPROBS = 20
@@ -56,6 +58,7 @@ LOOP_SAMPLES = 1 << 6  # prompts or samples, however short
 Int = Annotated[int, Meta(ge=MIN_INT, le=MAX_INT)]
 Samples = Annotated[int, Meta(ge=1, le=MAX_N)]
 NewTokens = Annotated[int, Meta(ge=1, le=MAX_INT)]
+TokensOrNone = Annotated[int, Meta(ge=0, le=MAX_INT)]  # 0: only what is said of the prompt
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]  # -1 and 0: all tokens
 Rank = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]

@@ -11,7 +11,8 @@ from typing import Any  # values that may be one or one per prompt
 
 import msgspec
 
-from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt, unsupported
+from tandem.sampling import TokenScore
+from tandem.server.api.body import NativeBody, NativeSampling, Routing, per_prompt
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.off_loop import in_turns, off_loop
@@ -95,8 +96,7 @@ def native_params(
     grammar: str,
 ) -> GenerationParams:
     sampling = sampling or NativeSampling()
-    if returns_logprob and logprob_start is not None and 0 <= logprob_start < len(prompt.tokens):
-        raise unsupported("logprob_start_len", " before the end of the prompt: there are no logprobs of prompt tokens")
+    starts_inside = logprob_start is not None and 0 <= logprob_start < len(prompt.tokens)
     return check_params(
         sampling,
         limits,
@@ -105,6 +105,7 @@ def native_params(
         min_tokens=sampling.min_new_tokens,
         seed=sampling.sampling_seed,
         top_logprobs=(top_logprobs or 0) if returns_logprob else None,
+        prompt_logprobs_from=logprob_start if returns_logprob and starts_inside else None,
         keeps_stop=bool(sampling.no_stop_trim),
         grammar=grammar,
     )
@@ -126,8 +127,13 @@ class Written:
 class GenerateReply:
     """`is_list`: the client sent lists, or wants several samples, and gets a list."""
 
-    def __init__(self, tokenizer: Tokenizer, *, is_list: bool, shows_text: bool, shows_tops: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, is_list: bool, shows_text: bool, shows_tops: bool, shows_input: bool
+    ) -> None:
+        """shows_input: it tells of prompt tokens. Of a pair decode does: gateways put the lists of both together."""
         self.shows_prompts = False
+        self._shows_input = shows_input
+        self._input: dict[int, bytes] = {}  # by sample: members of `meta_info` about its prompt
         self._tokenizer = tokenizer
         self._is_list = is_list
         self._shows_text = shows_text  # of tokens in logprobs
@@ -146,6 +152,10 @@ class GenerateReply:
         extend(written.ids, encode(sample.tokens[start:]))
         event = b'data: {"text":' + written.text + b'","output_ids":' + written.ids + b'],"meta_info":'
         meta = encode(self._meta(sample))
+        if sample.ask.sampling.logprobs:
+            if sample.ask.index not in self._input:
+                self._input[sample.ask.index] = encode(self._input_scores(sample))[1:-1]
+            meta = meta[:-1] + b"," + self._input[sample.ask.index] + b"}"
         if sample.ask.sampling.logprobs:
             extend(written.logprobs, encode(self._scores(sample, start)))
             meta = meta[:-1] + b',"output_token_logprobs":' + written.logprobs + b"]}"
@@ -171,6 +181,7 @@ class GenerateReply:
     def _answer(self, sample: Sample) -> dict[str, object]:
         meta = self._meta(sample)
         if sample.ask.sampling.logprobs:
+            meta |= self._input_scores(sample)
             meta["output_token_logprobs"] = self._scores(sample, 0)
             if self._shows_tops:
                 meta["output_top_logprobs"] = self._tops(sample, 0)
@@ -200,11 +211,22 @@ class GenerateReply:
             meta["kv_bytes"] = record.kv_pages * sample.page_bytes
             meta["computed_tokens"] = record.computed_tokens
             meta["retries"] = record.retries
-        if sample.ask.sampling.logprobs:
-            meta["input_token_logprobs"] = []
-            if self._shows_tops:
-                meta["input_top_logprobs"] = []
         return meta
+
+    def _input_scores(self, sample: Sample) -> dict[str, object]:
+        """SGLang's: of the prompt from `logprob_start_len` on. The first has none, for nothing before it was read."""
+        first = sample.ask.sampling.prompt_logprobs_from
+        told = [] if first is None or not self._shows_input else sample.ask.prompt.tokens[first:]
+        scores = sample.scores_of_prompt() if told else []
+        found: dict[str, object] = {
+            "input_token_logprobs": [
+                (None if score is None else score.logprob, token, self._text(token))
+                for token, score in zip(told, scores, strict=True)
+            ]
+        }
+        if self._shows_tops:
+            found["input_top_logprobs"] = [self._alternatives(score) for score in scores]
+        return found
 
     def _scores(self, sample: Sample, start: int) -> list[tuple[float | None, int, str | None]]:
         return [
@@ -213,12 +235,12 @@ class GenerateReply:
         ]
 
     def _tops(self, sample: Sample, start: int) -> list[list[tuple[float, int, str | None]] | None]:
-        return [
-            None
-            if score is None
-            else [(logprob, id, self._text(id)) for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)]
-            for score in sample.scores[start:]
-        ]
+        return [self._alternatives(score) for score in sample.scores[start:]]
+
+    def _alternatives(self, score: TokenScore | None) -> list[tuple[float, int, str | None]] | None:
+        if score is None:
+            return None
+        return [(logprob, id, self._text(id)) for id, logprob in zip(score.top_ids, score.top_logprobs, strict=True)]
 
     def _text(self, token: int) -> str | None:
         return self._tokenizer.token_text(token) if self._shows_text else None

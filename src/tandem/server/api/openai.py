@@ -77,14 +77,13 @@ async def read_completion(
     body: CompletionBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int
 ) -> tuple[list[Prompt], list[GenerationParams]]:
     refuse_options(body, routing)
-    if body.echo and body.logprobs is not None:
-        raise unsupported("echo", " together with logprobs: there are no logprobs of prompt tokens")
     params = openai_params(
         body,
         limits,
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         max_name="max_tokens",
         top_logprobs=body.logprobs,
+        prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
         grammar=await read_grammar(body, tokenizer, size=size),
     )
     adds_special = body.add_special_tokens is not False
@@ -121,6 +120,7 @@ def openai_params(
     max_name: str,
     top_logprobs: int | None,
     grammar: str,
+    prompt_logprobs_from: int | None = None,
 ) -> GenerationParams:
     return check_params(
         body,
@@ -130,6 +130,7 @@ def openai_params(
         min_tokens=body.min_tokens,
         seed=body.seed,
         top_logprobs=top_logprobs,
+        prompt_logprobs_from=prompt_logprobs_from,
         keeps_stop=bool(body.no_stop_trim or body.include_stop_str_in_output),
         grammar=grammar,
     )
@@ -402,7 +403,8 @@ class CompletionReply:
         choice = self._openings[sample.ask.index] + encode(self._prompt_text(sample))
         if self._shape.returns_ids:
             choice += b',"prompt_token_ids":' + encode(sample.ask.prompt.tokens)
-        return self._writer.event(choice + b',"logprobs":null,"finish_reason":null}', sample)
+        logprobs = encode(self._of_prompt(sample)) if self._echo and sample.ask.sampling.logprobs else b"null"
+        return self._writer.event(choice + b',"logprobs":' + logprobs + b',"finish_reason":null}', sample)
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
         if not text and not sample.scores and not self._shape.returns_ids:
@@ -440,7 +442,7 @@ class CompletionReply:
         choice: dict[str, object] = {
             "index": sample.ask.index,
             "text": self._prompt_text(sample) + "".join(sample.parts),
-            "logprobs": self._logprobs(sample, 0) if sample.ask.sampling.logprobs else None,
+            "logprobs": self._all_logprobs(sample) if sample.ask.sampling.logprobs else None,
             "finish_reason": sample.finish_reason,
             "matched_stop": sample.text.matched,
         }
@@ -454,16 +456,31 @@ class CompletionReply:
         prompt = sample.ask.prompt
         return self._tokenizer.decode(prompt.tokens) if prompt.text is None else prompt.text
 
-    def _logprobs(self, sample: Sample, start: int) -> dict[str, object]:
+    def _all_logprobs(self, sample: Sample) -> dict[str, list[object]]:
+        if not self._echo:
+            return self._logprobs(sample, 0)
+        prompt, output = self._of_prompt(sample), self._logprobs(sample, 0)
+        return {name: prompt[name] + output[name] for name in prompt}
+
+    def _of_prompt(self, sample: Sample) -> dict[str, list[object]]:
+        return self._listed(sample, sample.ask.prompt.tokens, sample.scores_of_prompt())
+
+    def _logprobs(self, sample: Sample, start: int) -> dict[str, list[object]]:
+        return self._listed(sample, sample.tokens[start:], sample.scores[start:])
+
+    def _listed(
+        self, sample: Sample, tokens: Sequence[int], scores: Sequence[TokenScore | None]
+    ) -> dict[str, list[object]]:
+        """The next tokens of prompt and output together."""
         offset = self._offsets.get(sample.ask.index, 0)
-        names: list[str] = []
-        offsets: list[int] = []
-        tops: list[dict[str, float] | None] = []
-        scores = sample.scores[start:]
-        for token, score in zip(sample.tokens[start:], scores, strict=True):
-            names.append(self._tokenizer.token_text(token))
+        names: list[object] = []
+        offsets: list[object] = []
+        tops: list[object] = []
+        for token, score in zip(tokens, scores, strict=True):
+            name = self._tokenizer.token_text(token)
+            names.append(name)
             offsets.append(offset)
-            offset += len(names[-1])
+            offset += len(name)
             tops.append(None if score is None else self._tops(token, score))
         self._offsets[sample.ask.index] = offset
         return {

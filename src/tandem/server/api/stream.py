@@ -21,7 +21,7 @@ from tandem.core import commands
 from tandem.core.values import Cause
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
-from tandem.sampling import TokenScore
+from tandem.sampling import TokenScore, read_scores
 from tandem.server import wire
 from tandem.server.api.bounds import LOOP_IDS, LOOP_SAMPLES, LOOP_SCORES
 from tandem.server.api.client import Generation, Live, NodeClient
@@ -72,6 +72,10 @@ class Sample:
         if not new or isinstance(self.text.matched, str):
             return ""
         live.tokens = []
+        if not self.ask.max_new_tokens:  # the node has sampled one all the same
+            live.tokens, live.extras = [], []
+            self.first_ns = self.last_ns = now_ns
+            return ""
         before = self.text.num_tokens
         text = self.text.feed(new)
         count = self.text.num_tokens - before
@@ -107,6 +111,8 @@ class Sample:
     @property
     def finish_reason(self) -> str:
         ended = self.live.ended
+        if not self.ask.max_new_tokens:
+            return "length"
         if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
             return "stop"
         return ended.reason.value
@@ -120,6 +126,16 @@ class Sample:
     def cached_tokens(self) -> int:
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.cached_tokens
+
+    def scores_of_prompt(self) -> list[TokenScore | None]:
+        """One for each prompt token from `prompt_logprobs_from` on, where that is one; the first has none."""
+        first = self.ask.sampling.prompt_logprobs_from
+        if first is None:
+            return []
+        chunks = () if self.live.started is None else self.live.started.prompt_extras
+        found = [score for chunk in chunks for score in read_scores(chunk)]
+        lacking = len(self.ask.prompt.tokens) - first - 1 - len(found)
+        return [None, *found, *[None] * lacking][: len(self.ask.prompt.tokens) - first]
 
     @property
     def ledger(self) -> tuple[tuple[str, int], ...]:
@@ -320,7 +336,8 @@ class TokenResponse:
                 return b"".join(events), failure
             if not sample.has_begun and (sample.tokens or has_ended):
                 sample.has_begun = True
-                events.append(await off_loop(self._prompt_size(sample), LOOP_IDS, self._reply.begin, sample))
+                most = LOOP_IDS if sample.ask.sampling.prompt_logprobs_from is None else LOOP_SCORES
+                events.append(await off_loop(self._prompt_size(sample), most, self._reply.begin, sample))
             if not has_ended:
                 if len(sample.tokens) > start:
                     events.append(await off_loop(fresh, LOOP_SCORES, self._reply.delta, sample, text, start))
@@ -336,7 +353,10 @@ class TokenResponse:
 
     def _prompt_size(self, sample: Sample) -> int:
         """Of what its answer shows of its prompt."""
-        return len(sample.ask.prompt.tokens) if self._reply.shows_prompts else 0
+        sampling, num_tokens = sample.ask.sampling, len(sample.ask.prompt.tokens)
+        if sampling.prompt_logprobs_from is not None:
+            return num_tokens * (1 + sampling.top_logprobs)
+        return num_tokens if self._reply.shows_prompts else 0
 
     def _size(self, sample: Sample) -> int:
         """Of a whole answer."""

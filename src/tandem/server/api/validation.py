@@ -16,6 +16,7 @@ from typing import Any, TypeVar  # a value that may be one or one per prompt
 import msgspec
 from msgspec import Struct
 
+from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
@@ -23,11 +24,14 @@ from tandem.sampling import Payload, SamplingDefaults, SamplingParams
 from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
+    ALTERNATIVE_BYTES,
     MAX_PORT,
+    MAX_PROMPT_SCORES,
     MAX_RID_CHARS,
     MAX_ROOM,
     MAX_SUBMITTED_TOKENS,
     MAX_TIMEOUT_SECONDS,
+    SCORE_BYTES,
 )
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import without_brackets
@@ -94,7 +98,7 @@ class SampleRequest(Struct, frozen=True):
     prompt: Prompt
     params: GenerationParams
     sampling: SamplingParams  # `params.sampling` with the seed of this sample
-    max_new_tokens: int
+    max_new_tokens: int  # 0: the token that the node makes anyway is not shown
     rid: str
     names: tuple[str, ...]  # rids by which it can be aborted
     pair: Pair
@@ -125,6 +129,7 @@ def check_params(
     top_logprobs: int | None,  # None: no logprobs wanted
     keeps_stop: bool,
     grammar: str = "",
+    prompt_logprobs_from: int | None = None,
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix, defaults = names.prefix, limits.defaults
@@ -148,6 +153,7 @@ def check_params(
         min_tokens=min_tokens or 0,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
+        prompt_logprobs_from=prompt_logprobs_from,
         grammar=grammar,
     )
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
@@ -238,7 +244,7 @@ def ask_all(
                     prompt=prompt,
                     params=params,
                     sampling=with_seed(params, sample, pair.room),
-                    max_new_tokens=min(params.max_new_tokens or space, space),
+                    max_new_tokens=space if params.max_new_tokens is None else min(params.max_new_tokens, space),
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *group))),
                     pair=pair,
@@ -260,6 +266,24 @@ def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationPara
     num_tokens = sum(params.n * len(prompt.tokens) for prompt, params in zip(prompts, all_params, strict=True))
     if num_tokens > MAX_SUBMITTED_TOKENS:
         raise invalid("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")
+    counts = [num_scores(prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
+    if sum(params.n * count for params, count in zip(all_params, counts, strict=True)) > MAX_PROMPT_SCORES:
+        raise invalid("logprobs", f"of more than {MAX_PROMPT_SCORES} prompt tokens and alternatives in one request")
+    for prompt, params in zip(prompts, all_params, strict=True):
+        check_scores(prompt, params)
+
+
+def num_scores(prompt: Prompt, params: GenerationParams) -> int:
+    """Prompt tokens of which something is told, and alternatives."""
+    first = params.sampling.prompt_logprobs_from
+    return 0 if first is None else (len(prompt.tokens) - first) * (1 + params.sampling.top_logprobs)
+
+
+def check_scores(prompt: Prompt, params: GenerationParams) -> None:
+    """They travel from prefill to decode in one message."""
+    num_bytes = num_scores(prompt, params) * ALTERNATIVE_BYTES + len(prompt.tokens) * (SCORE_BYTES - ALTERNATIVE_BYTES)
+    if params.sampling.prompt_logprobs_from is not None and num_bytes > MAX_PROMPT_EXTRA_BYTES:
+        raise invalid("logprobs", f"of a prompt of {len(prompt.tokens)} tokens are too many: ask for fewer of them")
 
 
 def check_priority(routing: Routing) -> None:
@@ -281,12 +305,13 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
             rid=ask.rid,
             prompt_len=len(ask.prompt.tokens),
             page_hashes=tuple(map(hash_of, links)),
-            max_new_tokens=ask.max_new_tokens,
+            max_new_tokens=max(ask.max_new_tokens, 1),
             timeout_ns=Nanos(remaining_ns),
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
             prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
+            prompt_logprobs_from=ask.sampling.prompt_logprobs_from,
             rendered_at=ask.prompt.rendered_at,
         ),
         Payload(

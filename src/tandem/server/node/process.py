@@ -32,7 +32,7 @@ from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
 from tandem.membership import ClusterSecret, new_challenge
 from tandem.ranks import all_ranks
-from tandem.sampling import is_score
+from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.fault_records import folder_of
@@ -136,6 +136,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
         bounds=Bounds(
             engines.vocab_size,
             partial(is_score, vocab_size=engines.vocab_size),
+            partial(are_scores, vocab_size=engines.vocab_size),
             engines.grid,
             settings.cut,
         ),

@@ -8,7 +8,7 @@ The core never looks at them, so a replay of what is masked decides the same.
 from msgspec import structs
 
 from tandem.core.batch import BatchPlan, Join, Row
-from tandem.core.commands import Command, EmitTokens, LaunchBatch, PullPages, Tell
+from tandem.core.commands import Command, EmitTokens, LaunchBatch, PullPages, StartRequest, Tell
 from tandem.core.disagg.messages import Message, Offer, ResultSlot
 from tandem.core.disagg.sides import AnySide, DecodeSide, PrefillSide
 from tandem.core.events import BatchReturned, Event, PagesDigested, PeerSaid
@@ -20,7 +20,12 @@ def event_without_tokens(event: Event) -> Event:
     match event:
         case BatchReturned(outcome):
             return BatchReturned(
-                structs.replace(outcome, tokens=bytes(len(outcome.tokens)), extras=_zeroed(outcome.extras))
+                structs.replace(
+                    outcome,
+                    tokens=bytes(len(outcome.tokens)),
+                    extras=_zeroed(outcome.extras),
+                    prompt_extras=_zeroed(outcome.prompt_extras),
+                )
             )
         case PeerSaid():
             return structs.replace(event, message=_masked_message(event.message))
@@ -34,12 +39,14 @@ def command_without_tokens(command: Command) -> Command:
     match command:
         case EmitTokens():
             return structs.replace(command, tokens=bytes(len(command.tokens)), extras=_zeroed(command.extras))
+        case StartRequest() if command.prompt_extras:
+            return structs.replace(command, prompt_extras=_masked_all(command.prompt_extras))
         case LaunchBatch(plan) if plan.join or any(row.token for row in plan.rows):
             return LaunchBatch(_without_first_tokens(plan))
         case Tell():
             return structs.replace(command, message=_masked_message(command.message))
         case PullPages():
-            return structs.replace(command, secrets=_masked_secrets(command.secrets))
+            return structs.replace(command, secrets=_masked_all(command.secrets))
         case _:
             return command
 
@@ -49,6 +56,7 @@ def snapshot_without_tokens(snapshot: bytes) -> bytes:
     state = NodeState.decode(snapshot)
     for progress in state.requests.values():
         progress.untold_token = bytes(len(progress.untold_token))
+        progress.prompt_extras = [bytes(len(extra)) for extra in progress.prompt_extras]
         _mask_side(progress.side)
     for request, join in state.joins.items():
         state.joins[request] = _masked_join(join)
@@ -90,12 +98,13 @@ def _masked_message(message: Message) -> Message:
     if not isinstance(message, Offer):
         return message
     result = None if message.result is None else _masked(message.result)
-    return structs.replace(message, result=result, secrets=_masked_secrets(message.secrets))
+    return structs.replace(message, result=result, secrets=_masked_all(message.secrets))
 
 
-def _masked_secrets(secrets: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    return tuple(bytes(len(secret)) for secret in secrets)
+def _masked_all(texts: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return tuple(bytes(len(text)) for text in texts)
 
 
 def _masked(result: ResultSlot) -> ResultSlot:
-    return structs.replace(result, token=bytes(len(result.token)), extra=bytes(len(result.extra)))
+    token, extra = bytes(len(result.token)), bytes(len(result.extra))
+    return structs.replace(result, token=token, extra=extra, prompt_extras=_masked_all(result.prompt_extras))

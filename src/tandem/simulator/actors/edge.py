@@ -400,5 +400,6 @@ def request_for(
         dp_rank_hint=ask.prefill_rank if room is not None else None,
         priority=ask.priority,
         prompt_digest=prompt_digest(script.prompt, b"eos one in %d" % script.eos_one_in, secret=SECRET),
+        prompt_logprobs_from=script.logprobs_from,
         rendered_at=rendered_at,
     )

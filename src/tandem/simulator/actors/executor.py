@@ -18,7 +18,7 @@ from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
 from tandem.pagehash import prompt_links
 from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_content, sample
-from tandem.simulator.oracle import Script, Violation
+from tandem.simulator.oracle import Script, Violation, told_of
 
 WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
 
@@ -184,14 +184,17 @@ class Executor:
         rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
         sampled: list[int] = []
         flags = bytearray()
+        told: list[tuple[RequestId, bytes]] = []
         for sequence, start, stop, samples in rows:
-            kv_sum = self._forward(sequence, start, stop)
+            kv_sum = self._forward(sequence, start, stop, told)
             if samples:
                 self._sample(sequence, kv_sum, sampled, flags, invalid)
         hashes = self.tables.finish(spans, sampled, decodes=plan.decodes)
         if self.shard != 0:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
-        return BatchOutcome(plan.id, plan.iteration, array("i", sampled).tobytes(), bytes(flags), tuple(hashes))
+        tokens = array("i", sampled).tobytes()
+        extras = tuple(told)
+        return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags), tuple(hashes), prompt_extras=extras)
 
     def break_off(self, plan: BatchPlan) -> None:
         """The forward pass raises: sets and tables have changed, nothing is sampled, KV may be half written."""
@@ -230,8 +233,11 @@ class Executor:
             flags.append(TokenFlag.EOS if token == EOS_TOKEN else 0)
         sampled.append(token)
 
-    def _forward(self, sequence: WorkerRequest, start: int, stop: int) -> int:
-        """Write the KV of [start, stop) and return the sum of [0, stop), all through the page table."""
+    def _forward(self, sequence: WorkerRequest, start: int, stop: int, told: list[tuple[RequestId, bytes]]) -> int:
+        """Write the KV of [start, stop) and return the sum of [0, stop), all through the page table.
+
+        told: what the client wants to know of prompt tokens is appended here.
+        """
         table, page_size = sequence.pages, self.page_size
         if len(table) * page_size < stop:
             raise Violation("S5", f"request {sequence.request}: {len(table)} pages for {stop} tokens")
@@ -243,12 +249,19 @@ class Executor:
         kv_sum = self._read(table, start)
         if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
             raise Violation("S5", f"request {sequence.request}: KV of [0, {start}) is not what its tokens make")
+        first = sequence.script.logprobs_from
+        wanted = range(0) if first is None else range(max(first, start), min(stop, sequence.prompt_len - 1))
+        said: list[bytes] = []
         writes = [(memory.write, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
             for write, weight in writes:
                 write(table[position // page_size], position % page_size, content * weight)
             kv_sum = (kv_sum + content) & MASK
+            if position in wanted:
+                said.append(told_of(kv_sum))
+        if said:
+            told.append((sequence.request, b"".join(said)))
         return kv_sum
 
     def _read(self, table: list[PageId], length: int) -> int:

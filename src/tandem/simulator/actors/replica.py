@@ -62,7 +62,7 @@ class Life:
     @property
     def bounds(self) -> Bounds:
         """Of what peers may say."""
-        return Bounds(TOKEN_IDS, lambda extra: True, self.grid, self.settings.cut)
+        return Bounds(TOKEN_IDS, lambda extra: True, lambda extra: True, self.grid, self.settings.cut)
 
     def hear(self, peer: Incarnation, peer_cut: Cut, message: Message) -> PeerSaid | None:
         """What the node is told when this comes to it past all connections: through the same door as in a server."""

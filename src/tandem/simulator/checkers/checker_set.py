@@ -160,7 +160,7 @@ class Checkers:
             self.releases.ended,
         )
         return {
-            StartRequest: (self.stream.began, self.first_token.began),
+            StartRequest: (self.stream.began, self.tokens.began, self.first_token.began),
             EmitTokens: (self.one_end.emitted, self.tokens.emitted, self.stream.emitted),
             FinishRequest: ends,
             FailRequest: ends,

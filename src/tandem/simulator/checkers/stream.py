@@ -37,6 +37,15 @@ class Tokens:
 
     id = "S14"
 
+    def began(self, life: Life, command: StartRequest) -> None:
+        """What is told of the prompt is made of what stands before each token, once, and by decode only."""
+        half = life.halves[command.request]
+        told, right = b"".join(command.prompt_extras), half.script.prompt_extras()
+        if told != (b"" if half.role is Role.PREFILL else right):
+            raise Violation(
+                self.id, f"{where(life, half.request)}: {len(told)} bytes about its prompt, of {len(right)} right ones"
+            )
+
     def emitted(self, life: Life, command: EmitTokens) -> None:
         for index, request in enumerate(command.requests):
             half = life.halves[request]

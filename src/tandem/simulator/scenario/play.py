@@ -197,6 +197,7 @@ class Scenario:
         script = self.stories.script(
             prompt, prompt_len=prompt_len, max_new_tokens=max_new_tokens, eos_one_in=int(options.get("eos", "0"))
         )
+        script.logprobs_from = int(options["logprobs"]) if "logprobs" in options else None
         timeout_ns, priority = parse_ns(options.get("timeout", "600s")), int(options.get("priority", "0"))
         ask = Ask(len(self.asks), 0, script, timeout_ns, priority, None, None, repeats_room=False)
         ask.tenant = options.get("tenant", "")

@@ -156,6 +156,7 @@ class Tape:
             half.ask.tenant,
             request.dp_rank_hint,
             half.rendered_at // half.ask.shown.unit_s if half.ask.shown is not None else None,
+            half.ask.script.logprobs_from,
         )
         if line not in self.happenings:
             self.happenings.append(line)

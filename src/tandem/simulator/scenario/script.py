@@ -40,6 +40,7 @@ class RequestLine:
     tenant: str = ""
     rank: int | None = None
     rendered_at: int | None = None  # its prompt shows the time
+    logprobs_from: int | None = None  # the client wants to know of prompt tokens behind this one
 
     def text(self) -> str:
         words = ["at", ns_text(self.at), self.replica, "request", f"{self.prompt_len}+{self.max_new_tokens}"]
@@ -53,6 +54,7 @@ class RequestLine:
             ("tenant", self.tenant or None),
             ("rank", self.rank),
             ("rendered", self.rendered_at),
+            ("logprobs", self.logprobs_from),
         )
         return " ".join([*words, *(f"{name} {value}" for name, value in options if value is not None)])
 

@@ -10,14 +10,14 @@ others take its tokens as those of a real engine do (`engine/late_tokens.py`).
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
-from tandem.batch_tables import BatchTables, PlainDecodeSet
+from tandem.batch_tables import BatchTables, PlainDecodeSet, Span
 from tandem.batch_tables import Sequence as Tokens
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.kv_parts import KvGrid, box_of
@@ -77,6 +77,10 @@ def right_tokens(
 def _score(row: "Row", token: int) -> bytes:
     tops = tuple(range(16, 16 + min(row.params.top_logprobs, 3)))
     return msgspec.msgpack.encode(TokenScore(-0.5, tops, tuple(-1.0 for _ in tops)))
+
+
+def prompt_logprob(token: int, position: int) -> float:
+    return -(token + position / 4096)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -212,8 +216,18 @@ class PlainEngine:
                 for row, token in zip(batch.samplers, following, strict=True)
                 if row.params.logprobs
             ),
+            prompt_extras=tuple(self._prompt_scores(spans)) if self._shards.rank.samples else (),
             duration_ns=since(began),
         )
+
+    def _prompt_scores(self, spans: Sequence[Span[Row]]) -> Iterator[tuple[RequestId, bytes]]:
+        """Of each prompt token behind a position: its own number, so that one in another's place is noticed."""
+        for span in spans:
+            row, first = span.sequence, span.sequence.params.prompt_logprobs_from
+            if first is not None:
+                positions = range(max(span.start, first), min(span.stop, row.prompt_len - 1))
+                found = [TokenScore(prompt_logprob(row.tokens[at + 1], at + 1)) for at in positions]
+                yield row.request, msgspec.msgpack.encode(found)
 
     def _flag(self, row: Row, token: int) -> int:
         is_end = token == EOS_TOKEN and not row.params.ignore_eos

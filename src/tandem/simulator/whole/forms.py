@@ -1,4 +1,5 @@
-"""Requests whose answers have a form: schemas, grammars, calls of tools, thoughts, Anthropic's blocks, responses.
+"""Requests whose answers have a form: schemas, grammars, calls of tools, thoughts, Anthropic's blocks, responses,
+and completions that tell of their prompts.
 
 What has to come is known: the grammar picks among the engine's tokens (`engine.py`), and the text that these spell is
 taken apart in one piece. What a cluster says has to be the same, whatever pieces it came in and through whichever half.
@@ -22,9 +23,9 @@ from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.clients import VOCABULARY, Answer, Ask
+from tandem.simulator.whole.clients import VOCABULARY, Answer, Ask, tokenizer
 from tandem.simulator.whole.cluster import MODEL
-from tandem.simulator.whole.engine import EOS_TOKEN, right_tokens
+from tandem.simulator.whole.engine import EOS_TOKEN, prompt_logprob, right_tokens
 
 CHAT, COMPLETIONS, GENERATE, MESSAGES = "/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages"
 RESPONSES = "/v1/responses"
@@ -67,6 +68,8 @@ FORMS: dict[str, tuple[dict[str, Any], ...]] = {
         {"guided_regex": "(yes|no)( [0-9]{1,4})?"},
         {"guided_choice": PLACES},
         {"structured_outputs": {"json": STAY}},
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 0, "max_tokens": 0},
     ),
     GENERATE: ({"regex": "[0-9]{3,20}"}, {"ebnf": 'root ::= "a" [b-e]* "f"'}, {"json_schema": STAY}),
     MESSAGES: (
@@ -94,6 +97,7 @@ class Said:
     text: str = ""
     thought: str = ""
     calls: tuple[tuple[str, Any], ...] = ()
+    scores: tuple[float | None, ...] = ()  # log-probabilities of the prompt, where its text comes back with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,8 @@ class Forms:
                 sampling = msgspec.convert(document["sampling_params"], NativeSampling)
                 return Said(self._spelled(ask, ask.text, await read_grammar(sampling, self._tokenizer, size=SMALL)))
             case "/v1/completions":
+                if document.get("echo"):
+                    return self._echoed(ask, is_all=document["max_tokens"] == 0)
                 grammar = await read_grammar(msgspec.convert(document, CompletionBody), self._tokenizer, size=SMALL)
                 return Said(self._spelled(ask, ask.text, grammar))
             case "/v1/messages":
@@ -167,6 +173,11 @@ class Forms:
         splitter = form.splitter(prompt)
         text = self._spelled(ask, prompt, grammar, is_chat=True)
         return put_together([*splitter.feed(text), *splitter.finish()])
+
+    def _echoed(self, ask: Ask, *, is_all: bool) -> Said:
+        _, *rest = self._tokenizer.encode(ask.text)
+        scores = [prompt_logprob(token, position) for position, token in enumerate(rest, start=1)]
+        return Said(ask.text + ("" if is_all else self._spelled(ask, ask.text, "")), scores=(None, *scores))
 
     def _spelled(self, ask: Ask, prompt: str, grammar: str, *, is_chat: bool = False) -> str:
         ids = self._tokenizer.encode(prompt, add_special_tokens=not is_chat)
@@ -219,7 +230,12 @@ def said_in_text(answer: Answer) -> list[Said]:
     events = answer.events()
     if answer.ask.path == GENERATE:
         return [Said(events[-1]["text"])]
-    return [Said("".join(choice["text"] for event in events for choice in event["choices"]))]
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join(choice["text"] for choice in choices)
+    if not answer.ask.body().get("echo"):
+        return [Said(text)]
+    scores = [score for choice in choices if choice["logprobs"] for score in choice["logprobs"]["token_logprobs"]]
+    return [Said(text, scores=tuple(scores[: len(tokenizer().encode(answer.ask.text))]))]
 
 
 def said_in_chat(answer: Answer) -> list[Said]:
