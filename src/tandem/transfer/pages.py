@@ -41,16 +41,14 @@ class Pages:
 
     def pieces(self, pages: Sequence[int], runs: Runs) -> list[memoryview]:
         """These bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
-        buffer, page_bytes = self._buffer, self.page_bytes
+        buffer, size = self._buffer, runs.size
         views: list[memoryview] = []
-        start = stop = pages[0] * page_bytes + runs.first
-        for page in pages:
-            begin = page * page_bytes + runs.first
-            for at in range(begin, begin + runs.count * runs.stride, runs.stride):
-                if at != stop:
-                    views.append(buffer[start:stop])
-                    start = at
-                stop = at + runs.size
+        start = stop = pages[0] * self.page_bytes + runs.first
+        for at in self._starts(pages, runs):
+            if at != stop:
+                views.append(buffer[start:stop])
+                start = at
+            stop = at + size
         views.append(buffer[start:stop])
         return views
 
@@ -58,20 +56,32 @@ class Pages:
         self, pages: Sequence[int], runs: Runs, *, room: int, sources: Iterable[int], generations: Iterable[int]
     ) -> list[int]:
         """One digest per page, over its `runs`, which hold (or should hold) what `sources` held at `generations`."""
-        base = room * _ROOM
-        seeds = [
-            (base + source * _PAGE + generation * _GENERATION) & _MASK
-            for source, generation in zip(sources, generations, strict=True)
-        ]
+        buffer, page_bytes, digest = self._buffer, self.page_bytes, xxh3_64_intdigest
+        base, first, end = room * _ROOM, runs.first, runs.first + runs.size
+        names = zip(pages, sources, generations, strict=True)
         if runs.count > 1:
-            return [self._digest(page, runs, seed) for page, seed in zip(pages, seeds, strict=True)]
-        buffer, digest, size = self._buffer, xxh3_64_intdigest, runs.size
-        starts = (page * self.page_bytes + runs.first for page in pages)
-        return [digest(buffer[start : start + size], seed) for start, seed in zip(starts, seeds, strict=True)]
+            return [
+                self._digest(page, runs, (base + source * _PAGE + generation * _GENERATION) & _MASK)
+                for page, source, generation in names
+            ]
+        return [
+            digest(
+                buffer[page * page_bytes + first : page * page_bytes + end],
+                (base + source * _PAGE + generation * _GENERATION) & _MASK,
+            )
+            for page, source, generation in names
+        ]
 
     def _digest(self, page: int, runs: Runs, seed: int) -> int:
         hashed = xxh3_64(seed=seed)
-        begin = page * self.page_bytes + runs.first
-        for at in range(begin, begin + runs.count * runs.stride, runs.stride):
+        for at in self._starts((page,), runs):
             hashed.update(self._buffer[at : at + runs.size])
         return hashed.intdigest()
+
+    def _starts(self, pages: Sequence[int], runs: Runs) -> list[int]:
+        """Where each run of each page begins."""
+        page_bytes, first = self.page_bytes, runs.first
+        if runs.count == 1:
+            return [page * page_bytes + first for page in pages]
+        within = range(first, first + runs.count * runs.stride, runs.stride)
+        return [page * page_bytes + at for page in pages for at in within]
