@@ -13,7 +13,7 @@ import msgspec
 from engine import Run, Target
 from targets import TARGETS
 
-from tandem.core.kv_parts import Runs
+from tandem.core.kv_parts import KvShard, Runs
 from tandem.server import channel, documents, record_file
 from tandem.server.node import session
 from tandem.transfer import protocol
@@ -48,18 +48,18 @@ def records_are_decoded_without_a_net() -> contextlib.AbstractContextManager[Any
 
 
 def a_read_may_name_any_number_of_pages() -> contextlib.AbstractContextManager[Any]:
-    def unpack_read(header: bytes | bytearray, *, page_bytes: int) -> Read:
+    def unpack_read(header: bytes | bytearray, kv: KvShard) -> Read:
         _, count, room, secret, *_ = protocol._fields(protocol._READ, header)
-        return Read(room=room, secret=secret, count=count, runs=Runs(0, page_bytes, page_bytes, 1))
+        return Read(room=room, secret=secret, count=count, runs=Runs(0, kv.page_bytes, kv.page_bytes, 1))
 
     return patch.object(protocol, "unpack_read", unpack_read)
 
 
 def a_run_may_reach_beyond_its_page() -> contextlib.AbstractContextManager[Any]:
-    def unpack_read(header: bytes | bytearray, *, page_bytes: int) -> Read:
+    def unpack_read(header: bytes | bytearray, kv: KvShard) -> Read:
         _, count, room, secret, *numbers = protocol._fields(protocol._READ, header)
         runs = Runs(*numbers)
-        if not (0 < count <= protocol.MAX_READ_PAGES and 0 < runs.size <= runs.stride and 0 < runs.count <= 4096):
+        if not (0 < count <= protocol.MAX_READ_PAGES and 0 < runs.size <= runs.stride and 0 < runs.count <= 16):
             raise protocol.Malformed("all but the end of the page is checked")
         return Read(room=room, secret=secret, count=count, runs=runs)
 

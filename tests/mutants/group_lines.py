@@ -33,9 +33,9 @@ GROUP_BREAKS = (
     ),
     WholeBreak(
         "all_workers_report_as_the_first",
-        "transfer/sock.py",
-        "            shard=kv.shard,\n",
-        "            shard=kv.cut.shards[0],\n",
+        "transfer/owner.py",
+        "            kv.shard,\n",
+        "            kv.cut.shards[0],\n",
         "reports on transfers of several shards are counted as those of one",
     ),
     WholeBreak(
@@ -61,9 +61,9 @@ GROUP_BREAKS = (
     ),
     WholeBreak(
         "page_has_landed_when_one_worker_has_sent_its_part",
-        "transfer/puller.py",
-        "landed = min(other.landed for other in attempt.pulls)",
-        "landed = max(other.landed for other in attempt.pulls)",
+        "transfer/jobs.py",
+        "return min(pull.landed for pull in self.pulls)",
+        "return max(pull.landed for pull in self.pulls)",
         "the fastest of several sources stands for all",
     ),
     WholeBreak(

@@ -35,7 +35,7 @@ DECODERS: dict[str, tuple[int, Callable[[bytes], object]]] = {
     "challenge": (protocol.CHALLENGE_MESSAGE_BYTES, protocol.unpack_challenge),
     "hello": (protocol.HELLO_BYTES, protocol.unpack_hello),
     "welcome": (protocol.WELCOME_BYTES, protocol.unpack_welcome),
-    "read": (protocol.READ_BYTES, lambda message: protocol.unpack_read(message, page_bytes=PAGE_BYTES)),
+    "read": (protocol.READ_BYTES, lambda message: protocol.unpack_read(message, KvShard.whole(PAGE_BYTES))),
     "frame": (protocol.FRAME_HEADER_BYTES, lambda message: protocol.unpack_frame(message, count_max=COUNT_MAX)),
     "names": (3 * protocol.NAME_BYTES, lambda message: protocol.unpack_names(message, 3)),
 }

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.kv_parts import Runs
+from tandem.core.kv_parts import KvGrid, KvShard, Runs
+from tandem.core.values import Cut, ShardId
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.digests import pack_digests, unpack_digests
@@ -15,7 +16,8 @@ from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Status
 
 LENT = b"secret of 16 byt"
-RUNS = Runs(8, 16, 32, 3)
+KV = KvShard(KvGrid(num_layers=4, num_kv_heads=3), Cut(), ShardId(0), cell_bytes=8)
+RUNS = Runs(8, 16, 32, 3)  # two layers of all heads
 U64 = st.integers(min_value=0, max_value=(1 << 64) - 1)
 
 
@@ -64,9 +66,27 @@ def test_pages_outside_the_buffer_are_known_as_such() -> None:
 def test_a_read_survives_the_wire(room: int, names: list[tuple[int, int]]) -> None:
     sources, generations = zip(*names, strict=True)
     message = protocol.pack_read(room, LENT, RUNS, sources, generations)
-    read = protocol.unpack_read(message[: protocol.READ_BYTES], page_bytes=RUNS.end)
+    read = protocol.unpack_read(message[: protocol.READ_BYTES], KV)
     assert (read.room, read.secret, read.count, read.runs) == (room, LENT, len(names), RUNS)
     assert protocol.unpack_names(message[protocol.READ_BYTES :], read.count) == (sources, generations)
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        Runs(8, 16, 32, 0),
+        Runs(8, 16, 32, 4),  # beyond the page
+        Runs(0, 8, 8, 4),  # more pieces than heads
+        Runs(8, 0, 32, 3),
+        Runs(8, 16, 8, 3),
+        Runs(4, 16, 32, 3),  # no whole cells
+        Runs(8, 4, 32, 3),
+        Runs(8, 16, 20, 3),
+    ],
+)
+def test_a_read_of_what_is_no_part_is_malformed(runs: Runs) -> None:
+    with pytest.raises(protocol.Malformed):
+        protocol.unpack_read(protocol.pack_read(1, LENT, runs, [0], [1])[: protocol.READ_BYTES], KV)
 
 
 def test_every_refusal_has_a_meaning() -> None:

@@ -168,6 +168,12 @@ class KvShard(Struct, frozen=True):
     def page_bytes(self) -> int:
         return self.box.num_cells * self.cell_bytes
 
+    def may_be_read(self, runs: Runs) -> bool:
+        """Whether these are whole cells of a page here, and no more pieces than heads: more are in no part."""
+        numbers = (runs.first, runs.size, runs.stride)
+        are_cells = 0 < runs.size <= runs.stride and not any(number % self.cell_bytes for number in numbers)
+        return are_cells and 0 < runs.count <= len(self.box.heads) and runs.end <= self.page_bytes
+
     def lends(self, reader: Cut) -> tuple[Runs, ...]:
         """What the workers of a decode read of a page here, in order of the parts."""
         box = self.box

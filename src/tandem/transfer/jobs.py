@@ -86,10 +86,15 @@ class Attempt(Generic[Link]):
     room: int
     peer: Incarnation
     wanted: int  # pages named so far, by all its commands
-    landed: int  # pages that are here, with all their parts; what was reported last may be less
+    reported: int  # pages that are here, with all their parts, as was said last
     pulls: tuple["Pull[Link]", ...] = ()
     is_over: bool = False  # failed or cancelled: nothing of it is begun any more
     owes_drained: bool = False  # said when no byte can land any more
+
+    @property
+    def num_landed(self) -> int:
+        """Pages of which all parts are here."""
+        return min(pull.landed for pull in self.pulls)
 
     @property
     def is_armed(self) -> bool:

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 
 from tandem.core.commands import PublishPages
-from tandem.core.values import Incarnation, RequestId, ShardId
+from tandem.core.kv_parts import KvShard
+from tandem.core.values import Incarnation, RequestId
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
@@ -40,22 +41,22 @@ class PageOwner:
     def __init__(
         self,
         pages: Pages,
+        kv: KvShard,
         *,
         incarnation: Incarnation,
         secret: ClusterSecret,
-        shard: ShardId,
         host: str,
         unix_dir: str | None,
         outbox: Outbox,
         io_timeout_s: float,
         max_links: int,
     ) -> None:
-        self._pages, self._outbox = pages, outbox
+        self._pages, self._kv, self._outbox = pages, kv, outbox
         self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._io_timeout_s = io_timeout_s
         self._lock = threading.Lock()
         self._lender: Lender[ReaderLink] = Lender(
-            shard,
+            kv.shard,
             draw_secret=lambda command: secrets.token_bytes(GRANT_SECRET_BYTES),
             report=outbox.put,
             cut=lambda known: links.cut(known.link),
@@ -143,7 +144,7 @@ class PageOwner:
 
     def _receive_read(self, link: socket.socket) -> tuple[Read, bytearray]:
         header = links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s)
-        read = protocol.unpack_read(header, page_bytes=self._pages.page_bytes)
+        read = protocol.unpack_read(header, self._kv)
         return read, links.receive(link, read.count * protocol.NAME_BYTES, timeout_s=self._io_timeout_s)
 
     def _answer(self, known: ReaderLink, asked: tuple[Read, bytearray]) -> bool:

@@ -25,7 +25,7 @@ from typing import Any  # what a struct unpacks to
 
 from msgspec import Struct
 
-from tandem.core.kv_parts import Runs
+from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import Cause, Incarnation, ShardId
 from tandem.membership import CHALLENGE_BYTES, PROOF_BYTES
 
@@ -33,7 +33,6 @@ MAGIC = b"TandemKV"
 VERSION = 3
 MAX_READ_PAGES = 2048  # pages that one Read may name
 MAX_FRAME_PAGES = 512
-MAX_RUNS = 4096  # of one page
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
 GRANT_SECRET_BYTES = 16
 DIGEST_BYTES = 16  # of an incarnation
@@ -174,10 +173,10 @@ def pack_read(room: int, secret: bytes, runs: Runs, pages: Sequence[int], genera
     return head + struct.pack(f"<{2 * count}Q", *pages, *generations)
 
 
-def unpack_read(header: bytes | bytearray, *, page_bytes: int) -> Read:
+def unpack_read(header: bytes | bytearray, kv: KvShard) -> Read:
     """Without its pages and generations: `Read.count` says how many of them follow.
 
-    page_bytes: of this owner, beyond which no run may reach
+    kv: what this owner has of a page, of which the runs must be cells
     """
     tag, count, room, secret, *numbers = _fields(_READ, header)
     if tag != _READ_TAG:
@@ -185,7 +184,7 @@ def unpack_read(header: bytes | bytearray, *, page_bytes: int) -> Read:
     if not 0 < count <= MAX_READ_PAGES:
         raise Malformed(f"a read of {count} pages")
     runs = Runs(*numbers)
-    if not (0 < runs.size <= runs.stride and 0 < runs.count <= MAX_RUNS and runs.end <= page_bytes):
+    if not kv.may_be_read(runs):
         raise Malformed("a read of bytes that no page has")
     return Read(room=room, secret=secret, count=count, runs=runs)
 

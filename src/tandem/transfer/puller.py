@@ -17,7 +17,7 @@ microseconds when the peer is dead, and tells a read that was revoked from a pee
 before a page has come are one too many. A peer that says BUSY is asked again for a while.
 
 *Workers of peers take turns*, so that one with many requests leaves room for the others, and `max_jobs` bounds the jobs
-that move. A job on which nothing has moved for `STALLED_AFTER_NS` does not count any more, and its owner gets no
+that move. A job on which nothing has moved for `STALLED_AFTER_NS` does not count any more, and its server gets no
 further one until it moves: peers that are frozen cost a healthy one that long, and not their timeout. When such a job
 ends in its timeout, so do the attempts that have waited behind it for all of that time.
 """
@@ -179,7 +179,7 @@ class Puller(Generic[Link]):
         attempts = [*self._attempts.values(), *self._leaving.values()]
         return Held(
             live_rooms=len({attempt.room for attempt in attempts}),
-            pinned_pages=sum(attempt.wanted - attempt.landed for attempt in attempts),
+            pinned_pages=sum(attempt.wanted - attempt.num_landed for attempt in attempts),
             open_transfers=sum(pull.armed is not None for attempt in attempts for pull in attempt.pulls),
         )
 
@@ -230,7 +230,7 @@ class Puller(Generic[Link]):
             if not pull.attempt.is_over:
                 self._wait(pull, now)
         while not (self._is_closed or self._is_full(now)):
-            origin = next((turn for turn in self._turns if self._may_begin(self._lanes[turn], now)), None)
+            origin = next((turn for turn in self._turns if self._may_begin(turn, now)), None)
             if origin is None:
                 return None
             job = self._job_of(self._next_of(origin), now)
@@ -243,7 +243,6 @@ class Puller(Generic[Link]):
         """The peer has welcomed us. What to do with the link now; None: it is not for the caller any more."""
         self._leave(job)
         pull = job.pull
-        pull.busy_since = None
         self._lane(job.origin).moved_at = now
         if pull.attempt.is_over or self._is_closed:
             self._close(link)
@@ -259,11 +258,11 @@ class Puller(Generic[Link]):
         job.moved_at = self._lanes[job.origin].moved_at = now
         if attempt.is_over:
             return False
-        landed = min(other.landed for other in attempt.pulls)
+        landed = attempt.num_landed
         is_last = job.start == len(job.offer.digests)
-        if landed > attempt.landed and (is_last or now - job.reported_at >= LANDED_REPORT_INTERVAL_NS):
+        if landed > attempt.reported and (is_last or now - job.reported_at >= LANDED_REPORT_INTERVAL_NS):
             job.reported_at = now
-            attempt.landed = landed
+            attempt.reported = landed
             self._report(PagesLanded(*attempt.key, self._kv.shard, landed))
         return True
 
@@ -395,7 +394,7 @@ class Puller(Generic[Link]):
         command = pull.commands[0]
         start = pull.landed - command.first_wanted
         stop = min(len(command.sources), start + MAX_READ_PAGES)
-        pull.armed = link
+        pull.armed, pull.busy_since = link, None
         return Receive(
             pull,
             now,
@@ -479,12 +478,14 @@ class Puller(Generic[Link]):
             return True
         return sum(not is_stalled(job, now) for job in self._jobs) >= self._max_jobs
 
-    def _may_begin(self, lane: Lane[Link], now: int) -> bool:
-        """Whether this peer may have one more job: its share of them, and none while one of its own does not move."""
+    def _may_begin(self, origin: Origin, now: int) -> bool:
+        """Whether this worker of a peer may have one more job: its share of them, and none while one of its server does
+        not move, of which an attempt needs all workers anyway."""
+        if any(_is_held_up(lane, now) for other, lane in self._lanes.items() if other.peer == origin.peer):
+            return False
+        lane = self._lanes[origin]
         if not lane.jobs:
             return True
-        if _is_held_up(lane, now):
-            return False
         num_well = sum(not _is_held_up(each, now) for each in self._lanes.values())
         return len(lane.jobs) < max(1, self._max_jobs // num_well)
 
@@ -507,7 +508,7 @@ def _attempt(command: PullPages, peer: Peer[Link]) -> Attempt[Link]:
     """With one pull for each worker of the peer that has something of what is wanted here."""
     first = command.first_wanted
     key = (command.request, command.attempt)
-    attempt: Attempt[Link] = Attempt(key, command.room, command.peer, wanted=first, landed=first)
+    attempt: Attempt[Link] = Attempt(key, command.room, command.peer, wanted=first, reported=first)
     attempt.pulls = tuple(
         Pull(attempt, Origin(command.peer, source.tile.source), source.tile, landed=first) for source in peer.sources
     )

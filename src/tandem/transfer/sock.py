@@ -54,7 +54,7 @@ class SockTransfer:
         report: called from several threads, with events; must be thread-safe
         unix_dir: folder of the unix socket (made with mode 0700 if missing); None: an abstract socket, no file
         io_timeout_s: a peer that moves no byte for so long is lost
-        max_transfers: attempts that are pulled at the same time, each by one thread
+        max_transfers: pulls that move at the same time, each by one thread; an attempt has one for each of its sources
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
         """
         self._pages = Pages(buffer, kv.page_bytes)
@@ -64,9 +64,9 @@ class SockTransfer:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owner = PageOwner(
             self._pages,
+            kv,
             incarnation=incarnation,
             secret=secret,
-            shard=kv.shard,
             host=host,
             unix_dir=unix_dir,
             outbox=self._outbox,

@@ -66,7 +66,7 @@ def hear(reports: dict[ShardId, ShardReport], shard: ShardId, report: ShardRepor
 def verdict(expected: Mapping[ShardId, int], reports: Mapping[ShardId, ShardReport]) -> Verdict:
     """Combine what the shards of one transfer have reported.
 
-    expected: pages that each shard wants; totals differ where the two sides are cut differently, and may be 0.
+    expected: pages that each shard wants; may be 0.
     reports: at most one per shard, all of one attempt (`hear`). A shard without one has said nothing: 0 landed. Shards
              that are not expected do not count.
     """

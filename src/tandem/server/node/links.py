@@ -365,7 +365,8 @@ class Links:
         if greeting.layout == self.layout and not self.bounds.grid.can_be_cut(greeting.cut):
             raise MalformedFrame(f"is cut in a way in which this model cannot be: {greeting.cut.name}")
         peer = self._greet_acceptor(link, greeting, source) if link.endpoint else self._greet_dialler(link, source)
-        peer.bounds = structs.replace(self.bounds, peer_cut=greeting.cut)
+        if peer.link is link:
+            peer.bounds = structs.replace(self.bounds, peer_cut=greeting.cut)
         link.silence_ns = self.heartbeat.silence_ns(greeting.ping_ns)
         if peer.lost_at is not None:
             self.report(PeerReturned(peer.who))

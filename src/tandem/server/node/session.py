@@ -36,8 +36,8 @@ FROM_DIALLER, FROM_ACCEPTOR = b"from the dialler", b"from the acceptor"
 NONCE_BYTES = 12
 TAG_BYTES = 16
 HELLO_BYTES = 512
-GREETING_BYTES = 4 << 10
-MESSAGE_BYTES = 16 << 20  # an offer of 100,000 tokens is about 150 KB
+GREETING_BYTES = 32 << 10  # data endpoints of 256 shards have half of that
+MESSAGE_BYTES = 16 << 20  # an offer of 100,000 tokens is about 150 KB, where one worker reads from one
 EVERY_HOST = ("0.0.0.0", "::", "")
 
 

@@ -166,7 +166,7 @@ class CheckedTransfer(SockTransfer):
             return puller._paused[0][1].attempt.key, jobs
         for turn in puller._turns if not puller._is_full(now) else ():
             lane = puller._lanes[turn]
-            if puller._may_begin(lane, now):
+            if puller._may_begin(turn, now):
                 return next(iter(lane.waiting)).attempt.key, jobs
         return None
 
