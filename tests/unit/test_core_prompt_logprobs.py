@@ -6,10 +6,10 @@ import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import StartRequest
-from tandem.core.disagg.messages import Ready
+from tandem.core.disagg.messages import Offer, Ready
 from tandem.core.events import PagesLanded, TransferDrained, TransferFailed
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import Cause, RequestId, ShardId
+from tandem.core.values import SECOND, Cause, RequestId, ShardId
 
 
 def told(replica: Replica, request: RequestId) -> list[int]:
@@ -60,6 +60,40 @@ def test_a_prompt_that_is_computed_twice_is_told_once(settings: dict[str, object
     world.run()
     assert sum(prefill.state.counters.prefill_retries.values()) > 0
     assert told(decode, right) == list(range(99))
+
+
+def results_said(prefill: Replica) -> list[Offer]:
+    return [offer for offer in prefill.said(Offer) if offer.result is not None]
+
+
+def test_what_is_told_of_a_prompt_may_be_large_and_is_said_once() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    _, right = world.pair(prefill, decode, prompt_len=100, logprobs_from=0)
+    decode.holds.add(PagesLanded)
+    world.run()
+    for _ in range(5):
+        world.advance(1 * SECOND)
+        world.run()
+    assert len(prefill.said(Offer)) > 2, "offers and READY are repeated"
+    assert len(results_said(prefill)) == 1
+    decode.release()
+    world.run()
+    assert told(decode, right) == list(range(99))
+
+
+def test_a_result_that_was_lost_is_said_again_for_it_is_asked_for() -> None:
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    decode.drops.add(Offer)
+    _, right = world.pair(prefill, decode, prompt_len=100, logprobs_from=0)
+    world.run()
+    assert len(results_said(prefill)) == 1
+    decode.drops.clear()
+    world.advance(2 * SECOND)
+    world.run()
+    assert told(decode, right) == list(range(99))
+    assert len(results_said(prefill)) > 1
 
 
 def test_a_decode_that_has_to_compute_the_prompt_tells_what_it_has_computed() -> None:

@@ -6,6 +6,7 @@ from typing import Any  # items
 import msgspec
 import pytest
 
+from tandem.server.api import response_store
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.response_store import Conversation, ResponseStore
 from tandem.server.router.finished_response import LastEvent
@@ -53,6 +54,36 @@ def test_who_has_most_gives_first() -> None:
         add(it, id, owner="b")
     assert is_kept(it, "mine", "a")
     assert [id for id in "123456" if is_kept(it, id, "b")] == ["4", "5", "6"]
+
+
+def test_who_has_most_bytes_gives_first_where_bytes_are_too_many() -> None:
+    it = store(max_bytes=100_000)
+    for id in "12345":
+        add(it, id, owner="a")
+    add(it, "large", owner="b", given="x" * 98_000)
+    add(it, "more", owner="b", given="x" * 1500)
+    assert all(is_kept(it, id, "a") for id in "12345")
+    assert not is_kept(it, "large", "b")
+
+
+def test_a_conversation_is_no_longer_than_a_body_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_BODY_BYTES", 3000)
+    it = store()
+    add(it, "1", given="x" * 1000)
+    add(it, "2", after="1", given="x" * 1000)
+    with pytest.raises(Refusal) as refused:
+        add(it, "3", after="2", given="x" * 1000)
+    assert refused.value.failure.code is Problem.BODY_TOO_LARGE
+
+
+@pytest.mark.parametrize("output", [{}, "x", [7], [{"type": "message"}]])
+def test_an_answer_whose_items_have_no_ids_is_not_kept(output: object) -> None:
+    it = store()
+    conversation = Conversation(it, "a")
+    conversation.begin(None, "x", None)
+    with pytest.raises(msgspec.ValidationError):
+        conversation.keep(document("1", output=output))
+    assert not is_kept(it, "1")
 
 
 def test_bytes_are_those_of_what_is_kept_and_nothing_else() -> None:

@@ -264,6 +264,7 @@ def send_ready(node: NodeState, progress: Progress, side: DecodeSide, arrival: A
         prompt_digest=progress.request.prompt_digest,
         rendered_at=progress.request.rendered_at,
         cut=node.settings.cut,
+        has_result=arrival.result is not None,
     )
     node.out.append(Tell(arrival.peer, message))
     schedule(node, progress)

@@ -33,6 +33,7 @@ class Ready(Struct, frozen=True, tag="ready"):
     prompt_digest: bytes = b""  # another one is refused: a room that was used twice must not show a foreign prompt
     rendered_at: int = 0  # as in the request: the time in decode's prompt
     cut: Cut = Cut()  # of the decode: which workers will read, and what each of them needs
+    has_result: bool = False  # the result slot has come: it may be large, and is not said again
 
 
 class ResultSlot(Struct, frozen=True):

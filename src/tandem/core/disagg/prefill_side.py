@@ -170,6 +170,8 @@ def refuse(node: NodeState, request: Request, reader: Reader | None, ready: Read
         return Cause.PEER_LOST, "another decode has said READY for this room"
     if reader is not None and reader.attempt != ready.attempt:
         return Cause.PEER_ABORTED, "decode has begun anew in this room"
+    if reader is not None and reader.cut != ready.cut:
+        return Cause.PROTOCOL, "decode is cut otherwise than it has said before"
     if not 0 <= ready.held_pages <= pages_for(node, ready.prompt_len):
         return Cause.PROTOCOL, "decode claims to hold more pages than the prompt has"
     return None
@@ -193,9 +195,10 @@ def finalize_bootstrap(node: NodeState, progress: Progress, side: PrefillSide, p
     reader = side.reader
     if reader is not None:  # said again
         reader.lease_until = Nanos(node.now + node.settings.lease_ns)
-        if reader.offered > ready.known_pages or reader.result_offered:
+        says_result = not (ready.has_result and is_large(side.result))
+        if reader.offered > ready.known_pages or (reader.result_offered and says_result):
             first_page = min(max(ready.known_pages, reader.held_pages), reader.offered)
-            offer(node, progress, side, reader, first_page=first_page)
+            offer(node, progress, side, reader, first_page=first_page, says_result=says_result)
     else:
         side.reader = Reader(
             peer,
@@ -263,6 +266,7 @@ def after_prompt(
         give_back(node, progress, side, retry_reason(side, verdict))
         return
     of_prompt = tuple(progress.prompt_extras)
+    progress.prompt_extras = []  # the result has them from here on
     side.result = ResultSlot(side.room, token, flags, extra, progress.cached_tokens, prompt_extras=of_prompt)
     side.computed_at = node.now
     enter(node, progress, Trigger.PARK if verdict is Verdict.PARK else Trigger.SEND)
@@ -365,12 +369,25 @@ def read_by_peer(progress: Progress | None) -> tuple[Progress, PrefillSide, Read
     return (progress, progress.side, reader) if reader is not None else None
 
 
-def offer(node: NodeState, progress: Progress, side: PrefillSide, reader: Reader, *, first_page: int) -> None:
+def is_large(result: ResultSlot | None) -> bool:
+    """It tells of the prompt's tokens, and a connection may not have room for many such: whoever has it says so."""
+    return result is not None and bool(result.prompt_extras)
+
+
+def offer(
+    node: NodeState,
+    progress: Progress,
+    side: PrefillSide,
+    reader: Reader,
+    *,
+    first_page: int,
+    says_result: bool = True,
+) -> None:
     """OFFER or PUBLISH all digested pages from `first_page` on; with the last one goes the result slot."""
     stop = reader.digested(node.settings.shards)
     total = pages_for(node, progress.request.prompt_len)
     pages = tuple(progress.pages[first_page:stop])
-    result = side.result if stop == total else None
+    result = side.result if stop == total and says_result else None
     offered_at = reader.offered_at = node.now if reader.offered_at is None else reader.offered_at
     reader.offered = stop
     reader.result_offered = reader.result_offered or result is not None
@@ -538,5 +555,6 @@ def on_timer(node: NodeState, progress: Progress, side: PrefillSide) -> None:
         reader.resend_at = Nanos(node.now + node.settings.resend_ns)
         if reader.result_offered:
             lease_until = reader.lease_until
-            offer(node, progress, side, reader, first_page=reader.offered)
+            says_result = not is_large(side.result)  # decode asks again for what it lacks
+            offer(node, progress, side, reader, first_page=reader.offered, says_result=says_result)
             reader.lease_until = lease_until  # our own voice does not renew the peer's lease

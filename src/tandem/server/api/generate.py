@@ -141,10 +141,17 @@ class GenerateReply:
         self._written: dict[int, Written] = {}
 
     def begin(self, sample: Sample) -> bytes:
+        if sample.ask.sampling.logprobs:
+            self._input[sample.ask.index] = encode(self._input_scores(sample))[1:-1]
         return b""
 
     def delta(self, sample: Sample, text: str, start: int) -> bytes:
+        return self._event(sample, text, start, is_last=False)
+
+    def _event(self, sample: Sample, text: str, start: int, *, is_last: bool) -> bytes:
+        """What is told of the prompt may be large, and stands in the first and the last one only."""
         written = self._written.get(sample.ask.index)
+        shows_prompt = written is None or is_last or sample.ask.sampling.prompt_logprobs_from is None
         if written is None:
             written = Written(bytearray(b'"'), bytearray(b"["), bytearray(b"["), bytearray(b"["))
             self._written[sample.ask.index] = written
@@ -152,9 +159,7 @@ class GenerateReply:
         extend(written.ids, encode(sample.tokens[start:]))
         event = b'data: {"text":' + written.text + b'","output_ids":' + written.ids + b'],"meta_info":'
         meta = encode(self._meta(sample))
-        if sample.ask.sampling.logprobs:
-            if sample.ask.index not in self._input:
-                self._input[sample.ask.index] = encode(self._input_scores(sample))[1:-1]
+        if sample.ask.sampling.logprobs and shows_prompt:
             meta = meta[:-1] + b"," + self._input[sample.ask.index] + b"}"
         if sample.ask.sampling.logprobs:
             extend(written.logprobs, encode(self._scores(sample, start)))
@@ -166,7 +171,7 @@ class GenerateReply:
         return bytes(event + meta + tail)
 
     def end(self, sample: Sample, text: str, start: int) -> bytes:
-        return self.delta(sample, text, start)
+        return self._event(sample, text, start, is_last=True)
 
     def close(self, samples: Sequence[Sample]) -> bytes:
         return b"data: [DONE]\n\n"

@@ -22,8 +22,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.server.api.body import unsupported
-from tandem.server.api.bounds import LOOP_BYTES
+from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES
 from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.responses import items_of
 from tandem.server.api.tenant import given_key, tenant_of
@@ -79,23 +80,36 @@ class Conversation:
             given = items_of(given) if given else []
         if isinstance(given, list) and all(isinstance(item, dict) for item in given):
             self._given = encode([with_id(item) for item in given])
+        size = len(self._given) + size_until(self._before)
+        if size > MAX_BODY_BYTES:
+            raise Refusal(Problem.BODY_TOO_LARGE, f"the conversation has {size} bytes, more than {MAX_BODY_BYTES}")
+        kept = items_until(self._before)
+        check_counts(kept)
         self.has_begun = True
-        return items_until(self._before)
+        return kept
 
     def keep(self, document: bytes) -> None:
-        """In any thread. The answer, unless it has failed or is not to be kept."""
+        """In any thread. The answer, unless it has failed or is not to be kept. Raises msgspec's errors for one that is
+        none."""
         answer = msgspec.json.decode(document, type=Answer)
         if not answer.store or answer.status not in ("completed", "incomplete"):
             return
+        msgspec.json.decode(answer.output, type=list[Item])  # or it is no list that can be shown or gone on from
         turn = Turn(self._given, bytes(answer.output), self._before)
         self._store.put(answer.id, Kept(self._owner, document, turn))
+
+
+class Item(Struct, frozen=True):
+    """Of an output. What else it has is not looked at here."""
+
+    id: str
 
 
 class Answer(Struct, frozen=True):
     """What of a response's document matters here."""
 
     id: str
-    output: Raw
+    output: Raw  # a list of `Item`
     status: str
     store: bool
 
@@ -138,9 +152,17 @@ class ResponseStore:
             self._drop(owner, id)
 
     def _drop_oldest(self) -> None:
-        """Of the tenant with the most responses."""
-        owner = max(self._kept, key=lambda owner: len(self._kept[owner]))
+        """Of the tenant with the most bytes where bytes are too many, else of the one with the most responses."""
+        amount = self._bytes_of if self.num_bytes > self.max_bytes else self._responses_of
+        owner = max(self._kept, key=amount)
         self._drop(owner, next(iter(self._kept[owner])))
+
+    def _responses_of(self, owner: str) -> int:
+        return len(self._kept[owner])
+
+    def _bytes_of(self, owner: str) -> int:
+        """Of its responses, and of their own turns, of which another one may be a part."""
+        return sum(len(kept.document) + kept.turn.size for kept in self._kept[owner].values())
 
     def _drop(self, owner: str, id: str) -> None:
         responses = self._kept.get(owner, {})
@@ -168,6 +190,14 @@ class ResponseStore:
                 return
             self.num_bytes -= turn.size
             turn = turn.before
+
+
+def size_until(turn: Turn | None) -> int:
+    """Bytes of all turns up to and with this one."""
+    size = 0
+    while turn is not None:
+        size, turn = size + turn.size, turn.before
+    return size
 
 
 def items_until(turn: Turn | None) -> bytes:
@@ -229,9 +259,9 @@ class ResponsePages:
         if (order := query.get("order", "desc")) not in ("asc", "desc"):
             raise invalid("order", "must be asc or desc")
         turn = self._store.find(owner_of(request), request.path_params["id"]).turn
-        raw = joined((items_until(turn.before), turn.given))
+        size = size_until(turn)
         limit, after = limit_of(query.get("limit")), query.get("after")
-        page = await off_loop(len(raw), LOOP_BYTES, page_of, raw, is_reversed=order == "desc", limit=limit, after=after)
+        page = await off_loop(size, LOOP_BYTES, page_of, turn, is_reversed=order == "desc", limit=limit, after=after)
         return Response(page, media_type="application/json")
 
 
@@ -242,9 +272,9 @@ def refuse_queries(request: Request, *names: str) -> None:
             raise unsupported(name)
 
 
-def page_of(raw: bytes, *, is_reversed: bool, limit: int, after: str | None) -> bytes:
-    """A part of a JSON list of items, as the clients' libraries turn its pages."""
-    items: list[dict[str, Any]] = msgspec.json.decode(raw)
+def page_of(turn: Turn, *, is_reversed: bool, limit: int, after: str | None) -> bytes:
+    """A part of what a turn was given and all that came before it, as the clients' libraries turn its pages."""
+    items: list[dict[str, Any]] = msgspec.json.decode(joined((items_until(turn.before), turn.given)))
     if is_reversed:
         items.reverse()
     if after is not None:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.server.api.body import NOT_JSON
+from tandem.server.api.bounds import MAX_BODY_BYTES
 from tandem.server.api.response_store import Conversation
 
 ENDINGS = (b"event: response.completed\n", b"event: response.incomplete\n")
@@ -36,6 +37,8 @@ class LastEvent:
                 found = bytes(self._held[:end]).partition(b"\ndata: ")[2]
             del self._held[: end + 2]
             start = 0
+        if len(self._held) > MAX_BODY_BYTES:  # no event of a server that keeps to its own bounds
+            self._held.clear()
         return found
 
 
