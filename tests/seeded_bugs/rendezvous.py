@@ -63,7 +63,7 @@ def room_is_trusted_without_comparing_prompts() -> Iterator[None]:
         yield
 
 
-@mutant(3, "S14", "L5", "S13", "S19", "L1", "L7")
+@mutant(364, "S14", "L5", "S13", "S19", "L1", "L7")
 def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
     """And what had come before its retraction counts as if it came again."""
     original, original_wait = preemption.retract, decode_side.await_arrival

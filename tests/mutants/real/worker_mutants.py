@@ -14,7 +14,7 @@ def one_worker_ignores_a_revoke() -> Iterator[None]:
     original = SockTransfer.revoke
 
     def revoke(self: SockTransfer, command: RevokePages) -> None:
-        if self._shard == 0:
+        if self._kv.shard == 0:
             original(self, command)
 
     with replaced(SockTransfer, "revoke", revoke):
@@ -26,10 +26,10 @@ def one_worker_says_drained_and_keeps_its_grants() -> Iterator[None]:
     original = SockTransfer.revoke
 
     def revoke(self: SockTransfer, command: RevokePages) -> None:
-        if self._shard == 0:
+        if self._kv.shard == 0:
             original(self, command)
         else:
-            self._outbox.put(ReadsDrained(command.request, command.attempt, self._shard))
+            self._outbox.put(ReadsDrained(command.request, command.attempt, self._kv.shard))
             self._flush_later()
 
     with replaced(SockTransfer, "revoke", revoke):
@@ -41,7 +41,7 @@ def one_worker_ignores_the_cancel_of_a_pull() -> Iterator[None]:
     original = SockTransfer.cancel
 
     def cancel(self: SockTransfer, command: CancelPull) -> None:
-        if self._shard == 0:
+        if self._kv.shard == 0:
             original(self, command)
 
     with replaced(SockTransfer, "cancel", cancel):
