@@ -57,11 +57,17 @@ class Listener:
         return self.outcomes[-1]
 
 
+def listening_to(world: EngineWorld) -> Listener:
+    """From now on everything that the world asks of its engine is heard."""
+    listener = Listener(world.engine)
+    world.engine = listener  # type: ignore[assignment]  # it has all that is asked of it
+    return listener
+
+
 def told_by_one_with_scores(where: Path, prompt: list[int]) -> tuple[int, Story]:
     """A prompt in chunks of which log-probabilities are wanted, beside one that decodes."""
     world = EngineWorld(where, num_pages=NUM_PAGES)
-    listener = Listener(world.engine)
-    world.engine = listener  # type: ignore[assignment]  # as below
+    listener = listening_to(world)
     other = world.add(prompt_of(9))
     request = world.add(prompt, prompt_logprobs_from=0, top_logprobs=2)
     world.prefill(other)
@@ -76,8 +82,7 @@ def told_by_one(where: Path) -> Told:
     """Prompts in chunks, two of them in one batch, decoding beside prompts, a retraction, a request that is forgotten
     right after its token, and one that draws with penalties."""
     world = EngineWorld(where, num_pages=NUM_PAGES)
-    listener = Listener(world.engine)
-    world.engine = listener  # type: ignore[assignment]  # it has all that is asked of it
+    listener = listening_to(world)
     first, second, third = world.add(prompt_of(50)), world.add(prompt_of(9)), world.add(prompt_of(33), **SAMPLING)
     world.run((first, 0, 20))
     world.run((first, 20, 50), (second, 0, 9))
@@ -162,8 +167,7 @@ def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: 
     """The first stage asks for nobody's token until a batch needs it: then for all, in order."""
     make_llama(tmp_path)
     world = EngineWorld(tmp_path, num_pages=NUM_PAGES)
-    listener = Listener(world.engine)
-    world.engine = listener  # type: ignore[assignment]  # as above
+    listener = listening_to(world)
     requests = [world.add(prompt_of(20, seed=seed)) for seed in range(3)]
     for request in requests:
         world.prefill(request, chunk=16)

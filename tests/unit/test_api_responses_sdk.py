@@ -392,7 +392,7 @@ def test_items_are_listed_in_pages() -> None:
         assert listed == [str(index) for index in range(7)]
         for wrong in ({"limit": 0}, {"limit": 101}, {"after": "no such"}, {"order": "up"}, {"include": ["x"]}):
             with pytest.raises(openai.BadRequestError) as refused:
-                client.responses.input_items.list(made.id, **wrong)  # type: ignore[arg-type]
+                client.responses.input_items.list(made.id, **wrong)  # type: ignore[arg-type]  # what the SDK has no types for
             assert refused.value.param == next(iter(wrong))
 
 

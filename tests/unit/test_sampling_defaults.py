@@ -61,7 +61,7 @@ def test_null_in_a_body_says_nothing() -> None:
 
 
 def facts_of(where: Path, **settings: str) -> SamplingDefaults:
-    return read_facts(where, ServerConfig(model=str(where), **settings)).sampling_defaults  # type: ignore[arg-type]
+    return read_facts(where, ServerConfig(model=str(where), **settings)).sampling_defaults  # type: ignore[arg-type]  # of many types
 
 
 def test_a_server_takes_the_checkpoints_defaults_unless_it_is_told_not_to(tmp_path: Path) -> None:
