@@ -1,107 +1,18 @@
 """The puller of pages alone: told by hand what becomes of its jobs."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.commands import CancelPull, PullPages
-from tandem.core.events import Event, PagesLanded, TransferDrained, TransferFailed
-from tandem.core.kv_parts import KvShard
-from tandem.core.values import SECOND, Cause, Cut, Incarnation, PageId, RequestId, ShardId
-from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
+from puller_world import MAX_JOBS, ONE, PEER, TIMEOUT_NS, TWO, Job, World
+from tandem.core.events import PagesLanded, TransferDrained, TransferFailed
+from tandem.core.values import SECOND, Cause, Incarnation, RequestId, ShardId
+from tandem.transfer.jobs import Dial, Receive, Trouble
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import MAX_READ_PAGES, REFUSALS, Status
-from tandem.transfer.puller import BUSY_PATIENCE, BUSY_PAUSE_NS, LANDED_REPORT_INTERVAL_NS, STALLED_AFTER_NS, Puller
-
-ONE, TWO = RequestId(1), RequestId(2)
-PEER = Incarnation("prefill", "1")
-TIMEOUT_NS = 5 * SECOND
-MAX_JOBS = 4
-Job = Dial[int] | Receive[int]
-
-
-@dataclass
-class World:
-    """A puller, what it has said and done to links, which are numbers, and the time."""
-
-    now: int = 1
-    events: list[Event] = field(default_factory=list)
-    is_cut: list[int] = field(default_factory=list)
-    is_closed: list[int] = field(default_factory=list)
-    num_links: int = 0
-
-    def __post_init__(self) -> None:
-        self.puller: Puller[int] = Puller(
-            KvShard.whole(64),
-            report=self.events.append,
-            cut=self.is_cut.append,
-            close=self.is_closed.append,
-            timeout_ns=TIMEOUT_NS,
-            max_jobs=MAX_JOBS,
-        )
-        self.learn(PEER)
-
-    def learn(self, peer: Incarnation) -> None:
-        self.puller.learn(peer, Cut(), [PeerAddress(peer.name, 1, "")])
-
-    def pull(
-        self, request: RequestId = ONE, *, count: int = 3, peer: Incarnation = PEER, first_wanted: int = 0, **other: Any
-    ) -> None:
-        pages = tuple(range(count))
-        command = PullPages(
-            request, 0, 7, peer, first_wanted, pages, pages, tuple(map(PageId, pages)), (bytes(8 * count),),
-            (bytes(16),),
-        )  # fmt: skip
-        self.puller.pull(msgspec.structs.replace(command, **other), self.now)
-
-    def cancel(self, request: RequestId = ONE) -> None:
-        self.puller.cancel(CancelPull(request, 0))
-
-    def dial(self) -> Dial[int]:
-        job = self.puller.next_job(self.now)
-        assert isinstance(job, Dial), job
-        return job
-
-    def receive(self) -> Receive[int]:
-        """The next job, behind a handshake if it needs one."""
-        job = self.puller.next_job(self.now)
-        if isinstance(job, Dial):
-            job = self.welcome(job)
-        assert isinstance(job, Receive), job
-        return job
-
-    def welcome(self, job: Dial[int]) -> Receive[int] | None:
-        self.num_links += 1
-        return self.puller.dialled(job, self.num_links, self.now)
-
-    def land(self, job: Receive[int], count: int) -> bool:
-        return self.puller.landed(job, count, self.now)
-
-    def fail(self, job: Job, trouble: Trouble, status: Status = Status.OK) -> None:
-        self.puller.failed(job, Failure(trouble, "so it is", status), self.now)
-
-    def failure(self) -> TransferFailed:
-        (event,) = [event for event in self.events if isinstance(event, TransferFailed)]
-        return event
-
-    def said(self, kind: type) -> int:
-        return sum(isinstance(event, kind) for event in self.events)
-
-    def jobs(self) -> list[Job]:
-        """All that can begin now."""
-        jobs: list[Job] = []
-        while (job := self.puller.next_job(self.now)) is not None:
-            jobs.append(job)
-        return jobs
-
-    def sleep(self) -> None:
-        wake_at = self.puller.wake_at(self.now)
-        assert wake_at is not None, "it waits for nothing"
-        self.now = max(self.now, wake_at)
+from tandem.transfer.puller import BUSY_PATIENCE, BUSY_PAUSE_NS, LANDED_REPORT_INTERVAL_NS, STALLED_AFTER_NS
 
 
 def peers(count: int) -> list[Incarnation]:
