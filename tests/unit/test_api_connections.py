@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import errno
 import logging
 import select
 import socket
@@ -12,24 +11,23 @@ from typing import Any
 
 import msgspec
 import pytest
-import uvicorn
 from api_fakes import Script, says, world
 
 from tandem.core.events import AbortRequested
 from tandem.server.api import connections
+from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
-    NO_ACCEPT,
     Bounds,
     Line,
     api_bounds,
-    quiet_accept_errors,
     waited_s,
 )
-from tandem.server.api.http1 import uvicorn_config
+from tandem.server.api.turn_limits import REQUESTS_PER_TURN
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
 
 LONG = 3600.0
+NUM_HELD = 8 * REQUESTS_PER_TURN
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -56,13 +54,12 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def serving(app: Any, bounds: Bounds) -> AsyncIterator[Port]:
-    config = uvicorn_config(app, drain_seconds=0, http=bounds.protocol())
-    config.port = 0
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
+    server = BoundedServer(app, bounds, drain_seconds=0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve([listener]))
     try:
         await until(lambda: server.started)
-        yield Port(server.servers[0].sockets[0].getsockname()[1], bounds)
+        yield Port(listener.getsockname()[1], bounds)
     finally:
         server.should_exit = server.force_exit = True
         await task
@@ -217,13 +214,16 @@ def test_probes_and_operators_are_answered_by_who_is_full() -> None:
     serves(story, max_requests=1)
 
 
-def test_who_was_refused_by_its_head_is_closed_once_its_body_is_there_and_not_reset() -> None:
+def test_who_was_let_in_and_is_refused_by_its_head_is_closed_once_its_body_is_there_and_not_reset() -> None:
     async def story(port: Port) -> None:
         _held = await port.open(generate({"text": "x"}, missing=10))
         await until(lambda: port.bounds.num_requests == 1)
         for _ in range(connections.MAX_LINGERING + 1):
-            reader, _writer = await port.open(generate({"text": "x"}))
+            reader, writer = await port.open()
+            await until(lambda: port.bounds.num_open == 2)
+            writer.write(generate({"text": "x"}))
             assert (await reader.read()).startswith(b"HTTP/1.1 503")
+            await until(lambda: port.bounds.num_open == 1)
         assert not port.bounds.lingering
         await until(lambda: port.bounds.num_open == 1)
 
@@ -243,6 +243,43 @@ def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refuse
         await until(lambda: port.bounds.num_requests == 0)
 
     serves(story, max_requests=1)
+
+
+def test_what_waits_for_its_turn_counts_and_neither_probes_nor_refusals_stand_behind_it() -> None:
+    """One turn at a time: nothing that the client does in between takes a turn of the server's loop."""
+
+    async def story(port: Port) -> None:
+        opened = [await port.open() for _ in range(NUM_HELD + 2)]
+        await until(lambda: port.bounds.num_open == len(opened))
+        *asking, (_, refused), (_, probing) = opened
+        for _, writer in asking:
+            writer.write(generate({"text": "x"}, missing=1))
+        probing.write(HEALTH)
+        refused.write(generate({"text": "x"}, missing=1))
+        await until(lambda: port.bounds.turns)
+        assert len(port.bounds.turns) + port.bounds.num_requests <= NUM_HELD
+        assert (await opened[-2][0].readline()).startswith(b"HTTP/1.1 503")
+        assert (await opened[-1][0].readline()).startswith(b"HTTP/1.1 200")
+        await until(lambda: port.bounds.num_requests == NUM_HELD)
+        for _, writer in asking:
+            writer.close()
+        await until(lambda: port.bounds.num_requests == 0)
+
+    serves(story, max_requests=NUM_HELD)
+
+
+def test_who_leaves_while_it_waits_for_its_turn_leaves_its_place() -> None:
+    async def story(port: Port) -> None:
+        port.bounds.turns.take = lambda: False
+        _, writer = await port.open(generate({"text": "x"}))
+        await until(lambda: port.bounds.turns)
+        assert not port.bounds.waiting
+        next(iter(port.bounds.turns._held)).cut()  # type: ignore[attr-defined]  # a connection
+        await until(lambda: not port.bounds.turns)
+        assert port.bounds.num_open == 0
+        writer.close()
+
+    serves(story)
 
 
 def test_the_router_refuses_by_the_head_alone_too() -> None:
@@ -342,45 +379,6 @@ def test_the_number_of_connections_fits_the_file_descriptors(monkeypatch: pytest
         assert bounds.max_connections == most
         assert bounds.max_requests is not None
         assert 0 < bounds.max_requests < most  # probes have a way in when it is full
-
-
-def test_a_thousand_accepts_that_fail_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        quiet_accept_errors(loop)
-        for _ in range(1000):
-            loop.call_exception_handler({"message": NO_ACCEPT, "exception": OSError(24, "Too many open files")})
-        loop.call_exception_handler({"message": "something else"})
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(story())
-    assert len([record for record in caplog.records if record.name == "tandem.http"]) == 1
-    assert [record.message for record in caplog.records if record.name == "asyncio"] == ["something else"]
-
-
-def test_a_port_that_is_closed_before_accepting_is_tried_again_is_no_error(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("asyncio.constants.ACCEPT_RETRY_DELAY", 0.01)
-
-    class Full(socket.socket):
-        def accept(self) -> Any:
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    async def story() -> None:
-        loop = asyncio.get_running_loop()
-        quiet_accept_errors(loop)
-        listener = Full()
-        listener.bind(("127.0.0.1", 0))
-        server = await asyncio.start_server(lambda reader, writer: None, sock=listener)
-        with socket.create_connection(listener.getsockname()):
-            await until(lambda: caplog.records)
-            server.close()
-            await asyncio.sleep(0.05)
-
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(story())
-    assert {record.name for record in caplog.records} == {"tandem.http"}
 
 
 def test_a_line_says_once_a_second_how_often(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,20 +2,20 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
-import uvicorn
 
 from tandem.core.bootstrap_registry import Registration, Registry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
+from tandem.server.api.accept import BoundedServer
 from tandem.server.api.body_store import CHUNK_BYTES, MAX_BODY_BYTES, BodyStore
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import Bounds
-from tandem.server.api.http1 import uvicorn_config
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 ROUTE = b"GET /route HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -52,13 +52,12 @@ async def serving(bounds: Bounds, bodies: BodyStore) -> AsyncIterator[Port]:
     registry = Registry()
     registry.register(LARGE)
     app = BootstrapServer(registry, WriteGuard(None, monotonic_now), bodies=bodies).app()
-    config = uvicorn_config(app, drain_seconds=0, http=bounds.protocol())
-    config.port = 0
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
+    server = BoundedServer(app, bounds, drain_seconds=0)
+    listener = socket.create_server(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve([listener]))
     try:
         await until(lambda: server.started)
-        yield Port(server.servers[0].sockets[0].getsockname()[1], bounds, bodies)
+        yield Port(listener.getsockname()[1], bounds, bodies)
     finally:
         server.should_exit = server.force_exit = True
         await task

@@ -57,7 +57,6 @@ from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.turn_limits import TurnMiddleware
 from tandem.server.api.validation import (
     GenerationParams,
     ModelLimits,
@@ -114,7 +113,6 @@ def build_app(
         routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
         middleware=[
             Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
-            Middleware(TurnMiddleware),
         ],
         exception_handlers={
             Refusal: on_refusal,

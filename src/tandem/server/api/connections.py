@@ -14,7 +14,6 @@ Of the requests, those under way are bounded, too (`max_requests`). One more is 
 counted nor refused: who is full is not ill.
 """
 
-import asyncio
 import logging
 import resource
 import socket
@@ -24,11 +23,11 @@ from asyncio import TimerHandle, Transport
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any  # what asyncio tells a handler of errors
 
 from tandem.server.api.access import PAGES
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.http1 import Http1, whole_answer
+from tandem.server.api.turn_limits import Turns
 
 MAX_CONNECTIONS = 1024
 HEAD_SECONDS = 10.0
@@ -45,10 +44,7 @@ KEEP_ALIVE_SECONDS = 90.0  # longer than uvicorn's own, which closes in peace
 API_PATIENCE_SECONDS = 1.0  # a head may take so long in a storm before somebody else gets its place
 SPARE_FDS = 128  # for the model, logs, channels, and what is being accepted
 LINE_EVERY_SECONDS = 1.0
-NO_ACCEPT = "socket.accept() out of system resource"  # what asyncio says then, many times at once
 LAST_DATA_RECV = struct.Struct("=52xI")  # of `tcp_info` (linux/tcp.h): milliseconds
-# What it says when a second later the port has been closed: it does not look.
-NO_PORT = "Exception in callback BaseSelectorEventLoop._start_serving("
 
 logger = logging.getLogger("tandem.http")
 
@@ -67,10 +63,11 @@ class Bounds:
     max_lingering: int = MAX_LINGERING
     max_requests: int | None = None  # under way; None: as many as there are connections
     num_requests: int = 0
+    turns: Turns = field(default_factory=Turns)  # who asks, and has not begun
     num_open: int = 0  # without those that are being refused
     num_refused: int = 0
     waiting: "dict[BoundedHttp1, float]" = field(default_factory=dict)  # since when
-    lingering: "dict[BoundedHttp1, None]" = field(default_factory=dict)
+    lingering: dict[object, None] = field(default_factory=dict[object, None])  # who has been refused, and may read why
     refused: Callable[[float], object] = lambda waited: None  # of each refusal: see `waited_s`
     line: "Line" = field(default_factory=lambda: Line("connections were refused: as many are open as may be"))
 
@@ -80,7 +77,7 @@ class Bounds:
 
     @property
     def is_full(self) -> bool:
-        return self.max_requests is not None and self.num_requests >= self.max_requests
+        return self.max_requests is not None and self.num_requests + len(self.turns) >= self.max_requests
 
     def note_refusal(self, sock: socket.socket | None) -> None:
         """sock: of somebody who has waited for us."""
@@ -148,21 +145,6 @@ class Line:
             self._count, self._last = 0, now
 
 
-def quiet_accept_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Where file descriptors run out asyncio tries again after a second, but tells of it with a traceback each time,
-    and as often in a row as the backlog is long."""
-    line = Line("connections could not be accepted: no file descriptor, or no memory, is left")
-
-    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        message = context.get("message", "")
-        if message == NO_ACCEPT:
-            line.note()
-        elif not message.startswith(NO_PORT):
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(handle)
-
-
 class BoundedHttp1(Http1):
     """One connection."""
 
@@ -170,20 +152,20 @@ class BoundedHttp1(Http1):
     _timer: TimerHandle | None = None
     _write_timer: TimerHandle | None = None
     _is_refused = False
-    _is_open = False  # one of `num_open`
+    _is_open = True  # one of `num_open`, since it was accepted
     _has_asked = False  # the head of a request has come whole
     _counted: deque[bool]  # for each request that is under way, in order: whether it is one of `num_requests`
 
+    def leave_place(self) -> None:
+        """It is none of those that are counted as open any more."""
+        if self._is_open:
+            self._is_open = False
+            self.bounds.num_open -= 1
+
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        bounds, self._counted = self.bounds, deque()
-        if bounds.num_open >= bounds.max_connections and not bounds.make_room(self.loop.time()):
-            self._refuse(TOO_MANY_CONNECTIONS)
-            self._linger()
-            return
-        bounds.num_open += 1
-        self._is_open = True
-        self._wait(bounds.head_s)
+        self._counted = deque()
+        self._wait(self.bounds.head_s)
 
     def _refuse(self, answer: bytes) -> None:
         """Nothing that comes is heard any more."""
@@ -207,7 +189,8 @@ class BoundedHttp1(Http1):
         bounds.num_requests -= sum(self._counted)
         self._counted.clear()
         bounds.lingering.pop(self, None)
-        self._leave()
+        bounds.turns.drop(self)
+        self.leave_place()
         bounds.waiting.pop(self, None)
         for timer in (self._timer, self._write_timer):
             if timer is not None:
@@ -217,9 +200,27 @@ class BoundedHttp1(Http1):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        if self in self.bounds.waiting and not self._may_begin(data):
+            return
         super().data_received(data)
         if self._is_refused and not self.transport.is_closing():
             self._linger()  # the rest of its request is still under way
+
+    def _may_begin(self, data: bytes) -> bool:
+        """What comes to who waits for a head. Neither probes nor refusals stand behind others."""
+        bounds = self.bounds
+        if bounds.is_full or asked_path(data) in PAGES or bounds.turns.take():
+            return True
+        self.transport.pause_reading()
+        bounds.waiting.pop(self)
+        self._limit(None)  # it waits for us
+        bounds.turns.hold(self, data)
+        return False
+
+    def begin(self, data: bytes) -> None:
+        self.transport.resume_reading()
+        self._wait(self.bounds.head_s)
+        super().data_received(data)
 
     def eof_received(self) -> None:
         if self._is_refused:
@@ -239,7 +240,7 @@ class BoundedHttp1(Http1):
         self._has_asked = True
         counts = self.url.partition(b"?")[0].decode("latin-1") not in PAGES
         if counts and self.bounds.is_full and not self._counted:  # an answer that is under way is not cut short
-            self._leave()
+            self.leave_place()
             self._refuse(TOO_MANY_REQUESTS)
             return
         self._counted.append(counts)
@@ -288,7 +289,7 @@ class BoundedHttp1(Http1):
         if self._has_asked:
             self.cut()
             return
-        self._leave()
+        self.leave_place()
         self.bounds.waiting.pop(self, None)
         self._is_refused = True
         self.transport.write(TOO_MANY_CONNECTIONS)
@@ -297,15 +298,9 @@ class BoundedHttp1(Http1):
 
     def cut(self) -> None:
         """Its place is free at once."""
-        self._leave()
+        self.leave_place()
         self.bounds.waiting.pop(self, None)
         super().cut()
-
-    def _leave(self) -> None:
-        """It is none of those that are counted as open any more."""
-        if self._is_open:
-            self._is_open = False
-            self.bounds.num_open -= 1
 
     def _wait(self, seconds: float) -> None:
         self.bounds.waiting.pop(self, None)
@@ -330,6 +325,13 @@ def waited_s(sock: socket.socket) -> float | None:
     except OSError:  # it has left
         return None
     return LAST_DATA_RECV.unpack(told)[0] / 1000 if len(told) == LAST_DATA_RECV.size else None
+
+
+def asked_path(data: bytes) -> str | None:
+    """Of the request that begins there; None where its first line is not whole, or none of HTTP."""
+    line, end, _ = data.partition(b"\r\n")
+    words = line.split(b" ")
+    return words[1].partition(b"?")[0].decode("latin-1") if end and len(words) == 3 else None
 
 
 def busy(message: str) -> bytes:

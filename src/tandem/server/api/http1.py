@@ -17,7 +17,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json
 
 OFFER = re.compile(rb"\r\nupgrade:(?=[ \t]*h2c[ \t]*\r\n)", re.IGNORECASE)
-ACCEPTS_PER_TURN = 32  # of one listener
 CUT = "tandem.cut"  # extension of a scope: ends the connection at once, whatever is still to be written
 MAX_HEAD_BYTES = 1 << 16  # looked at after each such piece, so a head of nearly twice as much may pass
 
@@ -82,10 +81,7 @@ HEAD_REFUSED = whole_answer(
 def uvicorn_config(
     app: ASGIApp, *, drain_seconds: int, lifespan: Literal["on", "off"] = "off", http: type[Http1] = Http1
 ) -> uvicorn.Config:
-    """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends.
-
-    Run it with a `TurnServer`: `backlog` is how many connections asyncio accepts in one turn, too.
-    """
+    """The same for servers, bootstrap servers and routers. `drain_seconds`: for running requests when it ends."""
     return uvicorn.Config(
         app,
         interface="asgi3",
@@ -97,6 +93,5 @@ def uvicorn_config(
         proxy_headers=False,
         server_header=False,
         timeout_keep_alive=75,
-        backlog=ACCEPTS_PER_TURN,
         timeout_graceful_shutdown=drain_seconds,
     )

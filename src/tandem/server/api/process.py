@@ -38,20 +38,19 @@ from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
+from tandem.server.api.accept import BoundedServer
 from tandem.server.api.app import build_app
 from tandem.server.api.bootstrap import BootstrapServer, monotonic_now
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
-from tandem.server.api.connections import Bounds, api_bounds, quiet_accept_errors, raise_fd_limit
+from tandem.server.api.connections import Bounds, api_bounds, raise_fd_limit
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.hosts import Hosts
-from tandem.server.api.http1 import Http1, uvicorn_config
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.turn_limits import TurnServer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
 from tandem.server.fault_records import OFF, folder_of
@@ -88,7 +87,7 @@ class NodeLink:
             raise Refusal(Problem.BODY_TOO_LARGE, f"all samples together make {error}") from None
 
 
-class QuietServer(TurnServer):
+class QuietServer(BoundedServer):
     """Leaves the signals to us."""
 
     @contextlib.contextmanager
@@ -136,7 +135,6 @@ class ApiProcess:
         """Until a signal ends it. Raises ServerFailure. `secret`: the cluster's, None for a server without peers."""
         loop = asyncio.get_running_loop()
         raise_fd_limit()
-        quiet_accept_errors(loop)
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 loop.add_signal_handler(number, self._signalled)
@@ -148,10 +146,10 @@ class ApiProcess:
             if self._listeners.bootstrap is not None:
                 guard = WriteGuard(secret, monotonic_now)
                 server = BootstrapServer(self._registry, guard)
-                self._open(server.app(), self._listeners.bootstrap, http=Bounds().protocol())
+                self._open(server.app(), self._listeners.bootstrap, Bounds())
             digest_secret = None if secret is None else secret.key("prompt digest")
             app = build_app(self._config, self._client, model, tokenizer, digest_secret=digest_secret)
-            self._open(app, self._listeners.http, http=self._bounds().protocol())
+            self._open(app, self._listeners.http, self._bounds())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
                 gc.collect()
@@ -231,9 +229,8 @@ class ApiProcess:
         held = config.dp_size * (config.max_running_requests + config.max_queued_requests)
         return api_bounds(max_requests=held, write_s=config.stall_timeout)
 
-    def _open(self, app: ASGIApp, listener: socket.socket, *, http: type[Http1] = Http1) -> None:
-        config = uvicorn_config(app, drain_seconds=FLUSH_S, http=http)
-        server = QuietServer(config)
+    def _open(self, app: ASGIApp, listener: socket.socket, bounds: Bounds) -> None:
+        server = QuietServer(app, bounds, drain_seconds=FLUSH_S)
         task = asyncio.get_running_loop().create_task(server.serve(sockets=[listener]))
         task.add_done_callback(partial(self._task_ended, "HTTP server"))
         self._servers.append((server, task))

@@ -34,17 +34,16 @@ from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
+from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
-from tandem.server.api.connections import api_bounds, quiet_accept_errors, raise_fd_limit
+from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.gate import error_response
-from tandem.server.api.http1 import uvicorn_config
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import ResponsePages, ResponseStore
-from tandem.server.api.turn_limits import LISTEN_BACKLOG, TurnMiddleware, TurnServer
 from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
 from tandem.server.router.answer import passed_headers
@@ -131,7 +130,6 @@ class RouterApp:
             lifespan=self._lifespan,
             middleware=[
                 Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE),
-                Middleware(TurnMiddleware),
             ],
             exception_handlers={
                 Refusal: refused,
@@ -174,7 +172,6 @@ class RouterApp:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        quiet_accept_errors(asyncio.get_running_loop())
         self._shell.start()
         await self._first_look()
         yield
@@ -414,7 +411,7 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     )
     drain_seconds = max(1, round(config.drain_timeout))
     app = RouterApp(config, metrics).app
-    server = TurnServer(uvicorn_config(app, drain_seconds=drain_seconds, lifespan="on", http=bounds.protocol()))
+    server = BoundedServer(app, bounds, drain_seconds=drain_seconds, lifespan="on")
 
     def end(*_: object) -> None:
         """For a signal before uvicorn listens to any. It raises one again after the drain; that changes nothing."""
