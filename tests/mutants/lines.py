@@ -809,8 +809,8 @@ OTHERS = (
     Break(
         "who_cannot_be_served_is_let_in_to_be_refused",
         "server/api/accept.py",
-        "elif bounds.is_full and asks_for_work(sock):",
-        "elif bounds.is_full and not asks_for_work(sock):",
+        "return path is not None and path not in PAGES",
+        "return False",
         "unit/test_api_accept.py::test_nothing_is_made_of_a_connection_that_is_refused",
     ),
     Break(
