@@ -5,6 +5,7 @@ SGLang's where it has them.
 """
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from ipaddress import ip_address, ip_network
 from itertools import pairwise
@@ -69,6 +70,15 @@ class ServerConfig:
         "localhost (default: on loopback the machine's own names, else any); may be repeated",
         metavar="NAME",
     )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
+        "repeated, or a list in JSON; debug pages and orders stay closed to it",
+        metavar="ORIGIN",
+    )
+    allow_credentials: bool = flag(False, "and its browser may send cookies with it, which a proxy in front may read")
+    allowed_methods: tuple[str, ...] = flag((), "methods that it may use (default: all)", metavar="METHOD")
+    allowed_headers: tuple[str, ...] = flag((), "headers that it may send (default: all)", metavar="HEADER")
     max_stored_responses: int = flag(
         1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
     )
@@ -284,6 +294,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
         "--max-stored-responses and --stored-responses-max-bytes must not be negative",
     ),
+    Rule(
+        lambda c: not all(map(is_origin, c.allowed_origins)),
+        "--allowed-origins takes * or origins like https://example.org:8443, without a path",
+    ),
+    Rule(
+        lambda c: c.allow_credentials and "*" in c.allowed_origins,
+        "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",
+    ),
     Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
@@ -374,6 +392,11 @@ def _changes_delayer(config: ServerConfig) -> bool:
 def are_bounds(values: tuple[float, ...]) -> bool:
     """Of a histogram that has 0 and infinity already."""
     return all(low < high for low, high in pairwise((0.0, *values, inf)))
+
+
+def is_origin(text: str) -> bool:
+    """As browsers write it in `Origin`: scheme, host and perhaps a port, nothing behind; or `*`."""
+    return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
 
 
 def violations(config: ServerConfig) -> list[str]:

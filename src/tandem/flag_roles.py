@@ -106,6 +106,10 @@ NEEDS: tuple[Need, ...] = (
         lambda c: c.api_key is None and c.api_key_file is None,
         "does nothing beside an API key, which no web page has",
     ),
+    *(
+        Need(name, lambda c: bool(c.allowed_origins), "is for web pages of --allowed-origins: name one")
+        for name in ("--allow-credentials", "--allowed-methods", "--allowed-headers")
+    ),
     Need(
         "--flight-record-max-bytes",
         lambda c: c.flight_record is not None,

@@ -1,5 +1,7 @@
 """What of a client's request reaches the workers, by the bytes that it sends to the router."""
 
+import json
+
 import pytest
 from router_fakes import Fleet, Seen, eventually, fleet
 
@@ -30,7 +32,6 @@ NOT_SERVED = [
     "http://127.0.0.1/debug/state",
     "/register_dp_rank",
     "/route",
-    "/",
 ]
 
 
@@ -150,3 +151,30 @@ def test_an_error_names_the_router_and_the_request() -> None:
         assert reply.headers["x-request-id"] == "mine"
         assert b'"stage":"router"' in reply.body
         assert b'"request_id":"mine"' in reply.body
+
+
+def test_a_page_of_an_allowed_origin_may_use_the_router_streams_too() -> None:
+    page = {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}
+    wish = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    with fleet(allowed_origins=("https://chat.example",)) as made:
+        before = ask(port_of(made), "/v1/completions", method="OPTIONS", headers=page | wish)
+        assert (before.status, asked(made)) == (200, [])
+        for body in (b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}'):
+            reply = ask(port_of(made), "/v1/completions", method="POST", headers=page, body=body)
+            assert (reply.status, reply.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+            assert "x-tandem-path" in reply.headers["access-control-expose-headers"]
+        assert all("origin" not in seen.headers for seen in asked(made)), "what workers are asked is the router's"
+        other = {"origin": "https://evil.example", "sec-fetch-site": "cross-site"}
+        assert ask(port_of(made), "/v1/completions", method="POST", headers=other, body=b"{}").status == 403
+
+
+def test_the_router_says_what_it_is_and_what_it_offers() -> None:
+    with fleet() as made:
+        told = json.loads(ask(port_of(made), "/").body)
+        assert (told["name"], told["role"], told["models"]) == ("tandem", "router", ["fake"])
+        assert {"POST /v1/chat/completions", "GET /docs", "DELETE /v1/responses/{id}"} <= set(told["endpoints"])
+        page = ask(port_of(made), "/docs").body.decode()
+        assert "/v1/chat/completions" in page
+        assert "/debug/" not in page
+        made.decodes[0].kill()
+        eventually(lambda: json.loads(ask(port_of(made), "/").body)["models"] == [])

@@ -43,6 +43,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(record: Path) -> Iterator[Server]:
     flags = ["--flight-record", str(record), "--max-total-tokens", "2048", "--max-running-requests", "4"]
+    flags += ["--allowed-origins", '["https://chat.example"]']
     with pytest.MonkeyPatch.context() as patch, cluster_with_numbers(patch, flags) as it:
         assert it.unified is not None
         yield it.unified
@@ -79,6 +80,17 @@ def cached_tokens(server: Server, key: str, **fields: object) -> int:
         assert reply.status == 200
         found: int = json.loads(reply.read())["meta_info"]["cached_tokens"]
         return found
+
+
+def test_a_web_page_of_an_allowed_origin_streams_from_it(server: Server) -> None:
+    connection = http.client.HTTPConnection(server.host, server.member.port, timeout=REPLY_S)
+    body = json.dumps({"prompt": PROMPT, "stream": True, "max_tokens": 2})
+    for origin, status in (("https://chat.example", 200), ("https://evil.example", 403)):
+        connection.request("POST", "/v1/completions", body, {"Origin": origin, "Sec-Fetch-Site": "cross-site"})
+        with connection.getresponse() as reply:
+            assert reply.status == status
+            assert reply.headers["Access-Control-Allow-Origin"] == (origin if status == 200 else None)
+            assert (b"[DONE]" in reply.read()) == (status == 200)
 
 
 def test_a_user_is_not_told_whether_another_has_sent_a_prompt(server: Server) -> None:

@@ -600,6 +600,20 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "router_tells_browsers_nothing_of_allowed_origins",
+        "server/router/app.py",
+        "                *cors(config),",
+        "",
+        "e2e_cpu/test_router_access.py::test_a_page_of_an_allowed_origin_may_use_the_router_streams_too",
+    ),
+    Break(
+        "pages_of_allowed_origins_may_give_orders",
+        "server/api/access.py",
+        "not (access in SHARED and self._is_invited(headers))",
+        "not self._is_invited(headers)",
+        "unit/test_access.py::test_only_pages_of_these_origins_may_and_no_debug_pages_or_orders",
+    ),
+    Break(
         "logprobs_of_a_prompt_are_taken_from_a_cache",
         "core/scheduler/state.py",
         "return min(prompt_logprobs_from, progress.length - 1)",

@@ -65,6 +65,7 @@ def test_every_page_is_in_the_table_or_needs_the_key() -> None:
     served = {route.path for app in (world().app, router.app) for route in app.routes if isinstance(route, Route)}
     assert set(PAGES) <= served
     assert served - set(PAGES) == {
+        "/",
         *("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),
@@ -325,6 +326,60 @@ def test_a_host_that_is_named_may_be_asked_for_and_its_pages_may_ask() -> None:
     image = {"sec-fetch-site": "cross-site"}
     assert ask(port, "/v1/models", host="api.example", headers=image).status == 403
     assert ask(port, "/v1/models", host="evil.example").status == 403
+
+
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, content-type"}
+CHAT = "https://chat.example"
+
+
+def answers_of(port: int, origin: str, target: str = "/v1/completions", **headers: str) -> tuple[Reply, Reply]:
+    """To a browser's question whether the page may, and to what the page then sends."""
+    sent = {"origin": origin, "sec-fetch-site": "cross-site"}
+    first = ask(port, target, method="OPTIONS", headers=sent | PREFLIGHT)
+    return first, ask(port, target, method="POST", headers=sent | JSON | headers, body=BODY)
+
+
+@pytest.mark.parametrize(("allowed", "said"), [((CHAT,), CHAT), (("*",), "*")])
+def test_a_page_of_an_allowed_origin_may_use_the_api_and_is_told_so(allowed: tuple[str, ...], said: str) -> None:
+    port = server(allowed_origins=allowed)
+    preflight, reply = answers_of(port, CHAT)
+    assert (preflight.status, reply.status) == (200, 200)
+    assert {answer.headers["access-control-allow-origin"] for answer in (preflight, reply)} == {said}
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert preflight.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert "x-tandem-path" in reply.headers["access-control-expose-headers"]
+    assert "access-control-allow-credentials" not in reply.headers
+    body = b'{"prompt": "x", "stream": true}'
+    stream = ask(port, "/v1/completions", method="POST", headers={"origin": CHAT} | JSON, body=body)
+    assert (stream.headers["access-control-allow-origin"], b"[DONE]" in stream.body) == (said, True)
+
+
+def test_only_pages_of_these_origins_may_and_no_debug_pages_or_orders() -> None:
+    port = server(allowed_origins=(CHAT,))
+    preflight, reply = answers_of(port, "https://evil.example")
+    assert (preflight.status, reply.status, code(reply)) == (400, 403, "cross_site")
+    assert "access-control-allow-origin" not in preflight.headers | reply.headers
+    for target in ("/flush_cache", "/abort_request", "/debug/state"):
+        reply = ask(port, target, method="POST", headers={"origin": CHAT, "sec-fetch-site": "cross-site"})
+        assert (reply.status, code(reply)) == (403, "cross_site"), target
+    assert ask(port, "/v1/models", headers={"sec-fetch-site": "cross-site"}).status == 403, "an image says no origin"
+    assert ask(port, "/v1/models", host="evil.example", headers={"origin": CHAT}).status == 403
+
+
+def test_a_page_may_ask_before_it_sends_its_key_and_reads_why_it_is_refused() -> None:
+    port = server(api_key="user", allowed_origins=(CHAT,), allow_credentials=True, allowed_methods=("POST",))
+    preflight, reply = answers_of(port, CHAT)
+    assert (preflight.status, preflight.headers["access-control-allow-methods"]) == (200, "POST")
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (401, CHAT)
+    assert reply.headers["access-control-allow-credentials"] == "true"
+    assert answers_of(port, CHAT, authorization="Bearer user")[1].status == 200
+
+
+def test_without_allowed_origins_no_page_is_told_anything() -> None:
+    port = server()
+    preflight, reply = answers_of(port, CHAT)
+    assert (preflight.status, reply.status) == (403, 403)
+    assert not [name for name in preflight.headers | reply.headers if name.startswith("access-control")]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Endpoints for operators and gateways, the keys, and what the pages are generated from."""
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -7,6 +8,7 @@ import pytest
 from api_fakes import END, Script, ids, says, world
 from starlette.testclient import TestClient
 
+from tandem import __version__
 from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
@@ -257,6 +259,34 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     chat = document["components"]["schemas"]["ChatBody"]["properties"]
     assert "messages" in chat
     assert "num_predict" not in chat
+
+
+def test_the_address_says_what_this_is_and_what_it_offers() -> None:
+    w = world(says("x"))
+    with w.http() as http:
+        told = http.get("/").json()
+        assert (told["name"], told["version"], told["role"], told["models"]) == (
+            "tandem",
+            __version__,
+            "unified",
+            ["toy"],
+        )
+        assert all(http.get(told[page]).status_code == 200 for page in ("docs", "openapi"))
+        offered = http.get("/openapi.json").json()["paths"]
+        wanted = {f"{method.upper()} {path}" for path, item in offered.items() for method in item}
+        assert wanted <= {entry.replace("{id:path}", "{id}") for entry in told["endpoints"]}
+
+
+def test_the_page_of_the_api_shows_every_path_and_field_and_needs_nothing_from_elsewhere() -> None:
+    w = world(says("x"), api_key="user")
+    with w.http() as http:
+        reply = http.get("/docs")
+        assert (reply.status_code, reply.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        document = openapi_document("unified")
+        shown = [*document["paths"], *document["components"]["schemas"]["ChatBody"]["properties"], "≤ 20"]
+        assert [name for name in shown if name not in reply.text] == []
+        assert not re.search(r"<script|<link|<img|(src|href)=.?(https?:)?//", reply.text)
 
 
 def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:

@@ -158,6 +158,12 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--mem-fraction-static", "0.2", "--max-total-tokens", "64"], "beside --max-total-tokens"),
         (["--num-reserved-decode-tokens", "9", "--schedule-conservativeness", "0"], "which reserves nothing"),
         (["--allowed-host", "a", "--api-key", "secret"], "beside an API key"),
+        (["--allowed-origins", "example.org"], "origins like"),
+        (["--allowed-origins", "https://example.org/chat"], "origins like"),
+        (["--allowed-origins", '["*"]', "--allow-credentials"], "every user's cookies"),
+        (["--allow-credentials"], "name one"),
+        (["--allowed-methods", "GET"], "name one"),
+        (["--allowed-headers", '["x-a"]'], "name one"),
         (["--flight-record-max-bytes", "9"], "nothing is recorded"),
         (["--no-disaggregation-decode-enable-radix-cache"], "for decode servers"),
         (
@@ -184,6 +190,19 @@ def test_what_contradicts_itself_is_refused_with_the_reason(words: list[str], re
     with pytest.raises(CommandFailed, match=reason) as failure:
         parse(*words)
     assert failure.value.is_wrong_usage
+
+
+@pytest.mark.parametrize(
+    "words", [['["https://a","http://b:1"]'], ["https://a,http://b:1"], ["https://a", "http://b:1"]]
+)
+def test_lists_of_words_are_also_read_as_vllm_writes_them(words: list[str]) -> None:
+    given = [part for word in words for part in ("--allowed-origins", word)]
+    assert parse(*given).allowed_origins == ("https://a", "http://b:1")
+
+
+def test_a_list_in_json_that_is_none_is_refused() -> None:
+    with pytest.raises(SystemExit):
+        parse("--allowed-origins", '["https://a"')
 
 
 @pytest.mark.parametrize("values", [["0", "5"], ["-1"], ["5", "2"], ["5", "5"], ["nan"], ["5", "inf"]])

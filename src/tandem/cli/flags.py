@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defaults and values are as their field says
 
+import msgspec
+
 from tandem.cli.failure import CommandFailed
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
 from tandem.flag_roles import ROLES, without_effect
@@ -14,11 +16,22 @@ from tandem.server.keys import Config, KeyProblem, with_keys
 
 
 class Collect(argparse.Action):
-    """A flag that may be repeated. Words may stand between commas, numbers behind each other."""
+    """A flag that may be repeated. Words may stand between commas or as a list in JSON, numbers behind each other."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parts = values if isinstance(values, list) else [part.strip() for part in values.split(",")]
+        parts = values if isinstance(values, list) else words_of(values)
+        if parts is None:
+            raise argparse.ArgumentError(self, f"{values!r} is no list of words in JSON")
         setattr(namespace, self.dest, (*getattr(namespace, self.dest), *parts))
+
+
+def words_of(text: str) -> list[str] | None:
+    """None: it begins as a list in JSON, which vLLM's flags take, and is none of words."""
+    if not text.startswith("["):
+        return [part.strip() for part in text.split(",")]
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(text, type=list[str])
+    return None
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) -> None:

@@ -44,6 +44,7 @@ PAGES: dict[str, Access] = {
     "/health": Access.OPEN,
     "/ready": Access.OPEN,
     "/metrics": Access.OPEN,
+    "/docs": Access.OPEN,  # the same for everybody; a browser that looks at it has no key to send
     "/flush_cache": Access.ADMIN,
     "/abort_request": Access.ADMIN,
     "/debug/waits": Access.LOCAL,
@@ -54,6 +55,7 @@ PAGES: dict[str, Access] = {
 ORDERS_BY_GET = frozenset({"/flush_cache"})
 
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?")
+SHARED = (Access.OPEN, Access.USER)  # with pages of `--allowed-origins`
 PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
 
@@ -65,6 +67,7 @@ class AccessRules:
     admin: KeyRing
     allowed: frozenset[str]  # host names that pages may have been loaded from
     names: frozenset[str] | None  # that a client without a key may call this server by; None: any
+    origins: frozenset[str] = frozenset()  # whose pages may use what is for users; `*`: all
 
     @classmethod
     def of(cls, config: Reachable) -> "AccessRules":
@@ -73,7 +76,7 @@ class AccessRules:
         own = {config.host, socket.gethostname(), socket.gethostname().partition(".")[0], "localhost"}
         checks_names = not user and (bool(allowed) or listens_on_loopback(config.host))
         names = allowed | frozenset(map(bare_name, own)) if checks_names else None
-        return cls(user, KeyRing(config.admin_api_key), allowed, names)
+        return cls(user, KeyRing(config.admin_api_key), allowed, names, frozenset(config.allowed_origins))
 
     def refusal(self, scope: Scope, headers: Headers) -> Failure | None:
         """Why this request is not answered."""
@@ -87,7 +90,7 @@ class AccessRules:
                 return Failure(Problem.UNAUTHORIZED, "the key is missing or wrong")
         elif path in ORDERS_BY_GET and scope["method"] in ("GET", "HEAD"):
             return Failure(Problem.METHOD_NOT_ALLOWED, f"GET {path} needs an admin key: use POST")
-        elif not self.user and (failure := self._browser_refusal(headers)) is not None:
+        elif not self.user and (failure := self._browser_refusal(headers, access)) is not None:
             return failure
         if access is Access.LOCAL and not is_local(scope, headers):
             return Failure(Problem.FORBIDDEN, "debug endpoints answer on the server's own machine only")
@@ -104,14 +107,19 @@ class AccessRules:
                 ring = self.admin or self.user
                 return (ring,) if ring else ()
 
-    def _browser_refusal(self, headers: Headers) -> Failure | None:
+    def _browser_refusal(self, headers: Headers, access: Access) -> Failure | None:
         host = headers.get("host", "")  # who sends none is no browser
         name = bare_name(host)
         if self.names is not None and host and not (is_number(name) or is_localhost(name) or name in self.names):
             return Failure(Problem.UNKNOWN_HOST, f"this server has no key, and is not known as {name}")
-        if self._is_cross_site(headers, host):
+        if self._is_cross_site(headers, host) and not (access in SHARED and self._is_invited(headers)):
             return Failure(Problem.CROSS_SITE, "a web page of another origin cannot use a server without keys")
         return None
+
+    def _is_invited(self, headers: Headers) -> bool:
+        """By `--allowed-origins`: the browser, which is told so (`cors.py`), names the page's origin itself."""
+        origin = headers.get("origin")
+        return origin is not None and ("*" in self.origins or origin in self.origins)
 
     def _is_cross_site(self, headers: Headers, host: str) -> bool:
         """By the browser's own word, which no page can forge. One that does not say it sends `Origin` with a POST."""
@@ -124,8 +132,8 @@ class AccessRules:
 
 
 class AuthMiddleware:
-    """ASGI middleware, outermost but for the error handling: a request gets its id and the clock of its arrival, and an
-    answer also where the end of a drain cuts it off."""
+    """ASGI middleware, outermost but for the error handling and what browsers are told (`cors.py`): a request gets its
+    id and the clock of its arrival, and an answer also where the end of a drain cuts it off."""
 
     def __init__(self, app: ASGIApp, *, rules: AccessRules, stage: str) -> None:
         """`stage` is who refuses, as the error says it."""

@@ -36,6 +36,7 @@ from tandem.server.api.body import (
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
 from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.client import NodeClient
+from tandem.server.api.cors import cors
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, limits_of
@@ -112,6 +113,7 @@ def build_app(
     app = Starlette(
         routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
         middleware=[
+            *cors(config),
             Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
         ],
         exception_handlers={

@@ -87,7 +87,7 @@ RULES: dict[Code, Rule] = {
     Problem.UNKNOWN_HOST: Rule(
         403, False, "edge", "ask for localhost or a number, name the host with --allowed-host, or set --api-key"
     ),
-    Problem.CROSS_SITE: Rule(403, False, "edge", "set --api-key, or name the page's host with --allowed-host"),
+    Problem.CROSS_SITE: Rule(403, False, "edge", "set --api-key, or name the page's origin with --allowed-origins"),
     Problem.HEAD_TOO_LARGE: Rule(431, False, "edge", "send fewer or shorter headers, and a shorter path"),
     Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),

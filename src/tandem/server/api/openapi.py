@@ -132,6 +132,8 @@ ROOM: Schema = {  # without which a prefill does nothing
     "properties": {"bootstrap_room": {"type": ["integer", "string", "array"], "minimum": 1, "maximum": MAX_ROOM}},
 }
 READS = {
+    "/": "What this is.",
+    "/docs": "This document as a page.",
     "/v1/models": "The served model.",
     "/v1/models/{id}": "The served model.",
     "/v1/responses/{id}": "A stored response.",
@@ -142,7 +144,7 @@ READS = {
     "/version": "Version of the server.",
     "/metrics": "Prometheus text.",
     "/server_info": "Settings and state.",
-    "/model_info": "ModelLimits about the model.",
+    "/model_info": "About the model.",
     "/v1/loads": "Load per data-parallel rank.",
     "/get_load": "Load, as a list.",
     "/debug/waits": "Every waiting request: reason, owner, age, deadline.",

@@ -22,6 +22,7 @@ from tandem.server.api.body import AbortBody
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Failure, Problem, Refusal, failure_of, invalid
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.front import about, docs_response
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.openapi import openapi_document
@@ -74,6 +75,8 @@ class Ops:
 
     def routes(self) -> list[Route]:
         return [
+            Route("/", self.about, methods=["GET"]),
+            Route("/docs", self.docs, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.health, methods=["GET"]),
             Route("/health_generate", self.health_generate, methods=["GET"]),
@@ -192,6 +195,12 @@ class Ops:
                 "has_chat_template": "default" in self._tokenizer.templates,
             }
         )
+
+    async def about(self, request: Request) -> Response:
+        return json_response(about(request.app.routes, role=self._limits.role, models=[self._config.model_name]))
+
+    async def docs(self, request: Request) -> Response:
+        return docs_response(self._limits.role, self._limits.dp_size)
 
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._limits.role, self._limits.dp_size))

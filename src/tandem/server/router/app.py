@@ -3,7 +3,7 @@
     through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
-    answered here       /health /ready /metrics /version /v1/responses/ID
+    answered here       / /docs /health /ready /metrics /version /v1/responses/ID
 
 Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
 """
@@ -39,7 +39,9 @@ from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.connections import api_bounds, raise_fd_limit
+from tandem.server.api.cors import cors
 from tandem.server.api.errors import Failure, Problem, Refusal
+from tandem.server.api.front import about, docs_response
 from tandem.server.api.gate import error_response
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
@@ -79,6 +81,7 @@ from tandem.server.router.worker_documents import (
     Info,
     LoadList,
     Loads,
+    Models,
     OpenApi,
     document_of,
     internal_states,
@@ -129,6 +132,7 @@ class RouterApp:
             routes=self._routes(),
             lifespan=self._lifespan,
             middleware=[
+                *cors(config),
                 Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=STAGE),
             ],
             exception_handlers={
@@ -146,6 +150,8 @@ class RouterApp:
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
             *ResponsePages(store).routes(),
+            Route("/", self._about),
+            Route("/docs", self._docs),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/version", self._version),
@@ -186,6 +192,17 @@ class RouterApp:
                     await asyncio.sleep(FIRST_LOOK_SECONDS / 100)
 
     # --- answered here --------------------------------------------------------------------------------------------
+
+    async def _about(self, request: Request) -> Response:
+        """Which models is what a decode says; none while no decode can be asked."""
+        live = self.router.registry.live(Role.DECODE)[:1]
+        answers = [(worker, await self._ask(worker, request, MODELS)) for worker in live]
+        documents = [await document_of(answer, Models) for _, answer in answers]
+        models = [card.id for document in documents if document is not None for card in document.data]
+        return JSONResponse(about(request.app.routes, role="router", models=models))
+
+    async def _docs(self, request: Request) -> Response:
+        return docs_response("router")
 
     async def _health(self, request: Request) -> Response:
         return Response()

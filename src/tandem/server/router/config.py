@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from tandem.config import flag
+from tandem.config import flag, is_origin
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import POLICIES
@@ -48,6 +48,15 @@ class RouterConfig:
         "localhost (default: on loopback the machine's own names, else any); may be repeated",
         metavar="NAME",
     )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
+        "repeated, or a list in JSON; debug pages and orders stay closed to it",
+        metavar="ORIGIN",
+    )
+    allow_credentials: bool = flag(False, "and its browser may send cookies with it, which a proxy in front may read")
+    allowed_methods: tuple[str, ...] = flag((), "methods that it may use (default: all)", metavar="METHOD")
+    allowed_headers: tuple[str, ...] = flag((), "headers that it may send (default: all)", metavar="HEADER")
     max_stored_responses: int = flag(
         1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
     )
@@ -95,6 +104,21 @@ class RouterConfig:
             (
                 self.max_stored_responses < 0 or self.stored_responses_max_bytes < 0,
                 "--max-stored-responses and --stored-responses-max-bytes must not be negative",
+            ),
+            (
+                not all(map(is_origin, self.allowed_origins)),
+                "--allowed-origins takes * or origins like https://example.org:8443, without a path",
+            ),
+            (
+                self.allow_credentials and "*" in self.allowed_origins,
+                "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the "
+                "origins",
+            ),
+            (
+                bool(self.allow_credentials or self.allowed_methods or self.allowed_headers)
+                and not self.allowed_origins,
+                "--allow-credentials, --allowed-methods and --allowed-headers are for web pages of --allowed-origins: "
+                "name one",
             ),
             (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
         )

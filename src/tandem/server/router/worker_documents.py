@@ -29,6 +29,14 @@ class Loads(Struct):
     loads: list[dict[str, Any]] = []
 
 
+class Card(Struct):
+    id: str
+
+
+class Models(Struct):
+    data: list[Card]
+
+
 class OpenApi(Struct):
     paths: dict[str, Any]
 
