@@ -24,7 +24,8 @@ class SamplingParams(Struct, frozen=True):
     min_tokens: int = 0  # end-of-sequence and stop tokens are masked until then
     logprobs: bool = False  # report the logprob of each sampled token ...
     top_logprobs: int = 0  # ... and this many of the best alternatives
-    prompt_logprobs_from: int | None = None  # the same of the prompt tokens behind this one
+    prompt_logprobs_from: int | None = None  # report the logprobs of the prompt tokens behind this one ...
+    prompt_top_logprobs: int = 0  # ... and this many of the best alternatives to each
     grammar: str = ""  # that the output has to follow, as `grammar.py` writes it; none: it is free
 
 
@@ -44,6 +45,14 @@ class TokenScore(Struct, frozen=True, array_like=True):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+    def first(self, most: int) -> "TokenScore":
+        """With fewer of the alternatives: they come in order."""
+        return (
+            self
+            if len(self.top_ids) <= most
+            else TokenScore(self.logprob, self.top_ids[:most], self.top_logprobs[:most])
+        )
 
 
 _scores: msgspec.msgpack.Decoder[TokenScore] = msgspec.msgpack.Decoder(TokenScore)

@@ -51,7 +51,7 @@ def test_they_are_those_of_transformers(
     world = EngineWorld(where, num_pages=64, deterministic=deterministic)
     other = world.add(prompt_of(9))
     world.prefill(other)
-    request = world.add(PROMPT, prompt_logprobs_from=first, top_logprobs=3)
+    request = world.add(PROMPT, prompt_logprobs_from=first, prompt_top_logprobs=3)
     outcomes = []
     for start in range(0, len(PROMPT), chunk):
         join = [other] if start == 0 else []
@@ -66,7 +66,7 @@ def test_they_have_the_same_bits_however_the_prompt_is_cut_where_rows_keep_their
     found = []
     for chunk in (1 << 20, 7, 16):
         world = EngineWorld(expected[0], num_pages=64, deterministic=True)
-        request = world.add(PROMPT, prompt_logprobs_from=0, top_logprobs=2)
+        request = world.add(PROMPT, prompt_logprobs_from=0, prompt_top_logprobs=2)
         cuts = range(0, len(PROMPT), chunk)
         outcomes = [world.run((request, start, min(len(PROMPT), start + chunk))) for start in cuts]
         found.append(told(outcomes, request))
@@ -76,7 +76,7 @@ def test_they_have_the_same_bits_however_the_prompt_is_cut_where_rows_keep_their
 def test_a_prompt_behind_a_cached_prefix_is_told_from_there_on(expected: tuple[Path, Tensor]) -> None:
     where, logprobs = expected
     world = EngineWorld(where, num_pages=64)
-    request = world.add(PROMPT, prompt_logprobs_from=35, top_logprobs=1)
+    request = world.add(PROMPT, prompt_logprobs_from=35, prompt_top_logprobs=1)
     world.run((request, 0, 32))
     outcomes = [world.run((request, 32, 60)), world.run((request, 60, 90))]
     check(told(outcomes, request), logprobs, first=35, top=1)
@@ -88,7 +88,7 @@ def test_shards_of_the_vocabulary_tell_it_together(expected: tuple[Path, Tensor]
 
     def program(group: ThreadGroup) -> list[TokenScore]:
         world = EngineWorld(where, num_pages=64, group=group)
-        request = world.add(PROMPT, prompt_logprobs_from=0, top_logprobs=2)
+        request = world.add(PROMPT, prompt_logprobs_from=0, prompt_top_logprobs=2)
         return told([world.run((request, 0, 50)), world.run((request, 50, 90))], request)
 
     for scores in on_every_shard(size, program):
@@ -125,5 +125,5 @@ def test_of_several_stages_the_one_that_samples_tells_it(
 def test_tied_and_normed_models_tell_it_too(tmp_path: Path) -> None:
     logprobs = reference_logits(make_qwen3(tmp_path), PROMPT).log_softmax(-1)
     world = EngineWorld(tmp_path, num_pages=64)
-    request = world.add(PROMPT, prompt_logprobs_from=0, top_logprobs=1)
+    request = world.add(PROMPT, prompt_logprobs_from=0, prompt_top_logprobs=1)
     check(told([world.run((request, 0, 90))], request), logprobs, first=0, top=1)

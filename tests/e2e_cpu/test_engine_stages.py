@@ -69,7 +69,7 @@ def told_by_one_with_scores(where: Path, prompt: list[int]) -> tuple[int, Story]
     world = EngineWorld(where, num_pages=NUM_PAGES)
     listener = listening_to(world)
     other = world.add(prompt_of(9))
-    request = world.add(prompt, prompt_logprobs_from=0, top_logprobs=2)
+    request = world.add(prompt, prompt_logprobs_from=0, prompt_top_logprobs=2)
     world.prefill(other)
     world.run((request, 0, 40), decodes=True, join=[other])
     world.run((request, 40, 80))

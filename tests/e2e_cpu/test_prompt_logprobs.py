@@ -57,6 +57,38 @@ def test_pair_and_engine_tell_the_same_bits(servers: dict[str, Server]) -> None:
     assert ours == alone
 
 
+def told(server: Server, path: str, **body: Any) -> list[dict[str, dict[str, Any]] | None]:
+    """As vLLM's clients read it."""
+    answer = server.call("POST", path, {"model": MODEL, "temperature": 0, "max_tokens": 2, "prompt_logprobs": 3} | body)
+    found: list[dict[str, dict[str, Any]] | None] = (
+        answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+    )
+    return found
+
+
+@pytest.mark.parametrize("front", ["router", "unified"])
+def test_vllms_prompt_logprobs_are_what_transformers_says(servers: dict[str, Server], front: str) -> None:
+    prompt = PROMPTS[-1]
+    for _ in range(2):  # the second time it is cached
+        first, *rest = told(servers[front], "/v1/completions", prompt=prompt)
+        assert first is None
+        with torch.inference_mode():
+            rows = model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for row, token, found in zip(rows, prompt[1:], rest, strict=False):
+            assert found is not None
+            assert found[str(token)]["logprob"] == pytest.approx(float(row[token]), abs=CLOSE)
+            best = [one["logprob"] for one in sorted(found.values(), key=lambda one: one["rank"] or 9)][:3]
+            assert best == pytest.approx(row.topk(3).values.tolist(), abs=CLOSE)
+        assert len(rest) == len(prompt) - 1
+
+
+def test_a_pair_tells_a_chat_the_same_of_its_prompt_as_one_engine(servers: dict[str, Server]) -> None:
+    messages = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many?"}]
+    ours, alone = (told(servers[front], "/v1/chat/completions", messages=messages) for front in ("router", "unified"))
+    assert ours == alone
+    assert len(ours) > 10
+
+
 @pytest.mark.parametrize("front", ["router", "sglang-router", "unified"])
 @pytest.mark.parametrize("start", [0, 7, 20])
 def test_sglangs_clients_get_each_of_them_once(servers: dict[str, Server], front: str, start: int) -> None:

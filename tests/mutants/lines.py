@@ -600,6 +600,13 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "prompt_logprobs_lack_their_alternatives",
+        "server/api/openai.py",
+        "prompt_top_logprobs=max(wanted, default=0),",
+        "",
+        "unit/test_api_prompt_logprobs.py::test_prompt_logprobs_are_told_by_id_with_the_best_alternatives",
+    ),
+    Break(
         "router_tells_browsers_nothing_of_allowed_origins",
         "server/router/app.py",
         "                *cors(config),",

@@ -168,12 +168,13 @@ def prompt_scores(payload: Payload) -> tuple[bytes, ...]:
     first, tokens = payload.sampling.prompt_logprobs_from, list(array("i", payload.tokens))
     if first is None:
         return ()
-    found = [msgspec.msgpack.decode(score(token, payload)) for token in tokens[first + 1 :]]
+    most = payload.sampling.prompt_top_logprobs
+    found = [msgspec.msgpack.decode(score(token, payload, most)) for token in tokens[first + 1 :]]
     return tuple(msgspec.msgpack.encode(found[at : at + 3]) for at in range(0, len(found), 3))
 
 
-def score(token: int, payload: Payload) -> bytes:
-    best = tuple(range(token, token + payload.sampling.top_logprobs))
+def score(token: int, payload: Payload, most: int | None = None) -> bytes:
+    best = tuple(range(token, token + (payload.sampling.top_logprobs if most is None else most)))
     return msgspec.msgpack.encode(TokenScore(-0.5, best, tuple(-0.5 - i for i in range(len(best)))))
 
 

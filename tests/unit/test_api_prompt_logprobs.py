@@ -112,6 +112,65 @@ def test_scores_that_are_lacking_are_none() -> None:
     assert choice["logprobs"]["token_logprobs"][:3] == [None, -0.25, None]
 
 
+# --- vLLM's prompt_logprobs ------------------------------------------------------------------------------------------
+
+
+def entry(char: str, logprob: float, rank: int | None) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": char}
+
+
+@pytest.mark.parametrize("most", [0, 2])
+def test_prompt_logprobs_are_told_by_id_with_the_best_alternatives(most: int) -> None:
+    """The fake node says of a token that it is the best, the next id half a nat behind it."""
+    w = world(says("ok"))
+    (choice,) = complete(w, prompt="abc", echo=False, logprobs=None, prompt_logprobs=most)
+    told = choice["prompt_logprobs"]
+    assert (choice["text"], choice["logprobs"], told[0], len(told)) == ("ok", None, None, 3)
+    (b,), (c,) = ids("b"), ids("c")
+    best = {str(b): entry("b", SCORE, 1), str(c): entry("c", SCORE - 1, 2)}
+    assert told[1] == (best if most else {str(b): entry("b", SCORE, None)})
+    assert submitted(w)[1].sampling.prompt_top_logprobs == most
+    assert not submitted(w)[1].sampling.logprobs, "nothing is asked of the answer"
+
+
+def test_prompt_and_answer_may_want_different_numbers_of_alternatives() -> None:
+    (choice,) = complete(world(says("ok")), prompt="abc", echo=True, logprobs=1, prompt_logprobs=3)
+    assert [len(tops) for tops in choice["logprobs"]["top_logprobs"][1:]] == [1] * 5
+    assert [len(told) for told in choice["prompt_logprobs"][1:]] == [3] * 2
+    (choice,) = complete(world(says("ok")), prompt="abc", echo=True, logprobs=3, prompt_logprobs=1)
+    assert [len(tops) for tops in choice["logprobs"]["top_logprobs"][1:]] == [3] * 5
+    assert [len(told) for told in choice["prompt_logprobs"][1:]] == [1] * 2
+
+
+def test_a_chat_tells_them_once_beside_its_choices() -> None:
+    w = world(says("ok"))
+    with w.http() as http:
+        body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "prompt_logprobs": 1}
+        answer = asked(http, "/v1/chat/completions", body)
+    prompt = prompt_of(w.node.submits[-1])
+    assert [told if told is None else list(told) for told in answer["prompt_logprobs"]] == [
+        None,
+        *([str(token)] for token in prompt[1:]),
+    ]
+    assert all("prompt_logprobs" not in choice for choice in answer["choices"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "wish", [{"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}]
+)
+def test_prompt_logprobs_that_cannot_be_told_are_refused(path: str, wish: dict[str, Any]) -> None:
+    about = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    with world(says("ok")).http() as http:
+        response = http.post(path, json=about | wish)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+def test_nobody_is_told_of_a_prompt_who_has_not_asked() -> None:
+    (choice,) = complete(world(says("ok")), prompt="abc")
+    assert "prompt_logprobs" not in choice
+
+
 # --- /generate -------------------------------------------------------------------------------------------------------
 
 

@@ -83,7 +83,7 @@ async def read_completion(
         max_tokens=DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
         max_name="max_tokens",
         top_logprobs=body.logprobs,
-        prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+        echoes=bool(body.echo),
         grammar=await read_grammar(body, tokenizer, size=size),
     )
     adds_special = body.add_special_tokens is not False
@@ -120,8 +120,10 @@ def openai_params(
     max_name: str,
     top_logprobs: int | None,
     grammar: str,
-    prompt_logprobs_from: int | None = None,
+    echoes: bool = False,  # the answer begins with the prompt, and tells of its tokens what it tells of others
 ) -> GenerationParams:
+    echoed = top_logprobs if echoes else None
+    wanted = [most for most in (echoed, body.prompt_logprobs) if most is not None]
     return check_params(
         body,
         limits,
@@ -130,7 +132,8 @@ def openai_params(
         min_tokens=body.min_tokens,
         seed=body.seed,
         top_logprobs=top_logprobs,
-        prompt_logprobs_from=prompt_logprobs_from,
+        prompt_logprobs_from=0 if wanted else None,
+        prompt_top_logprobs=max(wanted, default=0),
         keeps_stop=bool(body.no_stop_trim or body.include_stop_str_in_output),
         grammar=grammar,
     )
@@ -139,6 +142,8 @@ def openai_params(
 def refuse_options(body: OpenAIBody, routing: Routing) -> None:
     if body.stream_options is not None and not routing.stream:
         raise invalid("stream_options", "needs stream: true")
+    if body.prompt_logprobs is not None and routing.stream:
+        raise invalid("prompt_logprobs", "are told in whole answers only: leave stream out, or use echo with logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", " unless it equals n")
 
@@ -190,6 +195,7 @@ class Shape(Struct, frozen=True):
     includes_usage: bool  # in an event of its own at the end
     counts_on: bool  # usage in every event
     returns_ids: bool
+    prompt_logprobs: int | None  # alternatives to each token of the prompt; None: nothing is told of them
 
     @classmethod
     def of(cls, body: OpenAIBody, *, id: str, model: str, n: int) -> "Shape":
@@ -201,6 +207,7 @@ class Shape(Struct, frozen=True):
             includes_usage=options is not None and bool(options.include_usage),
             counts_on=options is not None and bool(options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs,
         )
 
 
@@ -234,6 +241,23 @@ class Writer:
             "token": self.tokenizer.token_text(id),
             "logprob": logprob,
             "bytes": list(self.tokenizer.token_bytes(id)),
+        }
+
+    def prompt_logprobs(self, sample: Sample) -> list[object]:
+        """As vLLM tells them: by id the prompt's own token and its best alternatives, null for the first token.
+
+        A rank is known of the alternatives only, so it is null where the prompt's token is none of them.
+        """
+        pairs = zip(sample.ask.prompt.tokens, sample.scores_of_prompt(), strict=True)
+        return [None if score is None else self._ranked(token, score) for token, score in pairs]
+
+    def _ranked(self, token: int, score: TokenScore) -> dict[str, object]:
+        best = score.first(self.shape.prompt_logprobs or 0)
+        ranks = {id: rank for rank, id in enumerate(best.top_ids, 1)}
+        shown = {token: score.logprob} | dict(zip(best.top_ids, best.top_logprobs, strict=True))
+        return {
+            str(id): {"logprob": logprob, "rank": ranks.get(id), "decoded_token": self.tokenizer.token_text(id)}
+            for id, logprob in shown.items()
         }
 
 
@@ -284,6 +308,8 @@ class ChatReply:
         answer: dict[str, object] = {**self._whole.head, "choices": choices, "usage": usage_of(samples)}
         if self._shape.returns_ids:
             answer["prompt_token_ids"] = samples[0].ask.prompt.tokens
+        if self._shape.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._whole.prompt_logprobs(samples[0])
         return encode(answer)
 
     def _splitter(self, sample: Sample) -> AnswerSplitter:
@@ -448,6 +474,8 @@ class CompletionReply:
         }
         if self._shape.returns_ids:
             choice |= {"token_ids": sample.tokens, "prompt_token_ids": sample.ask.prompt.tokens}
+        if self._shape.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = self._writer.prompt_logprobs(sample)
         return choice
 
     def _prompt_text(self, sample: Sample) -> str:
@@ -463,7 +491,9 @@ class CompletionReply:
         return {name: prompt[name] + output[name] for name in prompt}
 
     def _of_prompt(self, sample: Sample) -> dict[str, list[object]]:
-        return self._listed(sample, sample.ask.prompt.tokens, sample.scores_of_prompt())
+        most = sample.ask.sampling.top_logprobs
+        scores = [None if score is None else score.first(most) for score in sample.scores_of_prompt()]
+        return self._listed(sample, sample.ask.prompt.tokens, scores)
 
     def _logprobs(self, sample: Sample, start: int) -> dict[str, list[object]]:
         return self._listed(sample, sample.tokens[start:], sample.scores[start:])

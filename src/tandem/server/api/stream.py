@@ -355,7 +355,7 @@ class TokenResponse:
         """Of what its answer shows of its prompt."""
         sampling, num_tokens = sample.ask.sampling, len(sample.ask.prompt.tokens)
         if sampling.prompt_logprobs_from is not None:
-            return num_tokens * (1 + sampling.top_logprobs)
+            return num_tokens * (1 + sampling.prompt_top_logprobs)
         return num_tokens if self._reply.shows_prompts else 0
 
     def _size(self, sample: Sample) -> int:

@@ -130,6 +130,7 @@ def check_params(
     keeps_stop: bool,
     grammar: str = "",
     prompt_logprobs_from: int | None = None,
+    prompt_top_logprobs: int | None = None,  # None: as many as of the answer
 ) -> GenerationParams:
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix, defaults = names.prefix, limits.defaults
@@ -154,6 +155,9 @@ def check_params(
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
         prompt_logprobs_from=prompt_logprobs_from,
+        prompt_top_logprobs=0
+        if prompt_logprobs_from is None
+        else given_or(prompt_top_logprobs, given_or(top_logprobs, 0)),
         grammar=grammar,
     )
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
@@ -276,7 +280,7 @@ def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationPara
 def num_scores(prompt: Prompt, params: GenerationParams) -> int:
     """Prompt tokens of which something is told, and alternatives."""
     first = params.sampling.prompt_logprobs_from
-    return 0 if first is None else (len(prompt.tokens) - first) * (1 + params.sampling.top_logprobs)
+    return 0 if first is None else (len(prompt.tokens) - first) * (1 + params.sampling.prompt_top_logprobs)
 
 
 def check_scores(prompt: Prompt, params: GenerationParams) -> None:
@@ -469,7 +473,8 @@ def derived_room(room: Room, index: int, *, purpose: bytes = b"sample") -> Room:
 def sampling_bytes(sampling: SamplingParams) -> bytes:
     """Equal where the first token is. What is told of a token beside it may differ between the halves."""
     bias = dict(sorted(sampling.logit_bias.items()))
-    return msgspec.msgpack.encode(msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, logit_bias=bias))
+    said = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0, prompt_top_logprobs=0, logit_bias=bias)
+    return msgspec.msgpack.encode(said)
 
 
 def with_seed(params: GenerationParams, sample: int, room: Room | None) -> SamplingParams:
