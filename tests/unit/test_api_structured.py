@@ -8,7 +8,11 @@ from api_fakes import ids, tokenizer, world
 
 from tandem import grammar
 from tandem.grammar import Vocabulary
+from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, NativeSampling
 from tandem.server.api.bounds import MAX_GRAMMAR_CHARS
+from tandem.server.api.foreign import Foreign, handled
+from tandem.server.api.messages import MessagesBody
+from tandem.server.api.responses import ResponsesBody
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "x"}
@@ -236,6 +240,64 @@ def test_another_servers_names_are_refused_with_ours() -> None:
         body = {"text": "x", "sampling_params": {"max_tokens": 5}}
         error = http.post("/generate", json=body).json()["error"]
     assert error["message"].endswith(": here it is max_new_tokens")
+
+
+ENDPOINTS = {
+    "/v1/chat/completions": (ChatBody, CHAT),
+    "/v1/completions": (CompletionBody, {"prompt": "x"}),
+    "/v1/messages": (MessagesBody, CHAT | {"max_tokens": 5}),
+    "/v1/responses": (ResponsesBody, {"input": "x"}),
+    "/generate": (NativeBody, {"text": "x"}),
+}
+LORA = ("lora_path", "lora_request", "lora_name", "loras", "adapter_id")
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_no_field_that_bounds_or_shapes_output_is_ignored(path: str) -> None:
+    """What an endpoint does not read under one of these names it refuses, by that name."""
+    kind, body = ENDPOINTS[path]
+    foreign = [name for name in Foreign.__struct_fields__ if name not in handled(kind)]
+    assert len(foreign) > 30
+    with (w := world()).http() as http:
+        for name in (*foreign, *LORA):
+            response = http.post(path, json=body | {name: 7})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name), response.text
+        assert w.node.submits == []
+        if path == "/generate":
+            for name in [name for name in Foreign.__struct_fields__ if name not in handled(NativeSampling)]:
+                error = http.post(path, json=body | {"sampling_params": {name: 7}}).json()["error"]
+                assert error["param"] == f"sampling_params.{name}"
+
+
+DEFAULTS = {
+    "typical_p": 1.0,
+    "mirostat": 0,
+    "repeat_penalty": 1,
+    "length_penalty": 1.0,
+    "do_sample": True,
+    "num_beams": 1,
+    "use_beam_search": False,
+    "stop_regex": None,
+    "suffix": "",
+    "logits_processors": [],
+    "options": {},
+    "enable_thinking": None,
+}
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_defaults_that_programs_fill_in_ask_for_nothing(path: str) -> None:
+    kind, body = ENDPOINTS[path]
+    with world().http() as http:
+        sent = {name: value for name, value in DEFAULTS.items() if name not in handled(kind)}
+        assert http.post(path, json=body | sent).status_code == 200
+
+
+@pytest.mark.parametrize("wish", [b'"do_sample": false', b'"enable_thinking": false', b'"typical_p": 1e400'])
+def test_a_wish_that_looks_like_nothing_is_one(wish: bytes) -> None:
+    with world().http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "x", %s}' % wish)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, wish.split(b'"')[1].decode())
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """Bodies as they come in: names, types and bounds (`bounds.py`), nothing checked beyond them.
 
 Every field may be null, because gateways fill in nulls; unknown fields are ignored. A field that would change the
-answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something. Of a field
-that comes twice the last one counts, on both halves and in the router alike.
+answer and that this server cannot honour is declared as raw JSON, and refused when it asks for something; those of all
+endpoints stand in `foreign.py`. Of a field that comes twice the last one counts, on both halves and in the router
+alike.
 """
+# pyright: reportIncompatibleVariableOverride=false
+# A body declares anew what it reads of `Foreign`: raw there, of its own type here.
 
 import re
 from typing import Annotated, Any, TypeVar  # messages are the template's business, whatever they hold
@@ -40,9 +43,8 @@ from tandem.server.api.bounds import (
     TopP,
 )
 from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.foreign import NOTHING, NULL, Foreign, handled, is_asked_for, name_here
 
-NOTHING: Any = msgspec.field(default_factory=lambda: Raw(b"null"))  # a raw field that was not sent
-EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
 NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
 
 Schema = GrammarText | dict[str, Any]  # a JSON schema, as text or as it is
@@ -66,13 +68,17 @@ class Routing(Struct, kw_only=True):
     disagg_prefill_dp_rank: Rank | list[Rank | None] | None = None
     rendered_at: Annotated[int, Meta(ge=1, le=MAX_RENDERED_AT)] | None = None  # Unix seconds, for the chat template
     lora_path: Raw = NOTHING
+    lora_request: Raw = NOTHING
+    lora_name: Raw = NOTHING
+    loras: Raw = NOTHING
+    adapter_id: Raw = NOTHING
     session_params: Raw = NOTHING
     return_hidden_states: Raw = NOTHING
     return_routed_experts: Raw = NOTHING
     custom_logit_processor: Raw = NOTHING
 
 
-class SamplingFields(Struct, kw_only=True):
+class SamplingFields(Foreign, kw_only=True):
     """How to sample, as both dialects name it; the names that differ are mapped by the endpoint."""
 
     temperature: Temperature | None = None
@@ -89,19 +95,10 @@ class SamplingFields(Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    stop_regex: Raw = NOTHING
     regex: GrammarText | None = None
     ebnf: GrammarText | None = None
     json_schema: Schema | None = None
     structural_tag: Schema | None = None
-    format: Raw = NOTHING
-    num_predict: Raw = NOTHING
-    n_predict: Raw = NOTHING
-    max_length: Raw = NOTHING
-    min_length: Raw = NOTHING
-    repeat_penalty: Raw = NOTHING
-    length_penalty: Raw = NOTHING
-    typical_p: Raw = NOTHING
 
 
 class StructuredOutputs(Struct, kw_only=True):
@@ -134,12 +131,7 @@ class OpenAIBody(SamplingFields, kw_only=True):
     return_token_ids: bool | None = None
     response_format: dict[str, Any] | None = None
     best_of: Samples | None = None
-    use_beam_search: Raw = NOTHING
     prompt_logprobs: TopLogprobs | None = None
-    truncate_prompt_tokens: Raw = NOTHING
-    allowed_token_ids: Raw = NOTHING
-    bad_words: Raw = NOTHING
-    logits_processors: Raw = NOTHING
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: GrammarText | None = None
@@ -147,10 +139,6 @@ class OpenAIBody(SamplingFields, kw_only=True):
     guided_grammar: GrammarText | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: GrammarText | None = None
-    grammar: Raw = NOTHING
-    max_new_tokens: Raw = NOTHING
-    min_new_tokens: Raw = NOTHING
-    max_output_tokens: Raw = NOTHING
 
 
 class ChatBody(OpenAIBody, kw_only=True):
@@ -163,7 +151,6 @@ class ChatBody(OpenAIBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
-    functions: Raw = NOTHING
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -183,7 +170,6 @@ class CompletionBody(OpenAIBody, kw_only=True):
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
     add_special_tokens: bool | None = None
-    suffix: Raw = NOTHING
     prompt_embeds: Raw = NOTHING
 
 
@@ -193,15 +179,9 @@ class NativeSampling(SamplingFields, kw_only=True):
     max_new_tokens: TokensOrNone | None = None
     min_new_tokens: MinTokens | None = None
     sampling_seed: Int | None = None
-    beam_width: Raw = NOTHING
-    grammar: Raw = NOTHING
-    max_tokens: Raw = NOTHING
-    min_tokens: Raw = NOTHING
-    max_output_tokens: Raw = NOTHING
-    seed: Raw = NOTHING
 
 
-class NativeBody(Struct, kw_only=True):
+class NativeBody(Foreign, kw_only=True):
     """SGLang's own dialect, `/generate`."""
 
     text: str | list[str] | None = None
@@ -219,14 +199,6 @@ class NativeBody(Struct, kw_only=True):
     background: Raw = NOTHING
     return_bytes: Raw = NOTHING
     return_entropy: Raw = NOTHING
-    max_new_tokens: Raw = NOTHING
-    max_tokens: Raw = NOTHING
-    stop: Raw = NOTHING
-    regex: Raw = NOTHING
-    ebnf: Raw = NOTHING
-    json_schema: Raw = NOTHING
-    grammar: Raw = NOTHING
-    format: Raw = NOTHING
 
 
 class TokenizeBody(Struct):
@@ -273,7 +245,7 @@ def refuse_unsupported(body: Struct, prefix: str = "") -> None:
     """Refuse what was asked for in a field that is declared as raw JSON: such fields can only be empty here."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
-        if isinstance(value, Raw) and is_asked_for(value):
+        if isinstance(value, Raw) and value is not NULL and is_asked_for(name, value):
             raise unsupported(prefix + name, hint(body, name))
         if isinstance(value, Struct):
             refuse_unsupported(value, f"{prefix}{name}.")
@@ -282,38 +254,12 @@ def refuse_unsupported(body: Struct, prefix: str = "") -> None:
                 refuse_unsupported(inner, f"{prefix}{name}.")
 
 
-OTHER_NAMES = {
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "min_length": "min_tokens",
-    "min_new_tokens": "min_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "format": "response_format",
-    "grammar": "guided_grammar",
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "seed": "sampling_seed",
-}
-NATIVE_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
-NATIVE_ONLY = {"format": "json_schema", "grammar": "ebnf"}
-
-
 def hint(body: Struct, name: str) -> str:
     """What a field of another server's, which would bound or shape the output, is called here."""
-    is_native = isinstance(body, NativeSampling | NativeBody)
-    other = OTHER_NAMES.get(name)
-    if is_native:
-        other = NATIVE_ONLY.get(name) or NATIVE_NAMES.get(other or "", other)
-    if isinstance(body, NativeBody) and (other or name) in NativeSampling.__struct_fields__:
-        other = f"sampling_params.{other or name}"
+    other = name_here(name, handled(type(body)))
+    if isinstance(body, NativeBody) and (inner := name_here(name, handled(NativeSampling))) is not None:
+        other = f"sampling_params.{inner}"
     return "" if other is None else f": here it is {other}"
-
-
-def is_asked_for(value: Raw) -> bool:
-    return bytes(value) not in EMPTY
 
 
 def unsupported(param: str, detail: str = "") -> Refusal:

@@ -4,6 +4,8 @@ In: a body becomes the chat that it means, so that templates, tools and grammars
 Out: `MessagesReply` writes the pieces of an answer as blocks. What a prompt shares with earlier ones is cached anyway,
 so `cache_control` says nothing; a budget of thinking is part of `max_tokens`, which bounds the whole answer.
 """
+# pyright: reportIncompatibleVariableOverride=false
+# As in `body.py`.
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,10 +14,11 @@ from typing import Annotated, Any  # blocks and schemas of tools are JSON
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from tandem.server.api.body import NOTHING, ChatBody, Messages, Routing, unsupported
+from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm
 from tandem.server.api.errors import Failure, invalid
+from tandem.server.api.foreign import NOTHING, Foreign
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import chat_text, read_chat
 from tandem.server.api.stream import Sample
@@ -31,7 +34,7 @@ class OutputConfig(Struct, kw_only=True):
     effort: str | None = None
 
 
-class MessagesBody(Struct, kw_only=True):
+class MessagesBody(Foreign, kw_only=True):
     max_tokens: NewTokens | None = None
     messages: Messages | None = None
     system: str | list[dict[str, Any]] | None = None

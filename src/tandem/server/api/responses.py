@@ -5,13 +5,15 @@ Out: `responses_reply.py`. The items of earlier responses come with the body as 
 responses (`response_store.py`): this server where it is unified, the router in front of a pair. So both halves of a
 pair read the same conversation, whichever pair served it so far.
 """
+# pyright: reportIncompatibleVariableOverride=false
+# As in `body.py`.
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any  # items and schemas of tools are JSON
 
 from msgspec import Meta, Raw, Struct, structs
 
-from tandem.server.api.body import NOTHING, ChatBody, Messages, Routing, SamplingFields, unsupported
+from tandem.server.api.body import ChatBody, Messages, Routing, SamplingFields, unsupported
 from tandem.server.api.bounds import (
     LOOP_BYTES,
     MAX_TOOLS,
@@ -23,6 +25,7 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.errors import Refusal, invalid
+from tandem.server.api.foreign import NOTHING, handled
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import read_chat
 from tandem.server.api.tokenizer import Tokenizer
@@ -81,25 +84,11 @@ class ResponsesBody(SamplingFields, kw_only=True):
     prompt_cache_retention: Raw = NOTHING
     top_logprobs: Raw = NOTHING
     logprobs: Raw = NOTHING
-    best_of: Raw = NOTHING
     messages: Raw = NOTHING
-    functions: Raw = NOTHING
     function_call: Raw = NOTHING
-    response_format: Raw = NOTHING
-    structured_outputs: Raw = NOTHING
-    guided_json: Raw = NOTHING
-    guided_regex: Raw = NOTHING
-    guided_choice: Raw = NOTHING
-    guided_grammar: Raw = NOTHING
-    guided_json_object: Raw = NOTHING
-    grammar: Raw = NOTHING
-    max_tokens: Raw = NOTHING
-    max_completion_tokens: Raw = NOTHING
-    max_new_tokens: Raw = NOTHING
-    min_new_tokens: Raw = NOTHING
 
 
-SHARED = tuple(name for name in SamplingFields.__struct_fields__ if name != "n")  # with chats, name by name
+SHARED = tuple(sorted(handled(SamplingFields) - {"n"}))  # with chats, name by name
 
 
 async def read_responses(

@@ -1,0 +1,155 @@
+"""Fields by which some server bounds or shapes its output, under any of their names.
+
+To ignore one would answer something else than was asked for. So every body of generation has all of them: the ones that
+its endpoint reads it declares anew with their type, the others are raw JSON here, and refused when they ask for
+something (`body.refuse_unsupported`), with the name that the wish has on that endpoint. A value that changes nothing
+asks for nothing: programs fill in defaults.
+"""
+
+from functools import cache
+from typing import Any  # the default of a field, as msgspec types it; a value of JSON
+
+import msgspec
+from msgspec import Raw, Struct
+
+NULL = Raw(b"null")
+NOTHING: Any = msgspec.field(default_factory=lambda: NULL)  # a raw field that was not sent
+EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
+
+
+class Foreign(Struct, kw_only=True):
+    # how long an answer is, and what may stand in its prompt
+    max_tokens: Raw = NOTHING
+    max_completion_tokens: Raw = NOTHING
+    max_new_tokens: Raw = NOTHING
+    max_output_tokens: Raw = NOTHING
+    max_tokens_to_sample: Raw = NOTHING
+    max_length: Raw = NOTHING
+    num_predict: Raw = NOTHING
+    n_predict: Raw = NOTHING
+    min_tokens: Raw = NOTHING
+    min_new_tokens: Raw = NOTHING
+    min_length: Raw = NOTHING
+    truncate_prompt_tokens: Raw = NOTHING
+    truncate: Raw = NOTHING
+    num_ctx: Raw = NOTHING
+    # where it ends
+    stop: Raw = NOTHING
+    stop_sequences: Raw = NOTHING
+    stop_strings: Raw = NOTHING
+    stop_regex: Raw = NOTHING
+    stop_token_ids: Raw = NOTHING
+    ignore_eos: Raw = NOTHING
+    early_stopping: Raw = NOTHING
+    # how it is sampled
+    temperature: Raw = NOTHING
+    top_p: Raw = NOTHING
+    top_k: Raw = NOTHING
+    min_p: Raw = NOTHING
+    top_a: Raw = NOTHING
+    typical_p: Raw = NOTHING
+    tfs_z: Raw = NOTHING
+    mirostat: Raw = NOTHING
+    xtc_probability: Raw = NOTHING
+    dry_multiplier: Raw = NOTHING
+    no_repeat_ngram_size: Raw = NOTHING
+    presence_penalty: Raw = NOTHING
+    frequency_penalty: Raw = NOTHING
+    repetition_penalty: Raw = NOTHING
+    repeat_penalty: Raw = NOTHING
+    length_penalty: Raw = NOTHING
+    logit_bias: Raw = NOTHING
+    logits_processors: Raw = NOTHING
+    allowed_token_ids: Raw = NOTHING
+    bad_words: Raw = NOTHING
+    do_sample: Raw = NOTHING
+    seed: Raw = NOTHING
+    sampling_seed: Raw = NOTHING
+    random_seed: Raw = NOTHING
+    n: Raw = NOTHING
+    best_of: Raw = NOTHING
+    num_beams: Raw = NOTHING
+    beam_width: Raw = NOTHING
+    use_beam_search: Raw = NOTHING
+    vllm_xargs: Raw = NOTHING
+    # its form
+    suffix: Raw = NOTHING
+    grammar: Raw = NOTHING
+    regex: Raw = NOTHING
+    ebnf: Raw = NOTHING
+    json_schema: Raw = NOTHING
+    structural_tag: Raw = NOTHING
+    format: Raw = NOTHING
+    response_format: Raw = NOTHING
+    structured_outputs: Raw = NOTHING
+    guided_json: Raw = NOTHING
+    guided_regex: Raw = NOTHING
+    guided_choice: Raw = NOTHING
+    guided_grammar: Raw = NOTHING
+    guided_json_object: Raw = NOTHING
+    tools: Raw = NOTHING
+    functions: Raw = NOTHING
+    # how much is thought, and said
+    thinking: Raw = NOTHING
+    enable_thinking: Raw = NOTHING
+    thinking_budget: Raw = NOTHING
+    thinking_token_budget: Raw = NOTHING
+    reasoning: Raw = NOTHING
+    reasoning_effort: Raw = NOTHING
+    verbosity: Raw = NOTHING
+    # where such fields stand elsewhere
+    options: Raw = NOTHING
+    extra_body: Raw = NOTHING
+
+
+# What changes nothing. Of the names here `false` may be a wish.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(("n", "best_of", "num_beams", "beam_width", "top_p"), (1,)),
+    **dict.fromkeys(("typical_p", "tfs_z", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("top_a", "min_p", "mirostat", "xtc_probability", "dry_multiplier", "no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens", "min_length"), (0,)),
+    "top_k": (-1, 0),
+    "do_sample": (True,),
+    "enable_thinking": (),
+    "verbosity": ("medium",),
+}
+# Of each line the first name that an endpoint reads is the one it is told by.
+SYNONYMS: tuple[tuple[str, ...], ...] = (
+    (
+        *("max_tokens", "max_new_tokens", "max_output_tokens", "max_completion_tokens", "max_tokens_to_sample"),
+        *("max_length", "num_predict", "n_predict"),
+    ),
+    ("min_tokens", "min_new_tokens", "min_length"),
+    ("stop", "stop_sequences", "stop_strings"),
+    ("seed", "sampling_seed", "random_seed"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("response_format", "text", "output_config", "json_schema", "format"),
+    ("guided_grammar", "ebnf", "grammar"),
+    ("guided_regex", "regex"),
+    ("chat_template_kwargs", "thinking", "enable_thinking"),
+    ("tools", "functions"),
+)
+
+
+def is_asked_for(name: str, value: Raw) -> bool:
+    raw = bytes(value)
+    if raw == b"null":
+        return False
+    if name not in NEUTRAL:
+        return raw not in EMPTY
+    try:
+        return msgspec.json.decode(raw) not in NEUTRAL[name]
+    except (msgspec.DecodeError, RecursionError):  # a number beyond all bounds, say: a wish, whatever it is
+        return True
+
+
+@cache
+def handled(kind: type[Struct]) -> frozenset[str]:
+    """The fields that some code reads."""
+    return frozenset(field.name for field in msgspec.structs.fields(kind) if field.type is not Raw)
+
+
+def name_here(name: str, handled: frozenset[str]) -> str | None:
+    """What a foreign wish is called where these fields are read; None: it has no name there."""
+    names = next((line for line in SYNONYMS if name in line), (name,))
+    return next((other for other in names if other in handled), None)
