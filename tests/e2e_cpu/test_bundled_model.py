@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 from cluster import Cluster
+
+from tandem.cli.chat_terminal import EXAMPLES
 
 
 def test_tandem_eval_finds_at_least_90_percent_of_held_out_answers_through_a_pair(common: Cluster) -> None:
@@ -15,3 +18,11 @@ def test_tandem_eval_finds_at_least_90_percent_of_held_out_answers_through_a_pai
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize(("question", "answer"), zip(EXAMPLES, (168, 672, 165), strict=True))
+def test_it_solves_what_tandem_chat_suggests(common: Cluster, question: str, answer: int) -> None:
+    assert common.router is not None
+    command = [sys.executable, "-m", "tandem.cli.main", "chat", "--url", common.router.url]
+    done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=60)
+    assert done.stdout.endswith(f"#### {answer}\n"), done.stderr

@@ -1,17 +1,13 @@
 """chat, eval and bench as users run them, through a router in front of fake workers."""
 
-import contextlib
 import json
-import os
-import pty
-import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from router_fakes import Answer, FallSilent, Fleet, Reject, eventually, fleet
+from router_fakes import Answer, Fleet, Reject, eventually, fleet
 
 CHUNKS = (
     b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n',
@@ -52,27 +48,6 @@ def test_chat_says_in_one_line_that_there_is_no_server_or_what_is_wrong() -> Non
         speak(made, Reject(400, "prompt_too_long"))
         done = tandem("chat", "--url", made.url, given="x\n")
         assert (done.returncode, done.stderr) == (1, "tandem: error: 400: prompt_too_long: told to\n")
-
-
-def test_on_a_terminal_control_c_stops_the_answer_and_control_d_quits() -> None:
-    with fleet() as made:
-        speak(made, FallSilent(CHUNKS[:2]), Answer(chunks=CHUNKS))
-        chat, screen = on_terminal("chat", "--url", made.url)
-        try:
-            screen.wait_for("> ")
-            screen.type("one?\n")
-            screen.wait_for("forty")
-            chat.send_signal(signal.SIGINT)
-            screen.wait_for("pieces")
-            eventually(lambda: made.decodes[0].generations[0].is_closed, "the stopped answer closed")
-            screen.type("two?\n")
-            screen.wait_for("forty-two")
-            screen.wait_for("> ")
-            screen.type("\x04")
-            assert chat.wait(10) == 0
-        finally:
-            chat.kill()
-            screen.close()
 
 
 def test_eval_counts_right_answers(tmp_path: Path) -> None:
@@ -146,32 +121,6 @@ def test_no_client_command_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-class Screen:
-    """The other side of a terminal."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._text = ""
-        os.set_blocking(descriptor, False)
-
-    def type(self, text: str) -> None:
-        os.write(self._descriptor, text.encode())
-
-    def wait_for(self, text: str) -> None:
-        """Read until `text` appears; what came before it is forgotten."""
-
-        def has_come() -> bool:
-            with contextlib.suppress(BlockingIOError):
-                self._text += os.read(self._descriptor, 1 << 16).decode(errors="replace")
-            return text in self._text
-
-        eventually(has_come, f"{text!r} on the screen")
-        self._text = self._text.partition(text)[2]
-
-    def close(self) -> None:
-        os.close(self._descriptor)
-
-
 TOLD_AT_ONCE = """
 import signal, uvicorn
 from tandem.cli.main import main
@@ -188,11 +137,3 @@ raise SystemExit(main(words.split()))
 def test_a_router_that_is_told_to_end_before_its_server_listens_to_signals_ends() -> None:
     done = subprocess.run([sys.executable, "-c", TOLD_AT_ONCE], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def on_terminal(*words: str) -> tuple[subprocess.Popen[bytes], Screen]:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "tandem.cli.main", *words]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    return process, Screen(ours)

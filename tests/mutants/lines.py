@@ -47,6 +47,8 @@ DRIVER = "unit/test_node_driver.py::test_"
 LINKS = "unit/test_links.py::test_"
 UPSTREAM = "unit/test_upstream_call.py::test_"
 FAULTS = "e2e_cpu/test_fault_injection.py::test_"
+CHAT = "e2e_cpu/test_chat_terminal.py::test_"
+COMMANDS = "unit/test_client_commands.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -875,6 +877,28 @@ OTHERS = (
         "    check_counts(raw)\n    return",
         "    counts_of(raw)\n    return",
         "unit/test_loop_work.py::test_a_body_with_too_many_values_is_refused_before_one_is_made",
+    ),
+    # The terminal
+    Break(
+        "the_terminal_obeys_the_model",
+        "cli/chat_terminal.py",
+        "lambda piece: _put(answer.feed(piece)),",
+        "lambda piece: _put(piece),",
+        CHAT + "a_model_cannot_have_the_terminal_do_anything",
+    ),
+    Break(
+        "control_c_never_leaves",
+        "cli/chat_terminal.py",
+        "                may_leave = True\n                _say",
+        "                may_leave = False\n                _say",
+        CHAT + "control_c_stops_an_answer_and_twice_leaves",
+    ),
+    Break(
+        "a_key_of_openai_goes_to_whoever_listens",
+        "cli/api.py",
+        "    elif not (args.api_key or",
+        "    if not (args.api_key or",
+        COMMANDS + "a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be",
     ),
 )
 

@@ -3,13 +3,17 @@
 import argparse
 import itertools
 import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tandem.cli import bench, eval, router
+from tandem.cli import api, bench, eval, router
 from tandem.cli.api import Choice, Chunk, ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
 from tandem.cli.failure import CommandFailed
 from tandem.core.settings import Role
@@ -158,6 +162,71 @@ def test_a_server_that_is_not_there_is_told_with_the_two_places_where_one_may_be
     told = str(trouble(httpx.ConnectError("refused"), "http://127.0.0.1:30000"))
     assert "`tandem serve tandem/mini`" in told
     assert "`tandem up`: http://127.0.0.1:8000" in told
+
+
+@contextmanager
+def listening(status: int) -> Iterator[str]:
+    """The address of something that answers everybody with this status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def unnamed(**given: str) -> argparse.Namespace:
+    return argparse.Namespace(**({"url": None, "api_key": None, "api_key_file": None, "model": "m"} | given))
+
+
+def test_a_server_that_nobody_named_is_found_where_it_answers_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    for status in (200, 401):
+        with listening(404) as web_server, listening(status) as found:
+            monkeypatch.setattr(api, "LIKELY_URLS", (web_server, found))
+            args = unnamed()
+            api.find_model(args)
+            assert args.url == found
+    with pytest.raises(ServerTrouble, match=f"no server answers at {web_server} or {found}; start one with"):
+        api.find_model(unnamed())
+
+
+def test_the_variables_of_openai_name_the_server_and_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://there/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    args = unnamed()
+    api.find_model(args)
+    assert client_options(args)["base_url"] == "http://there"
+    assert client_options(args)["headers"] == {"authorization": "Bearer theirs"}
+    for given in ({"api_key": "mine"}, {"url": "http://here", "api_key": "mine"}):
+        args = unnamed(**given)
+        api.find_model(args)
+        assert client_options(args)["headers"] == {"authorization": "Bearer mine"}
+    assert args.url == "http://here"
+    monkeypatch.setenv("TANDEM_API_KEY", "ours")
+    args = unnamed()
+    api.find_model(args)
+    assert client_options(args)["headers"] == {"authorization": "Bearer ours"}
+
+
+def test_a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.delenv("TANDEM_API_KEY", raising=False)
+    monkeypatch.setenv("OPENAI_API_KEY", "theirs")
+    with listening(401) as found:
+        monkeypatch.setattr(api, "LIKELY_URLS", (found,))
+        args = unnamed()
+        api.find_model(args)
+        assert client_options(args)["headers"] == {}
 
 
 def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:

@@ -12,10 +12,14 @@ import msgspec
 from msgspec import Struct
 
 from tandem.cli.failure import CommandFailed
-from tandem.server.keys import KeyProblem, key_text
+from tandem.server.keys import ENVIRONMENT, KeyProblem, key_text
 
 DEFAULT_URL = "http://127.0.0.1:30000"
+# Where a server may be that nobody has named: of `tandem serve` and `tandem router`, of `tandem up` and vLLM.
+LIKELY_URLS = (DEFAULT_URL, "http://127.0.0.1:8000")
+KEY_VARIABLE = ENVIRONMENT["--api-key"]
 CONNECT_SECONDS = 5.0
+PROBE_SECONDS = 2.0
 PROGRESS_SECONDS = 0.2  # between two updates on a terminal; elsewhere lines come far less often
 PROGRESS_SECONDS_PLAIN = 10.0
 UNREADABLE = (msgspec.DecodeError, UnicodeError, RecursionError)  # no JSON, of another shape, nested without end
@@ -29,6 +33,7 @@ class ServerTrouble(CommandFailed):
 
 class Delta(Struct):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class Choice(Struct):
@@ -41,6 +46,10 @@ class Choice(Struct):
     @property
     def piece(self) -> str:
         return self.text or (self.delta.content if self.delta is not None else None) or ""
+
+    @property
+    def thought(self) -> str:
+        return (self.delta.reasoning_content if self.delta is not None else None) or ""
 
 
 class Usage(Struct):
@@ -74,10 +83,16 @@ def read_answer(body: bytes | str, kind: type[Document]) -> Document:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"server or router (default: {DEFAULT_URL})")
+    parser.add_argument(
+        "--url",
+        help="server or router (default: OPENAI_BASE_URL of the environment, or who answers on port 30000 or 8000)",
+    )
     parser.add_argument("--model", help="model name (default: the first that the server lists)")
     parser.add_argument(
-        "--api-key", metavar="KEY", help="sent as a bearer token (default: TANDEM_API_KEY of the environment)"
+        "--api-key",
+        metavar="KEY",
+        help="sent as a bearer token (default: TANDEM_API_KEY of the environment, or OPENAI_API_KEY where --url or "
+        "OPENAI_BASE_URL says whom it is for)",
     )
     parser.add_argument("--api-key-file", metavar="PATH", help="the same from a file; the first key in it is sent")
 
@@ -86,6 +101,33 @@ def base_url(url: str) -> str:
     """Without a slash or /v1 at the end, with a scheme at the front."""
     full = url if "://" in url else f"http://{url}"
     return full.rstrip("/").removesuffix("/v1")
+
+
+def find_server(args: argparse.Namespace) -> None:
+    """Have `args.url` name a server, and `args.api_key` be what it may be told. Raises ServerTrouble.
+
+    A key of OpenAI's is for whoever the user has named, and not for a stranger who listens where a server might.
+    """
+    if args.url is None:
+        args.url = os.environ.get("OPENAI_BASE_URL") or None
+    if args.url is None:
+        args.url = next(filter(_answers, LIKELY_URLS), None)
+        if args.url is None:
+            raise ServerTrouble(
+                f"no server answers at {' or '.join(LIKELY_URLS)}; start one with `tandem serve tandem/mini` or "
+                "`tandem up`, or name yours with --url"
+            )
+    elif not (args.api_key or args.api_key_file or os.environ.get(KEY_VARIABLE)):
+        args.api_key = os.environ.get("OPENAI_API_KEY") or None
+
+
+def _answers(url: str) -> bool:
+    """As an OpenAI-compatible server does, if only to say that it wants a key, and not as any web server."""
+    try:
+        with httpx.Client(base_url=url, timeout=PROBE_SECONDS, trust_env=False) as client:
+            return client.get("/v1/models").status_code in (200, 401, 403, 503)
+    except httpx.HTTPError:
+        return False
 
 
 def client_options(args: argparse.Namespace, *, timeout_seconds: float | None = None) -> dict[str, Any]:
@@ -115,7 +157,11 @@ def _checked(url: str) -> str:
 
 
 def find_model(args: argparse.Namespace) -> str:
-    """The model to name in requests; also the first thing asked, so a missing server is noticed here."""
+    """The model to name in requests; also the first thing asked, so a missing server is noticed here.
+
+    Where no --url says which server it is, `args.url` does from here on.
+    """
+    find_server(args)
     if args.model:
         return args.model
     with httpx.Client(**client_options(args, timeout_seconds=30)) as client:

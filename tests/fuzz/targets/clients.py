@@ -12,8 +12,9 @@ import httpx
 from engine import Run, Target
 from mutators import mutate_http
 
-from tandem.cli import bench, chat, eval
+from tandem.cli import bench, eval
 from tandem.cli.api import ServerTrouble, find_model
+from tandem.cli.conversation import Conversation
 from tandem.cli.eval import Problem
 from targets.http import new_loop
 from targets.http_router import Answering, answer
@@ -74,7 +75,7 @@ class Clients:
 
     def _chat(self) -> None:
         with httpx.Client(base_url=ARGS.url) as client:
-            chat.Conversation(client, ARGS, "m").ask("a", lambda piece: None)
+            Conversation(client, ARGS, "m").ask("a", lambda piece: None)
 
     def _words(self) -> None:
         words = self._ask(lambda client: bench.learn_words_per_token(client, "m"))
