@@ -65,6 +65,7 @@ def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path)
         up = subprocess.Popen([*TANDEM, "up", "--decode", "2", "--port", str(port)], stdout=log, stderr=log)
     try:
         eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
+        assert output.read_text().startswith("tandem: starting 4 processes: router, 1 prefill and 2 decode servers")
         assert f"http://127.0.0.1:{port}/v1" in output.read_text()
         everybody = descendants(up.pid)
         assert len(everybody) == 1 + 3 * 3  # the router; three servers of three processes
@@ -186,12 +187,18 @@ def test_up_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     [
         (["up", "/does/not/exist"], "/does/not/exist does not exist", 1),
         (["up", "--server-flags", "--page-size 12"], "power of two", 2),
-        (["up", "--prefill-flags=--strict-remote"], "prefill-0: --strict-remote is for decode servers", 2),
+        (["up", "--prefill-flags=--strict-remote"], "prefill: --strict-remote is for decode servers", 2),
         (["up", "--decode-flags=--optimistic-prefill-retries 2"], "--optimistic-prefill-retries is for prefill", 2),
         (["up", "--server-flags", "'--page-size"], "--server-flags cannot be parted", 2),
         (["up", "--router-flags", "--drain-timeout -1"], "router: --retries and --drain-timeout", 2),
         (["up", "--server-flags", "--deterministic"], "written behind =", 2),
         (["up", "--prefill", "0"], "whole number of at least 1", 2),
+        (["up", "--server-flags=--port 9000"], "--server-flags cannot say --port", 2),
+        (["up", "--decode-flags=--disaggregation-mode=null"], "--decode-flags cannot say --disaggregation-mode", 2),
+        (["up", "--router-flags=--decode http://127.0.0.1:1"], "--router-flags cannot say --decode", 2),
+        (["up", "--server-flags=--pagesize 16"], "unknown argument --pagesize; did you mean --page-size?", 2),
+        (["up", "--decode-flags=--page-size 32"], "would differ in --page-size, in which a pair must agree", 2),
+        (["up", "--server-flags=--tp 1", "--prefill-flags=--tp-size=2"], "prefill: --tp-size is given twice", 2),
     ],
 )
 def test_up_that_cannot_start_says_why_and_leaves_nothing_running(words: list[str], cause: str, code: int) -> None:
@@ -220,6 +227,7 @@ def test_up_on_a_port_that_is_taken_says_so() -> None:
         up = run_tandem("up", "--port", str(port))
     assert up.returncode == 1
     assert re.search(rf"tandem: error: cannot listen on 127.0.0.1:{port}: Address already in use", up.stderr)
+    assert up.stdout == "", "neither that it starts nor that it is ready"
 
 
 def test_a_router_that_inherits_no_socket_says_so() -> None:

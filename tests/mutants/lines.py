@@ -880,6 +880,13 @@ OTHERS = (
     ),
     # The terminal
     Break(
+        "one_who_cannot_come_back_ends_all",
+        "cli/supervisor.py",
+        "if restarts.unready >= MAX_UNREADY and not self._has_substitute(member):",
+        "if restarts.unready >= MAX_UNREADY:",
+        "unit/test_supervisor.py::test_who_never_gets_ready_is_tried_on_while_another_of_its_kind_serves",
+    ),
+    Break(
         "the_terminal_obeys_the_model",
         "cli/chat_terminal.py",
         "lambda piece: _put(answer.feed(piece)),",

@@ -96,6 +96,23 @@ def test_who_never_gets_ready_ends_the_fleet_with_its_own_words(story: Story) ->
         story.dies(1)
 
 
+def test_who_never_gets_ready_is_tried_on_while_another_of_its_kind_serves(story: Story) -> None:
+    fleet = story.it._fleet
+    fleet.members += [
+        Member(name, (), Process(), 1, story.member.log, is_ready=True)  # type: ignore[arg-type]
+        for name in ("decode-1", "prefill-0")
+    ]
+    story.it = Supervisor(fleet, story.lines.append, clock=lambda: story.now)
+    story.gets_ready = False
+    for _ in range(2 * MAX_UNREADY):
+        story.dies(1)
+        story.after(max(DELAYS_S))
+    assert story.lines[-1] == f"decode-0 ended with exit code 1; starting it again in {max(DELAYS_S):.0f} s"
+    fleet.members[1].process.returncode = -9  # nobody is left who decodes
+    with pytest.raises(CommandFailed, match="decode-0: no model there"):
+        story.dies(1)
+
+
 @pytest.mark.parametrize("told_twice_while", ["it says so", "it drains"])
 def test_who_is_told_again_while_it_drains_kills_what_is_left(
     told_twice_while: str, monkeypatch: pytest.MonkeyPatch

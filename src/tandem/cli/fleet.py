@@ -56,6 +56,11 @@ class Member:
     is_ready: bool = False
 
     @property
+    def kind(self) -> str:
+        """`prefill` of `prefill-0`."""
+        return self.name.rpartition("-")[0] or self.name
+
+    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
@@ -218,7 +223,7 @@ def start_pd(
     *,
     prefills: int,
     decodes: int,
-    router_port: int,
+    router_port: int | socket.socket,
     server_flags: Sequence[str] = (),
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
@@ -226,9 +231,9 @@ def start_pd(
 ) -> Member:
     """Prefill and decode servers and the router in front of them; the router. None of them is ready yet.
 
-    router_port: 0 picks a free one. Raises CommandFailed when it is taken.
+    router_port: 0 picks a free one; or a socket that listens already. Raises CommandFailed when it is taken.
     """
-    listener = listen(router_port)
+    listener = listen(router_port) if isinstance(router_port, int) else router_port
     ports = iter(free_ports(2 * prefills + decodes))
     router = ["router", *router_flags]
     for index in range(prefills):

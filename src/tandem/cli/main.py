@@ -44,6 +44,10 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0])}")
         return args
 
+    def action_of(self, word: str) -> argparse.Action | None:
+        """Whose flag this is, with a value behind = or without; None: it is no flag."""
+        return self._option_string_actions.get(word.partition("=")[0])
+
     def _hint(self, argument: str) -> str:
         if not argument.startswith("-"):
             return ""

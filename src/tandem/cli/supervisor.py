@@ -2,8 +2,8 @@
 
     it had served for a while        at once
     it ended soon after its start    later each time, see `DELAYS_S`
-    `MAX_UNREADY` times in a row     the fleet ends, with the member's own error
-    it never became ready
+    `MAX_UNREADY` times in a row     later and later, as long as another of its kind serves; else the fleet ends,
+    it never became ready            with the member's own error
 
 A router's listening socket stays open here: whoever connects while it starts anew waits for it and is not refused.
 """
@@ -70,10 +70,17 @@ class Supervisor:
                 restarts.began(now)
         elif member.process.poll() is not None:
             delay = restarts.ended(now)
-            if restarts.unready >= MAX_UNREADY:
+            if restarts.unready >= MAX_UNREADY and not self._has_substitute(member):
                 self._fleet.check_alive(member)
             when = f"in {delay:.0f} s" if delay else "now"
             self._tell(f"{member.name} {describe_exit(member.process.returncode)}; starting it again {when}")
         elif restarts.ready_at is None and is_ready(member.port):
             member.is_ready, restarts.ready_at = True, now
             self._tell(f"{member.name} serves again after {now - restarts.began_at:.1f} s")
+
+    def _has_substitute(self, member: Member) -> bool:
+        """Whether another one of its kind serves: then so does the fleet."""
+        return any(
+            other is not member and other.kind == member.kind and other.is_ready and other.process.poll() is None
+            for other in self._fleet.members
+        )

@@ -5,13 +5,30 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tandem.cli.failure import CommandFailed
-from tandem.cli.flags import count
-from tandem.cli.fleet import Fleet, Member, start_pd, temporary_fleet
+from tandem.cli.flags import Collect, add_flags, config_of, count
+from tandem.cli.fleet import Fleet, Member, listen, start_pd, temporary_fleet
+from tandem.cli.main import Parser
 from tandem.cli.supervisor import Supervisor
+from tandem.config import ServerConfig
 
 START_S = 600.0  # a large model takes its time
 DRAIN_S = 90.0  # more than --drain-timeout of servers and router, unless the user raises that
 FLAGS = ("server_flags", "prefill_flags", "decode_flags", "router_flags")
+# What this command says itself: another word would have it watch, or send requests to, somebody who is not there.
+OURS = {
+    "--host": "all of them listen on loopback; where they shall not, start `tandem serve` and `tandem router`",
+    "--port": "--port is the router's, and the servers' are drawn",
+    "--fd": "the router's socket is opened here",
+    "--disaggregation-mode": "--prefill and --decode say how many there are of each",
+    "--disaggregation-bootstrap-port": "it is drawn",
+    "--prefill": "the router learns it from here",
+    "--decode": "the router learns it from here",
+}
+# What both halves of a pair have to understand alike.
+ALIKE = (
+    *("dtype", "page_size", "context_length", "served_model_name"),
+    *("tool_call_parser", "reasoning_parser", "sampling_defaults"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,19 +61,60 @@ def words_of(args: argparse.Namespace, name: str) -> list[str]:
         raise CommandFailed(f"{flag} cannot be parted into words ({error})", is_wrong_usage=True) from None
 
 
+def refuse_contradictions(model: str, more_flags: Mapping[str, Sequence[str]]) -> None:
+    """What no server would start with, and what each would but not all of them together. Raises CommandFailed."""
+    for name, words in more_flags.items():
+        for word in words:
+            if (reason := OURS.get(word.partition("=")[0])) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise CommandFailed(f"{flag} cannot say {word.partition('=')[0]}: {reason}", is_wrong_usage=True)
+    prefill, decode = (
+        role_config(model, role, [*more_flags["server_flags"], *more_flags[f"{role}_flags"]])
+        for role in ("prefill", "decode")
+    )
+    if unlike := [name for name in ALIKE if getattr(prefill, name) != getattr(decode, name)]:
+        names = ", ".join("--" + name.replace("_", "-") for name in unlike)
+        raise CommandFailed(
+            f"prefill and decode servers would differ in {names}, in which a pair must agree: say it in --server-flags",
+            is_wrong_usage=True,
+        )
+
+
+def role_config(model: str, role: str, words: Sequence[str]) -> ServerConfig:
+    """Raises CommandFailed with why such a server would not start."""
+    parser = Parser(prog="tandem serve", allow_abbrev=False)
+    parser.add_argument("model")
+    add_flags(parser)
+    args = parser.parse([model, "--disaggregation-mode", role, *words])
+    actions = [parser.action_of(word) for word in words]
+    given = [action.dest for action in actions if action is not None and not isinstance(action, Collect)]
+    if twice := [name for name in dict.fromkeys(given) if given.count(name) > 1]:
+        names = ", ".join("--" + name.replace("_", "-") for name in twice)
+        raise CommandFailed(f"{role}: {names} is given twice: give it once", is_wrong_usage=True)
+    try:
+        return config_of(args)
+    except CommandFailed as failure:
+        raise CommandFailed(f"{role}: {failure}", is_wrong_usage=failure.is_wrong_usage) from None
+
+
 def _run(args: argparse.Namespace, more_flags: Mapping[str, Sequence[str]]) -> None:
-    with temporary_fleet("up", engines=args.prefill + args.decode) as fleet:
+    refuse_contradictions(args.model, more_flags)
+    with listen(args.port) as listener, temporary_fleet("up", engines=args.prefill + args.decode) as fleet:
+        _say(
+            f"starting {1 + args.prefill + args.decode} processes: router, {args.prefill} prefill and {args.decode} "
+            f"decode server{'s' * (args.decode > 1)} of {args.model}"
+        )
         router = start_pd(
             fleet,
             args.model,
             prefills=args.prefill,
             decodes=args.decode,
-            router_port=args.port,
+            router_port=listener,
             **more_flags,
         )
-        _say(f"starting {len(fleet.members)} servers")
         fleet.wait_ready(timeout_s=START_S, tell=_tell)
         _say(f"ready: {args.model} at {router.url}/v1 (logs in {fleet.folder}); Ctrl+C drains")
+        _say(f"talk to it from another terminal: tandem chat --url {router.url}")
         try:
             Supervisor(fleet, _say).run()
         except KeyboardInterrupt:
