@@ -880,6 +880,13 @@ OTHERS = (
     ),
     # The terminal
     Break(
+        "flags_of_other_servers_are_guessed_by_their_letters",
+        "cli/main.py",
+        "if (found := self.synonyms.get(argument)) is not None:",
+        "if (found := {}.get(argument)) is not None:",
+        "unit/test_flag_help.py::test_all_that_is_unknown_is_told_in_one_line_with_its_name_here",
+    ),
+    Break(
         "one_who_cannot_come_back_ends_all",
         "cli/supervisor.py",
         "if restarts.unready >= MAX_UNREADY and not self._has_substitute(member):",

@@ -91,7 +91,7 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
     [
         (["--prot", "3"], "unknown argument --prot; did you mean --port?"),
         (["--deterministc"], "unknown argument --deterministc; did you mean --deterministic?"),
-        (["--page-sise=16"], "unknown argument --page-sise=16; did you mean --page-size?"),
+        (["--page-sise=16"], "unknown argument --page-sise; did you mean --page-size?"),
         (["--completely-unlike-anything"], "unknown argument --completely-unlike-anything; see"),
         (["stray"], "unknown argument stray; see"),
         (["--port", "many"], "argument --port: invalid int value: 'many'"),

@@ -10,9 +10,14 @@ from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defa
 import msgspec
 
 from tandem.cli.failure import CommandFailed
+from tandem.cli.flag_groups import in_order
+from tandem.cli.flag_synonyms import SYNONYMS
+from tandem.cli.main import Parser
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, environment_complaints, flags, violations
 from tandem.flag_roles import ROLES, without_effect
 from tandem.server.keys import Config, KeyProblem, with_keys
+
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", tuple: "X"}
 
 
 class Collect(argparse.Action):
@@ -35,19 +40,27 @@ def words_of(text: str) -> list[str] | None:
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) -> None:
-    for name, field in flags(settings):
-        kind = kind_of(field.name, settings)
-        options: dict[str, Any] = {"default": field.default, "help": help_text(field)}
-        if kind is bool:
-            options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
-        else:
-            options |= (
-                {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind)}
-            )
-            options["metavar"] = field.metadata["metavar"] or None
-        if field.metadata["choices"]:
-            options["choices"] = field.metadata["choices"]
-        parser.add_argument(name, *field.metadata["aliases"], **options)
+    """In groups; what their synonyms are called is told to a parser that wants to know."""
+    fields = {field.name: (name, field) for name, field in flags(settings)}
+    for title, names in in_order(list(fields)).items():
+        group = parser.add_argument_group(title)
+        for field_name in names:
+            _add_flag(group, *fields[field_name], settings)
+    if settings is ServerConfig and isinstance(parser, Parser):
+        parser.synonyms = SYNONYMS
+
+
+def _add_flag(group: Any, name: str, field: Any, settings: type) -> None:
+    kind = kind_of(field.name, settings)
+    options: dict[str, Any] = {"default": field.default, "help": help_text(field)}
+    if kind is bool:
+        options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
+    else:
+        options |= {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind)}
+        options["metavar"] = field.metadata["metavar"] or (None if field.metadata["choices"] else METAVARS[kind])
+    if field.metadata["choices"]:
+        options["choices"] = field.metadata["choices"]
+    group.add_argument(name, *field.metadata["aliases"], **options)
 
 
 def config_of(args: argparse.Namespace) -> ServerConfig:

@@ -5,11 +5,13 @@ Exit codes: 0 ok, 1 failure with a one-line cause on stderr, 2 wrong usage. Each
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NoReturn
 
 import tandem
@@ -28,9 +30,13 @@ COMMANDS = {
     "replay": "decide a flight record again and compare",
 }
 
+FLAGS_IN_USAGE = 16
+
 
 class Parser(argparse.ArgumentParser):
-    """Wrong usage is one line, with the nearest flag where a flag is not known."""
+    """Wrong usage is one line: for each flag that is not known its name here, why there is none, or the nearest."""
+
+    synonyms: Mapping[str, str] = MappingProxyType({})  # a flag elsewhere -> a flag of ours, or a sentence
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("expected one argument"):
@@ -41,8 +47,17 @@ class Parser(argparse.ArgumentParser):
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         args, unknown = self.parse_known_args(argv)
         if unknown:
-            self.error(f"unknown argument {unknown[0]}{self._hint(unknown[0])}")
+            flags = [word for word in unknown if word.startswith("-") and not _is_number(word)]
+            names = dict.fromkeys(word.partition("=")[0] for word in flags) or unknown[:1]
+            self.error("; ".join(f"unknown argument {name}{self._hint(name)}" for name in names))
         return args
+
+    def format_help(self) -> str:
+        """Without the flags in the first line where there are too many to read."""
+        if len(self._actions) > FLAGS_IN_USAGE:
+            words = [str(action.metavar) for action in self._actions if not action.option_strings]
+            self.usage = " ".join([self.prog, *words, "[flags]"])
+        return super().format_help()
 
     def action_of(self, word: str) -> argparse.Action | None:
         """Whose flag this is, with a value behind = or without; None: it is no flag."""
@@ -51,8 +66,17 @@ class Parser(argparse.ArgumentParser):
     def _hint(self, argument: str) -> str:
         if not argument.startswith("-"):
             return ""
+        if (found := self.synonyms.get(argument)) is not None:
+            return f": here it is {found}" if found.startswith("-") else f": {found}"
         known = [option for action in self._actions for option in action.option_strings]
-        return hint(argument.split("=", 1)[0], known)
+        return hint(argument, known)
+
+
+def _is_number(word: str) -> bool:
+    with contextlib.suppress(ValueError):
+        float(word)
+        return True
+    return False
 
 
 def hint(word: str, known: Sequence[str]) -> str:

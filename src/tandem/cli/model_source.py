@@ -7,6 +7,8 @@ from tandem.cli.failure import CommandFailed
 
 BUNDLED = "tandem/mini"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+NO_GGUF = "GGUF files are not read; give the Hugging Face checkpoint (safetensors) that it was made from"
+NO_PICKLES = "pickled weights are not read, for they can run code; give a checkpoint in safetensors"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
 
@@ -16,7 +18,10 @@ def find_model(name: str) -> Path:
         return Path(__file__).parent.parent / "bundled" / "mini"
     path = Path(name).expanduser()
     if path.is_dir():
+        refuse_other_formats(path)
         return path
+    if path.suffix == ".gguf":
+        raise CommandFailed(f"{name}: {NO_GGUF}")
     if path.exists():
         raise CommandFailed(f"{name} is a file; give the Hugging Face checkpoint directory it lies in")
     if not HUB_NAME.fullmatch(name) or name.startswith("tandem/"):
@@ -24,15 +29,45 @@ def find_model(name: str) -> Path:
     return _fetch(name)
 
 
+def refuse_other_formats(folder: Path) -> None:
+    """Raises CommandFailed where the weights are there, but not as safetensors."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    for ending, reason in ((".gguf", NO_GGUF), (".bin", NO_PICKLES), (".pth", NO_PICKLES)):
+        if found := next((name for name in names if name.endswith(ending)), None):
+            raise CommandFailed(f"{folder} has {found} and no safetensors: {reason}")
+
+
 def _fetch(name: str) -> Path:
     # Why not at the top: half a second of imports that a local directory does not need.
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
+        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # its errors have no common base, and urllib's, httpx's and the disk's come through too
-        cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CommandFailed(f"no directory {name}, and {_why_not(name, error)}; or serve {BUNDLED}") from error
+    if not any(folder.glob("*.safetensors")):
         raise CommandFailed(
-            f"no directory {name}, and the hub does not give a model of that name ({cause}); "
-            f"give a local directory or {BUNDLED}, or check the name and the network"
-        ) from error
+            f"{name} has no safetensors on the hub (only GGUF or other formats); give the model that it was made from"
+        )
+    return folder
+
+
+def _why_not(name: str, error: Exception) -> str:
+    """A clause with what to do."""
+    from huggingface_hub import constants, utils
+
+    if isinstance(error, utils.GatedRepoError):
+        return f"the hub wants its licence to be accepted: do so at {constants.ENDPOINT}/{name}, and set HF_TOKEN"
+    if isinstance(error, utils.RepositoryNotFoundError):
+        return f"the hub has no model {name}, or a private one: check the name, or set HF_TOKEN"
+    if isinstance(error, utils.LocalEntryNotFoundError):
+        if constants.HF_HUB_OFFLINE:
+            return (
+                f"HF_HUB_OFFLINE forbids to ask the hub, and {constants.HF_HUB_CACHE} does not hold the model: run "
+                f"`hf download {name}` where that is allowed, or give a local directory"
+            )
+        return f"the hub cannot be reached and {constants.HF_HUB_CACHE} does not hold the model: check the network"
+    cause = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"the hub does not give a model of that name ({cause}): check the name and the network"

@@ -159,7 +159,8 @@ def _family(raw: dict[str, Any]) -> tuple[str, Family]:
     name = given[0]
     if name not in FAMILIES:
         raise ModelError(
-            f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)}"
+            f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)} "
+            "(docs/models.md says what another one needs)"
         )
     model_type = Fields(WHERE, raw).text("model_type", default=FAMILIES[name].model_type)
     if model_type != FAMILIES[name].model_type:

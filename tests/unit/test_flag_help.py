@@ -1,0 +1,73 @@
+"""What a newcomer sees of the flags: groups, common ones first, and what other servers' flags are called here."""
+
+import pytest
+
+from tandem.cli import main as cli
+from tandem.cli import router, serve
+from tandem.cli.flag_groups import GROUPS, group_of
+from tandem.cli.flag_synonyms import SYNONYMS
+from tandem.config import ServerConfig, flags
+from tandem.server.router.config import RouterConfig
+
+
+def parser() -> cli.Parser:
+    made = cli.Parser(prog="tandem serve", allow_abbrev=False)
+    serve.add_arguments(made)
+    return made
+
+
+def test_help_shows_every_flag_once_in_its_group_and_the_common_ones_first() -> None:
+    shown = parser().format_help()
+    titles = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles[:3] == ["positional arguments", "options", "most used"]
+    assert shown.startswith("usage: tandem serve MODEL [flags]\n")
+    for name, field in flags():
+        assert sum(line.startswith((f"  {name} ", f"  {name},", f"  {name}\n")) for line in shown.splitlines(True)) == 1
+        assert shown.index(f"\n{group_of(field.name)}:\n") < shown.index(f"\n  {name}")
+
+
+def test_groups_name_flags_that_are_there_each_once() -> None:
+    known = {field.name for kind in (ServerConfig, RouterConfig) for _, field in flags(kind)}
+    names = [name for group in GROUPS.values() for name in group]
+    assert len(set(names)) == len(names)
+    assert set(names) <= known
+
+
+def test_a_router_has_groups_too() -> None:
+    made = cli.Parser(prog="tandem router", allow_abbrev=False)
+    router.add_arguments(made)
+    assert "\nmost used:\n  --host" in made.format_help()
+
+
+def test_synonyms_lead_to_flags_that_are_there_and_hide_none() -> None:
+    known = {option for action in parser()._actions for option in action.option_strings}
+    assert {text for text in SYNONYMS.values() if text.startswith("-")} <= known
+    assert not known & set(SYNONYMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "hints"),
+    [
+        ("--max-model-len 100", ["unknown argument --max-model-len: here it is --context-length"]),
+        ("--max-num-seqs=4", ["unknown argument --max-num-seqs: here it is --max-running-requests"]),
+        ("-tp 2", ["unknown argument -tp: here it is --tp-size"]),
+        ("--trust-remote-code", ["--trust-remote-code: not needed: code of a checkpoint is never run"]),
+        ("--pagesize 3", ["unknown argument --pagesize; did you mean --page-size?"]),
+        ("--xyzzy -5", ["unknown argument --xyzzy; see"]),
+        ("more", ["unknown argument more; see"]),
+        ("--block-size 3 --quantization fp8", ["here it is --page-size", "quantised weights are not served"]),
+    ],
+)
+def test_all_that_is_unknown_is_told_in_one_line_with_its_name_here(
+    words: str, hints: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse(["tandem/mini", *words.split()])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(hint in line for hint in hints)
+
+
+def test_the_degree_of_tensor_parallelism_is_known_by_its_names_elsewhere() -> None:
+    for name in ("--tp", "--tp-size", "--tensor-parallel-size"):
+        assert parser().parse(["m", name, "2"]).tp_size == 2
