@@ -171,7 +171,7 @@ def cluster(
     flags: Sequence[str] = (),
     **more_flags: Sequence[str],
 ) -> Iterator[Cluster]:
-    """Ready when entered. `flags` are for every server; `unified_`, `prefill_` and `decode_flags` for one kind."""
+    """Ready when entered. `flags` are for every server; `unified_`, `prefill_`, ... `router_flags` for one kind."""
     with tempfile.TemporaryDirectory(prefix="tandem-test-") as folder:
         fleet = Fleet(Path(folder), engines=prefills + decodes + unified)
         try:
@@ -247,6 +247,7 @@ def _start(
             server_flags=flags,
             prefill_flags=more_flags.get("prefill_flags", ()),
             decode_flags=more_flags.get("decode_flags", ()),
+            router_flags=more_flags.get("router_flags", ()),
         )
         found.router = Server(router)
         found.prefills = [Server(member) for member in fleet.members if member.name.startswith("prefill")]

@@ -10,7 +10,6 @@ from tandem.core.commands import Effects
 from tandem.core.events import Event
 from tandem.core.router.messages import RouterEvent
 from tandem.core.router.router import Router, RouterEffects
-from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Worker
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
@@ -47,9 +46,8 @@ class Rings:
 
     def router(self, workers: Sequence[Worker], **how: Any) -> Router:
         draws = Draws(how.pop("draw"))
-        policies = (name_of(how["prefill_policy"]), name_of(how["decode_policy"]))
         router = RecordedRouter(workers, draw=draws, **how)
-        ring = RouterRing(router, draws, policies=policies, settings=how["settings"], segment_bytes=SEGMENT_BYTES)
+        ring = RouterRing(router, draws, settings=how["settings"], segment_bytes=SEGMENT_BYTES)
         router.ring = ring
         self.of["router"].append(ring)
         return router
@@ -82,10 +80,6 @@ class RecordedNode(EngineNode):
         effects = super().step(events, now)
         self.ring.after(now, events, effects)
         return effects
-
-
-def name_of(policy: object) -> str:
-    return next(name for name, make in POLICIES.items() if type(policy) is make)
 
 
 REPLAYS: dict[str, Callable[[Path], Replay]] = {

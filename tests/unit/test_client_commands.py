@@ -16,6 +16,7 @@ import pytest
 from tandem.cli import api, bench, eval, router
 from tandem.cli.api import Choice, Chunk, ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
 from tandem.cli.failure import CommandFailed
+from tandem.core.router.routing import PolicySettings
 from tandem.core.settings import Role
 from tandem.server.router.config import make_worker
 
@@ -252,12 +253,29 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 --decode http://d:4 --port 70000", "--port takes 0 to 65535"),
         ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),
         ("--prefill http://a:99999 --decode http://d:4", "no valid port"),
+        ("--prefill http://a:1 --decode http://d:4 --cache-threshold 0.5", "--cache-threshold: only with a policy"),
+        (
+            "--prefill http://a:1 --decode http://d:4 --prefill-policy least_load --decode-policy least_load "
+            "--policy cache_aware",
+            "--policy does nothing",
+        ),
+        ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --cache-threshold 2", "takes 0 to 1"),
+        ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --max-tree-size 0", "must be positive"),
+        ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --balance-rel-threshold 0.5", "at least 1"),
     ],
 )
 def test_a_router_that_cannot_be_says_why(words: str, reason: str) -> None:
     with pytest.raises(CommandFailed, match=reason) as raised:
         router.make_config(_parse(words.split()))
     assert raised.value.is_wrong_usage
+
+
+def test_router_policies_are_told_by_role_with_their_numbers() -> None:
+    words = "--prefill http://a:1 --decode http://d:4 --policy power_of_two --prefill-policy cache_aware"
+    numbers = "--cache-threshold 0.5 --balance-abs-threshold 3 --balance-rel-threshold 2 --max-tree-size 1000"
+    settings = router.make_config(_parse([*words.split(), *numbers.split()])).settings()
+    assert settings.prefill_policy == PolicySettings("cache_aware", 0.5, 3, 2.0, 8)
+    assert settings.decode_policy.name == "power_of_two"
 
 
 def test_a_url_with_a_query_is_no_worker() -> None:

@@ -108,14 +108,14 @@ def candidates(*active: int) -> list[Candidate]:
 
 def test_round_robin_takes_turns_and_goes_on_when_one_is_missing() -> None:
     policy = RoundRobin()
-    assert [policy.choose(candidates(0, 0, 0)) for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.choose([Candidate(WorkerId(0), 0), Candidate(WorkerId(2), 0)]) == 2
+    assert [policy.choose(candidates(0, 0, 0), ()) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.choose([Candidate(WorkerId(0), 0), Candidate(WorkerId(2), 0)], ()) == 2
 
 
 def test_least_load_takes_the_idle_one_and_takes_turns_among_equals() -> None:
     policy = LeastLoad()
-    assert policy.choose(candidates(3, 0, 2)) == 1
-    assert [policy.choose(candidates(1, 1, 1)) for _ in range(3)] == [0, 2, 1]
+    assert policy.choose(candidates(3, 0, 2), ()) == 1
+    assert [policy.choose(candidates(1, 1, 1), ()) for _ in range(3)] == [0, 2, 1]
 
 
 def test_rooms_are_63_bits_never_zero_and_never_those_that_are_live() -> None:

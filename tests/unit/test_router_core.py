@@ -33,7 +33,7 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
@@ -61,14 +61,14 @@ class World:
         rooms = itertools.count(1)
         self.router = Router(
             self.workers,
-            prefill_policy=POLICIES[policy](),
-            decode_policy=POLICIES[policy](),
             draw=lambda: next(rooms),
             settings=RouterSettings(
                 exchange=ExchangeSettings(retries=retries),
                 health=HealthSettings(interval_ns=Nanos(5 * SECOND)),
                 lost_ns=Nanos(30 * SECOND),
                 max_active=max_active,
+                prefill_policy=PolicySettings(policy),
+                decode_policy=PolicySettings(policy),
             ),
             now=Nanos(0),
         )
@@ -524,7 +524,8 @@ def play(seed: int, retries: int) -> None:
         if choice == 0 or not asked:
             asked += 1
             batch = rng.choice((None, 1, 2))
-            tell(ClientAsked(RequestId(asked), batch, Nanos(rng.randint(1, 5 * SECOND)), *rng.choice(kinds)))
+            blocks = tuple(bytes((number,)) for number in range(rng.randrange(4)))
+            tell(ClientAsked(RequestId(asked), batch, Nanos(rng.randint(1, 5 * SECOND)), *rng.choice(kinds), blocks))
         elif choice == 1:
             tell(ClientLeft(request))
         elif choice == 2:

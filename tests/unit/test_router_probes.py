@@ -11,7 +11,6 @@ import httpx
 
 from tandem.core.router.messages import AbortAsked, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, Worker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos, RequestId
@@ -129,10 +128,7 @@ class AnsweredWhileBusy(Prober):
 def test_an_answer_that_is_there_counts_before_the_time_that_has_passed_meanwhile() -> None:
     workers = [make_worker(0, Role.PREFILL, "http://a:1"), make_worker(1, Role.DECODE, "http://b:1")]
     settings = RouterSettings(health=HealthSettings(probe_timeout_ns=Nanos(0)))
-    policy = POLICIES["round_robin"]
-    router = Router(
-        workers, prefill_policy=policy(), decode_policy=policy(), draw=lambda: 1, settings=settings, now=Nanos(0)
-    )
+    router = Router(workers, draw=lambda: 1, settings=settings, now=Nanos(0))
 
     async def main() -> None:
         prober, metrics = AnsweredWhileBusy(), RouterMetrics()

@@ -20,7 +20,7 @@ from tandem.core.router.messages import (
     WorkerProbed,
 )
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import POLICIES, PolicySettings
 from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
@@ -41,16 +41,9 @@ class Routed:
 
     def __init__(self, folder: Path, *, policy: str = "least_load") -> None:
         draws, rooms = Draws(lambda: next(rooms)), count(1000)
-        self.router = Router(
-            WORKERS,
-            prefill_policy=POLICIES[policy](),
-            decode_policy=POLICIES[policy](),
-            draw=draws,
-            settings=RouterSettings(),
-            now=Nanos(0),
-        )
-        policies = (policy, policy)
-        self.kept = LastSteps(self.router, draws, folder, policies=policies, settings=RouterSettings())
+        settings = RouterSettings(prefill_policy=PolicySettings(policy), decode_policy=PolicySettings(policy))
+        self.router = Router(WORKERS, draw=draws, settings=settings, now=Nanos(0))
+        self.kept = LastSteps(self.router, draws, folder, settings=settings)
         self.now = 0
         self.tell()
 
@@ -63,7 +56,8 @@ class Routed:
     def story(self, first: int, number: int) -> None:
         """Requests that break, are tried again, and end."""
         for request in range(first, first + number):
-            self.tell(ClientAsked(RequestId(request), None, Nanos(5 * SECOND)))
+            blocks = tuple(bytes((request // 4, number)) for number in range(request % 4))
+            self.tell(ClientAsked(RequestId(request), None, Nanos(5 * SECOND), blocks=blocks))
             self.tell(HalfFailed(RequestId(request), 1, Side.DECODE, Failure.BROKEN, WORDS))
             self.now += SECOND
             self.tell()
@@ -144,15 +138,8 @@ def test_a_step_that_raises_is_on_record_and_the_router_goes_on(tmp_path: Path) 
 
 def test_a_router_that_keeps_nothing_decides_the_same(tmp_path: Path) -> None:
     draws = Draws(lambda: 5)
-    router = Router(
-        WORKERS,
-        prefill_policy=POLICIES["round_robin"](),
-        decode_policy=POLICIES["round_robin"](),
-        draw=draws,
-        settings=RouterSettings(),
-        now=Nanos(0),
-    )
-    kept = LastSteps(router, draws, None, policies=("round_robin", "round_robin"), settings=RouterSettings())
+    router = Router(WORKERS, draw=draws, settings=RouterSettings(), now=Nanos(0))
+    kept = LastSteps(router, draws, None, settings=RouterSettings())
     assert kept.ring is None
     assert len(kept.step((), Nanos(1)).commands) == len(WORKERS)
     kept.write_last("nothing happens")

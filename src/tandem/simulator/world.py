@@ -224,7 +224,7 @@ class World:
     def add_gateway(self, name: str) -> None:
         """Put in when all servers are."""
         options, random = self.options, Random(f"{name} {self.options.seed}")
-        gateway = Gateway(name, self, options.router, options.policies, random, options.error_heads)
+        gateway = Gateway(name, self, options.router, random, options.error_heads)
         self.gateways[name] = gateway
         self.start_gateway(gateway)
 

@@ -18,7 +18,7 @@ from tandem.cli.failure import CommandFailed
 from tandem.core.request import Request
 from tandem.core.router.messages import ClientAsked, Failure, HalfFailed, RouterEvent, Side, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import PolicySettings
 from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId, Room
@@ -70,14 +70,13 @@ def router_record() -> bytes:
         for number, role in enumerate((Role.PREFILL, Role.DECODE))
     ]
     rooms = count(1)
-    draws, settings, policy = Draws(lambda: next(rooms)), RouterSettings(), "least_load"
-    made = [POLICIES[policy]() for _ in range(2)]
-    router = Router(workers, prefill_policy=made[0], decode_policy=made[1], draw=draws, settings=settings, now=Nanos(0))
-    ring = RouterRing(router, draws, policies=(policy, policy), settings=settings)
+    draws, settings = Draws(lambda: next(rooms)), RouterSettings(prefill_policy=PolicySettings("cache_aware"))
+    router = Router(workers, draw=draws, settings=settings, now=Nanos(0))
+    ring = RouterRing(router, draws, settings=settings)
     story: list[tuple[RouterEvent, ...]] = [
         (),
         tuple(WorkerProbed(worker.id, ProbeResult.OK) for worker in workers),
-        (ClientAsked(RequestId(1), None, Nanos(5 * SECOND)),),
+        (ClientAsked(RequestId(1), None, Nanos(5 * SECOND), blocks=(b"12345678",)),),
         (HalfFailed(RequestId(1), 1, Side.DECODE, Failure.BROKEN, "it is gone"),),
         (),
     ]

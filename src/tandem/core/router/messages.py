@@ -5,6 +5,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from tandem.core.router.pairing import Pair
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
 from tandem.core.values import Nanos, RequestId
 
@@ -48,6 +49,7 @@ class ClientAsked(Struct, frozen=True, tag=True):
     timeout_ns: Nanos
     streams: bool = False  # decode's head comes with its first token; that of a document comes at its end
     merges: bool = False  # the answer needs prefill's body too
+    blocks: Blocks = ()  # of its first prompt, where a policy looks at them
 
 
 class ClientLeft(Struct, frozen=True, tag=True):

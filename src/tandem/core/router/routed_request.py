@@ -51,6 +51,7 @@ from tandem.core.router.messages import (
     Side,
 )
 from tandem.core.router.pairing import Pair
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import Worker, WorkerId
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 
@@ -92,6 +93,7 @@ class RoutedRequest:
     merges: bool
     deadline: Nanos
     settings: ExchangeSettings
+    blocks: Blocks = ()
     phase: Phase = Phase.BACKOFF
     attempt: int = 0
     pair: Pair | None = None

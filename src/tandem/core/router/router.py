@@ -30,7 +30,8 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.pairing import Pair, Rooms
 from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
-from tandem.core.router.routing import Candidate, Policy
+from tandem.core.router.routing import Candidate, PolicySettings, make_policy
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
@@ -41,6 +42,8 @@ class RouterSettings(Struct, frozen=True):
     health: HealthSettings = HealthSettings()
     max_active: int = 4096  # requests under way; more are refused
     lost_ns: Nanos = Nanos(30 * SECOND)  # how long the connections of a silent worker are kept
+    prefill_policy: PolicySettings = PolicySettings()
+    decode_policy: PolicySettings = PolicySettings()
 
 
 class RouterSnapshot(Struct, frozen=True):
@@ -70,15 +73,16 @@ class Router:
         self,
         workers: Sequence[Worker],
         *,
-        prefill_policy: Policy,
-        decode_policy: Policy,
         draw: Callable[[], int],
         settings: RouterSettings,
         now: Nanos,
     ) -> None:
-        """`draw` gives 64-bit numbers for rooms."""
+        """`draw` gives 64-bit numbers, for rooms and for policies that need chance."""
         self.registry = Registry(workers, settings.health, now)
-        self._policies = {Role.PREFILL: prefill_policy, Role.DECODE: decode_policy}
+        self._policies = {
+            Role.PREFILL: make_policy(settings.prefill_policy, draw),
+            Role.DECODE: make_policy(settings.decode_policy, draw),
+        }
         self._rooms = Rooms(draw)
         self._settings = settings
         self._exchanges: dict[RequestId, RoutedRequest] = {}
@@ -113,7 +117,7 @@ class Router:
         )
 
     def restore(self, snapshot: bytes) -> None:
-        """Of a router that was made with the same workers, policies and settings."""
+        """Of a router that was made with the same workers and settings."""
         found = msgspec.msgpack.decode(snapshot, type=RouterSnapshot)
         self.registry.restore(found.registry)
         for role, policy in self._policies.items():
@@ -160,6 +164,7 @@ class Router:
             num_prompts=asked.num_prompts,
             streams=asked.streams,
             merges=asked.merges,
+            blocks=asked.blocks,
             deadline=Nanos(now + asked.timeout_ns),
             settings=self._settings.exchange,
             wake_at=now,
@@ -272,17 +277,17 @@ class Router:
         if not self.has_live_pair():
             return None
         tried = self._tried[exchange.request]
-        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried])
-        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried])
+        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange.blocks)
+        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange.blocks)
         rooms = self._rooms.open(exchange.num_prompts or 1)
         return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
 
-    def _pick(self, role: Role, tried: Sequence[WorkerId]) -> Worker:
+    def _pick(self, role: Role, tried: Sequence[WorkerId], blocks: Blocks) -> Worker:
         live = self.registry.live(role)
         fresh = [worker for worker in live if worker.id not in tried]
         others = [worker for worker in live if worker.id not in tried[-1:]]
         candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or live]
-        return self.registry.worker(self._policies[role].choose(candidates))
+        return self.registry.worker(self._policies[role].choose(candidates, blocks))
 
     def _has_other(self, worker: WorkerId) -> bool:
         """Whether a live pair without this worker exists."""

@@ -30,7 +30,6 @@ from starlette.routing import Route
 
 import tandem
 from tandem.core.router.router import Router
-from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Worker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
@@ -72,6 +71,7 @@ from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generat
 from tandem.server.router.last_steps import LastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
+from tandem.server.router.prompt_blocks import PromptBlocks, no_blocks
 from tandem.server.router.record import Draws
 from tandem.server.router.shell import CONNECT_SECONDS, RouterShell
 from tandem.server.router.worker_documents import (
@@ -106,20 +106,12 @@ class RouterApp:
         draws = Draws(lambda: secrets.randbits(64))
         self.router = Router(
             config.workers,
-            prefill_policy=POLICIES[config.policy](),
-            decode_policy=POLICIES[config.policy](),
             draw=draws,
             settings=config.settings(),
             now=Nanos(time.monotonic_ns()),
         )
         prober = Prober(make_client, timeout_s=CONNECT_SECONDS)
-        self._last_steps = LastSteps(
-            self.router,
-            draws,
-            folder_of(config.fault_records),
-            policies=(config.policy, config.policy),
-            settings=config.settings(),
-        )
+        self._last_steps = LastSteps(self.router, draws, folder_of(config.fault_records), settings=config.settings())
         self._shell = RouterShell(
             self.router,
             self._client,
@@ -146,7 +138,13 @@ class RouterApp:
 
     def _routes(self) -> list[Route]:
         store = ResponseStore(self._config.max_stored_responses, self._config.stored_responses_max_bytes)
-        generate = Generate(self._shell, self._metrics, store, timeout_seconds=self._config.request_timeout)
+        generate = Generate(
+            self._shell,
+            self._metrics,
+            store,
+            timeout_seconds=self._config.request_timeout,
+            blocks_of=PromptBlocks(secrets.token_bytes(32)) if self._config.is_cache_aware else no_blocks,
+        )
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
             *ResponsePages(store).routes(),

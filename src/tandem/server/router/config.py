@@ -3,13 +3,18 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from msgspec import structs
+
 from tandem.config import flag, is_origin
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, Worker, WorkerId
 from tandem.core.settings import Role
-from tandem.core.values import MILLISECOND, SECOND, Nanos
+from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
+from tandem.server.router.prompt_blocks import BLOCK_BYTES
+
+USUAL = PolicySettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,26 @@ class RouterConfig:
         metavar="N",
     )
     policy: str = flag("round_robin", "which worker of a role gets the next request", choices=tuple(POLICIES))
+    prefill_policy: str | None = flag(None, "the same for prefills alone", choices=tuple(POLICIES))
+    decode_policy: str | None = flag(None, "the same for decodes alone", choices=tuple(POLICIES))
+    cache_threshold: float | None = flag(
+        None, f"cache_aware: share of a prompt that a worker must have got before ({USUAL.cache_threshold})"
+    )
+    balance_abs_threshold: int | None = flag(
+        None,
+        "cache_aware: by how many prompts under way the workers of a role may differ before the least loaded gets the "
+        f"next one ({USUAL.balance_abs_threshold}), if also",
+        metavar="N",
+    )
+    balance_rel_threshold: float | None = flag(
+        None, f"cache_aware: the most loaded has more than so many times the least ({USUAL.balance_rel_threshold})"
+    )
+    max_tree_size: int | None = flag(
+        None,
+        f"cache_aware: bytes of prompts that are remembered, per role ({USUAL.max_blocks * BLOCK_BYTES}); the oldest "
+        "are forgotten first",
+        metavar="N",
+    )
     api_key: str | None = flag(
         None,
         "clients must send it as a bearer token, which is sent on to the workers; other users of this machine can read "
@@ -79,14 +104,35 @@ class RouterConfig:
         metavar="DIR|off",
     )
 
+    @property
+    def policies(self) -> tuple[str, str]:
+        """Of prefills, of decodes."""
+        return self.prefill_policy or self.policy, self.decode_policy or self.policy
+
+    @property
+    def is_cache_aware(self) -> bool:
+        return CACHE_AWARE in self.policies
+
+    def _policy(self, name: str) -> PolicySettings:
+        given: dict[str, float | None] = {
+            "cache_threshold": self.cache_threshold,
+            "balance_abs_threshold": self.balance_abs_threshold,
+            "balance_rel_threshold": self.balance_rel_threshold,
+            "max_blocks": None if self.max_tree_size is None else ceil_div(self.max_tree_size, BLOCK_BYTES),
+        }
+        return structs.replace(PolicySettings(name), **{key: it for key, it in given.items() if it is not None})
+
     def settings(self) -> RouterSettings:
         """The same numbers in the units of the core."""
         interval = nanos(self.health_check_interval)
+        prefill_policy, decode_policy = map(self._policy, self.policies)
         return RouterSettings(
             exchange=ExchangeSettings(retries=self.retries, document_ns=nanos(self.request_timeout)),
             health=HealthSettings(interval_ns=interval, fast_interval_ns=min(interval, Nanos(500 * MILLISECOND))),
             max_active=self.max_active_requests,
             lost_ns=nanos(self.stall_timeout),
+            prefill_policy=prefill_policy,
+            decode_policy=decode_policy,
         )
 
     def violations(self) -> list[str]:
@@ -97,6 +143,7 @@ class RouterConfig:
             (Role.PREFILL not in roles, "at least one --prefill URL is needed"),
             (Role.DECODE not in roles, "at least one --decode URL is needed"),
             (len(set(urls)) < len(urls), "the same URL is named twice"),
+            *self._policy_rules(),
             (not 0 <= self.port < 1 << 16, "--port takes 0 to 65535"),
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
@@ -123,6 +170,24 @@ class RouterConfig:
             (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
         )
         return [reason for is_broken, reason in rules if is_broken]
+
+    def _policy_rules(self) -> list[tuple[bool, str]]:
+        names = ("cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "max_tree_size")
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        settings = self._policy(CACHE_AWARE)
+        return [
+            (bool(given) and not self.is_cache_aware, f"{', '.join(given)}: only with a policy that is {CACHE_AWARE}"),
+            (
+                None not in (self.prefill_policy, self.decode_policy) and self.policy != USUAL.name,
+                "--policy does nothing where both --prefill-policy and --decode-policy are given",
+            ),
+            (not 0 <= settings.cache_threshold <= 1, "--cache-threshold takes 0 to 1"),
+            (
+                settings.balance_abs_threshold < 0 or settings.balance_rel_threshold < 1,
+                "--balance-abs-threshold must not be negative, --balance-rel-threshold at least 1",
+            ),
+            (settings.max_blocks < 1, "--max-tree-size must be positive"),
+        ]
 
 
 def nanos(seconds: float) -> Nanos:

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.values import Cause
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
@@ -34,10 +35,12 @@ from tandem.server.api.errors import (
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import Conversation, ResponseStore, owner_of
+from tandem.server.api.tenant import given_key
 from tandem.server.router.answer import Document, Gone, Stream, merge_input_logprobs
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
+from tandem.server.router.prompt_blocks import BlocksOf, no_blocks
 from tandem.server.router.shell import Call, RouterShell, encode_rest
 from tandem.server.router.worker_documents import STAGE
 
@@ -51,12 +54,19 @@ class Generate:
     """ASGI endpoint: Starlette's responses would hide when the client leaves."""
 
     def __init__(
-        self, shell: RouterShell, metrics: RouterMetrics, store: ResponseStore, *, timeout_seconds: float
+        self,
+        shell: RouterShell,
+        metrics: RouterMetrics,
+        store: ResponseStore,
+        *,
+        timeout_seconds: float,
+        blocks_of: BlocksOf = no_blocks,
     ) -> None:
         self._shell = shell
         self._metrics = metrics
         self._store = store
         self._timeout_seconds = timeout_seconds
+        self._blocks_of = blocks_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
@@ -64,18 +74,19 @@ class Generate:
         conversation = None
         if request.scope["path"] == RESPONSES and self._store.keeps:
             conversation = Conversation(self._store, owner_of(request))
+        key = given_key(request.headers)
         limit = began + timeout_seconds(request, {}, default=self._timeout_seconds) - time.monotonic()
         try:
             async with asyncio.timeout(limit):
                 raw = await read_body(request)
                 size = len(raw) if conversation is None else LOOP_BYTES + 1  # what is before it may be long
-                body, content = await off_loop(size, LOOP_BYTES, read_object, raw, conversation)
+                body, content, blocks = await off_loop(size, LOOP_BYTES, self._read, raw, conversation, key)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
         reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
-        call = self._shell.open(request.scope["path"], body, content, headers, timeout_seconds=timeout)
+        call = self._shell.open(request.scope["path"], body, content, headers, timeout_seconds=timeout, blocks=blocks)
         watcher = asyncio.create_task(self._watch(receive, call, reply))
         try:
             await reply.write(call)
@@ -86,6 +97,11 @@ class Generate:
             self._metrics.see_reply(
                 request.scope["path"], reply.status, reply.first_byte_seconds, time.monotonic() - began
             )
+
+    def _read(self, raw: bytes, conversation: Conversation | None, key: str) -> tuple[dict[str, Any], bytes, Blocks]:
+        """In any thread."""
+        body, content = read_object(raw, conversation)
+        return body, content, self._blocks_of(body, key)
 
     async def _watch(self, receive: Receive, call: Call, reply: "_Reply") -> None:
         while (await receive())["type"] != "http.disconnect":

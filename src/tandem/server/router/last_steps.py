@@ -21,15 +21,13 @@ logger = logging.getLogger("tandem.router")
 class LastSteps:
     """folder: None: nothing is kept, and nothing written."""
 
-    def __init__(
-        self, router: Router, draws: Draws, folder: Path | None, *, policies: tuple[str, str], settings: RouterSettings
-    ) -> None:
+    def __init__(self, router: Router, draws: Draws, folder: Path | None, *, settings: RouterSettings) -> None:
         self._router = router
         self._draws = draws
         self.ring: RouterRing | None = None
         self._records: FaultRecords | None = None
         if folder is not None:
-            ring = self.ring = RouterRing(router, draws, policies=policies, settings=settings)
+            ring = self.ring = RouterRing(router, draws, settings=settings)
             self._records = FaultRecords(folder, "router", secrets.token_hex(16), ring.frames, logger)
 
     def step(self, events: Sequence[RouterEvent], now: Nanos) -> RouterEffects:

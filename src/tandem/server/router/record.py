@@ -11,13 +11,12 @@ from msgspec import Struct, structs
 
 from tandem.core.router.messages import Fail, ForwardRejection, HalfFailed, HalfRejected, RouterCommand, RouterEvent
 from tandem.core.router.router import Router, RouterEffects, RouterSettings
-from tandem.core.router.routing import POLICIES
 from tandem.core.router.worker_registry import Worker
 from tandem.core.values import Nanos
 from tandem.server.record_file import Machine
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
 
-FORMAT = 1
+FORMAT = 2
 OURS_STATUS = 500  # of a worker's answer: internal_error, engine_failed, invalid_logits
 
 Given = tuple[Nanos, tuple[RouterEvent, ...]]
@@ -30,7 +29,6 @@ class RouterHead(Struct, frozen=True, tag=True):
     format: int
     first_step: int  # steps before this one
     workers: tuple[Worker, ...]
-    policies: tuple[str, str]  # of prefills, of decodes
     settings: RouterSettings
     snapshot: bytes
 
@@ -71,12 +69,11 @@ class RouterRing:
         router: Router,
         draws: Draws,
         *,
-        policies: tuple[str, str],
         settings: RouterSettings,
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
         self._draws = draws
-        self._head = RouterHead(FORMAT, 0, tuple(router.registry.workers()), policies, settings, b"")
+        self._head = RouterHead(FORMAT, 0, tuple(router.registry.workers()), settings, b"")
         self.ring: Ring[Given, Gave] = Ring(router.snapshot, _decoder, segment_bytes=segment_bytes)
 
     def before(self, now: Nanos, events: Sequence[RouterEvent]) -> None:
@@ -140,15 +137,7 @@ def begin(head: RouterHead) -> Callable[[RouterInput, RouterOutput | None], Rout
     if head.format != FORMAT:
         raise ValueError(f"format {head.format}, here it is {FORMAT}")
     draws = Redrawn()
-    prefill_policy, decode_policy = head.policies
-    router = Router(
-        head.workers,
-        prefill_policy=POLICIES[prefill_policy](),
-        decode_policy=POLICIES[decode_policy](),
-        draw=draws,
-        settings=head.settings,
-        now=Nanos(0),
-    )
+    router = Router(head.workers, draw=draws, settings=head.settings, now=Nanos(0))
     router.restore(head.snapshot)
 
     def redo(given: RouterInput, expected: RouterOutput | None) -> RouterOutput:

@@ -37,6 +37,7 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_prompts
 from tandem.core.router.router import Router, RouterEffects
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
 from tandem.core.router.worker_registry import Health, Worker, WorkerId
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
@@ -134,11 +135,18 @@ class RouterShell:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def open(
-        self, path: str, body: dict[str, object], content: bytes, headers: dict[str, str], *, timeout_seconds: float
+        self,
+        path: str,
+        body: dict[str, object],
+        content: bytes,
+        headers: dict[str, str],
+        *,
+        timeout_seconds: float,
+        blocks: Blocks = (),
     ) -> Call:
         """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`.
 
-        content: of the body, as `encode_rest` makes it.
+        content: of the body, as `encode_rest` makes it. blocks: of its prompt, where a policy looks at them.
         """
         self._next_id += 1
         streams = bool(body.get("stream"))
@@ -157,7 +165,7 @@ class RouterShell:
             future,
         )
         self._calls[call.id] = call
-        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges))
+        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks))
         return call
 
     def leave(self, call: Call) -> None:

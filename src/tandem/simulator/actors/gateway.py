@@ -24,11 +24,13 @@ from tandem.core.router.messages import (
     WorkerProbed,
 )
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import CACHE_AWARE
+from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import UpstreamCall
 from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, Worker, probe_result
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
+from tandem.pagehash import prompt_hashes, root_hash
 from tandem.simulator.actors.clients import RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.servers import Server
@@ -38,6 +40,8 @@ from tandem.simulator.network.http import CONNECT_NS
 from tandem.simulator.oracle import Violation
 from tandem.simulator.workload import Ask
 
+SECRET = b"of a simulated router"
+BLOCK_TOKENS = 4
 LATE_NS = SECOND  # after the deadline: how late an end may be
 
 
@@ -46,7 +50,6 @@ class Gateway:
     name: str
     world: Surroundings
     settings: RouterSettings
-    policies: tuple[str, str]  # of prefills, of decodes
     random: Random
     error_share: float = 0.0  # of what arrives at a server
     clock: LocalClock = field(default_factory=LocalClock)
@@ -64,11 +67,8 @@ class Gateway:
         self.epoch += 1
         self.clock = clock
         rooms = Random(f"rooms {self.random.getrandbits(64)}")
-        prefill_policy, decode_policy = self.policies
         self.router = Router(
             self._workers(),
-            prefill_policy=POLICIES[prefill_policy](),
-            decode_policy=POLICIES[decode_policy](),
             draw=lambda: rooms.getrandbits(64),
             settings=self.settings,
             now=self.clock.read(self.world.clock.time),
@@ -117,7 +117,14 @@ class Gateway:
             self.world.clock.after(ask.leaves_after_ns, self.leave, caller, "F13")
         last_end = deadline + self.settings.exchange.grace_ns + LATE_NS
         self.world.clock.at(last_end, self._look, caller)
-        self.tell(ClientAsked(caller.request, None, Nanos(ask.timeout_ns), streams, merges))
+        self.tell(ClientAsked(caller.request, None, Nanos(ask.timeout_ns), streams, merges, self._blocks(ask)))
+
+    def _blocks(self, ask: Ask) -> Blocks:
+        """Of tokens in place of text."""
+        if CACHE_AWARE not in (self.settings.prefill_policy.name, self.settings.decode_policy.name):
+            return ()
+        root = root_hash(secret=SECRET, tenant=ask.tenant)
+        return tuple(prompt_hashes(root, ask.script.prompt, page_size=BLOCK_TOKENS))
 
     def leave(self, caller: Caller, fault: str) -> None:
         """The client goes away, or ends its request by name and waits for what is said to that."""

@@ -28,7 +28,7 @@ from tandem.core.dp_dispatch import method_for
 from tandem.core.kv_parts import KvGrid
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
-from tandem.core.router.routing import POLICIES
+from tandem.core.router.routing import CACHE_AWARE, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings
 from tandem.core.settings import (
     DelayerSettings,
@@ -78,6 +78,7 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
+NEW_ROUTING_ONE_IN = 8
 SIDES = (Cut(), Cut(2, 1), Cut(3, 1), Cut(4, 1), Cut(1, 2), Cut(1, 3), Cut(2, 2))
 ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
 USUAL_ROUTER = RouterSettings()
@@ -112,7 +113,6 @@ class Options:
     num_gateways: int = 0  # our routers
     direct_share: float = 1.0  # of the requests: they come through other gateways
     router: RouterSettings = USUAL_ROUTER
-    policies: tuple[str, str] = ("round_robin", "round_robin")
     http_breaks: float = 0.0  # share of what is said between routers and servers
     error_heads: float = 0.0  # share of requests that a server's edge has no means for
     watchdog_ns: int = 30 * SECOND  # of every server
@@ -196,8 +196,7 @@ def draw_options(seed: int) -> Options:
         force_query=ranks.random() < 0.3,
         num_gateways=routers.choice((1, 1, 2)),
         direct_share=routers.choice((0.1, 0.3, 0.6)),
-        router=_draw_router(routers),
-        policies=(routers.choice(tuple(POLICIES)), routers.choice(tuple(POLICIES))),
+        router=_draw_policies(_draw_router(routers), routers, Random(f"routing {seed}")),
         http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
         error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
         watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
@@ -271,6 +270,24 @@ def _draw_router(random: Random) -> RouterSettings:
     return RouterSettings(
         exchange, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
     )
+
+
+def _draw_policies(settings: RouterSettings, first: Random, others: Random) -> RouterSettings:
+    """The policies that look at more than turns and load came later: in some seeds, from randomness of their own."""
+    drawn: list[PolicySettings] = []
+    takes_part = others.randrange(NEW_ROUTING_ONE_IN) == 0
+    for _ in range(2):
+        usual = PolicySettings(first.choice(("round_robin", "least_load")))
+        policy = PolicySettings(
+            others.choice(("power_of_two", CACHE_AWARE, CACHE_AWARE)),
+            cache_threshold=others.choice((0.0, 0.3, 0.9)),
+            balance_abs_threshold=others.choice((0, 2, 64)),
+            balance_rel_threshold=others.choice((1.0, 1.5)),
+            max_blocks=others.choice((8, 1 << 16)),
+        )
+        drawn.append(policy if takes_part and others.random() < 0.7 else usual)
+    prefill, decode = drawn
+    return structs.replace(settings, prefill_policy=prefill, decode_policy=decode)
 
 
 def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:

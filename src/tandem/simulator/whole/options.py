@@ -6,6 +6,7 @@ from typing import Any  # values of flags
 
 from tandem.config import ServerConfig
 from tandem.core.kv_parts import KvGrid
+from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
 from tandem.simulator.whole import cluster
@@ -77,6 +78,7 @@ class Options:
     tcp_capacity: int = TCP_CAPACITY  # bytes in one direction; few, so that who sends has to wait
     formed: float = 0.0  # share of requests that ask for an answer in some form
     has_rings: bool = False  # what a fault of ours has left is written
+    routing: dict[str, Any] = field(default_factory=dict)  # flags of the router
     narrows: Narrows = Narrows()
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
 
@@ -122,6 +124,21 @@ def draw_narrows(seed: int) -> Narrows:
         prompt_lengths=random.choice((PROMPT_LENGTHS, PROMPT_LENGTHS, (40, 90, 160))),
         careless=random.choice((0.0, 0.0, 0.6)),
     )
+
+
+def draw_routing(seed: int) -> dict[str, Any]:
+    """From randomness of their own, like `draw_narrows`."""
+    random = Random(f"whole routing {seed}")
+    if random.random() < 0.75:
+        return {}
+    flags: dict[str, Any] = {"policy": random.choice(("power_of_two", CACHE_AWARE, CACHE_AWARE))}
+    if flags["policy"] == CACHE_AWARE:
+        flags |= {
+            "cache_threshold": random.choice((0.0, 0.3)),
+            "balance_abs_threshold": random.choice((0, 2, 64)),
+            "max_tree_size": random.choice((1024, 1 << 20)),
+        }
+    return flags
 
 
 def _draw_flags(random: Random) -> dict[str, Any]:
@@ -199,6 +216,7 @@ def draw_options(seed: int) -> Options:
         timeouts=(3.0, 10.0, 20.0) if kinds else (20.0,),
         formed=formed,
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
+        routing=draw_routing(seed),
         narrows=draw_narrows(seed),
         grid=grid_of(seed),
         **_draw_scarcity(random, has_faults=bool(kinds)),
@@ -237,6 +255,7 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
         health_check_interval=1.0,
         drain_timeout=5.0,
         fault_records=rings,
+        **options.routing,
         **keys,
     )
     front = cluster.router("router", config, machine=machine)
