@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
+from tandem import kv_events_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
@@ -169,6 +170,12 @@ class ServerConfig:
         "generation_config.json has them; openai: 1, off, 1, 0 and 1; the same on both halves of a pair",
         choices=("model", "openai"),
     )
+    kv_events_config: str | None = flag(
+        None,
+        "publish which blocks of KV the prefix cache takes and drops, with their tokens, as vLLM and SGLang do: "
+        f"{kv_events_config.EXAMPLE}; also buffer_steps, hwm and max_queue_size; ports rise by the DP rank",
+        metavar="JSON",
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
@@ -302,6 +309,14 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.allow_credentials and "*" in c.allowed_origins,
         "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",
     ),
+    Rule(
+        lambda c: kv_events_config.complaint(c.kv_events_config, dp_size=c.dp_size) is not None,
+        f"--kv-events-config takes JSON such as {kv_events_config.EXAMPLE}, with a port for every DP rank",
+    ),
+    Rule(
+        lambda c: c.kv_events_config is not None and not kv_events_config.is_installed(),
+        "--kv-events-config needs pyzmq: pip install 'tandem-llm[kv-events]'",
+    ),
     Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
@@ -374,6 +389,10 @@ RULES: tuple[Rule, ...] = (
         "a prefill or decode server that others can reach needs --cluster-secret-file, the same on all of them",
     ),
 )
+
+
+def keeps_prefixes(config: ServerConfig) -> bool:
+    return not config.disable_radix_cache and config.disaggregation_decode_enable_radix_cache is not False
 
 
 def is_loopback(host: str) -> bool:

@@ -49,6 +49,9 @@ UPSTREAM = "unit/test_upstream_call.py::test_"
 FAULTS = "e2e_cpu/test_fault_injection.py::test_"
 CHAT = "e2e_cpu/test_chat_terminal.py::test_"
 COMMANDS = "unit/test_client_commands.py::test_"
+KV_LAW = "laws/test_kv_events_laws.py::test_replaying_the_events_gives_what_the_tree_holds_after_every_step"
+KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
+KV_SENT = "unit/test_kv_publisher.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -962,6 +965,63 @@ OTHERS = (
         "    elif not (args.api_key or",
         "    if not (args.api_key or",
         COMMANDS + "a_key_of_openai_is_not_told_to_who_only_listens_where_a_server_may_be",
+    ),
+    # KV events
+    Break(
+        "cached_pages_are_stored_again",
+        "core/scheduler/state.py",
+        "first_new = min(first_new, index)",
+        "first_new = progress.inserted",
+        KV_LAW,
+    ),
+    Break(
+        "flush_says_all_is_cleared_although_pages_are_held",
+        "core/scheduler/state.py",
+        "AnnounceRemoved(removed) if node.tree.nodes else AnnounceCleared()",
+        "AnnounceCleared()",
+        KV_LAW,
+    ),
+    Break(
+        "evictions_are_not_told",
+        "core/scheduler/state.py",
+        "node.out.append(AnnounceRemoved(removed))",
+        "pass",
+        KV_SERVED + "events_follow_the_cache_of_a_server_through_use_pressure_and_flush",
+    ),
+    Break(
+        "blocks_have_the_tokens_of_the_first_ones",
+        "server/node/kv_events.py",
+        "start = stored.first_page * self._page_bytes",
+        "start = 0",
+        KV_SERVED + "up_publishes_what_prefill_and_decode_hold",
+    ),
+    Break(
+        "tokens_of_a_request_are_kept_for_ever",
+        "server/node/kv_events.py",
+        "self._tokens.pop(request, None)",
+        "self._tokens.get(request)",
+        KV_SENT + "tokens_are_kept_as_long_as_their_request_lives",
+    ),
+    Break(
+        "a_dropped_batch_takes_no_number",
+        "server/node/kv_publisher.py",
+        "            self.num_dropped += 1\n",
+        "            self.num_dropped, self._next_number = self.num_dropped + 1, number\n",
+        KV_SENT + "a_subscriber_that_does_not_read_and_a_thread_that_hangs_hold_nobody_up",
+    ),
+    Break(
+        "a_server_that_starts_says_nothing",
+        "server/node/kv_publisher.py",
+        "self.publish([Announced(AnnounceCleared())])",
+        "self._next_number += 1",
+        KV_SENT + "a_subscriber_gets_topic_number_and_batch_and_missed_ones_again",
+    ),
+    Break(
+        "every_dp_rank_has_the_same_port",
+        "kv_events_config.py",
+        'port = int(found["port"]) + dp_rank',
+        'port = int(found["port"])',
+        KV_SENT + "ports_rise_by_the_rank",
     ),
 )
 

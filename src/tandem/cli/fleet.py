@@ -4,6 +4,7 @@ For `tandem up`, `tandem demo` and the tests. A member that fails to start ends 
 says why is the line that the user sees. Should this process be killed, the kernel tells the members to drain.
 """
 
+import argparse
 import contextlib
 import http.client
 import os
@@ -21,7 +22,11 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
+from tandem import kv_events_config
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
+from tandem.cli.flags import add_flags
 from tandem.server.processes import describe_exit, end_with_parent
 
 PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
@@ -228,25 +233,58 @@ def start_pd(
     prefill_flags: Sequence[str] = (),
     decode_flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
+    kv_events: str | None = None,
 ) -> Member:
     """Prefill and decode servers and the router in front of them; the router. None of them is ready yet.
 
     router_port: 0 picks a free one; or a socket that listens already. Raises CommandFailed when it is taken.
+    kv_events: `--kv-events-config` of the first server; the others get the ports behind it, one per DP rank.
     """
     listener = listen(router_port) if isinstance(router_port, int) else router_port
     ports = iter(free_ports(2 * prefills + decodes))
     router = ["router", *router_flags]
+    told = KvEventsFlags(kv_events)
     for index in range(prefills):
         port, bootstrap = next(ports), next(ports)
         mode = ["--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap)]
-        fleet.start(f"prefill-{index}", serve_words(model, port, *mode, *server_flags, *prefill_flags), port=port)
+        flags = told.added_to([*mode, *server_flags, *prefill_flags])
+        fleet.start(f"prefill-{index}", serve_words(model, port, *flags), port=port)
         router += ["--prefill", f"http://127.0.0.1:{port}", str(bootstrap)]
     for index in range(decodes):
         port = next(ports)
-        mode = ["--disaggregation-mode", "decode"]
-        fleet.start(f"decode-{index}", serve_words(model, port, *mode, *server_flags, *decode_flags), port=port)
+        flags = told.added_to(["--disaggregation-mode", "decode", *server_flags, *decode_flags])
+        fleet.start(f"decode-{index}", serve_words(model, port, *flags), port=port)
         router += ["--decode", f"http://127.0.0.1:{port}"]
     return fleet.start_router(router, listener)
+
+
+@dataclass(slots=True)
+class KvEventsFlags:
+    """`--kv-events-config` for one server after the other, so that no two publish at one port."""
+
+    first: str | None  # None: nobody publishes
+    ranks: int = 0  # of the servers so far
+
+    def added_to(self, flags: Sequence[str]) -> list[str]:
+        """Raises CommandFailed."""
+        if self.first is None:
+            return list(flags)
+        try:
+            config = kv_events_config.shifted(kv_events_config.read(self.first), self.ranks)
+        except ValueError as error:
+            raise CommandFailed(f"--kv-events-config: {error}", is_wrong_usage=True) from None
+        self.ranks += server_flags_of(flags).dp_size
+        return [*flags, "--kv-events-config", msgspec.json.encode(config).decode()]
+
+
+def server_flags_of(flags: Sequence[str]) -> argparse.Namespace:
+    """As `tandem serve` reads them; what is wrong with them it says itself."""
+    parser = argparse.ArgumentParser(exit_on_error=False, add_help=False)
+    add_flags(parser)
+    try:
+        return parser.parse_known_args(flags)[0]
+    except argparse.ArgumentError:
+        return parser.parse_args([])
 
 
 def listen(port: int) -> socket.socket:

@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefill-flags", metavar="FLAGS", default="", help="the same for prefill servers only")
     parser.add_argument("--decode-flags", metavar="FLAGS", default="", help="the same for decode servers only")
+    parser.add_argument(
+        "--kv-events-config",
+        metavar="JSON",
+        help="of `tandem serve`, for every server; each has the ports behind those of the one before it, in the order "
+        "in which they are started",
+    )
     parser.add_argument("--router-flags", metavar="FLAGS", default="", help="flags of `tandem router`, in the same way")
 
 
@@ -110,6 +116,7 @@ def _run(args: argparse.Namespace, more_flags: Mapping[str, Sequence[str]]) -> N
             prefills=args.prefill,
             decodes=args.decode,
             router_port=listener,
+            kv_events=args.kv_events_config,
             **more_flags,
         )
         fleet.wait_ready(timeout_s=START_S, tell=_tell)

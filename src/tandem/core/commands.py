@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.core.batch import BatchPlan
 from tandem.core.disagg.messages import Message
 from tandem.core.scheduler.delayer_policy import RankLoad
-from tandem.core.values import ZERO_NS, Address, Cause, Cut, Incarnation, Nanos, PageId, RequestId, Room
+from tandem.core.values import ZERO_NS, Address, Cause, Cut, Incarnation, Nanos, PageHash, PageId, RequestId, Room
 
 
 class LaunchBatch(Struct, frozen=True, tag=True, gc=False):
@@ -174,6 +174,29 @@ class CancelPull(Struct, frozen=True, tag=True):
     attempt: int
 
 
+class AnnounceStored(Struct, frozen=True, tag=True):
+    """The prefix tree holds these pages from here on. This and the next two come only where `announces_cache`.
+
+    Whoever replays the three in order has the hashes that the tree holds, at the end of every step. The request names
+    whose tokens they are: it lives, and its tokens up to the end of these pages have been told.
+    """
+
+    request: RequestId
+    first_page: int  # index in the request's table
+    parent: PageHash | None  # of the first; each of the others follows the one before it
+    hashes: tuple[PageHash, ...]
+
+
+class AnnounceRemoved(Struct, frozen=True, tag=True):
+    """The prefix tree has dropped these pages."""
+
+    hashes: tuple[PageHash, ...]
+
+
+class AnnounceCleared(Struct, frozen=True, tag=True):
+    """A flush has left nothing in the prefix tree."""
+
+
 Command = (
     LaunchBatch
     | ForgetRequests
@@ -191,6 +214,9 @@ Command = (
     | RevokePages
     | PullPages
     | CancelPull
+    | AnnounceStored
+    | AnnounceRemoved
+    | AnnounceCleared
 )
 
 

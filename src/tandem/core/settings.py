@@ -101,6 +101,7 @@ class NodeSettings(Struct, frozen=True):
     prefill_streak: int = 4  # prompt batches in a row while decode rows wait
     delayer: DelayerSettings | None = None  # None: prompts never wait for decode rows
     prefix_cache: bool = True
+    announces_cache: bool = False  # say which pages the prefix tree takes and drops
     reserved_decode_tokens: int = 512  # clip of what a running request is assumed to need still
     conservativeness: float = 0.3  # share of that which admission keeps free
     metadata_slots: int = 64

@@ -15,7 +15,10 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import (
+    AnnounceCleared,
     AnnounceDpRank,
+    AnnounceRemoved,
+    AnnounceStored,
     AskDpRank,
     CancelPull,
     Command,
@@ -281,6 +284,12 @@ def describe_command(command: Command) -> str:
             )
         case CancelPull(request, attempt):
             return f"cancel pull of request {request}.{attempt}"
+        case AnnounceStored(request, first_page, _, hashes):
+            return f"announce that {_span(first_page, len(hashes))} of request {request} are cached"
+        case AnnounceRemoved(hashes):
+            return f"announce that {len(hashes)} pages are no longer cached"
+        case AnnounceCleared():
+            return "announce that nothing is cached any more"
 
 
 def describe_plan(plan: BatchPlan) -> str:

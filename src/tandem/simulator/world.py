@@ -16,7 +16,10 @@ import msgspec
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import (
+    AnnounceCleared,
     AnnounceDpRank,
+    AnnounceRemoved,
+    AnnounceStored,
     AskDpRank,
     CancelPull,
     Command,
@@ -474,7 +477,7 @@ class World:
                 self.edge.see_end(life, command)
             case RenderAgain(request, rendered_at):
                 self.edge.render_again(life.halves[request], rendered_at)
-            case StartRequest():
+            case StartRequest() | AnnounceStored() | AnnounceRemoved() | AnnounceCleared():
                 pass
             case LearnPeer() | AskDpRank():
                 self.bootstraps.ask(life, command)

@@ -28,6 +28,7 @@ class PrefixTree:
     step: int = 0
     # (used_at, hash) of unpinned leaves; entries go stale and are dropped when they come up
     candidates: list[tuple[int, PageHash]] = field(default_factory=list[tuple[int, PageHash]])
+    dropped: list[PageHash] = field(default_factory=list[PageHash])  # since the last `take_dropped`
 
     @property
     def num_evictable(self) -> int:
@@ -95,8 +96,14 @@ class PrefixTree:
             self._drop(page_hash, node)
         return evicted
 
+    def take_dropped(self) -> tuple[PageHash, ...]:
+        """What has left the tree since the last call, in order."""
+        dropped, self.dropped = tuple(self.dropped), []
+        return dropped
+
     def _drop(self, page_hash: PageHash, node: TreeNode) -> None:
         del self.nodes[page_hash]
+        self.dropped.append(page_hash)
         if node.parent is not None:
             parent = self.nodes[node.parent]
             parent.num_children -= 1

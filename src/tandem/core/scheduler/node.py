@@ -67,6 +67,7 @@ from tandem.core.scheduler.state import (
     due,
     earliest_timer,
     enter,
+    flush_cache,
     forget_command,
     forget_if_drained,
     join_decode_set,
@@ -162,8 +163,7 @@ def handle(node: NodeState, event: Event) -> None:
         case DrainRequested():
             node.draining = True
         case FlushRequested():
-            for page in node.tree.evict(node.pool.num_pages):
-                node.pool.evict(page)
+            flush_cache(node)
         case _:
             assert_never(event)
 

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from tandem.core.batch import Join
-from tandem.core.commands import Command, FailRequest, FinishRequest, ForgetRequests
+from tandem.core.commands import (
+    AnnounceCleared,
+    AnnounceRemoved,
+    AnnounceStored,
+    Command,
+    FailRequest,
+    FinishRequest,
+    ForgetRequests,
+)
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
@@ -24,7 +32,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
 from tandem.core.scheduler.request_state import LIFECYCLE, SLOT_STATES, InflightBatch, Progress, State, Trigger
 from tandem.core.settings import NodeSettings, PrefillInfo
-from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
+from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageHash, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
@@ -234,9 +242,24 @@ def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pag
 
 def make_room(node: NodeState, num_pages: int) -> bool:
     """Evict cached pages until `num_pages` are free, if that is possible."""
-    for page in node.tree.evict(num_pages - node.pool.num_free):
-        node.pool.evict(page)
+    removed = evict(node, num_pages - node.pool.num_free)
+    if removed and node.settings.announces_cache:
+        node.out.append(AnnounceRemoved(removed))
     return node.pool.num_free >= num_pages
+
+
+def flush_cache(node: NodeState) -> None:
+    """Evict every cached page that nobody holds."""
+    removed = evict(node, node.pool.num_pages)
+    if removed and node.settings.announces_cache:
+        node.out.append(AnnounceRemoved(removed) if node.tree.nodes else AnnounceCleared())
+
+
+def evict(node: NodeState, num_pages: int) -> tuple[PageHash, ...]:
+    """Up to so many cached pages become free; their hashes."""
+    for page in node.tree.evict(num_pages):
+        node.pool.evict(page)
+    return node.tree.take_dropped()
 
 
 def checkpoint(node: NodeState, progress: Progress) -> None:
@@ -246,15 +269,23 @@ def checkpoint(node: NodeState, progress: Progress) -> None:
     full = min(len(progress.hashes), progress.computed // node.settings.page_size)
     if full <= progress.inserted:
         return
+    first_new = full
     for index in range(progress.inserted, full):
-        parent = progress.hashes[index - 1] if index else None
-        if node.tree.insert(progress.hashes[index], progress.pages[index], parent):
+        if node.tree.insert(progress.hashes[index], progress.pages[index], parent_of(progress, index)):
             node.pool.share(progress.pages[index], progress.id)
+            first_new = min(first_new, index)
+    if first_new < full and node.settings.announces_cache:  # behind a page that was not there none was
+        new = tuple(progress.hashes[first_new:full])
+        node.out.append(AnnounceStored(progress.id, first_new, parent_of(progress, first_new), new))
     before, progress.locked = progress.locked, progress.hashes[full - 1]
     node.tree.lock(progress.locked)
     if before is not None:
         node.tree.unlock(before)
     progress.inserted = full
+
+
+def parent_of(progress: Progress, index: int) -> PageHash | None:
+    return progress.hashes[index - 1] if index else None
 
 
 def give_back_pages(node: NodeState, progress: Progress) -> None:

@@ -45,6 +45,8 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells) ->
             api.send(command)
         case commands.Tell():
             peers.tell(command.peer, command.message)
+        case commands.AnnounceStored() | commands.AnnounceRemoved() | commands.AnnounceCleared():
+            pass  # for those who observe the stream (`kv_events.py`)
         case commands.GatherSnapshot():
             raise AssertionError("a server has one DP rank, which agrees with itself")
         case never:

@@ -13,6 +13,7 @@ from tandem.core.events import Event
 from tandem.core.values import SECOND, Cut, Incarnation, Nanos
 from tandem.ports import Clock, Node
 from tandem.ranks import Rank
+from tandem.sampling import Payload
 from tandem.server import wire
 from tandem.server.channel import PolledChannel
 from tandem.server.node.dispatch import dispatch
@@ -48,6 +49,7 @@ class Inbox:
         self._poller = poller
         self._clock = clock
         self.failures = failures
+        self.prompt_came: Callable[[Payload], None] = lambda payload: None  # who else wants the prompts
         self._happened: list[Event] = []
         self._peers: Peers | None = None
         self.questions: list[wire.Query] = []
@@ -119,9 +121,11 @@ class Inbox:
             case wire.SubmitAll(submits):
                 for submit in submits:
                     self.workers.send(submit.payload)
+                    self.prompt_came(submit.payload)
                     self._happened.append(events.RequestArrived(submit.request))
             case wire.Rendered(submit):
                 self.workers.send(submit.payload)
+                self.prompt_came(submit.payload)
                 self._happened.append(events.PromptRendered(submit.request))
             case wire.Query(what="worker"):
                 self.workers.send(message)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import msgspec
 
+from tandem import kv_events_config
 from tandem.config import (
     FAILED_TRANSFERS,
     FAULT_SEED,
@@ -39,6 +41,7 @@ from tandem.server.fault_records import folder_of
 from tandem.server.node.driver import Inbox, Observer, drive
 from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
+from tandem.server.node.kv_events import CannotPublish, KvEvents, Publisher
 from tandem.server.node.last_steps import keep_last_steps
 from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers, numeric_host
@@ -161,6 +164,11 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
             shows_numbers=environment_switch(LOG_FORWARD_ITERS),
         )
     )
+    publisher = _publisher(launch, settings)
+    if publisher is not None:
+        kv_events = KvEvents(publisher, page_size=settings.page_size)
+        inbox.prompt_came = kv_events.prompt_came
+        observers.append(kv_events)
     inbox.api.send(wire.NodeReady(replica, engines.num_pages, engines.page_bytes))
     inbox.flush()
     gc.collect()
@@ -175,6 +183,8 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
         peers.close()
         if recorder is not None:
             recorder.close()
+        if publisher is not None:
+            publisher.close()
 
 
 def _replica(launch: Launch, engines: Engines, settings: NodeSettings, peers: Peers) -> wire.ReplicaInfo:
@@ -218,6 +228,23 @@ def _recorder(config: ServerConfig, settings: NodeSettings, node: EngineNode) ->
             logger.warning("there is no flight record: %s", error)
             return None
         raise ServerFailure(f"cannot write the flight record: {error}; choose another --flight-record") from error
+
+
+def _publisher(launch: Launch, settings: NodeSettings) -> Publisher | None:
+    """Raises ServerFailure."""
+    if launch.config.kv_events_config is None:
+        return None
+    publishing = import_module("tandem.server.node.kv_publisher")  # only here: an extra brings what it imports
+    try:
+        return publishing.KvPublisher(
+            kv_events_config.read(launch.config.kv_events_config),
+            dp_rank=settings.dp_rank,
+            page_size=settings.page_size,
+            who=launch.incarnation,
+            note=logger.warning,
+        )
+    except CannotPublish as error:
+        raise ServerFailure(str(error)) from error
 
 
 def _last_words(channel: PolledChannel, message: msgspec.Struct) -> None:  # of any kind

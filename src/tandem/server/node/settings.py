@@ -11,6 +11,7 @@ from tandem.config import (
     Variable,
     environment_number,
     environment_switch,
+    keeps_prefixes,
     local_prefill_tokens,
     optimistic_wishes,
 )
@@ -55,7 +56,8 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         window_depth=1 if config.disable_overlap_schedule else config.pp_size + 1,
         mixed_chunk=config.enable_mixed_chunk,
         delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
-        prefix_cache=not config.disable_radix_cache and config.disaggregation_decode_enable_radix_cache is not False,
+        prefix_cache=keeps_prefixes(config),
+        announces_cache=config.kv_events_config is not None,
         reserved_decode_tokens=config.num_reserved_decode_tokens,
         conservativeness=config.schedule_conservativeness,
         metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any  # a checker's methods take the command or event that they are wired to
 
 from tandem.core.commands import (
+    AnnounceCleared,
     AnnounceDpRank,
+    AnnounceRemoved,
+    AnnounceStored,
     AskDpRank,
     CancelPull,
     Command,
@@ -59,6 +62,7 @@ from tandem.simulator.checkers.liveness import (
 from tandem.simulator.checkers.orders import Orders, Returns
 from tandem.simulator.checkers.outside import OneDispatch, OwnClock, SameAfterRestore, WellFormed
 from tandem.simulator.checkers.pages import (
+    AnnouncedPages,
     FreedPages,
     PageAccounting,
     PageOwnership,
@@ -85,6 +89,7 @@ class Checkers:
     sent_pages: SentPages = field(default_factory=SentPages)
     pins: PrefixTreePins = field(default_factory=PrefixTreePins)
     tenants: TenantsApart = field(default_factory=TenantsApart)
+    announced: AnnouncedPages = field(default_factory=AnnouncedPages)
     quarantine: Quarantine = field(default_factory=Quarantine)
     row_owners: RowOwners = field(default_factory=RowOwners)
     row_contents: RowContents = field(default_factory=RowContents)
@@ -173,6 +178,9 @@ class Checkers:
             LearnPeer: (self.questions.put,),
             AskDpRank: (self.questions.put,),
             AnnounceDpRank: (self.right_rank.announced,),
+            AnnounceStored: (self.announced.stored,),
+            AnnounceRemoved: (self.announced.removed,),
+            AnnounceCleared: (self.announced.cleared,),
             Tell: (
                 self.row_contents.told,
                 self.row_owners.told,
@@ -218,6 +226,7 @@ class Checkers:
         self.vetoes.heard(life, events)
         self.vetoes.after_step(life)
         self.delay_bound.after_step(life, events, num_launched)
+        self.announced.after_step(life)
 
     def compare_with_twin(self, life: Life, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
         self.same_after_restore.compare(life, events, now, effects)

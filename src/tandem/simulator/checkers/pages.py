@@ -5,10 +5,10 @@ What is cheap is checked after every step or at the very access; the rest is cou
 
 from collections import Counter, defaultdict
 
-from tandem.core.commands import LaunchBatch, PullPages
+from tandem.core.commands import AnnounceCleared, AnnounceRemoved, AnnounceStored, LaunchBatch, PullPages
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import Incarnation, PageId, RequestId
+from tandem.core.values import Incarnation, PageHash, PageId, RequestId
 from tandem.simulator.actors.kv_reader import SimulatedGrant
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import owner_of, where
@@ -143,6 +143,41 @@ class PrefixTreePins:
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
         if len(tree.nodes) != state.pool.counts[PageState.CACHED]:
             raise Violation(self.id, f"{where(life)}: {len(tree.nodes)} nodes, {state.pool.counts} pages")
+
+
+class AnnouncedPages:
+    """Who replays what a node announces of its cache holds what its prefix tree holds: after every step, no more and
+    no less, each page once and behind its parent."""
+
+    id = "S37"
+
+    def __init__(self) -> None:
+        self.held: defaultdict[Incarnation, set[PageHash]] = defaultdict(set)
+
+    def stored(self, life: Life, command: AnnounceStored) -> None:
+        held, parent = self.held[life.incarnation], command.parent
+        for index, page_hash in enumerate(command.hashes, command.first_page):
+            if page_hash in held:
+                raise Violation(self.id, f"{where(life, command.request)}: page {index} is announced a second time")
+            if parent is not None and parent not in held:
+                raise Violation(self.id, f"{where(life, command.request)}: page {index} is announced before its parent")
+            held.add(page_hash)
+            parent = page_hash
+
+    def removed(self, life: Life, command: AnnounceRemoved) -> None:
+        held = self.held[life.incarnation]
+        for page_hash in command.hashes:
+            if page_hash not in held:
+                raise Violation(self.id, f"{where(life)}: a page is announced as removed that was not there")
+            held.discard(page_hash)
+
+    def cleared(self, life: Life, _command: AnnounceCleared) -> None:
+        self.held[life.incarnation].clear()
+
+    def after_step(self, life: Life) -> None:
+        held, tree = self.held[life.incarnation], life.node.state.tree
+        if life.settings.announces_cache and held != tree.nodes.keys():
+            raise Violation(self.id, f"{where(life)} has announced {len(held)} cached pages, of {len(tree.nodes)}")
 
 
 class TenantsApart:

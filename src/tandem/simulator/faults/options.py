@@ -349,6 +349,7 @@ def _draw_settings(
         window_depth=random.choice((1, 2, 2)),
         mixed_chunk=random.random() < 0.3,
         prefix_cache=random.random() < 0.8,
+        announces_cache=True,
         reserved_decode_tokens=random.choice((4, 64, 512)),
         conservativeness=random.choice((0.0, 0.0, 0.3, 1.0)),
         metadata_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
