@@ -93,6 +93,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("ranks", "leaf"),
     ("logtext", "leaf"),
     ("kv_events_config", "leaf"),
+    ("otlp", "leaf"),
     ("engine.attention.table", "leaf"),  # names: the flag's choices
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),
     *((f"engine.{name}", "engine.batch") for name in ENGINE_BATCH),

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
-from tandem import kv_events_config
+from tandem import kv_events_config, otlp
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
@@ -176,6 +176,14 @@ class ServerConfig:
         f"{kv_events_config.EXAMPLE}; also buffer_steps, hwm and max_queue_size; ports rise by the DP rank",
         metavar="JSON",
     )
+    enable_trace: bool = flag(
+        False, "tell an OpenTelemetry collector of every request: a span, and one for each stage of its ledger"
+    )
+    otlp_traces_endpoint: str = flag(
+        otlp.DEFAULT_ENDPOINT,
+        "the collector: HOST:PORT for gRPC, or http://HOST:4318/v1/traces",
+        metavar="ENDPOINT",
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
@@ -317,6 +325,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.kv_events_config is not None and not kv_events_config.is_installed(),
         "--kv-events-config needs pyzmq: pip install 'tandem-llm[kv-events]'",
     ),
+    Rule(lambda c: c.enable_trace and not otlp.is_installed(), otlp.MISSING),
+    Rule(lambda c: not otlp.is_endpoint(c.otlp_traces_endpoint), otlp.MALFORMED),
     Rule(lambda c: c.flight_record_max_bytes < 1, "--flight-record-max-bytes must be at least 1"),
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,

@@ -7,6 +7,7 @@ for what happens anyway is harmless.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tandem import otlp
 from tandem.config import ServerConfig, flags, keeps_prefixes, optimistic_wishes
 
 UNIFIED, PREFILL, DECODE = "unified", "prefill", "decode"
@@ -101,6 +102,7 @@ NEEDS: tuple[Need, ...] = (
         lambda c: c.max_stored_responses > 0,
         "does nothing with --max-stored-responses 0, which keeps none",
     ),
+    Need("--otlp-traces-endpoint", lambda c: c.enable_trace, otlp.UNUSED),
     Need("--kv-events-config", keeps_prefixes, "tells of the prefix cache, which is off"),
     Need(
         "--allowed-host",

@@ -54,11 +54,14 @@ class Server:
     def log(self) -> str:
         return self.member.log.read_text(errors="replace")
 
-    def open(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+    def open(
+        self, method: str, path: str, body: object = None, headers: Mapping[str, str] | None = None
+    ) -> http.client.HTTPResponse:
         """The reply's head is here, its body not. Closing the reply closes the connection."""
         connection = http.client.HTTPConnection(self.host, self.member.port, timeout=REPLY_S)
         text = None if body is None else json.dumps(body)
-        connection.request(method, path, text, {"Content-Type": "application/json", "Connection": "close"})
+        own = {"Content-Type": "application/json", "Connection": "close"}
+        connection.request(method, path, text, own | dict(headers or {}))
         return connection.getresponse()
 
     def call(self, method: str, path: str, body: object = None) -> Any:

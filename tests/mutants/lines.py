@@ -49,6 +49,7 @@ UPSTREAM = "unit/test_upstream_call.py::test_"
 FAULTS = "e2e_cpu/test_fault_injection.py::test_"
 CHAT = "e2e_cpu/test_chat_terminal.py::test_"
 COMMANDS = "unit/test_client_commands.py::test_"
+TRACED = "e2e_cpu/test_traces.py::test_"
 KV_LAW = "laws/test_kv_events_laws.py::test_replaying_the_events_gives_what_the_tree_holds_after_every_step"
 KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
@@ -213,15 +214,15 @@ BREAKS = (
     Break(
         "failed_requests_have_no_line",
         "server/api/stream.py",
-        "            self._log.write_all(records)",
-        "            self._log.write_all([record for record in records if not record.is_failed])",
+        "        self._log.write_all(records)",
+        "        self._log.write_all([record for record in records if not record.is_failed])",
         "unit/test_api_failures.py::test_every_cause_before_the_first_token_is_a_status_of_its_own",
     ),
     Break(
         "failed_requests_have_no_line_in_processes",
         "server/api/stream.py",
-        "            self._log.write_all(records)",
-        "            self._log.write_all([record for record in records if not record.is_failed])",
+        "        self._log.write_all(records)",
+        "        self._log.write_all([record for record in records if not record.is_failed])",
         EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
     ),
     Break(
@@ -599,6 +600,13 @@ BREAKS = (
         "self._pieces.append(Reasoning(thought))",
         "self._pieces.append(Text(thought))",
         TOOLS + "thoughts_are_told_from_the_answer",
+    ),
+    Break(
+        "an_abort_is_not_in_the_trace",
+        "server/request_spans.py",
+        "            own.abort(abort_of(record))",
+        "            pass",
+        TRACED + "an_abort_is_recorded_with_its_reason_wherever_it_happens",
     ),
 )
 
@@ -1022,6 +1030,35 @@ OTHERS = (
         'port = int(found["port"]) + dp_rank',
         'port = int(found["port"])',
         KV_SENT + "ports_rise_by_the_rank",
+    ),
+    # traces
+    Break(
+        "halves_are_not_told_whose_part_they_are",
+        "server/router/shell.py",
+        "headers | leg.span.headers",
+        "headers",
+        TRACED + "one_trace_goes_through_router_prefill_and_decode_in_parts_that_add_up",
+    ),
+    Break(
+        "what_a_caller_says_of_its_trace_is_not_heard",
+        "server/otel.py",
+        "{key: headers[key] for key in TRACE_HEADERS if key in headers}",
+        "{}",
+        TRACED + "a_request_that_is_not_sampled_is_told_nowhere",
+    ),
+    Break(
+        "stages_begin_together",
+        "metrics/stage_spans.py",
+        "        at += duration_ns",
+        "        at += 0",
+        "unit/test_request_spans.py::test_stages_lie_end_to_end_and_are_the_time_to_the_first_token",
+    ),
+    Break(
+        "every_batch_that_is_lost_is_a_line",
+        "server/otel.py",
+        "now - self._said_at >= COMPLAIN_S",
+        "now - self._said_at >= 0",
+        "unit/test_request_spans.py::test_spans_that_are_lost_are_said_once_a_minute",
     ),
 )
 

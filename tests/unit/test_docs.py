@@ -56,7 +56,6 @@ CAPABILITIES = {
     "embeddings",
     "fault injection at run time",
     "hierarchical cache",
-    "OpenTelemetry traces",
     "PP ranks",
     "role switch",
 }

@@ -68,6 +68,7 @@ from tandem.server.api.validation import (
     submission,
     time_of,
 )
+from tandem.server.tracing import NO_TRACING, Span, Tracing, ending_with_errors
 
 logger = logging.getLogger("tandem.server")
 Body = TypeVar("Body", bound=Struct)
@@ -83,6 +84,7 @@ def build_app(
     *,
     log: RequestLog | None = None,
     digest_secret: bytes | None = None,
+    tracing: Tracing = NO_TRACING,
 ) -> Starlette:
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
     limits = limits_of(config, model, digest_secret=digest_secret)
@@ -95,6 +97,7 @@ def build_app(
         tokenizer=tokenizer,
         stats=stats,
         log=log or RequestLog(config.log_format),
+        tracing=tracing,
     )
     ops = Ops(config=config, client=client, model=model, limits=limits, tokenizer=tokenizer, exporter=exporter)
     tokenization = TokenizationPage(tokenizer, limits)
@@ -139,7 +142,9 @@ class Endpoints:
         tokenizer: Tokenizer,
         stats: RequestStats,
         log: RequestLog,
+        tracing: Tracing,
     ) -> None:
+        self._tracing = tracing
         self._config = config
         self._client = client
         self._limits = limits
@@ -237,6 +242,20 @@ class Endpoints:
         *,
         checks_model: bool = True,
     ) -> TokenResponse:
+        span = self._tracing.begin(f"POST {request.scope['path']}", request.headers, request.state.arrival_ns)
+        with ending_with_errors(span):
+            return await self._read_and_answer(request, kind, read, reply, span, checks_model=checks_model)
+
+    async def _read_and_answer(
+        self,
+        request: Request,
+        kind: type[Body],
+        read: Reader[Body],
+        reply: Callable[[Body, Routing, Sequence[SampleRequest]], Reply],
+        span: Span,
+        *,
+        checks_model: bool,
+    ) -> TokenResponse:
         self._client.check_there()
         raw = await within(self._seconds_left(request), read_body(request), "the body did not come")
         seconds, size = self._seconds_left(request), len(raw)
@@ -268,6 +287,8 @@ class Endpoints:
             request_id=request.state.request_id,
             stats=self._stats,
             log=self._log,
+            span=span,
+            model=routing.model or self._config.model_name,
         )
 
     async def _asks(

@@ -55,6 +55,7 @@ from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
 from tandem.server.fault_records import OFF, folder_of
 from tandem.server.processes import STOP_SIGNALS, ChildName, Children, Listeners, Replicas, ServerFailure
+from tandem.server.tracing import make_tracing
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
 FLUSH_S = 2  # for responses that have their last token, or their error
@@ -119,6 +120,13 @@ class ApiProcess:
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._has_said_goodbye = False  # the nodes end because we told them to
         self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=self._loop_hangs)
+        self._tracing = make_tracing(
+            is_enabled=config.enable_trace,
+            endpoint=config.otlp_traces_endpoint,
+            service=f"tandem-{config.role}",
+            attributes={"tandem.role": config.role, "tandem.port": config.port},
+            note=logger.warning,
+        )
         self._registry = Registry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._client = NodeClient(
@@ -148,7 +156,9 @@ class ApiProcess:
                 server = BootstrapServer(self._registry, guard)
                 self._open(server.app(), self._listeners.bootstrap, Bounds())
             digest_secret = None if secret is None else secret.key("prompt digest")
-            app = build_app(self._config, self._client, model, tokenizer, digest_secret=digest_secret)
+            app = build_app(
+                self._config, self._client, model, tokenizer, digest_secret=digest_secret, tracing=self._tracing
+            )
             self._open(app, self._listeners.http, self._bounds())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
@@ -222,6 +232,7 @@ class ApiProcess:
         for link in self._links:
             if link.channel is not None:
                 link.channel.close()
+        self._tracing.close()
 
     def _bounds(self) -> Bounds:
         """More requests than all nodes may hold would be refused by them, once their bodies were read and parsed."""

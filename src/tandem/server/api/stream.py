@@ -31,6 +31,8 @@ from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
 from tandem.server.api.text import TextStream
 from tandem.server.api.validation import SampleRequest
+from tandem.server.request_spans import tell_spans
+from tandem.server.tracing import Span, ending_with_errors, response_headers
 
 logger = logging.getLogger("tandem.server")
 decode_score = msgspec.msgpack.Decoder(TokenScore).decode
@@ -227,7 +229,12 @@ class TokenResponse:
         request_id: str,
         stats: RequestStats,
         log: RequestLog,
+        span: Span,
+        model: str,
     ) -> None:
+        """span: of the request; ended here."""
+        self._span = span
+        self._model = model
         self._client = client
         self._prepared = prepared
         self._arrival_ns = arrival_ns
@@ -247,6 +254,10 @@ class TokenResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises `Refusal` when the node cannot be asked. Otherwise all that runs has ended, or has been told to."""
+        with ending_with_errors(self._span):
+            await self._run(scope, receive, send)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         submits, names = zip(*((one.submit, one.ask.names) for one in self._prepared), strict=True)
         routed = [one.ask.dp_rank for one in self._prepared]
         with self._client.running(submits, names, routed=routed, request_id=self._request_id) as generation:
@@ -394,6 +405,7 @@ class TokenResponse:
 
     async def _send_head(self, send: Send, path: str | None, *, length: int | None = None) -> None:
         headers = [(b"x-request-id", self._request_id.encode())]
+        headers += [(name.encode(), value.encode()) for name, value in response_headers(self._span).items()]
         if path is not None:
             headers.append((b"x-tandem-path", path.encode()))
         if length is not None:
@@ -412,6 +424,7 @@ class TokenResponse:
         if not self._is_head_sent:
             headers = [(name.encode(), value.encode()) for name, value in error_headers(failure).items()]
             headers += [(b"x-request-id", self._request_id.encode()), (b"content-length", b"%d" % len(body))]
+            headers += [(name.encode(), value.encode()) for name, value in response_headers(self._span).items()]
             self._is_head_sent = True
             await self._write(send, {"type": "http.response.start", "status": failure.status, "headers": headers})
         elif self._is_streamed:
@@ -419,11 +432,16 @@ class TokenResponse:
         await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _record(self) -> None:
-        """Count every sample once. The lines of many come a little later."""
+        """Count every sample once. The lines and spans of many come a little later."""
         records = [sample.record(endpoint=self._endpoint, request_id=self._request_id) for sample in self._samples]
         for record in records:
             self._stats.add(record)
         if len(records) <= LOOP_SAMPLES:
-            self._log.write_all(records)
+            self._tell(records)
         else:
-            asyncio.get_running_loop().run_in_executor(None, self._log.write_all, records)
+            asyncio.get_running_loop().run_in_executor(None, self._tell, records)
+
+    def _tell(self, records: Sequence[RequestRecord]) -> None:
+        """In any thread."""
+        self._log.write_all(records)
+        tell_spans(self._span, records, arrival_ns=self._arrival_ns, model=self._model)

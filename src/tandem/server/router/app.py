@@ -89,6 +89,7 @@ from tandem.server.router.worker_documents import (
     read_document,
     sum_of_loads,
 )
+from tandem.server.tracing import NO_TRACING, Tracing, make_tracing
 
 FIRST_LOOK_SECONDS = 4.0  # longer than the timeout of a probe
 CONTROL_SECONDS = 10.0  # for a worker's answer to anything that is not generation
@@ -99,8 +100,11 @@ log = logging.getLogger("tandem.router")
 class RouterApp:
     """`app` is the ASGI application; its lifespan starts and stops everything."""
 
-    def __init__(self, config: RouterConfig, metrics: RouterMetrics | None = None) -> None:
+    def __init__(
+        self, config: RouterConfig, metrics: RouterMetrics | None = None, tracing: Tracing = NO_TRACING
+    ) -> None:
         self._config = config
+        self._tracing = tracing
         self._metrics = metrics or RouterMetrics()
         self._client = make_client()
         draws = Draws(lambda: secrets.randbits(64))
@@ -144,6 +148,7 @@ class RouterApp:
             store,
             timeout_seconds=self._config.request_timeout,
             blocks_of=PromptBlocks(secrets.token_bytes(32)) if self._config.is_cache_aware else no_blocks,
+            tracing=self._tracing,
         )
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
@@ -425,7 +430,14 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
         fds_each=3,  # the client's connection, and those to both halves
     )
     drain_seconds = max(1, round(config.drain_timeout))
-    app = RouterApp(config, metrics).app
+    tracing = make_tracing(
+        is_enabled=config.enable_trace,
+        endpoint=config.otlp_traces_endpoint,
+        service="tandem-router",
+        attributes={"tandem.role": "router"},
+        note=log.warning,
+    )
+    app = RouterApp(config, metrics, tracing).app
     server = BoundedServer(app, bounds, drain_seconds=drain_seconds, lifespan="on")
 
     def end(*_: object) -> None:
@@ -435,7 +447,10 @@ def serve_router(config: RouterConfig, listener: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, end)
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    finally:
+        tracing.close()
 
 
 async def while_there(request: Request, call: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:

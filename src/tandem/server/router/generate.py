@@ -43,6 +43,7 @@ from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prompt_blocks import BlocksOf, no_blocks
 from tandem.server.router.shell import Call, RouterShell, encode_rest
 from tandem.server.router.worker_documents import STAGE
+from tandem.server.tracing import NO_TRACING, Span, Tracing, abort_info, ending_with_errors, response_headers
 
 RESPONSES = "/v1/responses"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES, "/generate")
@@ -61,16 +62,23 @@ class Generate:
         *,
         timeout_seconds: float,
         blocks_of: BlocksOf = no_blocks,
+        tracing: Tracing = NO_TRACING,
     ) -> None:
         self._shell = shell
         self._metrics = metrics
         self._store = store
+        self._tracing = tracing
         self._timeout_seconds = timeout_seconds
         self._blocks_of = blocks_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began = time.monotonic()
         request = Request(scope, receive)
+        span = self._tracing.begin(f"POST {scope['path']}", request.headers, time.monotonic_ns())
+        with ending_with_errors(span):
+            await self._answer(request, receive, send, span)
+
+    async def _answer(self, request: Request, receive: Receive, send: Send, span: Span) -> None:
+        began = time.monotonic()
         conversation = None
         if request.scope["path"] == RESPONSES and self._store.keeps:
             conversation = Conversation(self._store, owner_of(request))
@@ -84,9 +92,11 @@ class Generate:
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
-        reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation)
+        reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation, span)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
-        call = self._shell.open(request.scope["path"], body, content, headers, timeout_seconds=timeout, blocks=blocks)
+        call = self._shell.open(
+            request.scope["path"], body, content, headers, timeout_seconds=timeout, blocks=blocks, span=span
+        )
         watcher = asyncio.create_task(self._watch(receive, call, reply))
         try:
             await reply.write(call)
@@ -97,6 +107,11 @@ class Generate:
             self._metrics.see_reply(
                 request.scope["path"], reply.status, reply.first_byte_seconds, time.monotonic() - began
             )
+            if reply.failure is not None:
+                span.abort(abort_info(reply.failure))
+            elif reply.status == CLIENT_LEFT:
+                span.abort({"reason": "the client left"})
+            span.end(time.monotonic_ns(), reply.attributes)
 
     def _read(self, raw: bytes, conversation: Conversation | None, key: str) -> tuple[dict[str, Any], bytes, Blocks]:
         """In any thread."""
@@ -114,16 +129,38 @@ class Generate:
 class _Reply:
     """What the client gets. `is_whole` once nothing is missing, just before the last byte is handed over."""
 
-    def __init__(self, send: Send, path: str, request_id: str, began: float, conversation: Conversation | None) -> None:
+    def __init__(
+        self,
+        send: Send,
+        path: str,
+        request_id: str,
+        began: float,
+        conversation: Conversation | None,
+        span: Span,
+    ) -> None:
         """conversation: that has to learn what a response says, before the client has all of it."""
         self._send = send
+        self._span = span
         self._conversation = conversation
         self._path = path
         self._began = began
         self.request_id = request_id
         self.status = CLIENT_LEFT
         self.first_byte_seconds: float | None = None
+        self.failure: Failure | None = None  # of the router's own
         self.is_whole = False
+
+    @property
+    def attributes(self) -> dict[str, str | float]:
+        """What a span says of it."""
+        found: dict[str, str | float] = {
+            "http.route": self._path,
+            "http.response.status_code": self.status,
+            "tandem.request_id": self.request_id,
+        }
+        if self.first_byte_seconds is not None:
+            found["tandem.first_byte_seconds"] = self.first_byte_seconds
+        return found
 
     async def write(self, call: Call) -> None:
         try:
@@ -143,7 +180,7 @@ class _Reply:
             case Stream() as stream:
                 await self._stream(stream)
             case Fail() as fail:
-                failure = failure_of(fail)
+                failure = self.failure = failure_of(fail)
                 await self._document(failure.status, error_headers(failure), error_json(failure, self.request_id))
             case Gone():
                 self.is_whole = True  # nobody is there
@@ -163,7 +200,8 @@ class _Reply:
                 await off_loop(len(last), LOOP_BYTES, keep_event, self._conversation, last)
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         if stream.pipe.failure is not None:
-            event = error_event(self._path, error_json(failure_of(stream.pipe.failure), self.request_id))
+            failure = self.failure = failure_of(stream.pipe.failure)
+            event = error_event(self._path, error_json(failure, self.request_id))
             torn = b"" if tail == b"\n\n" else b"\n\n"  # what decode left unfinished must not swallow the event
             await self._send({"type": "http.response.body", "body": torn + event, "more_body": True})
         self.is_whole = True
@@ -171,6 +209,7 @@ class _Reply:
 
     async def _end(self, failure: Failure) -> None:
         """In the way that is still open."""
+        self.failure = failure
         body = error_json(failure, self.request_id)
         if self.first_byte_seconds is None:
             await self._document(failure.status, error_headers(failure), body)
@@ -182,7 +221,7 @@ class _Reply:
     async def _head(self, status: int, headers: dict[str, str]) -> None:
         self.status = status
         self.first_byte_seconds = time.monotonic() - self._began
-        pairs = (headers | {"x-request-id": self.request_id}).items()
+        pairs = (headers | {"x-request-id": self.request_id} | response_headers(self._span)).items()
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 

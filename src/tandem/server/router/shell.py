@@ -57,6 +57,7 @@ from tandem.server.router.answer import (
 from tandem.server.router.config import nanos
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
+from tandem.server.tracing import NO_SPAN, Span, Value
 
 log = logging.getLogger("tandem.router")
 
@@ -79,6 +80,7 @@ class Leg:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytearray = field(default_factory=bytearray)
     pipe: Pipe | None = None  # decode only, when it streams
+    span: Span = NO_SPAN
 
 
 @dataclass(slots=True)
@@ -94,6 +96,7 @@ class Call:
     merges: bool
     names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
+    span: Span  # of the whole request
     legs: dict[Side, Leg] = field(default_factory=dict[Side, Leg])  # of the latest attempt
 
 
@@ -143,6 +146,7 @@ class RouterShell:
         *,
         timeout_seconds: float,
         blocks: Blocks = (),
+        span: Span = NO_SPAN,
     ) -> Call:
         """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`.
 
@@ -163,6 +167,7 @@ class RouterShell:
             merges,
             names,
             future,
+            span,
         )
         self._calls[call.id] = call
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks))
@@ -234,14 +239,16 @@ class RouterShell:
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             upstream = UpstreamCall(call.id, sent.attempt, half, nanos(self._stall_seconds))
-            leg = Leg(call, upstream, worker, now)
+            leg = Leg(call, upstream, worker, now, span=call.span.child(half.value, now, is_call=True))
             call.legs[half] = leg
-            leg.task = self._spawn(self._run(leg, contents[half], headers))
+            leg.task = self._spawn(self._run(leg, contents[half], headers | leg.span.headers))
 
     def _cancel(self, leg: Leg) -> None:
         assert leg.task is not None
         leg.upstream.cancel()
         leg.task.cancel()
+        leg.span.abort({"reason": "cancelled"})
+        self._end_span(leg)
 
     def _forward(self, call: Call, merged: bool) -> None:
         leg = call.legs[Side.DECODE]
@@ -278,10 +285,22 @@ class RouterShell:
             self._hear(leg, upstream.stall())
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
             self._hear(leg, upstream.fail(Failure.BROKEN, f"{type(error).__name__} {error}".strip()))
+        finally:
+            self._end_span(leg)
+
+    def _end_span(self, leg: Leg) -> None:
+        upstream = leg.upstream
+        if upstream.status and not upstream.is_accepted:
+            leg.span.abort({"reason": f"answers {upstream.status}"})
+        attributes: dict[str, Value] = {"url.full": leg.worker.url + leg.call.path, "tandem.attempt": upstream.attempt}
+        if upstream.status:
+            attributes["http.response.status_code"] = upstream.status
+        leg.span.end(time.monotonic_ns(), attributes)
 
     def _hear(self, leg: Leg, said: Said) -> None:
         for event in said:
             if isinstance(event, HalfFailed):
+                leg.span.abort({"reason": event.detail, "failure": event.failure.value})
                 log.warning("%s worker %s: %s", event.half.value, leg.worker.url, event.detail)
         if said:
             self.tell(*said)
