@@ -96,6 +96,18 @@ def sampled_after(chain: int) -> int:
     return (chain >> 7) % 50_000 + 10
 
 
+def vector_of(chain: int) -> bytes:
+    return struct.pack("<q", chain)
+
+
+def expected_vector(prompt_len: int, *, seed: int) -> bytes:
+    """What one engine alone gives."""
+    chain = 0
+    for token in prompt_at(prompt_len, seed, 0):
+        chain = chain_after(chain, token)
+    return vector_of(chain)
+
+
 def expected_tokens(prompt_len: int, num_tokens: int, *, seed: int, rendered_at: int = 0) -> list[int]:
     """What one engine alone gives."""
     chain, tokens = 0, []
@@ -183,7 +195,15 @@ class Worker:
         tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
         flags = bytes(flags for _, flags in out)
         told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
-        return BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), prompt_extras=told)
+        vectors = tuple((span.sequence.request, self.vector(span.sequence)) for span in spans if span.pools)
+        vectors = tuple((request, vector) for request, vector in vectors if vector)
+        return BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), prompt_extras=told, vectors=vectors)
+
+    def vector(self, one: WorkerRequest) -> bytes:
+        """Of the whole prompt; empty: there is none."""
+        if one.is_broken or one.invalid_after == 0:
+            return b""
+        return vector_of(one.content(one.prompt_len)[-1])
 
     def forward(self, one: WorkerRequest, start: int, stop: int) -> None:
         size = self.page_size
@@ -328,6 +348,7 @@ class World:
         dp_rank_hint: int | None = None,
         rendered_at: int = 0,
         logprobs_from: int | None = None,
+        wants_vector: bool = False,
     ) -> RequestId:
         """Tell the request to the worker and put its arrival on the way."""
         request = RequestId(replica.next_id)
@@ -363,6 +384,7 @@ class World:
                 prompt_digest=prompt_digest(tokens, secret=ROOT),
                 prompt_logprobs_from=logprobs_from,
                 rendered_at=rendered_at,
+                wants_vector=wants_vector,
             )
 
         replica.render[request] = render

@@ -31,6 +31,8 @@ ENGINE_CONFIG = (
     "eos",
     "rope_config",
     "experts_config",
+    "encoder_config",
+    "pooling_config",
     "generation_config",
     "model_config",
     "models.table",

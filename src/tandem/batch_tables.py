@@ -87,6 +87,7 @@ class Span(Generic[S]):
     start: int
     stop: int
     samples: bool
+    pools: bool = False
 
 
 class DecodeSet(Protocol[S]):
@@ -183,7 +184,7 @@ class BatchTables(Generic[S]):
         _extend(sequence, row.token)
         if row.samples:
             sequence.cut(row.stop)  # a prompt may run twice; its token is sampled anew
-        return Span(sequence, row.start, row.stop, row.samples)
+        return Span(sequence, row.start, row.stop, row.samples, row.pools)
 
     def _known(self, request: RequestId) -> S:
         sequence = self.sequences.get(request)

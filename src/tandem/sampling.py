@@ -82,6 +82,13 @@ def is_sound(score: TokenScore, vocab_size: int) -> bool:
     return len(score.top_ids) == len(score.top_logprobs) and all(0 <= token < vocab_size for token in score.top_ids)
 
 
+class VectorParams(Struct, frozen=True):
+    """What a request that ends with its prompt wants of it."""
+
+    dimensions: int | None = None  # the first so many of an embedding; None: all
+    second_from: int | None = None  # where the second text of a pair begins, in tokens; None: there is one text
+
+
 class Payload(Struct, frozen=True, tag=True):
     """What workers know of a request and the core does not."""
 
@@ -89,3 +96,4 @@ class Payload(Struct, frozen=True, tag=True):
     tokens: bytes  # prompt, int32 little endian
     sampling: SamplingParams
     last_hash: bytes  # link of the last full prompt page, or the tenant's root: parent of the next page to fill
+    vector: VectorParams | None = None  # of a request that ends with its prompt

@@ -1,5 +1,6 @@
 """Tiny random checkpoints, and what transformers says of them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 from engine_world import VOCAB
 from torch import Tensor
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -178,3 +182,57 @@ def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], count: int) 
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
         )
     return out[0, len(prompt) :].tolist()
+
+
+# --- vectors ---------------------------------------------------------------------------------------------------------
+
+BERT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+}
+
+
+def make_bert(where: Path, *, seed: int = 0, pooling: str = "", **changes: object) -> PreTrainedModel:
+    """A random BertModel. pooling: what sentence-transformers calls its mode, such as mean_tokens."""
+    torch.manual_seed(seed)
+    model = _save(_shaken(BertModel(BertConfig(**{**BERT, **changes}))), where, "50GB")
+    if pooling:
+        write_pooling(where, pooling)
+    return model
+
+
+def make_cross_encoder(where: Path, *, seed: int = 0, activation: str = "", **changes: object) -> PreTrainedModel:
+    """A random BertForSequenceClassification of one label. activation: as sentence-transformers names it."""
+    torch.manual_seed(seed)
+    config = BertConfig(**{**BERT, "num_labels": 1, **changes})
+    if activation:
+        config.sentence_transformers = {"activation_fn": activation}
+    return _save(_shaken(BertForSequenceClassification(config)), where, "50GB")
+
+
+def write_pooling(where: Path, mode: str) -> None:
+    (where / "1_Pooling").mkdir()
+    modes = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, f"pooling_mode_{mode}": True}
+    (where / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 48, **modes}))
+
+
+def _shaken(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights of norms that are all ones, and a row of zeros for padding, would hide what is missing."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("LayerNorm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        if name.endswith("embeddings.weight"):
+            torch.nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+def reference_states(model: PreTrainedModel, tokens: Sequence[int], types: Sequence[int] | None = None) -> Tensor:
+    """[len(tokens), hidden]: behind the last norm of a model without a head."""
+    kinds = {} if types is None else {"token_type_ids": torch.tensor([list(types)])}
+    with torch.inference_mode():
+        return model(torch.tensor([list(tokens)]), **kinds).last_hidden_state[0]

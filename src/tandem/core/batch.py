@@ -5,6 +5,8 @@ token from every batch with `decodes=True`. A plan carries changes, never the ru
 order: `leave`, `join`, `grow`, then the forward pass over `rows` and, when `decodes`, over the decode set.
 
     page table    Row, Join and Grow say `first_page`: the table is cut to that length, then `pages` are appended.
+    vectors       a row with `pools` ends its request: no token is sampled behind it, and the outcome brings what the
+                  workers have made of the prompt (an embedding, a score) instead.
     row order     outcome buffers have one entry per *sampling* row: first `rows` with `samples=True`, in order, then
                   the decode set in join order.
     decode rows   a member's input is its last token, known or still being sampled by the batch before (that is what
@@ -35,6 +37,7 @@ class Row(Struct, frozen=True, gc=False):
     pages: tuple[PageId, ...]
     samples: bool  # True for the last span: sample the token that follows `stop - 1`
     token: bytes = b""  # as in `Join`: a first token sampled elsewhere, when a retraction came before the join
+    pools: bool = False  # True for the last span of a request that wants a vector; then it does not sample
 
 
 class Join(Struct, frozen=True, gc=False):
@@ -83,4 +86,7 @@ class BatchOutcome(Struct, frozen=True, gc=False):
     prompt_extras: tuple[
         tuple[RequestId, bytes], ...
     ] = ()  # the same of prompt tokens, for rows whose request wants them
+    vectors: tuple[
+        tuple[RequestId, bytes], ...
+    ] = ()  # float32 little endian, opaque to the core, of rows that pool; none of a row that is not finite
     duration_ns: Nanos = Nanos(0)

@@ -33,6 +33,7 @@ class EmitTokens(Struct, frozen=True, tag=True, gc=False):
 class FinishReason(StrEnum):
     STOP = "stop"  # end of sequence, stop token or stop string
     LENGTH = "length"
+    PROMPT = "prompt"  # it wanted no token: a vector
 
 
 class Path(StrEnum):
@@ -63,7 +64,7 @@ class StartRequest(Struct, frozen=True, tag=True):
 
 
 class FinishRequest(Struct, frozen=True, tag=True):
-    """The one terminal event of an accepted request that got its tokens."""
+    """The one terminal event of an accepted request that got its tokens, or its vector."""
 
     request: RequestId
     reason: FinishReason
@@ -73,6 +74,7 @@ class FinishRequest(Struct, frozen=True, tag=True):
     kv_pages: int  # pages that were pulled from a peer
     ledger: StageTimings
     retries: int = 0
+    vector: bytes = b""  # float32 little endian, of who wanted one
 
 
 class FailRequest(Struct, frozen=True, tag=True):

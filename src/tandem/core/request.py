@@ -14,7 +14,7 @@ class Request(Struct, frozen=True):
     rid: str  # the client's name for it; only compared and hashed
     prompt_len: int  # tokens, >= 1
     page_hashes: tuple[PageHash, ...]  # one per full page of the prompt: prompt_len // page_size
-    max_new_tokens: int  # >= 1
+    max_new_tokens: int  # >= 1; means nothing of one that wants a vector
     timeout_ns: Nanos  # time remaining at arrival; bounds everything until the first token
     room: Room | None = None  # both halves of a disaggregated pair carry the same
     peer: Address | None = None  # decode only: the bootstrap server of the prefill that holds the room
@@ -25,3 +25,4 @@ class Request(Struct, frozen=True):
         None  # log-probabilities are wanted of what follows each prompt token from here on
     )
     rendered_at: int = 0  # Unix seconds that its chat template has shown; 0: it asked for no time
+    wants_vector: bool = False  # it ends with its prompt: what the workers make of that is its result; it has no token

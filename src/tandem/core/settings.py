@@ -100,6 +100,9 @@ class NodeSettings(Struct, frozen=True):
     mixed_chunk: bool = False
     prefill_streak: int = 4  # prompt batches in a row while decode rows wait
     delayer: DelayerSettings | None = None  # None: prompts never wait for decode rows
+    # The model's attention looks both ways (an encoder): a token's state depends on those behind it, so a prompt is
+    # computed in one batch or refused, and no prefix of it can be another one's.
+    whole_prompts: bool = False
     prefix_cache: bool = True
     announces_cache: bool = False  # say which pages the prefix tree takes and drops
     reserved_decode_tokens: int = 512  # clip of what a running request is assumed to need still

@@ -26,7 +26,9 @@ def combined(outcomes: Sequence[BatchOutcome]) -> BatchOutcome:
         raise WorkersParted(
             f"the same batch is {' and '.join(str(i) for _, i in sorted(batches))} on different workers"
         )
-    sampling = [outcome for outcome in outcomes if outcome.tokens or outcome.hashes or outcome.prompt_extras]
+    sampling = [
+        outcome for outcome in outcomes if outcome.tokens or outcome.hashes or outcome.prompt_extras or outcome.vectors
+    ]
     if len(sampling) > 1:
         raise WorkersParted(f"batch {outcomes[0].iteration} was sampled by {len(sampling)} workers")
     outcome = sampling[0] if sampling else outcomes[0]

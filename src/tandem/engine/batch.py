@@ -58,6 +58,7 @@ class Batch:
     sampled: Tensor  # [s] int64: rows whose next token is wanted; in tiles: arranged in tiles again
     sampled_place: Tensor | None  # in tiles: [outcome rows] int64, index into `sampled`
     pages_to_clear: list[int]  # that nobody has written yet and that this batch does not fill (see `kv_memory.py`)
+    token_types: Tensor | None = None  # [n] int64: 1 for tokens of the second text of a pair; None: there is no pair
 
     def sampling(self, tokens: range) -> "Batch":
         """The same forward pass, of which the scores behind these tokens of the batch are wanted."""
@@ -128,6 +129,7 @@ class BatchBuilder:
             sampled=self._tensor(np.array(sampled, dtype=np.int64)),
             sampled_place=None,
             pages_to_clear=clear,
+            token_types=self._token_types(spans),
         )
 
     def _tiled(self, spans: list[Span[Sequence]]) -> Batch:
@@ -152,6 +154,17 @@ class BatchBuilder:
             sampled_place=self._tensor(sampled_place),
             pages_to_clear=[page for span in spans for page in self._page_to_clear(span)],
         )
+
+    def _token_types(self, spans: list[Span[Sequence]]) -> Tensor | None:
+        """Of batches that are not in tiles, which encoders' never are."""
+        seconds = [None if span.sequence.vector is None else span.sequence.vector.second_from for span in spans]
+        if all(second is None for second in seconds):
+            return None
+        types = [
+            np.arange(span.start, span.stop) >= (span.stop if second is None else second)
+            for span, second in zip(spans, seconds, strict=True)
+        ]
+        return self._tensor(np.concatenate(types).astype(np.int64))
 
     def _chunks(self, spans: list[Span[Sequence]]) -> list[Chunk]:
         chunks, first = [], 0

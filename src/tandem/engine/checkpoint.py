@@ -25,7 +25,10 @@ MOST_FILES = 4096
 class Checkpoint:
     """Open from the start; `stamps` say which state of each file is mapped."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, prefix: str = "") -> None:
+        """prefix: of the names of a model's layers. Where no name has it, as in a checkpoint that was saved without
+        what stands on top of the layers, names are given with it all the same.
+        """
         self.model_dir = model_dir
         self.files = _weight_files(model_dir)
         self.stamps = {path: _stamp(path) for path in self.files}
@@ -36,6 +39,9 @@ class Checkpoint:
                 if name in self._file_of:
                     raise ModelError(f"{path} and {self._file_of[name]} both hold {shown(name)}; download them again")
                 self._file_of[name] = path
+        has_prefix = any(name.startswith(prefix) for name in self._file_of)
+        self._added = "" if has_prefix else prefix
+        self._file_of = {self._added + name: path for name, path in self._file_of.items()}
 
     def names(self) -> list[str]:
         return sorted(self._file_of)
@@ -45,17 +51,17 @@ class Checkpoint:
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         with _reading(self._find(name)):
-            return tuple(self._opened[self._find(name)].get_slice(name).get_shape())
+            return tuple(self._opened[self._find(name)].get_slice(self._stored(name)).get_shape())
 
     def dtype_of(self, name: str) -> str:
         """As safetensors spells it: F32, F16, BF16, ..."""
         with _reading(self._find(name)):
-            return self._opened[self._find(name)].get_slice(name).get_dtype()
+            return self._opened[self._find(name)].get_slice(self._stored(name)).get_dtype()
 
     def tensor(self, name: str) -> Tensor:
         """Mapped, not read."""
         with _reading(self._find(name)):
-            return self._opened[self._find(name)].get_tensor(name)
+            return self._opened[self._find(name)].get_tensor(self._stored(name))
 
     def is_unchanged(self, path: Path) -> bool:
         """Whether the file still is what was mapped, as far as its status tells."""
@@ -63,6 +69,9 @@ class Checkpoint:
             return _stamp(path) == self.stamps[path]
         except ModelError:
             return False
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self._added)
 
     def _find(self, name: str) -> Path:
         if name not in self._file_of:

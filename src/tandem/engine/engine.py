@@ -29,6 +29,7 @@ from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.native import library
 from tandem.engine.parallel import OneStage, Pipeline
+from tandem.engine.pooling import Vectors, pooled
 from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
@@ -59,7 +60,7 @@ class Engine:
 
         Raises ModelError for an attention backend that is not known or cannot do what this model needs.
         """
-        open_attention = attention_backend(attention)
+        open_attention = attention_backend(attention, looks_both_ways=model.attention.looks_both_ways)
         self.model = model
         self.page_size = page_size
         self.kv = KvMemory(
@@ -117,7 +118,7 @@ class Engine:
         self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
         batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
-        sampled, scores = self._forward(batch)
+        sampled, scores, vectors = self._forward(batch)
         if batch.samplers and sampled is None:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(started))
@@ -133,13 +134,14 @@ class Engine:
             hashes=tuple(hashes) if self._pipeline.samples else (),
             extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
             prompt_extras=scores,
+            vectors=vectors,
             duration_ns=since(started),
         )
 
-    def _forward(self, batch: RunBatch[Sequence]) -> tuple[Sampled | None, PromptExtras]:
-        """The tokens, where they are sampled, and what was asked of the prompts."""
+    def _forward(self, batch: RunBatch[Sequence]) -> tuple[Sampled | None, PromptExtras, Vectors]:
+        """The tokens, where they are sampled, what was asked of the prompts, and the vectors that they end with."""
         if not batch.spans and not batch.samplers:
-            return None, ()
+            return None, (), ()
         model, pipeline = self.model.module, self._pipeline
         rows = self._batches.build(batch.spans, self._decode_set if batch.decodes else None)
         self.kv.clear(rows.pages_to_clear)
@@ -151,14 +153,15 @@ class Engine:
         hidden = model.forward(rows, self._attention, hidden)
         if pipeline.stage.rank < pipeline.stage.size - 1:
             pipeline.send_hidden(hidden)
-            return None, ()
+            return None, (), ()
+        vectors = pooled(self.model, rows, hidden, batch.spans) if pipeline.samples else ()
         scores = prompt_scores(model, rows, hidden, batch.spans, is_told=pipeline.samples)
         if not batch.samplers:
-            return None, scores
+            return None, scores, vectors
         logits = model.logits(rows, hidden)  # all shards of the stage have a part in them
         if not pipeline.samples:
-            return None, ()
-        return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids), scores
+            return None, (), ()
+        return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids), scores, vectors
 
 
 def since(started: int) -> Nanos:

@@ -11,6 +11,7 @@ request left there must not reach this one. So a page is cleared when its first 
 
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token leaves behind, on one shard."""
+    """What one token leaves behind, on one shard. An encoder's leave nothing: no layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -42,7 +43,7 @@ class KvMemory:
         self.fd: int | None = None
         self.buffer: memoryview | None = None
         sizes = (num_pages, shape.num_kv_heads, shape.num_layers, 2, page_size, shape.head_dim)
-        if device == "cpu":
+        if device == "cpu" and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
@@ -74,5 +75,6 @@ def page_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
 
 
 def pages_for_memory(shape: KvShape, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
-    """How many pages fit into so many bytes; 0 when not even one does."""
-    return budget_bytes // page_bytes(shape, page_size=page_size, dtype=dtype)
+    """How many pages fit into so many bytes; 0 when not even one does. Of pages without bytes as many as one likes."""
+    each = page_bytes(shape, page_size=page_size, dtype=dtype)
+    return budget_bytes // each if each else sys.maxsize

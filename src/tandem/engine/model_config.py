@@ -13,16 +13,21 @@ configurations of these architectures (`models/table.py`) fall into four kinds:
                 pretraining_tp, max_window_layers (says which layers have a window, and none has), pad_token_id,
                 bos_token_id, output_router_logits, router_aux_loss_coef, router_jitter_noise,
                 _sliding_window_pattern (what layer_types came from)
+
+Encoders have positions that are embeddings, and no next token: `encoder_config.py`. A decoder may be asked for vectors
+instead of tokens; a checkpoint of its bare layers (Qwen3Model) can do nothing else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
 from tandem.engine.documents import Fields, ModelError, read_json, shown
+from tandem.engine.encoder_config import EncoderConfig, read_encoder
 from tandem.engine.eos import eos_ids, tokenizer_eos
 from tandem.engine.experts_config import ExpertsConfig, read_experts
 from tandem.engine.models.table import FAMILIES, Family
+from tandem.engine.pooling_config import Pooling, read_pooling
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
@@ -33,6 +38,8 @@ MOST_LAYERS = 1 << 12
 MOST_HEADS = 1 << 14
 MOST_HEAD_DIM = 1 << 13
 WHERE = "config.json"
+HEADLESS, WITH_HEAD = "Model", "ForCausalLM"  # how architectures are named without a head, and with one
+NO_ROPE = RopeConfig("none", 1.0, {})  # of an encoder
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -89,6 +96,9 @@ class ModelConfig:
     score_divisor: float | None = None  # its square root divides attention scores; None: that of head_dim
     attention_cap: float | None = None  # `cap * tanh(score / cap)`
     logit_cap: float | None = None
+    encoder: EncoderConfig | None = None
+    pooling: Pooling | None = None  # how a prompt becomes a vector, where that is what the model is for
+    is_headless: bool | None = None  # the checkpoint has no weights that tokens could be scored with
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self._slides(layer) else None
@@ -100,18 +110,27 @@ class ModelConfig:
         return self.sliding_layers is None or layer in self.sliding_layers
 
 
-def read_config(model_dir: Path) -> ModelConfig:
-    """Parse `config.json`, and what `generation_config.json` and the tokenizer say of the end. Raises ModelError."""
+def read_config(model_dir: Path, *, is_embedding: bool = False) -> ModelConfig:
+    """Parse `config.json`, and what `generation_config.json` and the tokenizer say of the end. Raises ModelError.
+
+    is_embedding: vectors are wanted of a decoder, too.
+    """
     if not model_dir.is_dir():
         raise ModelError(f"model directory {model_dir} does not exist; give a Hugging Face checkpoint directory")
     raw = read_json(model_dir / "config.json")
     generation = read_json(model_dir / "generation_config.json", optional=True)
-    return parse_config(raw, generation=generation, tokenizer_eos=tokenizer_eos(model_dir))
+    config = parse_config(raw, generation=generation, tokenizer_eos=tokenizer_eos(model_dir))
+    is_encoder = config.encoder is not None
+    if is_encoder or is_embedding or config.is_headless:
+        return replace(config, pooling=read_pooling(model_dir, is_encoder=is_encoder))
+    return config
 
 
 def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_eos: int | None = None) -> ModelConfig:
     """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
     architecture, family = _family(raw)
+    if family.is_encoder:
+        return _encoder(raw, architecture, family, tokenizer_eos)
     said = {name: value for name, value in raw.items() if value is not None or name in SOFT_CAPS}
     config = Fields(WHERE, {**family.defaults, **said})
     rope, local_rope = _ropes(config, family)
@@ -149,6 +168,37 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         score_divisor=_score_divisor(config, head_dim),
         attention_cap=attention_cap,
         logit_cap=logit_cap,
+        is_headless=True if raw["architectures"] != [architecture] else None,
+    )
+
+
+def _encoder(raw: dict[str, Any], architecture: str, family: Family, tokenizer_eos: int | None) -> ModelConfig:
+    config = Fields(WHERE, {name: value for name, value in raw.items() if value is not None})
+    encoder = read_encoder(config, scores=family.scores)
+    heads = config.integer("num_attention_heads", most=MOST_HEADS, default=12)
+    hidden = config.integer("hidden_size", most=MOST_FEATURES, default=768)
+    if hidden % heads != 0:
+        raise ModelError(f"config.json: hidden_size {hidden} is not divisible by {heads} heads; the file is broken")
+    vocab_size = config.integer("vocab_size", most=MOST_VOCAB, default=30_522)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=config.integer("intermediate_size", most=MOST_FEATURES, default=3072),
+        num_layers=config.integer("num_hidden_layers", most=MOST_LAYERS, default=12),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        norm_eps=config.number("layer_norm_eps", least=1e-30, most=1, default=1e-12),
+        tied_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+        sliding_window=None,
+        rope=NO_ROPE,
+        max_context=config.integer("max_position_embeddings", most=MOST_POSITIONS, default=512),
+        stored_dtype=_stored_dtype(config),
+        eos_ids=eos_ids(config, Fields("generation_config.json", {}), tokenizer_eos, vocab_size=vocab_size),
+        encoder=encoder,
     )
 
 
@@ -157,9 +207,11 @@ def _family(raw: dict[str, Any]) -> tuple[str, Family]:
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise ModelError(f"config.json names the architectures {shown(given)}; exactly one is needed")
     name = given[0]
+    if name not in FAMILIES and name.endswith(HEADLESS):
+        name = name.removesuffix(HEADLESS) + WITH_HEAD
     if name not in FAMILIES:
         raise ModelError(
-            f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)} "
+            f"config.json: the architecture {shown(given[0])} is not supported; known are {', '.join(FAMILIES)} "
             "(docs/models.md says what another one needs)"
         )
     model_type = Fields(WHERE, raw).text("model_type", default=FAMILIES[name].model_type)

@@ -9,7 +9,7 @@ from tandem import batch_tables
 from tandem.core.values import RequestId
 from tandem.engine.sampler import Draw, History
 from tandem.grammar import Matcher
-from tandem.sampling import Payload, SamplingParams
+from tandem.sampling import Payload, SamplingParams, VectorParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -17,6 +17,7 @@ class Sequence(batch_tables.Sequence):
     params: SamplingParams
     history: History | None  # token counts, only where a penalty needs them
     matcher: Matcher | None = None  # only with a grammar, and only where tokens are sampled
+    vector: VectorParams | None = None  # of one that ends with its prompt
 
     @classmethod
     def of(cls, payload: Payload, *, page_size: int, matcher: Matcher | None = None) -> "Sequence":
@@ -32,6 +33,7 @@ class Sequence(batch_tables.Sequence):
             history=History.of(payload.sampling, tokens),
             prompt_hash=payload.last_hash,
             matcher=matcher,
+            vector=payload.vector,
         )
 
     def scored(self, start: int, stop: int) -> range:

@@ -31,8 +31,12 @@ READABLE_CHARS = 64  # a field of a layout is short
 WHOLE_MODEL = Shard(0, 1)
 STORED = ("F32", "BF16", "F16")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ENCODER_EMBEDDING = "bert.embeddings.word_embeddings.weight"
 # Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+
+# What a model has no use for that is asked for vectors only: heads of other tasks, and what BERT counts positions with.
+UNUSED = re.compile(r"lm_head\.weight|cls\..*|bert\.pooler\.dense\.\w+|bert\.embeddings\.(position|token_type)_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ def load(
     cache: DigestCache | None = None,
     group: Group | None = None,
     stage: Shard = WHOLE_MODEL,
+    is_embedding: bool = False,
 ) -> LoadedModel:
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
@@ -71,11 +76,15 @@ def load(
     dtype: a key of `DTYPES`, or "auto": as stored (float16 becomes float32 on CPU, bfloat16 elsewhere).
 
     cache: of digests read before; the user's own when it is None.
+
+    is_embedding: vectors are wanted of a decoder; encoders know nothing else.
     """
-    config = read_config(model_dir)
+    config = read_config(model_dir, is_embedding=is_embedding)
     _check_device(device)
-    checkpoint = Checkpoint(model_dir)
-    chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(EMBEDDING), device=device)
+    embedding = EMBEDDING if config.encoder is None else ENCODER_EMBEDDING
+    prefix = "" if config.pooling is None else embedding.partition(".")[0] + "."
+    checkpoint = Checkpoint(model_dir, prefix=prefix)
+    chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(embedding), device=device)
     _refuse_overflow(config, chosen)
     weight_bytes = _refuse_too_large(checkpoint, chosen, device)
     source = WeightSource(checkpoint, dtype=chosen, device=device)
@@ -101,7 +110,7 @@ def load(
     return LoadedModel(
         config=config,
         module=module,
-        kv_shape=KvShape(len(own_layers), heads.num_kv, config.head_dim),
+        kv_shape=KvShape(len(own_layers) if config.encoder is None else 0, heads.num_kv, config.head_dim),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
@@ -116,6 +125,7 @@ def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
         windows=tuple(config.window_of(layer) for layer in layers),
         scale=divisor**-0.5,
         soft_cap=config.attention_cap,
+        looks_both_ways=config.encoder is not None,
     )
 
 
@@ -181,7 +191,8 @@ def _untaken(checkpoint: Checkpoint, source: WeightSource, config: ModelConfig) 
     """
     left = sorted(set(checkpoint.names()) - set(source.taken))
     copies = [name for name in left if name == HEAD and config.tied_embeddings]
-    unknown = [name for name in left if name not in copies and not DERIVED.fullmatch(name)]
+    silent = {name for name in left if DERIVED.fullmatch(name) or (config.pooling and UNUSED.fullmatch(name))}
+    unknown = [name for name in left if name not in copies and name not in silent]
     if unknown:
         raise ModelError(
             f"{config.architecture} as config.json describes it has no place for {shown(unknown[0])} and "

@@ -147,7 +147,7 @@ class Reserve:
 
 
 def expected_tokens(node: NodeState, progress: Progress) -> int:
-    """Tokens that a request is assumed to emit here still. A prefill half emits none."""
-    if isinstance(progress.side, PrefillSide):
+    """Tokens that a request is assumed to emit here still. A prefill half emits none, nor does who wants a vector."""
+    if isinstance(progress.side, PrefillSide) or progress.request.wants_vector:
         return 0
     return min(progress.request.max_new_tokens - progress.generated, node.settings.reserved_decode_tokens)

@@ -101,21 +101,25 @@ def prompt_rows(node: NodeState, *, may_begin: bool) -> tuple[Row, ...]:
 def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
     """The next span; one that is not the last ends at a page border, so that no page is written by two batches."""
     start, stop = progress.launched, min(progress.length, progress.launched + budget)
+    if stop < progress.length and node.settings.whole_prompts:
+        return None
     if stop < progress.length:
         stop -= stop % node.settings.page_size
         if stop <= start:
             return None
     is_last = stop == progress.length
+    pools = is_last and progress.request.wants_vector
+    samples = is_last and not pools
     if is_fresh(progress):  # what it waited for the gate, and for its turn after it, was no computing
         progress.computing_since = node.now
         charge_stage_as_waiting(node, progress)
     first = progress.synced_pages
-    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), is_last, progress.untold_token)
+    row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), samples, progress.untold_token, pools)
     progress.untold_token = b""
     progress.synced_pages = len(progress.pages)
     progress.launched = stop
     progress.in_flight += 1
-    progress.pending += is_last
+    progress.pending += samples
     progress.computed_tokens += max(0, min(stop, progress.request.prompt_len) - start)
     return row
 

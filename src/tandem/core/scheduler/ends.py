@@ -4,12 +4,13 @@ from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.request_state import Progress, has_ended
-from tandem.core.scheduler.state import NodeState, checkpoint, end, failure, schedule
+from tandem.core.scheduler.state import NodeState, charge_stage, checkpoint, end, failure, schedule
 from tandem.core.values import Cause, RequestId
 
 
-def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
+def finish(node: NodeState, progress: Progress, reason: FinishReason, vector: bytes = b"") -> None:
     checkpoint(node, progress)
+    charge_stage(node, progress)  # of who has got no token; the others' ledger ended with the first one
     verdict = FinishRequest(
         progress.id,
         reason,
@@ -19,6 +20,7 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason) -> None:
         progress.kv_pages,
         StageTimings(tuple(progress.stages.items())),
         progress.retractions,
+        vector,
     )
     end(node, progress, verdict)
 

@@ -78,6 +78,7 @@ from tandem.core.scheduler.state import (
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId
 
+NO_VECTOR = "no vector: what was computed of the prompt is not finite"
 NO_TOKEN = "no token can be sampled: logits are not finite, or a grammar has grown beyond its bounds"
 
 
@@ -175,6 +176,8 @@ def arrive(node: NodeState, request: Request) -> None:
     """Accept or refuse. A refused request owns nothing; its peer hears of it when it speaks of the room."""
     if request.id in node.requests:
         return
+    assert not (request.wants_vector and request.room is not None), "who wants a vector has no other half"
+    assert request.wants_vector or not node.settings.whole_prompts, "an encoder has no next token"
     refusal = refuse(node, request)
     if refusal is not None:
         cause, detail = refusal
@@ -256,7 +259,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
         return  # a duplicate
     flight = node.inflight.pop(0)
     assert outcome.iteration == flight.forward_iter
-    extras = dict(outcome.extras)
+    extras, vectors = dict(outcome.extras), dict(outcome.vectors)
     learn_hashes(node, flight, outcome)
     emitted = Emission()
     index = 0
@@ -271,7 +274,10 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
             token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
             index += 1
             progress.pending -= 1
-        settle_prompt_row(node, progress, emitted, row.samples, token, flags, extras.get(row.request, b""))
+        if row.pools:
+            settle_vector(node, progress, vectors.get(row.request))
+        else:
+            settle_prompt_row(node, progress, emitted, row.samples, token, flags, extras.get(row.request, b""))
     for request in flight.members:
         progress = node.requests[request]
         progress.in_flight -= 1
@@ -322,6 +328,16 @@ def settle_prompt_row(
         enter(node, progress, Trigger.RUN)
         if take_token(node, progress, emitted, token, flags, extra):
             join_decode_set(node, progress)
+
+
+def settle_vector(node: NodeState, progress: Progress, vector: bytes | None) -> None:
+    """The prompt of a request that ends with it. vector: None where what was computed is no number."""
+    if progress.state is not State.COMPUTING:
+        settle_late(node, progress)
+    elif vector is None:
+        fail(node, progress, Cause.INVALID_LOGITS, NO_VECTOR)
+    else:
+        finish(node, progress, FinishReason.PROMPT, vector)
 
 
 def settle_late(node: NodeState, progress: Progress) -> None:

@@ -331,6 +331,11 @@ def pages_for(node: NodeState, num_tokens: int) -> int:
 
 def too_long(node: NodeState, request: Request) -> str | None:
     """Why the prompt and one token more can never fit, or None."""
+    if node.settings.whole_prompts and request.prompt_len > node.settings.chunk_tokens:
+        return (
+            f"{request.prompt_len} prompt tokens do not fit one batch of {node.settings.chunk_tokens}, "
+            "and a model that looks both ways computes a prompt in one"
+        )
     if pages_for(node, request.prompt_len + 1) <= node.pool.num_pages:
         return None
     tokens = node.pool.num_pages * node.settings.page_size

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.engine.attention.table import ATTENTION_BACKENDS
+from tandem.engine.attention.table import ATTENTION_BACKENDS, BOTH_WAYS
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError, shown
 from tandem.engine.kv_memory import KvMemory
@@ -24,6 +24,7 @@ class AttentionRules:
     windows: tuple[int | None, ...]  # of each layer: tokens that a query sees, itself included; None: all before it
     scale: float
     soft_cap: float | None = None  # `soft_cap * tanh(score / soft_cap)`
+    looks_both_ways: bool = False  # an encoder: a query sees all keys of its prompt, and nothing is kept of them
 
 
 class AttentionBackend(Protocol):
@@ -62,9 +63,13 @@ class AttentionFactory(Protocol):
         ...
 
 
-def attention_backend(name: str) -> AttentionFactory:
-    """Raises ModelError for a name that is not in the table."""
+def attention_backend(name: str, *, looks_both_ways: bool = False) -> AttentionFactory:
+    """looks_both_ways: of an encoder, whose attention is one and the same. Raises ModelError for a name that is not in
+    the table, or is no encoder's.
+    """
     if name not in ATTENTION_BACKENDS:
         raise ModelError(f"the attention backend {shown(name)} is not known; known are {', '.join(ATTENTION_BACKENDS)}")
-    module, _, kind = ATTENTION_BACKENDS[name].partition(":")
+    if looks_both_ways and name == "native":
+        raise ModelError("--attention-backend native looks back only; leave it out for an encoder")
+    module, _, kind = (BOTH_WAYS if looks_both_ways else ATTENTION_BACKENDS[name]).partition(":")
     return getattr(importlib.import_module(module), kind)

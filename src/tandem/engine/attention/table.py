@@ -9,4 +9,5 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "native": "tandem.engine.attention.native:NativeAttention",
     "torch_native": "tandem.engine.attention.torch_sdpa:TorchSdpa",
 }
+BOTH_WAYS = "tandem.engine.attention.both_ways:BothWays"  # of encoders, whatever is asked for
 DEFAULT_ATTENTION_BACKEND = next(iter(ATTENTION_BACKENDS))

@@ -1,4 +1,4 @@
-"""Root mean square norms."""
+"""Norms: of the root mean square, and BERT's of layers."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,18 @@ class RMSNorm:
         if self.weight.dtype == torch.float32:
             return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Over the last dimension: mean 0 and variance 1 before weight and bias. Every shard has all of it."""
+
+    weight: Tensor  # [features]
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 @dataclass(frozen=True, slots=True)

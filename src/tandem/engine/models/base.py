@@ -32,6 +32,16 @@ class Model(Protocol):
         """fp32 scores [outcome rows, vocab] from what `forward` returned on the last stage, in order of outcomes."""
         ...
 
+    def states(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """[outcome rows, hidden] from what `forward` returned on the last stage: what vectors are made of."""
+        ...
+
+    def score(self, state: Tensor) -> Tensor:
+        """fp32 scalar: how well the two texts of a prompt fit, from its first token's state [hidden]. Cross-encoders
+        only.
+        """
+        ...
+
     def first_layers(self, count: int) -> "Model":
         """The same model without its later layers, for a self-check. Shares all weights."""
         ...

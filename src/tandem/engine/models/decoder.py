@@ -71,7 +71,7 @@ class Decoder:
     rotary: tuple[RotaryTable, ...]  # of each block; one object for those that turn alike
     blocks: tuple[Block, ...]
     norm: RMSNorm
-    head: VocabParallelHead
+    head: VocabParallelHead | None  # None: it is asked for vectors only
     logit_cap: float | None = None
     flat: FlatBlocks | None = field(init=False, repr=False)  # of `blocks`, where one call can run them
 
@@ -95,7 +95,15 @@ class Decoder:
         scores = batch.rows.apply(self._score, hidden.index_select(0, batch.sampled))
         return scores if batch.sampled_place is None else scores.index_select(0, batch.sampled_place)
 
+    def states(self, batch: Batch, hidden: Tensor) -> Tensor:
+        states = batch.rows.apply(self.norm, hidden.index_select(0, batch.sampled))
+        return states if batch.sampled_place is None else states.index_select(0, batch.sampled_place)
+
+    def score(self, state: Tensor) -> Tensor:
+        raise AssertionError("a decoder is no cross-encoder")
+
     def _score(self, x: Tensor) -> Tensor:
+        assert self.head is not None, "of a model that makes vectors no token is sampled"
         scores = self.head(self.norm(x)).float()
         return scores if self.logit_cap is None else soft_cap(scores, self.logit_cap)
 
@@ -103,8 +111,9 @@ class Decoder:
         return replace(self, blocks=self.blocks[:count], rotary=self.rotary[:count])
 
     def product_shapes(self) -> list[tuple[int, int]]:
-        head = self.head.weight.shape
-        return [*(shape for block in self.blocks for shape in block.product_shapes()), (head[0], head[1])]
+        shapes = [shape for block in self.blocks for shape in block.product_shapes()]
+        head = self.head.weight.shape if self.head is not None else None
+        return shapes if head is None else [*shapes, (head[0], head[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +226,11 @@ def build_decoder(
     here, there = (Loader(config, source, group, heads, norms_add_one=norms_add_one) for source in (weights, elsewhere))
     tokens = group.shard.part(config.vocab_size)
     sizes = (config.vocab_size, config.hidden_size)
-    has_embedding = is_first or (is_last and config.tied_embeddings)
+    has_head = config.pooling is None
+    has_embedding = is_first or (is_last and has_head and config.tied_embeddings)
     embedding = (weights if has_embedding else elsewhere).take("model.embed_tokens.weight", *sizes, rows=tokens)
     head = embedding
-    if not config.tied_embeddings:
+    if has_head and not config.tied_embeddings:
         head = (weights if is_last else elsewhere).take("lm_head.weight", *sizes, rows=tokens)
     blocks = [
         block(replace(here if index in own_layers else there, index=index, prefix=f"model.layers.{index}."))
@@ -232,7 +242,7 @@ def build_decoder(
         rotary=_rotary_tables(config, own_layers, weights),
         blocks=tuple(blocks[own_layers.start : own_layers.stop]),
         norm=(here if is_last else there).norm("model.norm"),
-        head=VocabParallelHead(head, config.vocab_size, group),
+        head=VocabParallelHead(head, config.vocab_size, group) if has_head else None,
         logit_cap=config.logit_cap,
     )
 

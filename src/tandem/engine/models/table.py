@@ -30,6 +30,8 @@ class Family:
     may_turn_a_part: bool = False  # of each head: `partial_rotary_factor`
     outgrows_float16: bool = False  # hidden states do, in published checkpoints
     theta: float = 10_000.0  # of rotary positions, where nothing names it
+    is_encoder: bool = False  # attention looks both ways, and there is no next token (`encoder_config.py`)
+    scores: bool = False  # of an encoder: it has a classifier on top
 
 
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
@@ -96,4 +98,6 @@ FAMILIES: dict[str, Family] = {
         computes=_COUNTS,
         expert_size="moe_intermediate_size",
     ),
+    "BertForSequenceClassification": Family("bert", is_encoder=True, scores=True),
+    "BertModel": Family("bert", is_encoder=True),
 }

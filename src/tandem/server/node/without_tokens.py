@@ -1,4 +1,4 @@
-"""What a node is told, decides and knows, without a token: ids and scores become zeros of the same length.
+"""What a node is told, decides and knows, without a token: ids, scores and vectors become zeros of the same length.
 
 So do the secrets of grants, with which whoever reads a record might read pages.
 
@@ -8,7 +8,7 @@ The core never looks at them, so a replay of what is masked decides the same.
 from msgspec import structs
 
 from tandem.core.batch import BatchPlan, Join, Row
-from tandem.core.commands import Command, EmitTokens, LaunchBatch, PullPages, StartRequest, Tell
+from tandem.core.commands import Command, EmitTokens, FinishRequest, LaunchBatch, PullPages, StartRequest, Tell
 from tandem.core.disagg.messages import Message, Offer, ResultSlot
 from tandem.core.disagg.sides import AnySide, DecodeSide, PrefillSide
 from tandem.core.events import BatchReturned, Event, PagesDigested, PeerSaid
@@ -25,6 +25,7 @@ def event_without_tokens(event: Event) -> Event:
                     tokens=bytes(len(outcome.tokens)),
                     extras=_zeroed(outcome.extras),
                     prompt_extras=_zeroed(outcome.prompt_extras),
+                    vectors=_zeroed(outcome.vectors),
                 )
             )
         case PeerSaid():
@@ -41,6 +42,8 @@ def command_without_tokens(command: Command) -> Command:
             return structs.replace(command, tokens=bytes(len(command.tokens)), extras=_zeroed(command.extras))
         case StartRequest() if command.prompt_extras:
             return structs.replace(command, prompt_extras=_masked_all(command.prompt_extras))
+        case FinishRequest() if command.vector:
+            return structs.replace(command, vector=bytes(len(command.vector)))
         case LaunchBatch(plan) if plan.join or any(row.token for row in plan.rows):
             return LaunchBatch(_without_first_tokens(plan))
         case Tell():
