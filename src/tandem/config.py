@@ -184,6 +184,11 @@ class ServerConfig:
         "the collector: HOST:PORT for gRPC, or http://HOST:4318/v1/traces",
         metavar="ENDPOINT",
     )
+    is_embedding: bool = flag(
+        False,
+        "answer with vectors (/v1/embeddings, /v1/rerank, /v1/score) instead of tokens: of a decoder that of its last "
+        "token; encoders do nothing else",
+    )
     log_format: str = flag("text", "format of log lines", choices=("text", "json"))
     disaggregation_mode: str = flag("null", "role of this server", choices=("null", "prefill", "decode"))
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
@@ -294,6 +299,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.deterministic and c.tp_size * c.pp_size > 1,
         "--deterministic is measured for one worker only: leave --tp-size and --pp-size out",
+    ),
+    Rule(
+        lambda c: c.deterministic and c.is_embedding,
+        "--deterministic is measured on scores of tokens, which an embedding server (--is-embedding, or an encoder) "
+        "does not make: leave it out",
+    ),
+    Rule(
+        lambda c: c.is_embedding and c.disaggregation_mode != "null",
+        "an embedding server (--is-embedding, or an encoder) has no decode side whom KV could be sent to: leave "
+        "--disaggregation-mode out",
     ),
     Rule(
         lambda c: c.device != "cpu" and c.num_workers > 1,

@@ -69,7 +69,23 @@ class Need:
     reason: str
 
 
+GENERATES = (  # flags that say something of how tokens are made, or become answers
+    "--enable-mixed-chunk",
+    "--enable-prefill-delayer",
+    "--max-stored-responses",
+    "--num-reserved-decode-tokens",
+    "--reasoning-parser",
+    "--sampling-defaults",
+    "--schedule-conservativeness",
+    "--stored-responses-max-bytes",
+    "--tool-call-parser",
+)
+
 NEEDS: tuple[Need, ...] = (
+    *(
+        Need(name, lambda c: not c.is_embedding, "does nothing on an embedding server, which generates no token")
+        for name in GENERATES
+    ),
     Need("--disaggregation-dp-rank-conflict", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need("--load-balance-method", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need(
@@ -119,6 +135,19 @@ NEEDS: tuple[Need, ...] = (
         "needs --flight-record: nothing is recorded",
     ),
 )
+
+
+NO_KV = "does nothing for an encoder, which keeps no KV"
+ENCODERS: dict[str, str] = {
+    "--disable-radix-cache": "does nothing for an encoder: its attention looks both ways, so prompts share no prefix",
+    "--mem-fraction-static": NO_KV,
+}
+
+
+def without_effect_on_encoders(config: ServerConfig) -> list[str]:
+    """As `without_effect`, of a server whose model is one; what that is, is known later."""
+    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
+    return [f"{name} {reason}" for name, reason in ENCODERS.items() if name in given]
 
 
 def without_effect(config: ServerConfig) -> list[str]:

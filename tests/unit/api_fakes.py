@@ -29,6 +29,7 @@ from tandem.server.api.app import build_app
 from tandem.server.api.client import NodeClient
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import Task
 from tandem.server.channel import frame
 
 TEMPLATE = (
@@ -91,6 +92,7 @@ class FakeNode:
     sent: list[wire.ApiToNode] = field(default_factory=list)  # all but submits and queries
     answers: dict[str, object] = field(default_factory=dict)  # by query
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    dimensions: int = 0  # of a vector
 
     def send(self, message: wire.ApiToNode) -> None:
         frame(message)  # what cannot be encoded is never sent
@@ -137,6 +139,12 @@ class FakeNode:
         if script.wants_time:
             return
         request = submit.request
+        if request.wants_vector:
+            await asyncio.sleep(0)
+            done = self.finish(request.id, Script(reason=FinishReason.PROMPT))
+            self.tell(msgspec.structs.replace(done, vector=array("f", [0.5] * self.dimensions).tobytes()))
+            self.running.pop(request.id, None)
+            return
         wants_scores = submit.payload.sampling.logprobs
         await asyncio.sleep(0)
         tokens = list(script.tokens)[: request.max_new_tokens]
@@ -203,6 +211,8 @@ def world(
     answers: dict[str, object] | None = None,
     digest_secret: bytes | None = None,
     sampling_defaults: SamplingDefaults = USUAL,
+    task: Task = Task.TOKENS,
+    dimensions: int = 1024,
     **settings: object,
 ) -> World:
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
@@ -210,6 +220,7 @@ def world(
     node = FakeNode(
         script or says("ok"), answers={"worker": WORKERS} | ({"metrics": {}} if answers is None else answers)
     )
+    node.dimensions = 1 if task is Task.SCORES else dimensions
     client = NodeClient(node, stall_timeout=config.stall_timeout)
     node.client = client
     if is_ready:
@@ -224,6 +235,8 @@ def world(
         eos_token_ids=frozenset({END}),
         dtype="float32",
         sampling_defaults=sampling_defaults,
+        task=task,
+        dimensions=dimensions,
     )
     log = StringIO()
     app = build_app(

@@ -27,8 +27,8 @@ from starlette.routing import Route
 from tandem.core.bootstrap_registry import Registry
 from tandem.core.settings import Role
 from tandem.server.api import app as api_app
-from tandem.server.api import bootstrap, generate, large_body, messages, openai
-from tandem.server.api.body import ChatBody
+from tandem.server.api import bootstrap, generate, large_body, messages, openai, vectors
+from tandem.server.api.body import VECTOR_PATHS, ChatBody
 from tandem.server.api.bounds import (
     LOOP_BYTES,
     LOOP_CHARS,
@@ -42,6 +42,7 @@ from tandem.server.api.bounds import (
 from tandem.server.api.errors import Refusal
 from tandem.server.api.large_body import JsonCounts, counts_of, decode_anywhere
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.api.validation import Task
 from tandem.server.router import app as router_app
 from tandem.server.router.config import RouterConfig, make_worker
 
@@ -109,15 +110,17 @@ def work(monkeypatch: pytest.MonkeyPatch) -> LoopWork:
     watch = partial(found.watch, monkeypatch)
     watch(msgspec.json, "decode", "json", lambda _, raw: len(raw))
     watch(msgspec.json, "encode", "json", lambda raw, _: len(raw))
-    for module in (openai, generate, messages):
+    for module in (openai, generate, messages, vectors):
         watch(module, "encode", "json", lambda raw, _: len(raw))
     watch(Tokenizer, "render_chat", "render", lambda chat, *_: len(chat.text))
     watch(Tokenizer, "encode", "tokenize", lambda _ids, _self, text: len(text))
     watch(Tokenizer, "decode", "detokenize", lambda _text, _self, row: len(row))
+    watch(Tokenizer, "encode_here", "tokenize", lambda _encoding, _self, one, other: len(one) + len(other))
     watch(api_app, "submission", "submit", lambda _, ask, *_rest: len(ask.prompt.tokens))
     watch(api_app, "submission", "samples", lambda *_: 1)
     watch(api_app, "ask_all", "samples", lambda asks, *_: len(asks))
     watch(generate, "native_params", "samples", lambda *_: 1)
+    watch(vectors.VectorReply, "whole", "write", lambda _, _self, samples: sum(len(it.vector) // 32 for it in samples))
     for reply in (openai.ChatReply, openai.CompletionReply, generate.GenerateReply, messages.MessagesReply):
         watch(reply, "whole", "write", lambda _, _self, samples: sum(map(num_scores, samples)))
         for name in ("delta", "end") if reply is openai.CompletionReply else ("delta",):  # others end with a delta
@@ -166,6 +169,14 @@ SERVER: dict[str, list[dict[str, Any]]] = {
     "/flush_cache": [{}],
     "/debug/faults": [{"force_optimistic_prefill_retry_prob": 0.0}],
 }
+VECTORS: list[tuple[Task, str, dict[str, Any]]] = [
+    (Task.EMBEDDINGS, "/v1/embeddings", {"input": TEXT}),
+    (Task.EMBEDDINGS, "/v1/embeddings", {"input": ["x"] * 1000}),
+    (Task.EMBEDDINGS, "/v1/embeddings", {"input": [[5] * 9000] * 20, "encoding_format": "base64"}),
+    *((task, "/v1/rerank", {"query": "x", "documents": ["x"] * 900}) for task in (Task.EMBEDDINGS, Task.SCORES)),
+    *((task, "/v1/rerank", {"query": TEXT, "documents": [TEXT] * 4}) for task in (Task.EMBEDDINGS, Task.SCORES)),
+    *((task, "/v1/score", {"text_1": ["x"] * 400, "text_2": ["x"] * 400}) for task in (Task.EMBEDDINGS, Task.SCORES)),
+]
 SERVER_AT_MOST = {"/debug/faults": 403}  # fault injection is off
 
 
@@ -188,7 +199,8 @@ def padded(raw: bytes) -> bytes:
 
 
 def test_every_endpoint_of_a_server_has_a_row() -> None:
-    assert paths_with_bodies(world().app) == set(SERVER)
+    assert paths_with_bodies(world().app) == set(SERVER) | set(VECTOR_PATHS)
+    assert {path for path in VECTOR_PATHS if path.startswith("/v1")} == {path for _, path, _ in VECTORS}
 
 
 @pytest.mark.parametrize(
@@ -207,6 +219,19 @@ def test_no_callback_of_a_server_works_on_more_than_the_limit(path: str, body: d
     assert work.too_much() == {}
     takes_bodies = path not in SERVER_AT_MOST and path != "/flush_cache"
     assert not takes_bodies or work.elsewhere["json"] > LOOP_BYTES, "nothing was seen"
+
+
+@pytest.mark.parametrize(("task", "path", "body"), VECTORS, ids=lambda it: str(it)[:30])
+def test_no_callback_works_on_more_of_vectors_than_the_limit(
+    task: Task, path: str, body: dict[str, Any], work: LoopWork
+) -> None:
+    it = world(context_length=1 << 20, task=task)
+    work.worst.clear()
+
+    response = asyncio.run(ask(it.app, path, body))
+    assert response.status_code == 200, response.text[:300]
+    assert work.too_much() == {}
+    assert work.elsewhere["json"] > LOOP_BYTES, "nothing was seen"
 
 
 # --- the router
@@ -254,7 +279,8 @@ async def routing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Starlette]:
 
 
 def test_every_endpoint_of_a_router_has_a_row() -> None:
-    assert paths_with_bodies(router_app.RouterApp(RouterConfig(workers=())).app) == set(ROUTED)
+    """What ends with its prompts is refused before its body is read."""
+    assert paths_with_bodies(router_app.RouterApp(RouterConfig(workers=())).app) == set(ROUTED) | set(VECTOR_PATHS)
 
 
 @pytest.mark.parametrize(

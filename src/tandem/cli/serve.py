@@ -1,6 +1,7 @@
 """`tandem serve MODEL`: one server, unified, prefill or decode."""
 
 import argparse
+import dataclasses
 import logging
 import os
 import signal
@@ -10,12 +11,14 @@ from pathlib import Path
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
-from tandem.config import ServerConfig
+from tandem.config import ServerConfig, violations
 from tandem.engine.generation_config import read_sampling_defaults
-from tandem.engine.model_config import ModelError, read_config, read_json
+from tandem.engine.model_config import ModelConfig, ModelError, read_config, read_json
+from tandem.flag_roles import without_effect, without_effect_on_encoders
 from tandem.sampling import SamplingDefaults
 from tandem.server import logs
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.validation import Task
 from tandem.server.exposure import open_to_others
 from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners
 from tandem.server.start import serve, with_ports
@@ -35,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     config = config_of(args)
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
+    config = for_task(config, model)
     logs.set_up(config.log_format, process="api")
     if model.sampling_defaults != SamplingDefaults():
         logger.info("for requests that do not say, generation_config.json does: %s", model.sampling_defaults)
@@ -73,11 +77,30 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
     )
 
 
+def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
+    """As it is with what the model can do. Raises CommandFailed for flags that do not go with that."""
+    if model.task is Task.TOKENS or (config.is_embedding and not model.is_encoder):
+        return config
+    config = dataclasses.replace(config, is_embedding=True)
+    complaints = [*violations(config), *without_effect(config)]
+    if model.is_encoder:
+        complaints += without_effect_on_encoders(config)
+    if complaints:
+        raise CommandFailed("; ".join(complaints), is_wrong_usage=True)
+    return config
+
+
+def task_of(model: ModelConfig) -> Task:
+    if model.pooling is None:
+        return Task.TOKENS
+    return Task.SCORES if model.encoder is not None and model.encoder.scores else Task.EMBEDDINGS
+
+
 def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
     """What is wrong with a directory is found before anything starts. Raises CommandFailed."""
     try:
         raw = read_json(model_dir / "config.json")
-        model = read_config(model_dir)
+        model = read_config(model_dir, is_embedding=config.is_embedding)
         takes_models = config.sampling_defaults == "model"
         defaults = read_sampling_defaults(model_dir) if takes_models else SamplingDefaults()
     except ModelError as error:
@@ -98,4 +121,7 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         eos_token_ids=frozenset(model.eos_ids),
         dtype=config.dtype if config.dtype != "auto" else str(model.stored_dtype or "auto"),
         sampling_defaults=defaults,
+        task=task_of(model),
+        dimensions=model.hidden_size,
+        is_encoder=model.encoder is not None,
     )

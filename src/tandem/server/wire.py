@@ -149,6 +149,7 @@ class EngineReady(Struct, frozen=True, tag=True):
     vocab_size: int
     data: DataEndpoint
     load_seconds: float
+    whole_prompts: bool = False  # a prompt is computed in one batch, or not at all
 
 
 class NodeReady(Struct, frozen=True, tag=True):

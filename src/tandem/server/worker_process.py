@@ -140,6 +140,7 @@ class Loaded:
     grid: KvGrid  # of the whole model
     vocab_size: int
     layout_fields: dict[str, str]
+    whole_prompts: bool = False  # an encoder's: a prompt is computed in one batch
 
 
 class Worker:
@@ -265,7 +266,12 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
     config = launch.config
     torch.set_num_threads(launch.cpu_threads)
     model = weights.load(
-        Path(launch.model_dir), dtype=config.dtype, device=config.device, group=place.group, stage=place.pipeline.stage
+        Path(launch.model_dir),
+        dtype=config.dtype,
+        device=config.device,
+        group=place.group,
+        stage=place.pipeline.stage,
+        is_embedding=config.is_embedding,
     )
     num_pages = place.least(pool_pages(config, model))
     if config.deterministic:
@@ -281,7 +287,14 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
     logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
     grid = KvGrid(model.config.num_layers, model.config.num_kv_heads)
-    return Loaded(engine, num_pages, grid, model.config.vocab_size, layout_fields(config, model))
+    return Loaded(
+        engine,
+        num_pages,
+        grid,
+        model.config.vocab_size,
+        layout_fields(config, model),
+        whole_prompts=model.config.encoder is not None,
+    )
 
 
 Load = Callable[[Launch, Place], Loaded]
@@ -310,6 +323,7 @@ def start(
                 vocab_size=loaded.vocab_size,
                 data=data,
                 load_seconds=time.monotonic() - began,
+                whole_prompts=loaded.whole_prompts,
             )
         )
         gc.collect()

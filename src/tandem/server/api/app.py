@@ -28,10 +28,16 @@ from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestStats
 from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import (
+    EMBEDDING_PATHS,
+    RERANK_PATHS,
+    SCORE_PATHS,
     ChatBody,
     CompletionBody,
+    EmbeddingBody,
     NativeBody,
+    RerankBody,
     Routing,
+    ScoreBody,
 )
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
 from tandem.server.api.chat_form import ChatForm
@@ -63,10 +69,21 @@ from tandem.server.api.validation import (
     ModelLimits,
     Prompt,
     SampleRequest,
+    Task,
     ask_all,
+    check_task,
     check_timeout,
     submission,
     time_of,
+)
+from tandem.server.api.vectors import (
+    VectorReply,
+    embeddings,
+    ranking,
+    read_embeddings,
+    read_rerank,
+    read_score,
+    scores,
 )
 from tandem.server.tracing import NO_TRACING, Span, Tracing, ending_with_errors
 
@@ -131,7 +148,7 @@ def build_app(
 
 
 class Endpoints:
-    """Generation."""
+    """Generation, and what ends with its prompts."""
 
     def __init__(
         self,
@@ -167,6 +184,9 @@ class Endpoints:
             Route("/v1/responses", self.responses, methods=["POST"]),
             *ResponsePages(self._store).routes(),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            *(Route(path, self.embed, methods=["POST"]) for path in EMBEDDING_PATHS),
+            *(Route(path, self.rerank, methods=["POST"]) for path in RERANK_PATHS),
+            *(Route(path, self.score, methods=["POST"]) for path in SCORE_PATHS),
         ]
 
     async def chat(self, request: Request) -> TokenResponse:
@@ -226,6 +246,25 @@ class Endpoints:
 
         return await self._answer(request, ResponsesBody, read, reply)
 
+    async def embed(self, request: Request) -> TokenResponse:
+        def reply(body: EmbeddingBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+            return VectorReply(partial(embeddings, body, routing.model or self._config.model_name))
+
+        return await self._answer(request, EmbeddingBody, read_embeddings, reply, tasks=(Task.EMBEDDINGS,))
+
+    async def rerank(self, request: Request) -> TokenResponse:
+        def reply(body: RerankBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+            write = partial(ranking, body, routing.model or self._config.model_name, self._limits.task)
+            return VectorReply(write, shows_prompts=body.return_documents is not False)
+
+        return await self._answer(request, RerankBody, read_rerank, reply, tasks=(Task.EMBEDDINGS, Task.SCORES))
+
+    async def score(self, request: Request) -> TokenResponse:
+        def reply(body: ScoreBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+            return VectorReply(partial(scores, body, routing.model or self._config.model_name, self._limits.task))
+
+        return await self._answer(request, ScoreBody, read_score, reply, tasks=(Task.EMBEDDINGS, Task.SCORES))
+
     async def count_tokens(self, request: Request) -> Response:
         raw = await read_body(request)
         routing, body = await decode_both(raw, Routing, MessagesBody)
@@ -241,7 +280,9 @@ class Endpoints:
         reply: Callable[[Body, Routing, Sequence[SampleRequest]], Reply],
         *,
         checks_model: bool = True,
+        tasks: tuple[Task, ...] = (Task.TOKENS,),
     ) -> TokenResponse:
+        check_task(self._limits, *tasks)
         span = self._tracing.begin(f"POST {request.scope['path']}", request.headers, request.state.arrival_ns)
         with ending_with_errors(span):
             return await self._read_and_answer(request, kind, read, reply, span, checks_model=checks_model)

@@ -9,7 +9,7 @@ alike.
 # A body declares anew what it reads of `Foreign`: raw there, of its own type here.
 
 import re
-from typing import Annotated, Any, TypeVar  # messages are the template's business, whatever they hold
+from typing import Annotated, Any, Literal, TypeVar  # messages are the template's business, whatever they hold
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -20,6 +20,7 @@ from tandem.server.api.bounds import (
     MAX_PROMPTS,
     MAX_TOOLS,
     Choices,
+    Dimensions,
     GrammarText,
     Int,
     LogitBias,
@@ -40,12 +41,19 @@ from tandem.server.api.bounds import (
     TokensOrNone,
     TopK,
     TopLogprobs,
+    TopN,
     TopP,
 )
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.foreign import NOTHING, NULL, Foreign, handled, is_asked_for, name_here
 
 NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
+
+# Of what ends with its prompts, under every name that clients know: OpenAI's, Jina's and Cohere's, vLLM's.
+EMBEDDING_PATHS = ("/v1/embeddings",)
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
+SCORE_PATHS = ("/v1/score", "/score")
+VECTOR_PATHS = (*EMBEDDING_PATHS, *RERANK_PATHS, *SCORE_PATHS)
 
 Schema = GrammarText | dict[str, Any]  # a JSON schema, as text or as it is
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
@@ -199,6 +207,46 @@ class NativeBody(Foreign, kw_only=True):
     background: Raw = NOTHING
     return_bytes: Raw = NOTHING
     return_entropy: Raw = NOTHING
+
+
+class VectorBody(Struct, kw_only=True):
+    """What all requests that end with their prompts share."""
+
+    truncate_prompt_tokens: Raw = NOTHING
+    max_tokens_per_doc: Raw = NOTHING
+
+
+class EmbeddingBody(VectorBody, kw_only=True):
+    """OpenAI's `/v1/embeddings`."""
+
+    input: str | list[str | TokenId | list[TokenId]] | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Dimensions | None = None
+    add_special_tokens: bool | None = None
+    normalize: bool | None = None  # only true: vectors are
+    messages: Raw = NOTHING
+
+
+class Document(Struct):
+    text: str
+
+
+class RerankBody(VectorBody, kw_only=True):
+    """`/v1/rerank`, as Jina and Cohere have it, and after them vLLM and SGLang."""
+
+    query: str | None = None
+    documents: Annotated[list[str | Document], Meta(max_length=MAX_PROMPTS)] | None = None
+    top_n: TopN | None = None
+    return_documents: bool | None = None
+    instruct: Raw = NOTHING
+    rank_fields: Raw = NOTHING
+
+
+class ScoreBody(VectorBody, kw_only=True):
+    """`/v1/score`, vLLM's: one text with one or several, or as many pairs as there are of either."""
+
+    text_1: str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)] | None = None
+    text_2: str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)] | None = None
 
 
 class TokenizeBody(Struct):

@@ -41,6 +41,7 @@ MAX_GRAMMAR_CHARS = 1 << 16  # of one schema, expression or grammar as text
 MAX_CHOICES = 1024
 MAX_TOOLS = 128
 MAX_RESPONSE_ID_CHARS = 256
+MAX_DIMENSIONS = 1 << 20  # of any model
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
 # of /tokenize and /detokenize, all texts or lists together
@@ -53,6 +54,7 @@ LOOP_CHAT_BYTES = 1 << 13  # of a body whose conversation becomes text: a templa
 LOOP_CHARS = 1 << 12  # of texts that become tokens
 LOOP_IDS = 1 << 12  # tokens that become page hashes, or text
 LOOP_SCORES = 1 << 10  # tokens with their logprobs, and alternatives, in one answer
+SCORE_VECTOR_BYTES = 1 << 5  # of a vector, that are as much work as one of them
 LOOP_SAMPLES = 1 << 6  # prompts or samples, however short
 
 Int = Annotated[int, Meta(ge=MIN_INT, le=MAX_INT)]
@@ -61,6 +63,8 @@ NewTokens = Annotated[int, Meta(ge=1, le=MAX_INT)]
 TokensOrNone = Annotated[int, Meta(ge=0, le=MAX_INT)]  # 0: only what is said of the prompt
 MinTokens = Annotated[int, Meta(ge=0, le=MAX_INT)]
 TopK = Annotated[int, Meta(ge=-1, le=MAX_INT)]  # -1 and 0: all tokens
+Dimensions = Annotated[int, Meta(ge=1, le=MAX_DIMENSIONS)]
+TopN = Annotated[int, Meta(ge=1, le=MAX_INT)]  # of documents; there may be fewer
 Rank = Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]  # int32 on its way to the worker

@@ -26,6 +26,7 @@ class Problem(StrEnum):
     UNSUPPORTED = "unsupported"
     NO_CHAT_TEMPLATE = "no_chat_template"
     MODEL_NOT_FOUND = "model_not_found"
+    WRONG_TASK = "wrong_task"
     NOT_FOUND = "not_found"
     RESPONSE_NOT_FOUND = "response_not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -67,6 +68,9 @@ RULES: dict[Code, Rule] = {
         400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
     ),
     Problem.MODEL_NOT_FOUND: Rule(404, False, "edge", "GET /v1/models lists the served model"),
+    Problem.WRONG_TASK: Rule(
+        400, False, "edge or router", "send it to a server whose model is for that; `message` says what this one does"
+    ),
     Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
     Problem.RESPONSE_NOT_FOUND: Rule(
         404,

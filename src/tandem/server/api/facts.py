@@ -7,7 +7,7 @@ from msgspec import Struct
 from tandem.config import ServerConfig
 from tandem.sampling import SamplingDefaults
 from tandem.server.api.bounds import MAX_SAMPLES
-from tandem.server.api.validation import HashKeys, ModelLimits
+from tandem.server.api.validation import HashKeys, ModelLimits, Task
 
 SECRET_BYTES = 32
 
@@ -25,6 +25,9 @@ class ModelFacts(Struct):
     dtype: str
     num_pages: int = 0  # until the node is ready
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # those that the server was told to take
+    task: Task = Task.TOKENS
+    dimensions: int = 0  # of an embedding
+    is_encoder: bool = False
 
 
 def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
@@ -44,5 +47,8 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         is_strict_remote=config.strict_remote,
         dp_size=config.dp_size,
         defaults=model.sampling_defaults,
+        task=model.task,
+        dimensions=model.dimensions,
+        one_batch_tokens=config.chunked_prefill_size if model.is_encoder else None,
         keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

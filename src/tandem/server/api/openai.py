@@ -96,19 +96,19 @@ async def read_completion(
     return await off_loop(size, LOOP_BYTES, check_prompts, prompts, limits, "prompt"), [params] * len(prompts)
 
 
-def prompt_items(value: str | list[str | int | list[int]] | None) -> list[str | list[int]]:
+def prompt_items(value: str | list[str | int | list[int]] | None, param: str = "prompt") -> list[str | list[int]]:
     """A text, texts, ids, or lists of ids: one item for each prompt."""
     if value is None or value == []:
-        raise invalid("prompt", "is missing or empty")
+        raise invalid(param, "is missing or empty")
     if isinstance(value, str):
         return [value]
     if all(isinstance(item, int) for item in value):
         return [value]  # type: ignore[list-item]  # just checked: all ints
     if len(value) > MAX_PROMPTS:
-        raise invalid("prompt", f"at most {MAX_PROMPTS} prompts in one request")
+        raise invalid(param, f"at most {MAX_PROMPTS} prompts in one request")
     items = [item for item in value if not isinstance(item, int)]
     if len(items) < len(value):
-        raise invalid("prompt", "mixes texts, ids and lists")
+        raise invalid(param, "mixes texts, ids and lists")
     return items
 
 

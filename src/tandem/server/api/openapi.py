@@ -16,9 +16,13 @@ from tandem.server.api.body import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    Document,
+    EmbeddingBody,
     NativeBody,
     NativeSampling,
+    RerankBody,
     Routing,
+    ScoreBody,
     StreamOptions,
     StructuredOutputs,
     TokenizeBody,
@@ -26,6 +30,7 @@ from tandem.server.api.body import (
 from tandem.server.api.bounds import MAX_ROOM
 from tandem.server.api.messages import MessagesBody
 from tandem.server.api.responses import ROLES, ResponsesBody
+from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
 LIST: Schema = {"type": "array", "minItems": 1}
@@ -73,8 +78,28 @@ GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     ),
     "/generate": (NativeBody, {"text": PROMPT, "input_ids": LIST}, "SGLang's dialect; streams are cumulative."),
 }
+TEXTS_OF_ONE: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": TEXT}
+FITTING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
+    "/v1/rerank": (RerankBody, {"query": TEXT}, "How well documents fit a query, best first."),
+    "/v1/score": (ScoreBody, {"text_1": TEXT}, "How well one text fits others."),
+}
+EMBEDDING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
+    "/v1/embeddings": (EmbeddingBody, {"input": TEXTS_OF_ONE}, "The vector of each text."),
+    **FITTING,
+}
+ENDPOINTS = {Task.TOKENS: GENERATION, Task.EMBEDDINGS: EMBEDDING, Task.SCORES: FITTING}
+NO_STREAM: Schema = {"enum": [False, None]}
 # What else a body must hold, or what a member must be that its type leaves open.
 NARROWER: dict[str, Schema] = {
+    "/v1/embeddings": {"properties": {"normalize": {"enum": [True, None]}, "stream": NO_STREAM}},
+    "/v1/rerank": {
+        "required": ["documents"],
+        "properties": {
+            "documents": LIST | {"items": {"type": ["string", "object"], "minLength": 1, "properties": {"text": TEXT}}},
+            "stream": NO_STREAM,
+        },
+    },
+    "/v1/score": {"required": ["text_2"], "properties": {"text_2": TEXTS_OF_ONE, "stream": NO_STREAM}},
     "/v1/messages": {
         "required": ["max_tokens"],
         "properties": {
@@ -160,15 +185,11 @@ def bounds(dp_size: int) -> dict[str, Schema]:
 
 
 @cache
-def openapi_document(role: str, dp_size: int = 1) -> Schema:
-    narrower = bounds(dp_size)
-    kinds = [
-        Routing,
-        StreamOptions,
-        StructuredOutputs,
-        NativeSampling,
-        *dict.fromkeys(kind for kind, _, _ in (GENERATION | OTHERS).values()),
-    ]
+def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> Schema:
+    """Without what servers of other tasks are for: here it is only refused."""
+    narrower, endpoints = bounds(dp_size), ENDPOINTS[task]
+    shared = (StreamOptions, StructuredOutputs, NativeSampling) if task is Task.TOKENS else (Document,)
+    kinds = [Routing, *shared, *dict.fromkeys(kind for kind, _, _ in (endpoints | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         drop_refused(components[kind.__name__], kind)
@@ -180,7 +201,7 @@ def openapi_document(role: str, dp_size: int = 1) -> Schema:
         for made in paths[path].values():
             made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
     beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
-    for path, (kind, fields, text) in GENERATION.items():
+    for path, (kind, fields, text) in endpoints.items():
         narrower_still = [NARROWER[path]] if path in NARROWER else []
         parts = [reference(kind), with_one(fields, of="oneOf"), *narrower_still, *beside]
         paths[path] = {"post": operation(text, {"allOf": parts})}

@@ -16,7 +16,7 @@ from tandem.core.commands import FailRequest
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import LoadBalanceMethod, Role
 from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
-from tandem.sampling import SamplingParams
+from tandem.sampling import SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import AbortBody
 from tandem.server.api.client import NodeClient
@@ -35,6 +35,7 @@ from tandem.server.api.validation import (
     Pair,
     Prompt,
     SampleRequest,
+    Task,
     not_a_model,
     submission,
 )
@@ -123,9 +124,9 @@ class Ops:
         return json_response({"checked": "engine", "seconds": found})
 
     async def _generate_one(self) -> float | Failure:
-        """Seconds until the token was there, or why it never came."""
+        """Seconds until the token, or the vector, was there, or why it never came."""
         started_ns = time.monotonic_ns()
-        ask = probe(self._tokenizer)
+        ask = probe(self._tokenizer, self._limits)
         submit = submission(ask, self._client.next_request_id(), started_ns, self._limits)
         with self._client.running([submit], [ask.names], is_canary=True) as generation:
             live = generation.lives[0]
@@ -185,7 +186,7 @@ class Ops:
             {
                 "model_path": self._model.model_path,
                 "tokenizer_path": self._model.model_path,
-                "is_generation": True,
+                "is_generation": self._limits.task is Task.TOKENS,
                 "preferred_sampling_params": None,
                 "weight_version": "default",
                 "architectures": self._model.architectures,
@@ -203,7 +204,7 @@ class Ops:
         return docs_response(self._limits.role, self._limits.dp_size)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._limits.role, self._limits.dp_size))
+        return json_response(openapi_document(self._limits.role, self._limits.dp_size, self._limits.task))
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages
@@ -342,10 +343,11 @@ def check_model(name: str | None, config: ServerConfig) -> None:
         raise not_a_model(name, served)
 
 
-def probe(tokenizer: Tokenizer) -> SampleRequest:
-    """A prompt of one token that wants one token."""
+def probe(tokenizer: Tokenizer, limits: ModelLimits) -> SampleRequest:
+    """A prompt of one token that wants one token, or its vector."""
     sampling = SamplingParams(temperature=0.0)
     prompt = Prompt(tokenizer.encode("1", add_special_tokens=False)[:1] or [0])
     rid = f"health-{uuid.uuid4().hex}"
-    params = GenerationParams(sampling, None, 1, 1, (), False, True)
+    vector = None if limits.task is Task.TOKENS else VectorParams()
+    params = GenerationParams(sampling, None, 1, 1, (), False, True, vector)
     return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), Pair(), tenant_of("", None), HEALTH_NS)

@@ -23,7 +23,7 @@ from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import SECOND_NS, RequestRecord, RequestStats
 from tandem.sampling import TokenScore, read_scores
 from tandem.server import wire
-from tandem.server.api.bounds import LOOP_IDS, LOOP_SAMPLES, LOOP_SCORES
+from tandem.server.api.bounds import LOOP_IDS, LOOP_SAMPLES, LOOP_SCORES, SCORE_VECTOR_BYTES
 from tandem.server.api.client import Generation, Live, NodeClient
 from tandem.server.api.errors import Failure, Problem, error_event, error_headers, error_json, failure_of
 from tandem.server.api.http1 import CUT
@@ -113,7 +113,7 @@ class Sample:
     @property
     def finish_reason(self) -> str:
         ended = self.live.ended
-        if not self.ask.max_new_tokens:
+        if not self.ask.max_new_tokens and self.ask.params.vector is None:
             return "length"
         if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
             return "stop"
@@ -128,6 +128,11 @@ class Sample:
     def cached_tokens(self) -> int:
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.cached_tokens
+
+    @property
+    def vector(self) -> bytes:
+        """float32 little endian; empty of who wanted tokens, or got none."""
+        return self.live.ended.vector if isinstance(self.live.ended, commands.FinishRequest) else b""
 
     def scores_of_prompt(self) -> list[TokenScore | None]:
         """One for each prompt token from `prompt_logprobs_from` on, where that is one; the first has none."""
@@ -371,7 +376,8 @@ class TokenResponse:
 
     def _size(self, sample: Sample) -> int:
         """Of a whole answer."""
-        return self._num_scores(sample, sample.tokens) + self._prompt_size(sample)
+        vector = len(sample.vector) // SCORE_VECTOR_BYTES
+        return self._num_scores(sample, sample.tokens) + self._prompt_size(sample) + vector
 
     async def _answer(self, send: Send) -> None:
         while self._num_open:

@@ -89,6 +89,22 @@ class Tokenizer:
         encodings = await asyncio.to_thread(self._tokenizer.encode_batch, [text], add_special_tokens=add_special_tokens)
         return self._ids(encodings[0])
 
+    async def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Two texts as the model reads them together, and where the second begins; None where types do not tell."""
+        if len(first) + len(second) <= LOOP_CHARS:
+            self._chars_in_turn += len(first) + len(second) + 1
+            if self._chars_in_turn > LOOP_CHARS:
+                self._chars_in_turn = 0
+                await asyncio.sleep(0)
+            encoding = self.encode_here(first, second)
+        else:
+            (encoding,) = await asyncio.to_thread(self._tokenizer.encode_batch, [(first, second)])
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else None
+
+    def encode_here(self, first: str, second: str) -> tokenizers.Encoding:
+        return self._tokenizer.encode(first, second)
+
     def may_fit(self, text: str, num_tokens: int) -> bool:
         """False for a text that cannot be that few tokens, without encoding it; true where only that would tell."""
         return not self.is_byte_level or len(text) <= num_tokens * self._longest_token * NORMALIZED_CHARS

@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, TypeVar  # a value that may be one or one per prompt
 
 import msgspec
@@ -20,7 +21,7 @@ from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
 from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
-from tandem.sampling import Payload, SamplingDefaults, SamplingParams
+from tandem.sampling import Payload, SamplingDefaults, SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import Routing, SamplingFields, per_prompt, unsupported
 from tandem.server.api.bounds import (
@@ -48,6 +49,14 @@ class HashKeys:
     digests: bytes  # the same on both halves of a pair: without it nobody can try out prompts
 
 
+class Task(StrEnum):
+    """What the model of a server is for."""
+
+    TOKENS = "generation"
+    EMBEDDINGS = "embeddings"
+    SCORES = "scores of two texts"
+
+
 class ModelLimits(Struct, frozen=True):
     """What the edge must know of model and server to check a request."""
 
@@ -62,6 +71,9 @@ class ModelLimits(Struct, frozen=True):
     keys: HashKeys
     dp_size: int = 1
     defaults: SamplingDefaults = SamplingDefaults()
+    task: Task = Task.TOKENS
+    dimensions: int = 0  # of an embedding
+    one_batch_tokens: int | None = None  # of a model that computes a prompt in one batch: what that may hold
 
 
 class Prompt(Struct, frozen=True):
@@ -80,6 +92,7 @@ class GenerationParams(Struct, frozen=True):
     stop: tuple[str, ...]
     keeps_stop: bool  # the text includes the stop string or token that ended it
     skip_special_tokens: bool
+    vector: VectorParams | None = None  # no token is wanted
 
 
 class Pair(Struct, frozen=True):
@@ -174,6 +187,21 @@ def check_params(
 
 def given_or(value: Number | None, default: Number) -> Number:
     return default if value is None else value
+
+
+def check_task(limits: ModelLimits, *tasks: Task) -> None:
+    """Raises `Refusal` where the model of this server is for something else than these."""
+    if limits.task in tasks:
+        return
+    if Task.TOKENS in tasks:
+        there = "/v1/rerank and /v1/score" + (", /v1/embeddings" if limits.task is Task.EMBEDDINGS else "")
+        detail = f"this server makes {limits.task}, no tokens: ask {there}, or a server without --is-embedding"
+    elif limits.task is Task.TOKENS:
+        one = "a server of its own" if limits.role != "unified" else "a server"
+        detail = f"this server generates tokens; vectors and scores come from {one} with --is-embedding, or an encoder"
+    else:
+        detail = "this server has a cross-encoder, which makes no embeddings: ask /v1/rerank or /v1/score"
+    raise Refusal(Problem.WRONG_TASK, detail)
 
 
 def check_ids(ids: Sequence[int], limits: ModelLimits, param: str) -> None:
@@ -317,12 +345,14 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
             prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
             prompt_logprobs_from=ask.sampling.prompt_logprobs_from,
             rendered_at=ask.prompt.rendered_at,
+            wants_vector=ask.params.vector is not None,
         ),
         Payload(
             request=request,
             tokens=array("i", ask.prompt.tokens).tobytes(),
             sampling=ask.sampling,
             last_hash=links[-1] if links else root,
+            vector=ask.params.vector,
         ),
     )
 

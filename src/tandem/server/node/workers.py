@@ -29,6 +29,7 @@ class Engines:
     layout_fields: dict[str, str]
     vocab_size: int
     shards: tuple[wire.DataEndpoint, ...]
+    whole_prompts: bool = False
 
 
 class Workers:
@@ -75,6 +76,7 @@ class Workers:
             layout_fields=first.layout_fields,
             vocab_size=first.vocab_size,
             shards=tuple(one.data for one in ready),
+            whole_prompts=first.whole_prompts,
         )
 
     @property

@@ -4,6 +4,7 @@
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
     answered here       / /docs /health /ready /metrics /version /v1/responses/ID
+    refused here        /v1/embeddings /v1/rerank /v1/score
 
 Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
 """
@@ -35,7 +36,7 @@ from tandem.core.settings import Role
 from tandem.core.values import Nanos
 from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
-from tandem.server.api.body import AbortBody
+from tandem.server.api.body import VECTOR_PATHS, AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.cors import cors
@@ -152,6 +153,7 @@ class RouterApp:
         )
         return [
             *(Route(path, generate, methods=["POST"]) for path in GENERATION_PATHS),
+            *(Route(path, self._refuse_vectors, methods=["POST"]) for path in VECTOR_PATHS),
             *ResponsePages(store).routes(),
             Route("/", self._about),
             Route("/docs", self._docs),
@@ -219,6 +221,10 @@ class RouterApp:
 
     async def _export(self, request: Request) -> Response:
         return PlainTextResponse(self._metrics.export(self.router))
+
+    async def _refuse_vectors(self, request: Request) -> Response:
+        detail = "a router has pairs, and vectors and scores need no decode server: ask a unified one for them"
+        raise Refusal(Problem.WRONG_TASK, detail, stage=STAGE)
 
     # --- one worker -----------------------------------------------------------------------------------------------
 
