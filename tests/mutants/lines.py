@@ -613,6 +613,13 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "schema_offers_bodies_without_what_they_are_about",
+        "server/api/openapi.py",
+        'parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]',
+        "parts = [reference(kind), *still[path], *beside, refused_fields(kind)]",
+        "unit/test_openapi_schemathesis.py::test_nothing_that_fits_its_schema_is_refused",
+    ),
+    Break(
         "false_is_never_a_wish",
         "server/api/foreign.py",
         "    if name not in NEUTRAL:",

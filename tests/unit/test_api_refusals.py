@@ -120,6 +120,16 @@ def test_a_body_that_is_no_json_object_is_a_400(raw: bytes) -> None:
     assert response.json()["error"]["code"] in ("invalid_json", "invalid_value")
 
 
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    with (w := world()).http() as http:
+        assert (
+            http.post("/generate", json={"input_ids": [5.0, 6], "sampling_params": {"top_k": 3.0}}).status_code == 200
+        )
+        error = http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2.5}).json()["error"]
+    assert w.node.submits[0].payload.sampling.top_k == 3
+    assert error["param"] == "max_tokens"
+
+
 def test_the_content_type_does_not_matter() -> None:
     with world().http() as http:
         response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})

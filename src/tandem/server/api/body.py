@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 
 from tandem.core.values import MAX_RENDERED_AT
 from tandem.server.api.bounds import (
+    LOOP_BYTES,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
@@ -278,7 +279,7 @@ class AbortBody(Struct):
 def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
     """The body as a struct; `Refusal` for what is not JSON, not an object, of a wrong type, or not supported."""
     try:
-        body = msgspec.json.decode(raw, type=kind)
+        body = decode_numbers(raw, kind)
     except msgspec.ValidationError as error:
         what, _, _ = str(error).partition(" - at ")
         param = param_of(str(error))
@@ -287,6 +288,30 @@ def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
         raise Refusal(Problem.INVALID_JSON, f"the body is not valid JSON: {error}") from None
     refuse_unsupported(body)
     return body
+
+
+def decode_numbers(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+    """`2.0` is an integer too, as JSON has it, in a body that is small enough to be looked at twice."""
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error) or len(raw) > LOOP_BYTES:
+            raise
+        body = msgspec.json.encode(with_integers(msgspec.json.decode(raw)))
+    return msgspec.json.decode(body, type=kind)
+
+
+def with_integers(value: Any) -> Any:
+    """Of JSON: each whole number as an integer."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [with_integers(item) for item in value]
+        case dict():
+            return {name: with_integers(item) for name, item in value.items()}
+        case _:
+            return value
 
 
 def refuse_unsupported(body: Struct, prefix: str = "") -> None:

@@ -79,6 +79,8 @@ def operation_lines(method: str, path: str, operation: Schema, document: Schema)
     if fields:
         yield "<details><summary class=light>fields of the body</summary><table>"
         for field, schema in fields.items():
+            if schema == {"type": "null"}:  # refused
+                continue
             yield f"<tr><td>{escape(field)}</td><td>{escape(type_text(schema))}</td></tr>"
         yield "</table></details>"
 

@@ -36,6 +36,9 @@ Schema = dict[str, Any]
 LIST: Schema = {"type": "array", "minItems": 1}
 TEXT: Schema = {"type": "string", "minLength": 1}
 PROMPT: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
+ID: Schema = {"type": "integer", "minimum": 0}
+TEXTS_OR_ONE: Schema = {"anyOf": [TEXT, LIST | {"items": TEXT}]}
+IDS_OR_ONE: Schema = {"anyOf": [LIST | {"items": ID}, LIST | {"items": LIST | {"items": ID}}]}
 GIVEN: Schema = {"not": {"type": "null"}}
 PART: Schema = {
     "type": "object",
@@ -47,7 +50,7 @@ MESSAGE: Schema = {
     "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": PART}},
 }
-TEXTS: Schema = {"type": ["string", "array"], "items": PART}
+TEXTS: Schema = {"type": ["string", "array"], "items": PART, "minItems": 1}
 TURN: Schema = {
     "type": "object",
     "required": ["role", "content"],
@@ -69,14 +72,24 @@ IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 # Per path: the body, the fields one of which must be there and what it must be then, and what the path does.
 GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/v1/chat/completions": (ChatBody, {"messages": LIST | {"items": MESSAGE}}, "Answer a conversation."),
-    "/v1/completions": (CompletionBody, {"prompt": PROMPT}, "Continue a text."),
+    "/v1/completions": (CompletionBody, {"prompt": {"anyOf": [TEXTS_OR_ONE, IDS_OR_ONE]}}, "Continue a text."),
     "/v1/messages": (MessagesBody, {"messages": LIST | {"items": TURN}}, "Answer a conversation, as Anthropic has it."),
     "/v1/responses": (
         ResponsesBody,
         {"input": PROMPT | {"items": ITEM}},
         "Answer a conversation, as OpenAI's Responses API has it.",
     ),
-    "/generate": (NativeBody, {"text": PROMPT, "input_ids": LIST}, "SGLang's dialect; streams are cumulative."),
+    "/generate": (
+        NativeBody,
+        {"text": TEXTS_OR_ONE, "input_ids": IDS_OR_ONE},
+        "SGLang's dialect; streams are cumulative.",
+    ),
+}
+MESSAGES: Schema = {
+    "system": {"type": ["string", "array", "null"], "items": PART},
+    "tools": {"items": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}}},
+    "tool_choice": {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+    "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
 }
 TEXTS_OF_ONE: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": TEXT}
 FITTING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
@@ -100,18 +113,18 @@ NARROWER: dict[str, Schema] = {
         },
     },
     "/v1/score": {"required": ["text_2"], "properties": {"text_2": TEXTS_OF_ONE, "stream": NO_STREAM}},
+    "/v1/chat/completions": {
+        "properties": {
+            "modalities": {"enum": [None, ["text"]]},
+            "function_call": {"enum": [None, "none", "auto"]},
+        }
+    },
     "/v1/messages": {
         "required": ["max_tokens"],
-        "properties": {
-            "max_tokens": {"type": "integer"},
-            "system": {"type": ["string", "array", "null"], "items": PART},
-            "tools": {
-                "items": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}}
-            },
-            "tool_choice": {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
-            "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
-        },
+        "properties": MESSAGES | {"max_tokens": {"type": "integer"}},
     },
+    "/v1/messages/count_tokens": {"properties": MESSAGES},
+    "/tokenize": {"properties": {"messages": {"items": MESSAGE}}},
     "/v1/responses": {
         "properties": {
             "n": {"enum": [1, None]},
@@ -156,6 +169,8 @@ ROOM: Schema = {  # without which a prefill does nothing
     "required": ["bootstrap_room"],
     "properties": {"bootstrap_room": {"type": ["integer", "string", "array"], "minimum": 1, "maximum": MAX_ROOM}},
 }
+IDS_AS_KEYS: Schema = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+SAFE_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}
 READS = {
     "/": "What this is.",
     "/docs": "This document as a page.",
@@ -195,18 +210,24 @@ def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> S
         drop_refused(components[kind.__name__], kind)
         for name, schema in components[kind.__name__]["properties"].items():
             set_bounds(schema, narrower.get(name, {}))
+            if name == "logit_bias":
+                schema["propertyNames"] = IDS_AS_KEYS
     paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
     paths["/v1/responses/{id}"]["delete"] = operation("Forget a stored response.")
     for path in (path for path in paths if "{id}" in path):
         for made in paths[path].values():
-            made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}]
+            made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": SAFE_ID}]
     beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
+    still = {path: [NARROWER[path]] if path in NARROWER else [] for path in (*endpoints, *OTHERS)}
     for path, (kind, fields, text) in endpoints.items():
-        narrower_still = [NARROWER[path]] if path in NARROWER else []
-        parts = [reference(kind), with_one(fields, of="oneOf"), *narrower_still, *beside]
+        parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]
         paths[path] = {"post": operation(text, {"allOf": parts})}
     for path, (kind, fields, text) in OTHERS.items():
-        paths[path] = {"post": operation(text, {"allOf": [reference(kind), with_one(fields, of="anyOf")]})}
+        paths[path] = {
+            "post": operation(
+                text, {"allOf": [reference(kind), with_one(fields, of="anyOf"), *still[path], refused_fields(kind)]}
+            )
+        }
     paths["/debug/faults"]["put"] = operation("Change the test hooks.", {"type": "object"})
     paths["/flush_cache"] = {"post": operation("Drop cached pages that nobody holds.")}
     return {
@@ -239,8 +260,21 @@ def reference(kind: type[Struct]) -> Schema:
 
 def with_one(fields: dict[str, Schema], *, of: str) -> Schema:
     """An object that has one of these fields, or with `anyOf` more. The others may be there as null."""
+    others: Schema = {key: {"type": "null"} for key in fields} if of == "oneOf" else {}
     return {
-        of: [{"type": "object", "required": [name], "properties": {name: schema}} for name, schema in fields.items()]
+        of: [
+            {"type": "object", "required": [name], "properties": others | {name: schema}}
+            for name, schema in fields.items()
+        ]
+    }
+
+
+def refused_fields(kind: type[Struct]) -> Schema:
+    """The fields that a body has only to be refused where they ask for something."""
+    names = [field.encode_name for field in msgspec.structs.fields(kind) if field.type is Raw]
+    return {
+        "description": "What other servers read under these names is refused.",
+        "properties": {key: {"type": "null"} for key in names},
     }
 
 
