@@ -471,14 +471,26 @@ def test_metrics_count_requests_retries_failures_and_workers() -> None:
         post(made)
         made.decodes[0].behaves(Reject(400))
         post(made)
+        assert CLIENT.post(made.url + "/v1/completions", content=b"{").status_code == 400
         eventually(made.is_idle)
         text = CLIENT.get(made.url + "/metrics").text
         assert 'tandem:router_requests_total{path="/v1/chat/completions",status="200"} 1.0' in text
         assert "tandem:router_retries_total 1.0" in text
-        assert 'tandem:router_failures_total{cause="decode_rejected"} 1.0' in text
+        assert 'tandem:router_client_errors_total{status="400"} 2.0' in text
+        assert "tandem:router_failures_total{" not in text, "what a client has sent is no failure of ours"
         assert "tandem:router_active_requests 0.0" in text
         assert f'tandem:router_worker_live{{role="decode",worker="{made.decodes[0].url}"}} 1.0' in text
         assert f'tandem:router_worker_seconds_count{{role="decode",worker="{made.decodes[0].url}"}} 3.0' in text
+
+
+def test_a_refusal_of_what_a_worker_could_not_do_is_a_failure() -> None:
+    with fleet(retries=0) as made:
+        made.decodes[0].behaves(Reject(501))
+        post(made)
+        eventually(made.is_idle)
+        text = CLIENT.get(made.url + "/metrics").text
+        assert 'tandem:router_failures_total{cause="decode_rejected"} 1.0' in text
+        assert "tandem:router_client_errors_total{" not in text
 
 
 def test_a_key_is_asked_for_and_given_to_the_workers() -> None:

@@ -613,6 +613,20 @@ BREAKS = (
 # Of machines that no row of the parity table is about.
 OTHERS = (
     Break(
+        "tokens_are_counted_when_a_request_has_ended",
+        "server/api/stream.py",
+        "        stats.emit(now_ns, count)",
+        "        stats.generation_tokens += count if live.ended is not None else 0",
+        "unit/test_request_stats.py::test_token_counters_move_while_a_request_runs_and_the_throughput_is_0_when_it_has_ended",
+    ),
+    Break(
+        "router_takes_mistakes_of_clients_for_failures",
+        "server/router/metrics.py",
+        "if is_own := 400 <= status < 500:",
+        "if is_own := False:",
+        "e2e_cpu/test_router_http.py::test_metrics_count_requests_retries_failures_and_workers",
+    ),
+    Break(
         "schema_offers_bodies_without_what_they_are_about",
         "server/api/openapi.py",
         'parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]',

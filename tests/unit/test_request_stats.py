@@ -1,8 +1,10 @@
 """Metrics: what is added up, under which names it is exported, and the log line."""
 
+import asyncio
 import io
 import json
 
+import httpx
 import pytest
 from api_fakes import Script, says, world
 from hypothesis import given
@@ -13,7 +15,7 @@ from tandem.core.commands import Path
 from tandem.core.values import Cause
 from tandem.metrics.export import Exporter, parse_key
 from tandem.metrics.log import RequestLog
-from tandem.metrics.request_stats import Histogram, RequestRecord, RequestStats
+from tandem.metrics.request_stats import SECOND_NS, SENDING, Histogram, RequestRecord, RequestStats, Throughput
 
 LABELS = {"model_name": "toy", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
@@ -72,6 +74,78 @@ def test_a_served_request_appears_in_every_family_of_the_usual_board() -> None:
     assert found["tandem:requests_path_total|remote"] == 1
     for stage in ("edge_receive", "queue", "forward", "edge_send"):
         assert found[f"sglang:per_stage_req_latency_seconds_count|{stage}"] == 1
+
+
+def test_token_counters_move_while_a_request_runs_and_the_throughput_is_0_when_it_has_ended() -> None:
+    async def story() -> None:
+        w = world(lambda request, payload: Script([*b"abc"], is_silent=True), answers={"metrics": {}})
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(w.app), base_url="http://test") as http:
+            body = {"prompt": "xy", "max_tokens": 9, "timeout": 9}
+            asking = asyncio.create_task(http.post("/v1/completions", json=body))
+            while (found := scrape((await http.get("/metrics")).text))["sglang:generation_tokens_total"] < 3:
+                assert not asking.done()
+            assert found["sglang:prompt_tokens_total"] == 2
+            assert found["sglang:cached_tokens_total"] == 3
+            assert found["sglang:gen_throughput"] > 0
+            assert found["sglang:num_requests_total"] == 0
+            assert found["sglang:http_requests_active|/v1/completions|POST"] == 1
+            w.client.abort_all()
+            await asking
+            found = scrape((await http.get("/metrics")).text)
+        assert (found["sglang:generation_tokens_total"], found["sglang:prompt_tokens_total"]) == (3, 2)
+        assert (found["sglang:gen_throughput"], found["sglang:num_requests_total"]) == (0, 1)
+        assert found["sglang:http_requests_active|/v1/completions|POST"] == 0
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("added", "now", "right"),
+    [
+        ([(10.0, 4)], 10.0, 4),  # over one second at least
+        ([(10.0, 4), (11.5, 4)], 12.0, 4),
+        ([(10.0, 4), (14.0, 6)], 14.0, 2.5),
+        ([(10.0, 4)], 15.0, 0),
+        ([(1.0, 100), (10.0, 4)], 12.0, 2),
+        ([], 1.0, 0),
+    ],
+)
+def test_the_throughput_is_that_of_the_last_seconds(added: list[tuple[float, int]], now: float, right: float) -> None:
+    throughput = Throughput()
+    for at, tokens in added:
+        throughput.add(round(at * SECOND_NS), tokens)
+    assert throughput.per_second(round(now * SECOND_NS)) == pytest.approx(right)
+
+
+def test_answers_are_counted_by_endpoint_and_status_and_nothing_that_clients_make_up_is_a_label() -> None:
+    with world(says("a")).http() as http:
+        http.post("/v1/completions", json={"prompt": "x"})
+        http.post("/v1/completions", json={})
+        for path in ("/a", "/b"):
+            http.get(path)
+        found = scrape(http.get("/metrics").text)
+    assert found["sglang:http_requests_total|/v1/completions|POST"] == 2
+    assert found["sglang:http_responses_total|/v1/completions|POST|200"] == 1
+    assert found["sglang:http_responses_total|/v1/completions|POST|400"] == 1
+    assert found["sglang:http_responses_total|other|GET|404"] == 2
+
+
+def test_kv_that_was_handed_over_is_counted_in_bytes_and_time() -> None:
+    stats = RequestStats()
+    sent = record(kv_pages=4, kv_bytes=8_000_000, ledger=((SENDING, 2_000_000), ("prefill_waiting", 500_000_000)))
+    for one in (sent, record(), record(kv_pages=4, kv_bytes=5, is_failed=True)):
+        stats.add(one)
+    text = Exporter(stats, model_name="toy", engine_type="prefill").render({}).decode()
+    assert "tandem:kv_transfer_bytes_total" in text
+    assert (stats.kv_bytes, stats.transfer_ms.total, stats.transfer_speed.total) == (8_000_000, 2.0, 4.0)
+    assert stats.queue.total == pytest.approx(0.5)
+    alone = Exporter(stats, model_name="toy", engine_type="unified").render({}).decode()
+    assert "kv_transfer" not in alone, "nobody hands anything over there"
+
+
+def test_the_size_of_the_cache_is_told_as_gateways_look_for_it() -> None:
+    with world(answers={"metrics": {"page_size": 16, "num_pages": 100}}).http() as http:
+        assert scrape(http.get("/metrics").text)["sglang:cache_config_info|100|16"] == 1
 
 
 def test_tokens_that_come_together_have_no_gap_between_them() -> None:

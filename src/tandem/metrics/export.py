@@ -8,6 +8,7 @@ its own ranks as `tandem:worker_*`, and not at all for one that has not counted.
 """
 
 import re
+import time
 from collections.abc import Collection, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry
@@ -15,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.request_stats import Histogram, RequestStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -63,8 +65,12 @@ def buckets_of(name: str, node: Mapping[str, float]) -> list[tuple[str, float]]:
 class Exporter:
     """Renders one server's metrics with its labels."""
 
-    def __init__(self, stats: RequestStats, *, model_name: str, engine_type: str) -> None:
+    def __init__(
+        self, stats: RequestStats, *, model_name: str, engine_type: str, counts: HttpCounts | None = None
+    ) -> None:
         self._stats = stats
+        self._counts = counts or HttpCounts()
+        self._is_paired = engine_type in ("prefill", "decode")
         self._server = (model_name, engine_type)
         self._labels = (*self._server, "0", "0", "0")
 
@@ -76,8 +82,12 @@ class Exporter:
         """The whole page. `nodes` are the mappings of the nodes at this moment, by DP rank; `workers` by all ranks.
         Of both those who could be asked."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(Page([*self._edge(), *self._nodes(nodes), *self._workers(workers or {})]))
+        edge = [*self._edge(), *(self._transfers() if self._is_paired else ()), *self._http()]
+        registry.register(Page([*edge, *self._nodes(nodes), *self._workers(workers or {})]))
         return generate_latest(registry)
+
+    def gen_throughput(self) -> float:
+        return self._stats.gen_throughput(time.monotonic_ns())
 
     def _edge(self) -> Iterable[Metric]:
         stats = self._stats
@@ -87,9 +97,16 @@ class Exporter:
         yield self._histogram(
             "sglang:request_time_per_output_token_seconds", "Mean gap between tokens of a request.", stats.per_token
         )
+        yield self._histogram(
+            "sglang:time_per_output_token_seconds",
+            "The same under the name that load generators read.",
+            stats.per_token,
+        )
+        yield self._histogram("sglang:queue_time_seconds", "Waits in queues before the first token.", stats.queue)
         yield self._stages()
-        yield self._counter("sglang:prompt_tokens", "Prompt tokens of ended requests.", stats.prompt_tokens)
-        yield self._counter("sglang:generation_tokens", "Tokens generated for ended requests.", stats.generation_tokens)
+        yield self._counter("sglang:prompt_tokens", "Prompt tokens of requests that have begun.", stats.prompt_tokens)
+        yield self._counter("sglang:generation_tokens", "Tokens generated so far.", stats.generation_tokens)
+        yield self._gauge("sglang:gen_throughput", HELP["gen_throughput"], self.gen_throughput())
         yield self._counter("sglang:cached_tokens", "Prompt tokens found in the prefix cache.", stats.cached_tokens)
         yield self._counter("sglang:num_requests", "Requests that ended, one per sample.", stats.requests)
         yield self._counter(
@@ -102,6 +119,30 @@ class Exporter:
             "tandem:requests_path", "Requests by where their prompt's KV came from.", "path", stats.paths
         )
 
+    def _transfers(self) -> Iterable[Metric]:
+        """Of KV between servers, under SGLang's names and in its units."""
+        stats = self._stats
+        yield self._counter("tandem:kv_transfer_bytes", "KV that was handed over.", stats.kv_bytes)
+        yield self._histogram("sglang:kv_transfer_total_mb", "KV of a request, in MB.", stats.transfer_mb)
+        if self._server[1] == "prefill":
+            text = "Prefill: until decode had collected the KV, from when both were ready, in ms."
+            yield self._histogram("sglang:kv_transfer_latency_ms", text, stats.transfer_ms)
+            yield self._histogram("sglang:kv_transfer_speed_gb_s", "Prefill: bytes by that time.", stats.transfer_speed)
+
+    def _http(self) -> Iterable[Metric]:
+        asked, answered = ("endpoint", "method"), ("endpoint", "method", "status_code")
+        requests = CounterMetricFamily("sglang:http_requests", "HTTP requests.", labels=(*LABELS, *asked))
+        responses = CounterMetricFamily("sglang:http_responses", "HTTP answers.", labels=(*LABELS, *answered))
+        active = GaugeMetricFamily("sglang:http_requests_active", "HTTP requests under way.", labels=(*LABELS, *asked))
+        for family, counts in (
+            (requests, self._counts.requests),
+            (responses, self._counts.responses),
+            (active, self._counts.active),
+        ):
+            for key, value in counts.items():
+                family.add_metric((*self._labels, *key), value)
+            yield family
+
     def _nodes(self, nodes: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
         histograms: dict[str, HistogramMetricFamily] = {}
         numbers: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
@@ -110,6 +151,16 @@ class Exporter:
             self._node_histograms(histograms, own, node)
             self._node_numbers(numbers, own, {key: node[key] for key in node if not is_part_of(key, histograms)})
         yield from (*histograms.values(), *numbers.values())
+        yield self._cache_config(nodes)
+
+    def _cache_config(self, nodes: Mapping[int, Mapping[str, float]]) -> Metric:
+        """What gateways look for to learn how large the cache is."""
+        sizes = ("page_size", "num_pages")
+        family = GaugeMetricFamily("sglang:cache_config_info", "The KV pool, in labels.", labels=(*LABELS, *sizes))
+        for dp_rank, node in nodes.items():
+            if all(size in node for size in sizes):
+                family.add_metric((*self._server, "0", "0", str(dp_rank), *(f"{node[size]:g}" for size in sizes)), 1)
+        return family
 
     def _node_histograms(
         self, families: dict[str, HistogramMetricFamily], own: Labels, node: Mapping[str, float]
@@ -156,6 +207,11 @@ class Exporter:
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=LABELS)
         family.add_metric(self._labels, value)
         return family
 

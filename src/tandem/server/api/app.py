@@ -24,6 +24,7 @@ from starlette.routing import Route
 from tandem.config import ServerConfig
 from tandem.core.values import SECOND, RequestId
 from tandem.metrics.export import Exporter
+from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import RequestStats
 from tandem.server.api.access import AccessRules, AuthMiddleware
@@ -50,6 +51,7 @@ from tandem.server.api.faults import FaultsPage
 from tandem.server.api.gate import Found, error_response, read_body, within
 from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
+from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.large_body import decode_both
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
 from tandem.server.api.off_loop import off_loop
@@ -106,7 +108,8 @@ def build_app(
     """The application. It may serve before the node is ready: then it answers 503 to all that needs the node."""
     limits = limits_of(config, model, digest_secret=digest_secret)
     stats = RequestStats()
-    exporter = Exporter(stats, model_name=config.model_name, engine_type=config.role)
+    counts = HttpCounts()
+    exporter = Exporter(stats, model_name=config.model_name, engine_type=config.role, counts=counts)
     generation = Endpoints(
         config=config,
         client=client,
@@ -133,6 +136,7 @@ def build_app(
     app = Starlette(
         routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
         middleware=[
+            Middleware(CountingMiddleware, counts=counts),
             *cors(config),
             Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
         ],
@@ -144,6 +148,7 @@ def build_app(
         },
     )
     app.router.redirect_slashes = False
+    counts.endpoints = frozenset(route.path for route in app.routes if isinstance(route, Route))
     return app
 
 

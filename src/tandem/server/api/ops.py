@@ -162,6 +162,7 @@ class Ops:
 
     async def server_info(self, request: Request) -> Response:
         """Settings without keys, and what gateways read at registration."""
+        throughput = self._exporter.gen_throughput() if self._limits.dp_size == 1 else None
         return json_response(
             public_settings(self._config)
             | {
@@ -177,7 +178,7 @@ class Ops:
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
                 "status": "ready" if self._client.is_healthy else "not_ready",
-                "internal_states": [internal_state(numbers) for numbers in (await self.numbers()).values()],
+                "internal_states": [internal_state(numbers, throughput) for numbers in (await self.numbers()).values()],
             }
         )
 
@@ -303,10 +304,9 @@ class Ops:
         return Response(b"[" + b",".join(answers.values()) + b"]", media_type="application/json")
 
 
-def internal_state(numbers: Numbers) -> Numbers:
-    """Of one DP rank, under the names that gateways read."""
-    has_throughput = "gen_throughput" in numbers
-    return numbers | ({"last_gen_throughput": numbers["gen_throughput"]} if has_throughput else {})
+def internal_state(numbers: Numbers, gen_throughput: float | None) -> Numbers:
+    """Of one DP rank, under the names that gateways read. None: the edge counts for several."""
+    return numbers | ({} if gen_throughput is None else {"last_gen_throughput": gen_throughput})
 
 
 def load_of(dp_rank: int, numbers: Numbers) -> Numbers:

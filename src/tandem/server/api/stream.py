@@ -76,6 +76,8 @@ class Sample:
         live.tokens = []
         if not self.ask.max_new_tokens:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
+            if self.first_ns is None:
+                stats.start(len(self.ask.prompt.tokens), self.cached_tokens)
             self.first_ns = self.last_ns = now_ns
             return ""
         before = self.text.num_tokens
@@ -86,7 +88,9 @@ class Sample:
             extras, live.extras = live.extras, []
             self.scores += [decode_score(extra) if extra else None for extra in extras[:count]]
             self.scores += [None] * (len(self.tokens) - len(self.scores))
+        stats.emit(now_ns, count)
         if self.first_ns is None:
+            stats.start(len(self.ask.prompt.tokens), self.cached_tokens)
             self.first_ns = self.last_ns = now_ns
             count -= 1
         if count > 0:
@@ -177,6 +181,7 @@ class Sample:
             cached_tokens=self.cached_tokens,
             computed_tokens=0 if finish is None else finish.computed_tokens,
             kv_pages=0 if finish is None else finish.kv_pages,
+            kv_bytes=0 if finish is None else finish.kv_pages * self.page_bytes,
             retries=0 if finish is None else finish.retries,
             room=self.ask.pair.room,
             stage=None if failure is None else failure.stage,
@@ -289,6 +294,7 @@ class TokenResponse:
         for one, live in zip(self._prepared, generation.lives, strict=True):
             submitted_ns = self._arrival_ns + one.ask.timeout_ns - live.request.timeout_ns
             self._samples.append(Sample(one.ask, live, one.text, page_bytes, self._arrival_ns, submitted_ns))
+        self._stats.running += len(self._samples)
         self._generation = generation
         self._by_live = {id(sample.live): sample for sample in self._samples}
 
@@ -440,6 +446,7 @@ class TokenResponse:
     def _record(self) -> None:
         """Count every sample once. The lines and spans of many come a little later."""
         records = [sample.record(endpoint=self._endpoint, request_id=self._request_id) for sample in self._samples]
+        self._stats.running -= len(records)
         for record in records:
             self._stats.add(record)
         if len(records) <= LOOP_SAMPLES:

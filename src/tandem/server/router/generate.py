@@ -75,7 +75,11 @@ class Generate:
         request = Request(scope, receive)
         span = self._tracing.begin(f"POST {scope['path']}", request.headers, time.monotonic_ns())
         with ending_with_errors(span):
-            await self._answer(request, receive, send, span)
+            try:
+                await self._answer(request, receive, send, span)
+            except Refusal as refusal:  # before anybody was asked
+                self._metrics.see_refusal(refusal.failure.status)
+                raise
 
     async def _answer(self, request: Request, receive: Receive, send: Send, span: Span) -> None:
         began = time.monotonic()

@@ -5,8 +5,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from tandem.core.router.messages import (
     DispatchPair,
     Fail,
-    ForwardRejection,
     RouterCommand,
+    Side,
 )
 from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import Worker
@@ -21,6 +21,7 @@ class RouterMetrics:
         self.requests = self._counter("requests", "requests that have ended, by status", ["path", "status"])
         self.retries = self._counter("retries", "attempts after the first")
         self.failures = self._counter("failures", "requests that ended with an error, by cause", ["cause"])
+        self.client_errors = self._counter("client_errors", "requests refused for what the client sent", ["status"])
         self.duration = self._histogram("request_seconds", "from the request's head to the end of the answer", ["path"])
         self.first_byte = self._histogram("first_byte_seconds", "from the request's head to the first byte", ["path"])
         self.head = self._histogram(
@@ -42,10 +43,20 @@ class RouterMetrics:
                 self.retries.inc()
             case Fail(cause=cause):
                 self.failures.labels(cause.value).inc()
-            case ForwardRejection(half=half):
-                self.failures.labels(f"{half.value}_rejected").inc()
             case _:
                 pass
+
+    def see_rejection(self, half: Side, status: int) -> None:
+        """A worker's refusal that goes to the client: of what the client sent, or of what the worker could not do."""
+        if self.see_refusal(status):
+            return
+        self.failures.labels(f"{half.value}_rejected").inc()
+
+    def see_refusal(self, status: int) -> bool:
+        """Whether it is the client's own mistake, which is no failure."""
+        if is_own := 400 <= status < 500:
+            self.client_errors.labels(str(status)).inc()
+        return is_own
 
     def see_reply(self, path: str, status: int, first_byte_seconds: float | None, seconds: float) -> None:
         """A request has ended; status 499 when its client has left."""

@@ -218,6 +218,7 @@ class RouterShell:
                 self._forward(self._calls[request], merged)
             case ForwardRejection(request=request, half=half):
                 leg = self._calls[request].legs[half]
+                self._metrics.see_rejection(half, leg.upstream.status)
                 self._end(request, Document(leg.upstream.status, leg.headers, bytes(leg.body)))
             case Fail(request=request):
                 self._end(request, command)
