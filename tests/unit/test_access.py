@@ -21,8 +21,8 @@ from tandem.server.exposure import listens_on_loopback
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
 
-ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}}
-DEBUG = ("/debug/state", "/debug/waits", "/debug/faults")
+ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}, "flow": []}
+DEBUG = ("/debug/state", "/debug/waits", "/debug/faults", "/debug/pd/data")
 BODY = b'{"prompt": "x"}'
 JSON = {"content-type": "application/json"}
 
@@ -73,7 +73,7 @@ def test_every_page_is_in_the_table_or_needs_the_key() -> None:
         *("/v1/models", "/v1/models/{id:path}", "/v1/loads", "/get_load", "/version", "/openapi.json"),
         *("/server_info", "/get_server_info", "/model_info", "/get_model_info", "/health_generate"),
     }
-    assert {path for path in served if path.startswith("/debug")} == set(DEBUG)
+    assert {path for path in served if path.startswith("/debug")} == {*DEBUG, "/debug/pd"}
     assert all(PAGES[path] is Access.LOCAL for path in DEBUG)
 
 

@@ -9,6 +9,7 @@ from api_fakes import END, Script, ids, says, world
 from starlette.testclient import TestClient
 
 from tandem import __version__
+from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
@@ -288,6 +289,21 @@ def test_the_page_of_the_api_shows_every_path_and_field_and_needs_nothing_from_e
         shown = [*document["paths"], *document["components"]["schemas"]["ChatBody"]["properties"], "≤ 20"]
         assert [name for name in shown if name not in reply.text] == []
         assert not re.search(r"<script|<link|<img|(src|href)=.?(https?:)?//", reply.text)
+
+
+def test_the_page_of_the_pair_knows_every_state_and_runs_no_other_script() -> None:
+    w = world(says("abc"), answers={"metrics": {}, "flow": [{"rid": "r", "state": "running"}]})
+    with w.http() as http:
+        page = http.get("/debug/pd")
+        http.post("/v1/completions", json={"prompt": "xy", "rid": "mine"})
+        told = http.get("/debug/pd/data").json()
+    assert {state.name for state in State} - set(re.findall(r"\b[A-Z]+\b", page.text)) == {"DRAINING", "DONE"}
+    assert "script-src 'sha256-" in page.headers["content-security-policy"]
+    assert not re.search(r"<link|<img|innerHTML|(src|href)=|https?://(?!www\.w3\.org/2000/svg)", page.text)
+    assert (told["role"], told["flow"]) == ("unified", [{"rid": "r", "state": "running"}])
+    (record,) = told["recent"]
+    assert (record["rid"], record["completion_tokens"], record["is_failed"]) == ("mine", 4, False)
+    assert sum(seconds for _, seconds in record["stages"]) == pytest.approx(record["ttft_seconds"])
 
 
 def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:

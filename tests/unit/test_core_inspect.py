@@ -83,6 +83,18 @@ def test_whoever_does_not_run_is_listed_with_reason_owner_age_and_deadline(name:
 
 
 @every_scene
+def test_the_flow_names_every_request_with_its_room_as_text(name: tuple[str, State, str]) -> None:
+    scene = SCENES[name]()
+    node, now = scene.here.node, Nanos(scene.world.now + SECOND // 2)
+    shown = {one["rid"]: one for one in inspect.flow(node, now)}
+    here = {p.request.rid: p for p in node.state.requests.values() if p.state not in (State.DRAINING, State.DONE)}
+    assert set(shown) == set(here)
+    for rid, progress in here.items():
+        room = progress.request.room
+        assert (shown[rid]["state"], shown[rid]["room"]) == (progress.state, None if room is None else str(room))
+
+
+@every_scene
 def test_pages_and_result_rows_are_shown_by_their_owner(name: tuple[str, State, str]) -> None:
     scene = SCENES[name]()
     shown, requests = inspect.state(scene.here.node), scene.here.state.requests.values()

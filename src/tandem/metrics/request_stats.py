@@ -70,6 +70,7 @@ TRANSFER_MB_BOUNDS = (0.01, 0.1, 0.5, 1, 5, 10, 50, 100, 500, 1000, 5000, 10000)
 SPEED_BOUNDS = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 SENDING = "prefill_transfer_kv_cache"  # the stage in which prefill's pages are collected
 WAITING = "_waiting"  # ends the name of a stage in a queue
+MAX_RECENT = 100  # of those that have ended last
 WINDOW_SECONDS = 5  # of the throughput
 
 
@@ -162,6 +163,7 @@ class RequestStats:
     kv_bytes: int = 0
     throughput: Throughput = field(default_factory=Throughput)
     running: int = 0  # samples under way at the edge
+    recent: deque[tuple[float, RequestRecord]] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
     prompt_tokens: int = 0
     generation_tokens: int = 0
     cached_tokens: int = 0

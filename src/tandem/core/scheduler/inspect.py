@@ -1,7 +1,7 @@
 """What a node shows of itself: for `/metrics`, `/debug/waits` and `/debug/state`. Reads, never changes."""
 
 from collections.abc import Mapping
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from tandem.core.disagg.prefill_lookup import key
 from tandem.core.disagg.sides import AnySide, DecodeSide
@@ -11,6 +11,8 @@ from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has
 from tandem.core.scheduler.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
+
+MAX_SHOWN = 500  # requests on a page for people
 
 
 def gauges(node: EngineNode) -> dict[str, float]:
@@ -109,6 +111,23 @@ def waits(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
             }
         )
     return shown
+
+
+def flow(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
+    """Where requests are, the oldest first, `MAX_SHOWN` at most. A room as text: pages take numbers for floats."""
+    return [
+        {
+            "rid": progress.request.rid,
+            "room": None if progress.request.room is None else str(progress.request.room),
+            "state": str(progress.state),
+            "age_seconds": (now - progress.entered_at) / SECOND,
+            "prompt_tokens": progress.request.prompt_len,
+            "computed": progress.computed,
+            "generated": progress.generated,
+        }
+        for progress in islice(node.state.requests.values(), MAX_SHOWN)
+        if not has_ended(progress)
+    ]
 
 
 OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.DRAIN: "worker"}  # of this server; everything else its node's

@@ -50,6 +50,8 @@ PAGES: dict[str, Access] = {
     "/debug/waits": Access.LOCAL,
     "/debug/state": Access.LOCAL,
     "/debug/faults": Access.LOCAL,
+    "/debug/pd": Access.OPEN,  # says nothing by itself: its data do
+    "/debug/pd/data": Access.LOCAL,
 }
 # A GET that changes something needs a key: any link or image of any web page is a GET.
 ORDERS_BY_GET = frozenset({"/flush_cache"})

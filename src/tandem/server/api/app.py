@@ -44,6 +44,7 @@ from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
 from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cors import cors
+from tandem.server.api.debug_page import DebugPage
 from tandem.server.api.detokenizer import detokenizer
 from tandem.server.api.errors import EDGE_STAGE, Failure, Problem, Refusal
 from tandem.server.api.facts import ModelFacts, limits_of
@@ -121,6 +122,7 @@ def build_app(
     )
     ops = Ops(config=config, client=client, model=model, limits=limits, tokenizer=tokenizer, exporter=exporter)
     tokenization = TokenizationPage(tokenizer, limits)
+    debug = DebugPage(client, stats, role=config.role, name=config.model_name)
     counted_paths = frozenset(route.path for route in (*generation.routes(), *tokenization.routes()))
 
     async def on_refusal(request: Request, error: Exception) -> Response:
@@ -134,12 +136,14 @@ def build_app(
         return error_response(Failure(Problem.INTERNAL, "the server made a mistake"), request.state.request_id)
 
     app = Starlette(
-        routes=[*generation.routes(), *tokenization.routes(), *ops.routes(), *FaultsPage(config, client).routes()],
-        middleware=[
-            Middleware(CountingMiddleware, counts=counts),
-            *cors(config),
-            Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
+        routes=[
+            *generation.routes(),
+            *tokenization.routes(),
+            *ops.routes(),
+            *FaultsPage(config, client).routes(),
+            *debug.routes(),
         ],
+        middleware=layers(config, counts),
         exception_handlers={
             Refusal: on_refusal,
             HTTPException: on_http_error,
@@ -150,6 +154,15 @@ def build_app(
     app.router.redirect_slashes = False
     counts.endpoints = frozenset(route.path for route in app.routes if isinstance(route, Route))
     return app
+
+
+def layers(config: ServerConfig, counts: HttpCounts) -> list[Middleware]:
+    """The outermost first."""
+    return [
+        Middleware(CountingMiddleware, counts=counts),
+        *cors(config),
+        Middleware(AuthMiddleware, rules=AccessRules.of(config), stage=EDGE_STAGE),
+    ]
 
 
 class Endpoints:

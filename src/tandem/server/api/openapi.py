@@ -189,6 +189,8 @@ READS = {
     "/get_load": "Load, as a list.",
     "/debug/waits": "Every waiting request: reason, owner, age, deadline.",
     "/debug/state": "Pools and queues.",
+    "/debug/pd": "Requests on their way through prefill and decode, as a page for people.",
+    "/debug/pd/data": "What it shows.",
     "/debug/faults": "The test hooks, with --enable-fault-injection.",
 }
 

@@ -449,6 +449,7 @@ class TokenResponse:
         self._stats.running -= len(records)
         for record in records:
             self._stats.add(record)
+            self._stats.recent.append((time.time(), record))
         if len(records) <= LOOP_SAMPLES:
             self._tell(records)
         else:

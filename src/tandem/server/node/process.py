@@ -72,6 +72,8 @@ class Questions:
                 found: object = inspect.state(self.node)
             case "waits":
                 found = inspect.waits(self.node, now)
+            case "flow":
+                found = inspect.flow(self.node, now)
             case "metrics":
                 found = inspect.gauges(self.node)
             case "flush":

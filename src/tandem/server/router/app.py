@@ -2,8 +2,8 @@
 
     through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
-    to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads
-    answered here       / /docs /health /ready /metrics /version /v1/responses/ID
+    to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads /debug/pd/data
+    answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID
     refused here        /v1/embeddings /v1/rerank /v1/score
 
 Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
@@ -40,6 +40,7 @@ from tandem.server.api.body import VECTOR_PATHS, AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.cors import cors
+from tandem.server.api.debug_page import show_page
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.front import about, docs_response
 from tandem.server.api.gate import error_response
@@ -54,6 +55,7 @@ from tandem.server.router.forward import (
     ABORT_REQUEST,
     CONTROL_HEADERS,
     COUNT_TOKENS,
+    DEBUG_DATA,
     DETOKENIZE,
     FLUSH_CACHE,
     GET_LOAD,
@@ -157,6 +159,8 @@ class RouterApp:
             *ResponsePages(store).routes(),
             Route("/", self._about),
             Route("/docs", self._docs),
+            Route("/debug/pd", show_page),
+            Route("/debug/pd/data", self._debug_data),
             Route("/health", self._health),
             Route("/ready", self._ready),
             Route("/version", self._version),
@@ -302,6 +306,11 @@ class RouterApp:
                 "workers": [self._describe(worker) for worker in self.router.registry.workers()],
             }
         )
+
+    async def _debug_data(self, request: Request) -> Response:
+        """Of all live workers on this machine: others refuse to tell."""
+        documents = await self._documents(request, DEBUG_DATA, Info)
+        return passed_on({"role": "router", "servers": [document for _, document in documents]})
 
     def _describe(self, worker: Worker) -> dict[str, object]:
         return {
