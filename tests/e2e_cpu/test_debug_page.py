@@ -130,5 +130,5 @@ def test_what_is_no_record_is_said_to_be_none(pair: Cluster, page: Page, tmp_pat
     for content in (b"hello", bytes(range(256))):
         (tmp_path / "file").write_bytes(content)
         page.choose_file("#file", tmp_path / "file")
-        page.eventually("document.querySelector('#who').textContent.includes('is no flight record')")
-        page.run("document.querySelector('#who').textContent = ''; document.querySelector('#file').value = ''")
+        page.eventually("document.querySelector('#trouble').textContent.includes('is no flight record')")
+        page.run("document.querySelector('#trouble').textContent = ''; document.querySelector('#file').value = ''")

@@ -16,9 +16,11 @@ EXAMPLES = 15
 ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}}
 # What only the model, the settings or another field of the same body decide.
 OF_THE_MODEL = ("is not a token id", "is not served here", "leave no room for output", "the prompt has no tokens")
+OF_PROMPTS = ("a list of ", "samples in one request", "prompt tokens")  # as many as there are prompts, and no more
 OF_OTHER_FIELDS = {
     "best_of": "n",
     "min_tokens": "max_tokens",
+    "min_new_tokens": "max_new_tokens",
     "stream_options": "stream",
     "prompt_logprobs": "stream",
     "top_logprobs": "logprobs",
@@ -43,7 +45,7 @@ GRAMMARS = (
 def is_beyond_a_schema(param: str, message: str) -> bool:
     last = param.removeprefix("sampling_params.")
     return (
-        any(words in message for words in OF_THE_MODEL)
+        any(words in message for words in (*OF_THE_MODEL, *OF_PROMPTS))
         or last in OF_OTHER_FIELDS
         or last.startswith((*GRAMMARS, "guided_", "structured_outputs"))
     )
