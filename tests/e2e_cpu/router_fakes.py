@@ -23,6 +23,7 @@ from tandem.server.api.http1 import uvicorn_config
 from tandem.server.router.app import RouterApp, listen
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.router.generate import GENERATION_PATHS
+from tandem.server.tracing import NO_TRACING, Tracing
 
 PATIENCE_SECONDS = 15.0
 
@@ -278,7 +279,7 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(prefills: int = 1, decodes: int = 1, **settings: Any) -> Iterator[Fleet]:
+def fleet(prefills: int = 1, decodes: int = 1, tracing: Tracing = NO_TRACING, **settings: Any) -> Iterator[Fleet]:
     """A router whose workers are all live. At the end nothing may be under way any more."""
     workers = [FakeWorker(Role.PREFILL) for _ in range(prefills)], [FakeWorker(Role.DECODE) for _ in range(decodes)]
     for decode in workers[1]:
@@ -290,7 +291,7 @@ def fleet(prefills: int = 1, decodes: int = 1, **settings: Any) -> Iterator[Flee
     config = RouterConfig(workers=tuple(told), port=0, **({"health_check_interval": 0.1} | settings))
     listener = listen(config)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    router = RouterApp(config)
+    router = RouterApp(config, tracing=tracing)
     thread = ServerThread(router.app, listener, lifespan="on")
     made = Fleet(*workers, router, url)
     try:

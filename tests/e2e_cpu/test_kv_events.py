@@ -1,6 +1,7 @@
 """KV events of real servers, read as a cache-aware router reads them: what it knows is what each prefix cache holds."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import Server, bootstrap_port, cluster, eventually, halves, is_open
+from cluster import Server, bootstrap_port, children_of, cluster, eventually, halves, is_open
 
-from kv_subscriber import Subscriber, pages_of
+from kv_subscriber import AllBlocksCleared, Subscriber, pages_of
 from tandem.cli.fleet import Fleet, Member, free_ports
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
@@ -57,6 +58,7 @@ def test_events_follow_the_cache_of_a_server_through_use_pressure_and_flush() ->
     flags = ["--max-total-tokens", "256", "--kv-events-config", flag_for(port, replay_port)]
     with cluster(unified=True, flags=flags) as it, reader(port, replay_port) as by_events:
         assert it.unified is not None
+        assert "whoever reads them reads prompts' tokens" in it.unified.log
         assert by_events.prefixes() == set()
         answer = it.unified.generate(PROMPT, max_new_tokens=40, sampling_params={"ignore_eos": True})
         whole = [*PROMPT, *answer["output_ids"]]
@@ -87,6 +89,21 @@ def test_each_dp_rank_publishes_at_a_port_of_its_own() -> None:
                 assert by_events.prefixes() == pages_of(prompt)
                 batches = [batch for _, batch in by_events.subscriber.replay()]
                 assert {batch.data_parallel_rank for batch in batches} == {rank}
+        kill_worker(it.unified, 1)
+        eventually(lambda: it.unified is not None and "DP rank 1 serves again" in it.unified.log, within_s=60)
+        with reader(port, replay_port, 1) as anew, reader(port, replay_port) as other:
+            (begun,) = dict(anew.subscriber.replay()).items()
+            assert begun[0] == 0
+            assert begun[1].events == [AllBlocksCleared()]
+            it.unified.generate(OTHER, max_new_tokens=1, routed_dp_rank=1)
+            assert anew.prefixes() == pages_of(OTHER)
+            assert other.prefixes() == pages_of(PROMPT)
+
+
+def kill_worker(server: Server, dp_rank: int) -> None:
+    """Replicas are started in order, each with its worker first."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children_of(server.member.process.pid)}
+    os.kill([pid for pid, command in commands.items() if "worker_process" in command][dp_rank], signal.SIGKILL)
 
 
 def test_up_publishes_what_prefill_and_decode_hold(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Refuse, Reject, eventually, fleet
 
+from seen_spans import SeenTracing
 from tandem.server.api.errors import RULES, Code
 from tandem.server.router import app
 
@@ -282,6 +283,26 @@ def test_a_decode_that_dies_before_its_first_byte_is_retried() -> None:
         assert post(made, CHAT | {"stream": True}).text.endswith("data: [DONE]\n\n")
         eventually(made.is_idle)
         assert len(made.prefills[0].generations) == 2
+
+
+def test_a_trace_shows_every_attempt_and_why_one_failed() -> None:
+    tracing = SeenTracing()
+    with fleet(2, 2, tracing=tracing) as made:
+        failing, waiting = made.decodes[0], made.prefills[0]
+        failing.behaves(Reject(500, once=lambda: waiting.generations))
+        waiting.behaves(Hang())
+        assert post(made).status_code == 200
+        (request,) = tracing.spans
+        spans = [request, *request.children]
+        eventually(lambda: all(span.ended_ns is not None for span in spans), "all spans ended")
+        assert [span.name for span in request.children] == ["prefill", "decode"] * 2
+        first_prefill, first, _, second = request.children
+        assert (first_prefill.aborted, first.aborted) == ({"reason": "cancelled"}, {"reason": "answers 500"})
+        assert (second.aborted, request.aborted) == ({}, {})
+        assert [span.attributes["tandem.attempt"] for span in request.children] == [1, 1, 2, 2]
+        assert first.attributes["url.full"] == failing.url + "/v1/chat/completions"
+        (told,) = (seen.headers["traceparent"] for seen in made.decodes[1].generations)
+        assert told == second.headers["traceparent"]
 
 
 def test_a_document_that_breaks_off_is_retried() -> None:

@@ -9,7 +9,8 @@ import pytest
 import zmq
 
 from kv_subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
-from tandem.cli.fleet import free_ports
+from tandem.cli.failure import CommandFailed
+from tandem.cli.fleet import KvEventsFlags, free_ports
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceRemoved,
@@ -276,3 +277,17 @@ def test_ports_rise_by_the_rank() -> None:
     assert at_rank("ipc:///tmp/kv", 1) == "ipc:///tmp/kv_dp1"
     first = KvEventsConfig(endpoint="tcp://*:100", replay_endpoint="tcp://*:200")
     assert shifted(first, 3) == KvEventsConfig(endpoint="tcp://*:103", replay_endpoint="tcp://*:203")
+
+
+def test_servers_of_one_machine_get_ports_behind_each_other() -> None:
+    told = KvEventsFlags('{"endpoint":"tcp://*:100","replay_endpoint":"tcp://*:200","topic":"t"}')
+    for flags, first in ((["--dp-size", "2"], 0), ([], 2), (["--dp", "3"], 3), (["--no-such-flag"], 6)):
+        *before, name, text = told.added_to(flags)
+        assert (before, name) == (flags, "--kv-events-config")
+        expected = KvEventsConfig(
+            endpoint=f"tcp://*:{100 + first}", replay_endpoint=f"tcp://*:{200 + first}", topic="t"
+        )
+        assert read(text) == expected
+    assert KvEventsFlags(None).added_to(["--dp-size", "2"]) == ["--dp-size", "2"]
+    with pytest.raises(CommandFailed, match="--kv-events-config: "):
+        KvEventsFlags('{"endpoint":"5557"}').added_to([])

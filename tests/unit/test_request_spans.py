@@ -1,7 +1,7 @@
 """Spans from the numbers of a record, and what the SDK around them may cost: nothing that a request waits for."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from seen_spans import SeenSpan
 from tandem.metrics.request_stats import SECOND_NS, RequestRecord
 from tandem.metrics.stage_spans import GENERATION, span_attributes, stage_spans
 from tandem.otlp import PROTOCOL_VARIABLE, is_endpoint, protocol_of
@@ -18,7 +19,7 @@ from tandem.server import otel
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.otel import OtelTracing, QuietExporter
 from tandem.server.request_spans import tell_spans
-from tandem.server.tracing import NO_SPAN, NO_TRACING, Span, ending_with_errors, make_tracing, response_headers
+from tandem.server.tracing import NO_SPAN, NO_TRACING, ending_with_errors, make_tracing, response_headers
 
 STAGES = ("edge_receive", "decode_bootstrap", "prefill_forward", "decode_transferred", "edge_send")
 
@@ -35,32 +36,6 @@ def record(**fields: Any) -> RequestRecord:
         "e2e_ns": 1000,
     }
     return RequestRecord(**(usual | fields))
-
-
-class SeenSpan:
-    """A span of the test, with its children."""
-
-    def __init__(self, name: str, began_ns: int) -> None:
-        self.name, self.began_ns = name, began_ns
-        self.children: list[SeenSpan] = []
-        self.ended_ns: int | None = None
-        self.attributes: dict[str, Any] = {}
-        self.aborted: dict[str, Any] = {}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"traceparent": "00-1-2-01"}
-
-    def child(self, name: str, began_ns: int, *, is_call: bool = False) -> Span:
-        self.children.append(SeenSpan(name, began_ns))
-        return self.children[-1]
-
-    def abort(self, abort_info: Mapping[str, Any]) -> None:
-        self.aborted = dict(abort_info)
-
-    def end(self, ended_ns: int, attributes: Mapping[str, Any]) -> None:
-        assert self.ended_ns is None
-        self.ended_ns, self.attributes = ended_ns, dict(attributes)
 
 
 @given(

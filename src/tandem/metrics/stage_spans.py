@@ -39,6 +39,7 @@ def span_attributes(record: RequestRecord, *, model: str) -> dict[str, Value]:
     found: dict[str, Value | None] = {
         "gen_ai.request.model": model,
         "gen_ai.response.id": record.rid,
+        "tandem.request_id": record.request_id,
         "gen_ai.response.finish_reason": None if record.is_failed else record.outcome,
         "gen_ai.usage.input_tokens": record.prompt_tokens,
         "gen_ai.usage.output_tokens": record.completion_tokens,
