@@ -116,7 +116,9 @@ def test_the_router_process_serves_and_ends_well_on_sigterm() -> None:
 
 
 def test_no_client_command_imports_torch() -> None:
-    names = ", ".join(f"tandem.cli.{name}" for name in ("main", "router", "chat", "eval", "bench"))
+    names = ", ".join(
+        f"tandem.cli.{name}" for name in ("main", "router", "chat", "chat_terminal", "eval", "bench", "top")
+    )
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -968,6 +968,20 @@ OTHERS = (
     ),
     # The terminal
     Break(
+        "the_doctor_is_content_with_everything",
+        "cli/doctor.py",
+        "    return 1 if num_bad else 0",
+        "    return 0",
+        "unit/test_doctor.py::test_a_model_that_cannot_be_served_is_bad_and_ends_with_1",
+    ),
+    Break(
+        "a_rate_is_the_counter_itself",
+        "cli/top.py",
+        "return new - old if old is not None and new is not None and new >= old else None",
+        "return new",
+        "unit/test_top.py::test_rates_are_what_counters_did_between_two_looks",
+    ),
+    Break(
         "flags_of_other_servers_are_guessed_by_their_letters",
         "cli/main.py",
         "if (found := self.synonyms.get(argument)) is not None:",

@@ -24,6 +24,8 @@ COMMANDS = {
     "up": "run router, prefill and decode servers together",
     "router": "run the router in front of prefill and decode servers",
     "chat": "talk to a server",
+    "doctor": "look at this machine and have a pair answer on it",
+    "top": "a live table of a server, or of a router and its servers",
     "eval": "measure the accuracy of a server",
     "bench": "measure the speed of a server",
     "simulate": "run the deterministic simulation with faults",
