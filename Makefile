@@ -26,7 +26,9 @@ FUZZ_SECONDS ?= 600
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet --retries 5
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-color --retries 5
+# Of all that pip says: what it fetches and how large that is, and what is there at the end.
+SHOWN := | sed -un -e 's/^ *Downloading \(.*\/\)\{0,1\}\([^/ ]* (.*)\)/  \2/p' -e 's/^Successfully installed/  installed/p'
 FAST_TESTS := tests/unit tests/laws tests/scenarios tests/test_architecture.py
 
 # The lowest versions: a second environment that takes torch and the tests' own tools from the first.
@@ -48,10 +50,10 @@ setup: $(INSTALLED)
 # Only when pyproject.toml or the native kernels have changed, or nothing is there yet.
 $(INSTALLED): pyproject.toml setup.py $(wildcard src/tandem/engine/native/*.cpp src/tandem/engine/native/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
-	@echo "setting up $(VENV): takes some minutes, once"
+	@echo "setting up $(VENV), in this folder: $(TORCH), and what pyproject.toml names; takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || { $(call again,$(PIP) install "$(TORCH)"); }
-	@$(call again,$(PIP) install --editable ".[test]")
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' || { $(call again,$(PIP) install --progress-bar off "$(TORCH)" $(SHOWN)); }
+	@$(call again,$(PIP) install --progress-bar off --editable ".[test]" $(SHOWN))
 	@touch $@
 
 demo: $(INSTALLED)

@@ -8,6 +8,7 @@ import pytest
 
 from tandem.simulator import catalog
 from tandem.simulator.catalog import CAPABILITIES, FAULTS, INVARIANTS, Row, page
+from tandem.simulator.faults.names import NAMES
 from tandem.simulator.faults.options import CLASSES
 
 PAGE = Path(__file__).parents[2] / "docs" / "invariants.md"
@@ -42,6 +43,11 @@ def test_a_fault_with_a_place_is_drawn(row: Row) -> None:
 
 def test_every_fault_that_is_drawn_has_its_row() -> None:
     assert {row.id for row in FAULTS if row.place} == set(CLASSES)
+
+
+def test_every_class_of_faults_has_a_name_of_its_own_that_people_read() -> None:
+    assert list(NAMES) == [row.id for row in FAULTS]
+    assert len(set(NAMES.values())) == len(NAMES)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.waits_for], ids=lambda row: row.id)

@@ -1,6 +1,7 @@
 """What `tandem simulate` prints, and where."""
 
 import json
+import re
 
 import pytest
 
@@ -21,6 +22,8 @@ def test_simulate_prints_one_json_document(capsys: pytest.CaptureFixture[str]) -
     assert document["seeds"] == 1
     assert document["violations"] == []
     assert "seed 3: " in printed.err  # the option set
+    assert document["faults"]["message-loss"] > 0
+    assert not re.search(r"\bF[0-9]", printed.out + printed.err), "faults have names"
 
 
 def test_simulate_draws_and_prints_a_seed(capsys: pytest.CaptureFixture[str]) -> None:

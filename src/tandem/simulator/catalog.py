@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 
 from tandem.config import flags
+from tandem.simulator.faults.names import name_of
 
 TITLE = """# Invariants and faults of the simulation
 
@@ -170,7 +171,7 @@ def table(kind: str, rows: tuple[Row, ...]) -> Iterator[str]:
     """Markdown."""
     yield f"| {kind} | says | looked after by |"
     yield "|---|---|---|"
-    yield from (f"| {row.id} | {row.says} | {row.status} |" for row in rows)
+    yield from (f"| {name_of(row.id)} | {row.says} | {row.status} |" for row in rows)
 
 
 def checked() -> list[str]:

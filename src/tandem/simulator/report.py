@@ -64,6 +64,7 @@ from tandem.core.events import (
     TransferFailed,
 )
 from tandem.core.values import SECOND, Cut, Incarnation
+from tandem.simulator.faults.names import name_of
 
 
 @dataclass(slots=True)
@@ -138,7 +139,7 @@ class Summary:
             "simulated_hours": round(self.lived_ns / SECOND / 3600, 4),
             "events": self.events,
             "requests": self.requests,
-            "faults": {name: self.faults[name] for name in sorted(self.faults, key=fault_order)},
+            "faults": {name_of(fault): self.faults[fault] for fault in sorted(self.faults, key=fault_order)},
             "log_hash": self.log_hash(),
         }
 

@@ -43,6 +43,7 @@ from tandem.core.settings import (
 from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, ceil_div
 from tandem.server.api.question_lanes import MAX_UNKNOWN
 from tandem.server.node.links import Heartbeat, Limits
+from tandem.simulator.faults.names import name_of
 from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
 from tandem.simulator.workload import WorkloadSettings
@@ -139,7 +140,7 @@ class Options:
         return f"{self.prefill.cut.name} to {self.decode.cut.name}"
 
     def describe(self) -> str:
-        on = " ".join(self.classes) or "none"
+        on = " ".join(map(name_of, self.classes)) or "none"
         return (
             f"seed {self.seed}: {self.num_prefills} prefill, {self.num_decodes} decode, {self.num_unified} unified, "
             f"{self.prefill_info.dp_size}+{self.decode_info.dp_size} DP ranks ({self.prefill_info.method}, "
