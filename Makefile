@@ -10,6 +10,8 @@
 #   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
 #   make sanitize the native kernels under the address and undefined behaviour sanitizers, where there is a compiler
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
+#   make clients  programs of other people, pinned, each in its own environment, against a running pair; PAGE=FILE also
+#                 writes the table, CLIENTS="litellm locust" runs these only
 #   make load     2,000 streams and 10,000 short requests at once: answers, refusals, /health, memory, file descriptors
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
@@ -43,7 +45,7 @@ LOWEST_TESTS := $(filter-out %_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wi
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt chaos ranks sanitize fuzz load setup
+.PHONY: demo test lowest check hunt chaos ranks sanitize fuzz load clients setup
 
 setup: $(INSTALLED)
 
@@ -111,3 +113,6 @@ fuzz: $(INSTALLED)
 
 load: $(INSTALLED)
 	@$(BIN)/python -m bench.load
+
+clients: $(INSTALLED)
+	@$(BIN)/python tests/foreign $(CLIENTS) $(if $(PAGE),--page $(PAGE))

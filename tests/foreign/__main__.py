@@ -1,0 +1,173 @@
+"""`make clients`: programs of other people against our servers, each in its own environment with pinned versions.
+
+Starts a pair behind our router, one engine alone to compare with, and a pair of two DP ranks where a program wants
+them; runs the programs of `table.py` one after the other and prints a table. The exit code is 1 when one of them fails
+or cannot be installed. `--page FILE` also writes the table, with its date, as Markdown.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from table import NOT_RUN, PINNED_ON, PROGRAMS, Program
+
+from tandem.cli.fleet import Fleet, free_ports, serve_words, start_pd, temporary_fleet
+from tandem.cli.model_source import BUNDLED, find_model
+
+HERE = Path(__file__).parent
+ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
+INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
+TAIL_CHARS = 3000
+
+
+@dataclass(frozen=True)
+class Outcome:
+    program: Program
+    shown: str  # what it says it has shown
+    failure: str = ""
+    seconds: float = 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make clients")
+    parser.add_argument("names", nargs="*", help="of programs (default: all)")
+    parser.add_argument("--page", type=Path, help="write the table to this file, too")
+    args = parser.parse_args()
+    known = {program.name: program for program in PROGRAMS}
+    if unknown := [name for name in args.names if name not in known]:
+        parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    outcomes: list[Outcome] = []
+    for outcome in run_all([known[name] for name in args.names] or list(PROGRAMS)):
+        outcomes.append(outcome)
+        print(
+            f"{'FAILED' if outcome.failure else 'ok':<7} {outcome.program.name:<18} {outcome.seconds:4.0f} s  ", end=""
+        )
+        print(outcome.failure or outcome.shown, flush=True)
+    if args.page:
+        args.page.write_text(page(outcomes))
+    return 1 if any(outcome.failure for outcome in outcomes) else 0
+
+
+def run_all(programs: list[Program]) -> Iterator[Outcome]:
+    """Environments first, so that nothing serves while compilers and disks are busy."""
+    failures = {program.name: install(program) for program in programs}
+    for kind in ("pair", "ranks"):
+        wanted = [program for program in programs if program.servers == kind]
+        if wanted:
+            with servers(kind) as environment:
+                for program in wanted:
+                    failure = failures[program.name]
+                    yield Outcome(program, "", failure) if failure else run(program, environment)
+
+
+def install(program: Program) -> str:
+    """Why it could not be; empty: it is there, as pinned."""
+    folder = ENVIRONMENTS / program.folder
+    done_file, wanted = folder / ".installed", "\n".join(sorted(program.needs))
+    if done_file.exists() and done_file.read_text() == wanted:
+        return ""
+    print(f"installing {', '.join(program.needs)}", flush=True)
+    commands = (
+        [sys.executable, "-m", "venv", "--clear", str(folder)],
+        [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "--quiet",
+            "install",
+            *program.needs,
+        ],
+    )
+    for command in commands:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+        except subprocess.TimeoutExpired:
+            return f"it could not be installed in {INSTALL_S:.0f} s"
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            return f"it cannot be installed: {' '.join(lines)[:300]}"
+    done_file.write_text(wanted)
+    return ""
+
+
+@contextmanager
+def servers(kind: str) -> Iterator[dict[str, str]]:
+    """The variables that `programs/_shared.py` reads, while they run."""
+    flags = ["--dp-size", "2"] if kind == "ranks" else []
+    with temporary_fleet("clients", engines=3) as fleet:
+        (port,) = free_ports(1)
+        router = start_pd(fleet, BUNDLED, prefills=1, decodes=1, router_port=0, server_flags=flags)
+        unified = fleet.start("unified", serve_words(BUNDLED, port), port=port)
+        fleet.wait_ready(timeout_s=START_S)
+        yield {
+            "CLIENTS_URL": router.url,
+            "CLIENTS_UNIFIED_URL": unified.url,
+            "CLIENTS_MODEL": BUNDLED,
+            "CLIENTS_MODEL_DIR": str(find_model(BUNDLED)),
+            "CLIENTS_WORKERS": "\n".join(workers(fleet)),
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it need not ask the network what a model costs
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        }
+
+
+def workers(fleet: Fleet) -> Iterator[str]:
+    for member in fleet.members:
+        if member.kind == "prefill":
+            words = member.command
+            yield f"prefill {member.url} {words[words.index('--disaggregation-bootstrap-port') + 1]}"
+        elif member.kind == "decode":
+            yield f"decode {member.url}"
+
+
+def run(program: Program, environment: dict[str, str]) -> Outcome:
+    began = time.monotonic()
+    file, *words = program.words
+    command = [str(ENVIRONMENTS / program.folder / "bin" / "python"), str(HERE / "programs" / file), *words]
+    others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=RUN_S, check=False, env={**others, **environment}
+        )
+    except subprocess.TimeoutExpired:
+        return Outcome(program, "", f"it did not end in {RUN_S:.0f} s", RUN_S)
+    shown = [line.removeprefix("SHOWN ") for line in done.stdout.splitlines() if line.startswith("SHOWN ")]
+    seconds = time.monotonic() - began
+    if done.returncode or len(shown) != 1:
+        print(done.stderr[-TAIL_CHARS:] or done.stdout[-TAIL_CHARS:], file=sys.stderr)
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        return Outcome(program, "", f"exit code {done.returncode}: {(lines or ['it says nothing'])[-1][:300]}", seconds)
+    return Outcome(program, shown[0], "", seconds)
+
+
+def page(outcomes: list[Outcome]) -> str:
+    lines = [
+        "# Programs of others",
+        "",
+        f"Written by `make clients PAGE=docs/clients.md` on {time.strftime('%-d %B %Y', time.gmtime())}; versions",
+        f"were pinned on {PINNED_ON} (`tests/foreign/table.py`). Each program runs unmodified in an environment of its",
+        "own, against our router in front of a prefill and a decode server with the bundled model (`smg --dp-aware`:",
+        "of two DP ranks each); what it has to get is in its file below `tests/foreign/programs/`. The command fails",
+        "when one does.",
+        "",
+        "| program | version | | shown |",
+        "|---|---|---|---|",
+    ]
+    for it in outcomes:
+        version = it.program.needs[0].partition("==")[2]
+        result = "**fails**" if it.failure else "works"
+        lines.append(f"| {it.program.name} | {version} | {result} | {(it.failure or it.shown).replace('|', '/')} |")
+    lines += ["", "Not run:", "", "| program | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in NOT_RUN.items()]
+    lines += ["", "The SDKs of OpenAI and Anthropic, and `sglang-router` under faults, are in `tests/e2e_cpu`."]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

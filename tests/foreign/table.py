@@ -1,0 +1,54 @@
+"""Which programs `make clients` runs, in which versions, and what is known of those that it does not run.
+
+Every program has an environment of its own, made from the package index by name: their dependencies contradict each
+other. Versions are the newest that could be installed on the date below.
+"""
+
+from dataclasses import dataclass
+
+PINNED_ON = "23 November 2026"
+TORCH = "torch==2.13.0"
+
+
+@dataclass(frozen=True)
+class Program:
+    name: str
+    needs: tuple[str, ...]  # requirements, the program first
+    words: tuple[str, ...]  # a file of `programs`, and what it is told
+    servers: str = "pair"  # or `ranks`: prefill and decode with two DP ranks each
+    environment: str = ""  # the folder of its environment, where it is not its name's
+
+    @property
+    def folder(self) -> str:
+        return self.environment or self.name
+
+
+PROGRAMS = (
+    Program("litellm", ("litellm==1.105.0",), ("litellm_client.py",)),
+    Program("langchain-openai", ("langchain-openai==1.7.3",), ("langchain_client.py",)),
+    Program("llama-index", ("llama-index-llms-openai-like==0.8.1",), ("llama_index_client.py",)),
+    Program("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), ("pydantic_ai_client.py",)),
+    Program("openai-agents", ("openai-agents==0.24.0",), ("openai_agents_client.py",)),
+    Program("instructor", ("instructor==1.17.0",), ("instructor_client.py",)),
+    Program("sglang-router", ("sglang-router==0.3.2",), ("gateway_client.py", "sglang-router")),
+    Program("smg", ("smg==1.13.0",), ("gateway_client.py", "smg")),
+    Program(
+        "smg --dp-aware",
+        ("smg==1.13.0",),
+        ("gateway_client.py", "smg", "--dp-aware"),
+        servers="ranks",
+        environment="smg",
+    ),
+    Program("schemathesis", ("schemathesis==4.32.5",), ("schemathesis_client.py",)),
+    Program("locust", ("locust==2.47.0",), ("locust_client.py",)),
+    Program("aiperf", ("aiperf==0.13.0",), ("aiperf_client.py",)),
+    Program("guidellm", ("guidellm==0.8.1", TORCH), ("guidellm_client.py",)),
+    Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
+)
+
+NOT_RUN = {
+    "sglang bench_serving 0.5.23": "importing it needs the engine's own packages (triton, torchvision, tvm-ffi), which "
+    "are made for CUDA builds of torch",
+    "vllm bench serve": "it comes with vLLM, which has no package for a CPU on the index",
+    "litellm's proxy": "not tried here; the library speaks the same to us",
+}
