@@ -27,9 +27,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "what is asked and answered": (
         *("tool_call_parser", "reasoning_parser", "sampling_defaults"),
-        *("max_stored_responses", "stored_responses_max_bytes"),
+        *("max_stored_responses", "stored_responses_max_bytes", "is_embedding"),
     ),
-    "who may ask": ("admin_api_key", "admin_api_key_file", "allowed_host"),
+    "which server gets a request": (
+        *("prefill_policy", "decode_policy", "cache_threshold", "balance_abs_threshold", "balance_rel_threshold"),
+        "max_tree_size",
+    ),
+    "who may ask": (
+        *("admin_api_key", "admin_api_key_file", "allowed_host"),
+        *("allowed_origins", "allow_credentials", "allowed_methods", "allowed_headers"),
+    ),
     "deadlines": (
         *("request_timeout", "stall_timeout", "drain_timeout", "watchdog_timeout"),
         *("retries", "health_check_interval"),
