@@ -16,8 +16,10 @@ import pytest
 from tandem.cli import api, bench, eval, router
 from tandem.cli.api import Choice, Chunk, ServerTrouble, base_url, chunks_of, client_options, raise_for_status, trouble
 from tandem.cli.failure import CommandFailed
+from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routing import PolicySettings
 from tandem.core.settings import Role
+from tandem.core.values import SECOND
 from tandem.server.router.config import make_worker
 
 
@@ -260,6 +262,12 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
             "--policy does nothing",
         ),
         ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --cache-threshold 2", "takes 0 to 1"),
+        ("--prefill http://a:1 --decode http://d:4 --cb-failure-threshold 0", "must be at least 1"),
+        ("--prefill http://a:1 --decode http://d:4 --cb-timeout-duration-secs 0", "must be positive"),
+        (
+            "--prefill http://a:1 --decode http://d:4 --cb-success-threshold 3 --disable-circuit-breaker",
+            "--cb-success-threshold: not with",
+        ),
         ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --max-tree-size 0", "must be positive"),
         ("--prefill http://a:1 --decode http://d:4 --policy cache_aware --balance-rel-threshold 0.5", "at least 1"),
     ],
@@ -276,6 +284,15 @@ def test_router_policies_are_told_by_role_with_their_numbers() -> None:
     settings = router.make_config(_parse([*words.split(), *numbers.split()])).settings()
     assert settings.prefill_policy == PolicySettings("cache_aware", 0.5, 3, 2.0, 8)
     assert settings.decode_policy.name == "power_of_two"
+
+
+def test_the_numbers_of_the_circuit_breaker_reach_the_core() -> None:
+    words = "--prefill http://a:1 --decode http://d:4 --cb-failure-threshold 4 --cb-success-threshold 2"
+    seconds = "--cb-timeout-duration-secs 0.5 --cb-window-duration-secs 7"
+    breaker = router.make_config(_parse([*words.split(), *seconds.split()])).settings().breaker
+    assert breaker == BreakerSettings(4, 2, SECOND // 2, 7 * SECOND)
+    off = router.make_config(_parse(["--prefill", "http://a:1", "--decode", "http://d:4", "--disable-circuit-breaker"]))
+    assert off.settings().breaker is None
 
 
 def test_a_url_with_a_query_is_no_worker() -> None:

@@ -6,6 +6,7 @@ request is `exchange.py`; here is what requests share: who is alive, whose turn 
     a worker misses its probes     requests that wait for it go to another pair, if there is one
     ... all of them for `lost_ns`  its connections count as broken
     a connection is refused        the worker is dead at once
+    requests fail at a worker      it is left alone for a while, where there is another (`circuit_breaker.py`)
     no live pair                   `Fail(NO_LIVE_PAIR)` at once: who calls knows better than we how long to wait
 """
 
@@ -15,17 +16,22 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec import Struct
 
+from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.messages import (
     AbortAsked,
     ClientAsked,
     ClientLeft,
+    DecodeSpoke,
     Failure,
+    HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfRejected,
     Probe,
     RouteCause,
     RouterCommand,
     RouterEvent,
+    Side,
     WorkerProbed,
 )
 from tandem.core.router.pairing import Pair, Rooms
@@ -44,6 +50,7 @@ class RouterSettings(Struct, frozen=True):
     lost_ns: Nanos = Nanos(30 * SECOND)  # how long the connections of a silent worker are kept
     prefill_policy: PolicySettings = PolicySettings()
     decode_policy: PolicySettings = PolicySettings()
+    breaker: BreakerSettings | None = BreakerSettings()  # of every worker; None: no breakers
 
 
 class RouterSnapshot(Struct, frozen=True):
@@ -78,7 +85,7 @@ class Router:
         now: Nanos,
     ) -> None:
         """`draw` gives 64-bit numbers, for rooms and for policies that need chance."""
-        self.registry = Registry(workers, settings.health, now)
+        self.registry = Registry(workers, settings.health, now, settings.breaker)
         self._policies = {
             Role.PREFILL: make_policy(settings.prefill_policy, draw),
             Role.DECODE: make_policy(settings.decode_policy, draw),
@@ -176,10 +183,14 @@ class Router:
         return self._update(asked.request, lambda e: self._advance(e, now), now)
 
     def _half(self, event: HalfEvent, now: Nanos) -> list[RouterCommand]:
-        if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
-            exchange = self._exchanges.get(event.request)
-            if exchange is not None and event.attempt == exchange.attempt:
-                self.registry.refused(exchange.worker(event.half).id, now)
+        exchange = self._exchanges.get(event.request)
+        if exchange is not None and event.attempt == exchange.attempt:
+            half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
+            worker = exchange.worker(half).id
+            if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
+                self.registry.refused(worker, now)
+            if exchange.is_open(half) and (well := is_well(event)) is not None:
+                self.registry.answered(worker, now, well=well)
         return self._update(event.request, lambda exchange: exchange.handle(event, now, self._has_other), now)
 
     def _probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> list[RouterCommand]:
@@ -232,7 +243,7 @@ class Router:
     def _advance(self, exchange: RoutedRequest, now: Nanos) -> list[RouterCommand]:
         if not exchange.wants_pair(now):
             return exchange.wake(now)
-        pair = self._choose(exchange)
+        pair = self._choose(exchange, now)
         if pair is None:
             return exchange.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing())
         self._tried[exchange.request].append(pair)
@@ -272,22 +283,24 @@ class Router:
 
     # --- choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, exchange: RoutedRequest) -> Pair | None:
+    def _choose(self, exchange: RoutedRequest, now: Nanos) -> Pair | None:
         """A live pair with new rooms; workers that this request has not met yet come first."""
         if not self.has_live_pair():
             return None
         tried = self._tried[exchange.request]
-        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange.blocks)
-        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange.blocks)
+        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange.blocks, now)
+        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange.blocks, now)
         rooms = self._rooms.open(exchange.num_prompts or 1)
         return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
 
-    def _pick(self, role: Role, tried: Sequence[WorkerId], blocks: Blocks) -> Worker:
-        live = self.registry.live(role)
-        fresh = [worker for worker in live if worker.id not in tried]
-        others = [worker for worker in live if worker.id not in tried[-1:]]
-        candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or live]
-        return self.registry.worker(self._policies[role].choose(candidates, blocks))
+    def _pick(self, role: Role, tried: Sequence[WorkerId], blocks: Blocks, now: Nanos) -> Worker:
+        usable = self.registry.usable(role, now)
+        fresh = [worker for worker in usable if worker.id not in tried]
+        others = [worker for worker in usable if worker.id not in tried[-1:]]
+        candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or usable]
+        chosen = self._policies[role].choose(candidates, blocks)
+        self.registry.chosen(chosen, now)
+        return self.registry.worker(chosen)
 
     def _has_other(self, worker: WorkerId) -> bool:
         """Whether a live pair without this worker exists."""
@@ -298,3 +311,21 @@ class Router:
     def _who_is_missing(self) -> str:
         missing = [role.value for role in (Role.PREFILL, Role.DECODE) if not self.registry.live(role)]
         return f"no live {' and no live '.join(missing)} worker"
+
+
+NOT_ITS_FAULT = (502, 503, 504)  # what a worker says of its peer, of its load, and of the client's own deadline
+
+
+def is_well(event: HalfEvent) -> bool | None:
+    """What a half's news say of its worker: it works, it does not, or (None) nothing."""
+    match event:
+        case HalfFailed():
+            return False
+        case HalfRejected(status=status) if status >= 500 and status not in NOT_ITS_FAULT:
+            return False
+        case DecodeSpoke():
+            return True
+        case HalfEnded(half=Side.PREFILL, has_error=False):
+            return True
+        case _:
+            return None

@@ -1,4 +1,4 @@
-"""Who is alive: the health of every worker, from probes and from what dispatches met.
+"""Who may get requests: the health of every worker, from probes and from what dispatches met.
 
     JOINING   never seen alive: not used, probed often
     LIVE      used, probed every interval
@@ -7,6 +7,9 @@
 
 One good probe makes a worker LIVE from any state, unless it began before the worker was found dead: it says nothing
 about the time after. A worker that starts later than the router thus joins by itself.
+
+Of those that are alive, one whose requests fail is left alone by its circuit breaker (`circuit_breaker.py`), as long as
+another one of its role is left: a breaker chooses among workers, it never takes the last one away.
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from typing import NewType
 import msgspec
 from msgspec import Struct
 
+from tandem.core.router.circuit_breaker import BreakerSettings, CircuitBreaker
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos
 
@@ -72,14 +76,19 @@ class _Entry:
     probing_since: Nanos | None = None
     dead_since: Nanos | None = None
     silent_since: Nanos | None = None
+    breaker: CircuitBreaker | None = None
 
 
 class Registry:
     """Owns the health of a fixed list of workers. Time comes in with each call and never goes back."""
 
-    def __init__(self, workers: Sequence[Worker], settings: HealthSettings, now: Nanos) -> None:
+    def __init__(
+        self, workers: Sequence[Worker], settings: HealthSettings, now: Nanos, breaker: BreakerSettings | None = None
+    ) -> None:
+        """breaker: None: workers have none."""
         self._settings = settings
-        self._entries = {worker.id: _Entry(worker, next_probe=now) for worker in workers}
+        self._breaker = breaker
+        self._entries = {worker.id: self._entry(worker, now) for worker in workers}
         assert len(self._entries) == len(workers), "worker ids must be distinct"
 
     def snapshot(self) -> bytes:
@@ -105,6 +114,26 @@ class Registry:
     def live(self, role: Role) -> list[Worker]:
         """Workers that may get requests, in order of their ids."""
         return [e.worker for e in self._entries.values() if e.worker.role is role and _is_live(e)]
+
+    def usable(self, role: Role, now: Nanos) -> list[Worker]:
+        """Those of `live` whose breakers allow it; where no breaker does, all of them."""
+        live = self.live(role)
+        breakers = {worker.id: self._entries[worker.id].breaker for worker in live}
+        allowed = [worker for worker in live if (one := breakers[worker.id]) is None or one.allows(now)]
+        return allowed or live
+
+    def breaker(self, worker: WorkerId) -> CircuitBreaker | None:
+        return self._entries[worker].breaker
+
+    def chosen(self, worker: WorkerId, now: Nanos) -> None:
+        """It gets a request."""
+        if (breaker := self._entries[worker].breaker) is not None:
+            breaker.chosen(now)
+
+    def answered(self, worker: WorkerId, now: Nanos, *, well: bool) -> None:
+        """It has done what a request asked of it, or has failed to."""
+        if (breaker := self._entries[worker].breaker) is not None:
+            breaker.succeeded(now) if well else breaker.failed(now)
 
     @property
     def has_asked_all(self) -> bool:
@@ -160,6 +189,10 @@ class Registry:
     def wake_at(self) -> Nanos:
         """When the next probe is to be sent or given up."""
         return min(self._next(entry) for entry in self._entries.values())
+
+    def _entry(self, worker: Worker, now: Nanos) -> _Entry:
+        breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
+        return _Entry(worker, next_probe=now, breaker=breaker)
 
     def _next(self, entry: _Entry) -> Nanos:
         if entry.probing_since is None:

@@ -319,6 +319,7 @@ class RouterApp:
             "bootstrap_port": worker.bootstrap_port,
             "health": self.router.registry.health(worker.id).value,
             "active_prompts": self.router.load(worker.id),
+            "circuit_breaker": "off" if (breaker := self.router.registry.breaker(worker.id)) is None else breaker.state,
         }
 
     async def _loads(self, request: Request) -> Response:

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from tandem import otlp
 from tandem.config import flag, is_origin
+from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
@@ -16,6 +17,7 @@ from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
 from tandem.server.router.prompt_blocks import BLOCK_BYTES
 
 USUAL = PolicySettings()
+BREAKER = BreakerSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,21 @@ class RouterConfig:
         f"cache_aware: bytes of prompts that are remembered, per role ({USUAL.max_blocks * BLOCK_BYTES}); the oldest "
         "are forgotten first",
         metavar="N",
+    )
+    disable_circuit_breaker: bool = flag(False, "workers whose requests fail get as many as before")
+    cb_failure_threshold: int | None = flag(
+        None,
+        f"failures in a row after which a worker is left alone, where there is another ({BREAKER.failures})",
+        metavar="N",
+    )
+    cb_success_threshold: int | None = flag(
+        None, f"successes of a worker that is tried again until it is used as before ({BREAKER.successes})", metavar="N"
+    )
+    cb_timeout_duration_secs: float | None = flag(
+        None, f"seconds until it is tried again ({BREAKER.timeout_ns // SECOND})"
+    )
+    cb_window_duration_secs: float | None = flag(
+        None, f"seconds within which these failures come ({BREAKER.window_ns // SECOND})"
     )
     api_key: str | None = flag(
         None,
@@ -131,6 +148,15 @@ class RouterConfig:
         }
         return structs.replace(PolicySettings(name), **{key: it for key, it in given.items() if it is not None})
 
+    def _breaker(self) -> BreakerSettings:
+        given: dict[str, int | None] = {
+            "failures": self.cb_failure_threshold,
+            "successes": self.cb_success_threshold,
+            "timeout_ns": None if self.cb_timeout_duration_secs is None else nanos(self.cb_timeout_duration_secs),
+            "window_ns": None if self.cb_window_duration_secs is None else nanos(self.cb_window_duration_secs),
+        }
+        return structs.replace(BREAKER, **{key: it for key, it in given.items() if it is not None})
+
     def settings(self) -> RouterSettings:
         """The same numbers in the units of the core."""
         interval = nanos(self.health_check_interval)
@@ -142,6 +168,7 @@ class RouterConfig:
             lost_ns=nanos(self.stall_timeout),
             prefill_policy=prefill_policy,
             decode_policy=decode_policy,
+            breaker=None if self.disable_circuit_breaker else self._breaker(),
         )
 
     def violations(self) -> list[str]:
@@ -153,6 +180,7 @@ class RouterConfig:
             (Role.DECODE not in roles, "at least one --decode URL is needed"),
             (len(set(urls)) < len(urls), "the same URL is named twice"),
             *self._policy_rules(),
+            *self._breaker_rules(),
             (not 0 <= self.port < 1 << 16, "--port takes 0 to 65535"),
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
@@ -187,11 +215,10 @@ class RouterConfig:
         return [reason for is_broken, reason in rules if is_broken]
 
     def _policy_rules(self) -> list[tuple[bool, str]]:
-        names = ("cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "max_tree_size")
-        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        given = self._given("cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "max_tree_size")
         settings = self._policy(CACHE_AWARE)
         return [
-            (bool(given) and not self.is_cache_aware, f"{', '.join(given)}: only with a policy that is {CACHE_AWARE}"),
+            (bool(given) and not self.is_cache_aware, f"{given}: only with a policy that is {CACHE_AWARE}"),
             (
                 None not in (self.prefill_policy, self.decode_policy) and self.policy != USUAL.name,
                 "--policy does nothing where both --prefill-policy and --decode-policy are given",
@@ -203,6 +230,20 @@ class RouterConfig:
             ),
             (settings.max_blocks < 1, "--max-tree-size must be positive"),
         ]
+
+    def _breaker_rules(self) -> list[tuple[bool, str]]:
+        names = ("failure_threshold", "success_threshold", "timeout_duration_secs", "window_duration_secs")
+        given = self._given(*(f"cb_{name}" for name in names))
+        settings = self._breaker()
+        return [
+            (bool(given) and self.disable_circuit_breaker, f"{given}: not with --disable-circuit-breaker"),
+            (min(settings.failures, settings.successes) < 1, "thresholds of the circuit breaker must be at least 1"),
+            (min(settings.timeout_ns, settings.window_ns) < 1, "durations of the circuit breaker must be positive"),
+        ]
+
+    def _given(self, *names: str) -> str:
+        """Those flags that have a value, as they are written."""
+        return ", ".join(f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None)
 
 
 def nanos(seconds: float) -> Nanos:

@@ -2,6 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tandem.core.router.circuit_breaker import BreakerState
 from tandem.core.router.messages import (
     DispatchPair,
     Fail,
@@ -13,6 +14,8 @@ from tandem.core.router.worker_registry import Worker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 REFUSALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
+
+BREAKER_STATES = (BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN)
 
 
 class RouterMetrics:
@@ -35,6 +38,9 @@ class RouterMetrics:
         )
         self._active = self._gauge("active_requests", "requests under way")
         self._live = self._gauge("worker_live", "1: gets requests", ["worker", "role"])
+        self._breaker = self._gauge(
+            "worker_cb_state", "circuit breaker: 0 closed, 1 open, 2 half open", ["worker", "role"]
+        )
         self._worker_active = self._gauge("worker_active_prompts", "prompts under way at a worker", ["worker", "role"])
 
     def see(self, command: RouterCommand) -> None:
@@ -74,6 +80,8 @@ class RouterMetrics:
         live = {worker.id for worker in router.registry.workers() if router.is_live(worker.id)}
         for worker in router.registry.workers():
             self._live.labels(worker.url, worker.role.value).set(worker.id in live)
+            if (breaker := router.registry.breaker(worker.id)) is not None:
+                self._breaker.labels(worker.url, worker.role.value).set(BREAKER_STATES.index(breaker.state))
             self._worker_active.labels(worker.url, worker.role.value).set(router.load(worker.id))
         return generate_latest(self.registry)
 

@@ -304,7 +304,14 @@ class RouterShell:
                 leg.span.abort({"reason": event.detail, "failure": event.failure.value})
                 log.warning("%s worker %s: %s", event.half.value, leg.worker.url, event.detail)
         if said:
+            before = self._breaker_state(leg.worker)
             self.tell(*said)
+            if (after := self._breaker_state(leg.worker)) != before:
+                log.warning("%s worker %s: circuit breaker is %s", leg.worker.role.value, leg.worker.url, after)
+
+    def _breaker_state(self, worker: Worker) -> str:
+        breaker = self.router.registry.breaker(worker.id)
+        return "" if breaker is None else breaker.state.value
 
     async def _listen(self, leg: Leg, response: httpx.Response) -> None:
         upstream = leg.upstream

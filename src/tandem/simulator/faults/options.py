@@ -26,6 +26,7 @@ from msgspec import structs
 
 from tandem.core.dp_dispatch import method_for
 from tandem.core.kv_parts import KvGrid
+from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, PolicySettings
@@ -197,7 +198,9 @@ def draw_options(seed: int) -> Options:
         force_query=ranks.random() < 0.3,
         num_gateways=routers.choice((1, 1, 2)),
         direct_share=routers.choice((0.1, 0.3, 0.6)),
-        router=_draw_policies(_draw_router(routers), routers, Random(f"routing {seed}")),
+        router=_draw_breaker(
+            _draw_policies(_draw_router(routers), routers, Random(f"routing {seed}")), Random(f"breakers {seed}")
+        ),
         http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
         error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
         watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,
@@ -289,6 +292,19 @@ def _draw_policies(settings: RouterSettings, first: Random, others: Random) -> R
         drawn.append(policy if takes_part and others.random() < 0.7 else usual)
     prefill, decode = drawn
     return structs.replace(settings, prefill_policy=prefill, decode_policy=decode)
+
+
+def _draw_breaker(settings: RouterSettings, random: Random) -> RouterSettings:
+    """In some seeds one that soon opens."""
+    if random.randrange(NEW_ROUTING_ONE_IN):
+        return settings
+    breaker = BreakerSettings(
+        failures=random.choice((1, 2)),
+        successes=random.choice((1, 3)),
+        timeout_ns=Nanos(random.choice((1, 10, 60)) * SECOND),
+        window_ns=Nanos(random.choice((10, 120)) * SECOND),
+    )
+    return structs.replace(settings, breaker=breaker)
 
 
 def _draw_workload(random: Random, classes: tuple[str, ...]) -> WorkloadSettings:

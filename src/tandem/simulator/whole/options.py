@@ -129,9 +129,12 @@ def draw_narrows(seed: int) -> Narrows:
 def draw_routing(seed: int) -> dict[str, Any]:
     """From randomness of their own, like `draw_narrows`."""
     random = Random(f"whole routing {seed}")
+    flags: dict[str, Any] = {}
+    if random.random() < 0.15:
+        flags |= {"cb_failure_threshold": random.choice((1, 2)), "cb_timeout_duration_secs": random.choice((0.5, 5.0))}
     if random.random() < 0.75:
-        return {}
-    flags: dict[str, Any] = {"policy": random.choice(("power_of_two", CACHE_AWARE, CACHE_AWARE))}
+        return flags
+    flags["policy"] = random.choice(("power_of_two", CACHE_AWARE, CACHE_AWARE))
     if flags["policy"] == CACHE_AWARE:
         flags |= {
             "cache_threshold": random.choice((0.0, 0.3)),
