@@ -7,15 +7,16 @@ import pytest
 
 from tandem.core.router.circuit_breaker import BreakerSettings, BreakerState
 from tandem.core.router.messages import DispatchPair, RouterEvent
-from tandem.core.router.router import Router, RouterEffects, RouterSettings
+from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import Nanos
 from tandem.simulator.actors import gateway
-from tandem.simulator.faults.options import draw_options
+from tandem.simulator.faults.options import Options, draw_options
 from tandem.simulator.hunt import run_seed
 
 AFFINE = 4  # seeds of each kind
 BREAKING = 6
+CHANGING = 4
 
 
 def seeds(kind: str, count: int) -> list[int]:
@@ -23,15 +24,16 @@ def seeds(kind: str, count: int) -> list[int]:
     found: list[int] = []
     seed = 0
     while len(found) < count:
-        found += [seed] if kinds_of(draw_options(seed).router)[kind] else []
+        found += [seed] if kinds_of(draw_options(seed))[kind] else []
         seed += 1
     return found
 
 
-def kinds_of(settings: RouterSettings) -> dict[str, bool]:
+def kinds_of(options: Options) -> dict[str, bool]:
+    settings = options.router
     policies = (settings.prefill_policy.name, settings.decode_policy.name)
     breaks = settings.breaker is not None and settings.breaker.failures < BreakerSettings().failures
-    return {"affine": CACHE_AWARE in policies, "breaking": breaks}
+    return {"affine": CACHE_AWARE in policies, "breaking": breaks, "turnover": options.turnover}
 
 
 class Watched(Router):
@@ -41,10 +43,12 @@ class Watched(Router):
 
     def step(self, events: Sequence[RouterEvent], now: Nanos) -> RouterEffects:
         effects = super().step(events, now)
+        self.seen["leaving under way"] += len(self.registry.leaving())
         for command in effects.commands:
             if isinstance(command, DispatchPair):
                 for worker in (command.pair.prefill, command.pair.decode):
                     assert worker in self.registry.live(worker.role)
+                    assert worker.id not in self.registry.leaving()
                     self.seen["dispatches"] += 1
                     self.seen["spread"] += len({it.id for it in self.registry.live(worker.role)}) > 1
         for worker in self.registry.workers():
@@ -53,13 +57,15 @@ class Watched(Router):
         return effects
 
 
-@pytest.mark.parametrize(("kind", "count"), [("affine", AFFINE), ("breaking", BREAKING)])
+@pytest.mark.parametrize(("kind", "count"), [("affine", AFFINE), ("breaking", BREAKING), ("turnover", CHANGING)])
 def test_nobody_is_sent_to_a_worker_that_is_dead(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "Router", Watched)
     monkeypatch.setattr(Watched, "seen", Counter())
     for seed in seeds(kind, count):
         result = run_seed(seed)
         assert not result.invariant, result
-    assert Watched.seen["spread"] > 50, "there was a choice"
+    assert Watched.seen["spread"] > 20, "there was a choice"
+    if kind == "turnover":
+        assert Watched.seen["leaving under way"] > 0
     if kind == "breaking":
         assert min(Watched.seen[state] for state in BreakerState) > 0

@@ -15,7 +15,7 @@ from raw_http import Reply, ask, exchange, serving
 from tandem.config import ServerConfig
 from tandem.core.router.worker_registry import Worker, WorkerId
 from tandem.core.settings import Role
-from tandem.server.api.access import PAGES, Access, AccessRules, AuthMiddleware
+from tandem.server.api.access import PAGES, Access, AccessRules, AuthMiddleware, access_of
 from tandem.server.api.http1 import MAX_HEAD_BYTES
 from tandem.server.exposure import listens_on_loopback
 from tandem.server.router.app import RouterApp
@@ -64,8 +64,12 @@ def test_every_page_is_in_the_table_or_needs_the_key() -> None:
     router = RouterApp(RouterConfig(workers=tuple(rows)))
     served = {route.path for app in (world().app, router.app) for route in app.routes if isinstance(route, Route)}
     assert set(PAGES) <= served
+    assert all(
+        access_of(path) is Access.OPERATOR for path in ("/workers", "/workers/7", "/add_worker", "/list_workers")
+    )
     assert served - set(PAGES) == {
         "/",
+        "/workers/{id}",  # by its folder
         *("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),

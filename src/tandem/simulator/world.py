@@ -64,6 +64,7 @@ from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server, rank_names, server_of
 from tandem.simulator.actors.transfer import KvStore
+from tandem.simulator.actors.turnover import Turnover
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
 from tandem.simulator.actors.workers import Worker, Workers
@@ -227,7 +228,8 @@ class World:
     def add_gateway(self, name: str) -> None:
         """Put in when all servers are."""
         options, random = self.options, Random(f"{name} {self.options.seed}")
-        gateway = Gateway(name, self, options.router, random, options.error_heads)
+        turnover = Turnover(Random(f"turnover {name} {options.seed}")) if options.turnover else None
+        gateway = Gateway(name, self, options.router, random, options.error_heads, turnover)
         self.gateways[name] = gateway
         self.start_gateway(gateway)
 

@@ -109,8 +109,20 @@ class WorkerProbed(Struct, frozen=True, tag=True):
     result: ProbeResult
 
 
+class WorkerAdded(Struct, frozen=True, tag=True):
+    """By an operator. It joins as any other does, by its first good probe."""
+
+    worker: Worker
+
+
+class WorkerRemoved(Struct, frozen=True, tag=True):
+    """By an operator: it gets no more requests, and is forgotten when it has answered those that it has."""
+
+    worker: WorkerId
+
+
 HalfEvent = HalfAnswered | DecodeSpoke | HalfEnded | HalfRejected | HalfFailed
-RouterEvent = ClientAsked | ClientLeft | AbortAsked | HalfEvent | WorkerProbed
+RouterEvent = ClientAsked | ClientLeft | AbortAsked | HalfEvent | WorkerProbed | WorkerAdded | WorkerRemoved
 
 
 # --- commands -----------------------------------------------------------------------------------------------------

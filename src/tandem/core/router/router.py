@@ -32,7 +32,9 @@ from tandem.core.router.messages import (
     RouterCommand,
     RouterEvent,
     Side,
+    WorkerAdded,
     WorkerProbed,
+    WorkerRemoved,
 )
 from tandem.core.router.pairing import Pair, Rooms
 from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
@@ -41,6 +43,8 @@ from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
+
+IDLE_NS = 60 * SECOND  # without workers there is nothing to wake for
 
 
 class RouterSettings(Struct, frozen=True):
@@ -106,6 +110,7 @@ class Router:
         commands += self._probe(now)
         commands += self._give_up_lost(now)
         commands += self._wake(now)
+        self._let_leave()
         return RouterEffects(tuple(commands), self._wake_at(now))
 
     def snapshot(self) -> bytes:
@@ -144,7 +149,7 @@ class Router:
 
     def load(self, worker: WorkerId) -> int:
         """Prompts under way there."""
-        return self._load[worker]
+        return self._load.get(worker, 0)
 
     def num_live_rooms(self) -> int:
         return self._rooms.num_live()
@@ -161,6 +166,13 @@ class Router:
                 return self._update(request, lambda exchange: exchange.abort(), now)
             case WorkerProbed(worker=worker, result=result):
                 return self._probed(worker, result, now)
+            case WorkerAdded(worker=worker):
+                self.registry.add(worker, now)
+                self._load[worker.id] = 0
+                return []
+            case WorkerRemoved(worker=worker):
+                self.registry.leave(worker)
+                return []
             case _:
                 return self._half(event, now)
 
@@ -184,7 +196,7 @@ class Router:
 
     def _half(self, event: HalfEvent, now: Nanos) -> list[RouterCommand]:
         exchange = self._exchanges.get(event.request)
-        if exchange is not None and event.attempt == exchange.attempt:
+        if exchange is not None and exchange.pair is not None and event.attempt == exchange.attempt:
             half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
             worker = exchange.worker(half).id
             if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
@@ -221,6 +233,14 @@ class Router:
             commands += self._each_at(worker.id, lambda e, w=worker.id: e.give_up(w, now, self._has_other), now)
         return commands
 
+    def _let_leave(self) -> None:
+        """Whoever is to leave and has nothing under way has left."""
+        for worker in self.registry.leaving():
+            if not self._load[worker]:
+                self.registry.drop(worker)
+                del self._load[worker]
+                self._lost.pop(worker, None)
+
     def _wake(self, now: Nanos) -> list[RouterCommand]:
         commands: list[RouterCommand] = []
         while self._wakes and self._wakes[0][0] <= now:
@@ -229,7 +249,7 @@ class Router:
         return commands
 
     def _wake_at(self, now: Nanos) -> Nanos:
-        times = [self.registry.wake_at()]
+        times = [Nanos(now + IDLE_NS) if (probe_at := self.registry.wake_at()) is None else probe_at]
         if self._wakes:
             times.append(self._wakes[0][0])
         for worker in self.registry.workers():

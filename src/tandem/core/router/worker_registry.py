@@ -10,6 +10,9 @@ about the time after. A worker that starts later than the router thus joins by i
 
 Of those that are alive, one whose requests fail is left alone by its circuit breaker (`circuit_breaker.py`), as long as
 another one of its role is left: a breaker chooses among workers, it never takes the last one away.
+
+Workers come and go: one that leaves gets no more requests, and is known, and asked how it is, until it has answered
+those that it has.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,7 @@ from tandem.core.router.circuit_breaker import BreakerSettings, CircuitBreaker
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos
 
-WorkerId = NewType("WorkerId", int)  # position in the router's list of workers
+WorkerId = NewType("WorkerId", int)  # in the order in which the router was told of them; never used again
 
 
 class Worker(Struct, frozen=True):
@@ -77,10 +80,11 @@ class _Entry:
     dead_since: Nanos | None = None
     silent_since: Nanos | None = None
     breaker: CircuitBreaker | None = None
+    is_leaving: bool = False
 
 
 class Registry:
-    """Owns the health of a fixed list of workers. Time comes in with each call and never goes back."""
+    """Owns the health of all workers. Time comes in with each call and never goes back."""
 
     def __init__(
         self, workers: Sequence[Worker], settings: HealthSettings, now: Nanos, breaker: BreakerSettings | None = None
@@ -88,14 +92,39 @@ class Registry:
         """breaker: None: workers have none."""
         self._settings = settings
         self._breaker = breaker
-        self._entries = {worker.id: self._entry(worker, now) for worker in workers}
-        assert len(self._entries) == len(workers), "worker ids must be distinct"
+        self._entries: dict[WorkerId, _Entry] = {}
+        self._next_id = WorkerId(0)
+        for worker in workers:
+            self.add(worker, now)
 
     def snapshot(self) -> bytes:
-        return msgspec.msgpack.encode(self._entries)
+        return msgspec.msgpack.encode((self._next_id, self._entries))
 
     def restore(self, snapshot: bytes) -> None:
-        self._entries = msgspec.msgpack.decode(snapshot, type=dict[WorkerId, _Entry])
+        found = msgspec.msgpack.decode(snapshot, type=tuple[WorkerId, dict[WorkerId, _Entry]])
+        self._next_id, self._entries = found
+
+    @property
+    def next_id(self) -> WorkerId:
+        """Of the next worker that is told of."""
+        return self._next_id
+
+    def add(self, worker: Worker, now: Nanos) -> None:
+        assert worker.id not in self._entries, "worker ids must be distinct"
+        self._entries[worker.id] = self._entry(worker, now)
+        self._next_id = max(self._next_id, WorkerId(worker.id + 1))
+
+    def leave(self, worker: WorkerId) -> None:
+        """It gets no more requests. Without effect where it is unknown."""
+        if (entry := self._entries.get(worker)) is not None:
+            entry.is_leaving = True
+
+    def leaving(self) -> list[WorkerId]:
+        return [entry.worker.id for entry in self._entries.values() if entry.is_leaving]
+
+    def drop(self, worker: WorkerId) -> None:
+        """It has left."""
+        del self._entries[worker]
 
     def workers(self) -> list[Worker]:
         return [entry.worker for entry in self._entries.values()]
@@ -103,13 +132,14 @@ class Registry:
     def worker(self, worker: WorkerId) -> Worker:
         return self._entries[worker].worker
 
-    def health(self, worker: WorkerId) -> Health:
-        return self._entries[worker].health
+    def health(self, worker: WorkerId) -> Health | None:
+        """None: it has left."""
+        return None if (entry := self._entries.get(worker)) is None else entry.health
 
     def silent_since(self, worker: WorkerId) -> Nanos | None:
         """Since when a dead worker answers nothing, None for others: one that declines still serves what it has."""
-        entry = self._entries[worker]
-        return entry.silent_since if entry.health is Health.DEAD else None
+        entry = self._entries.get(worker)
+        return entry.silent_since if entry is not None and entry.health is Health.DEAD else None
 
     def live(self, role: Role) -> list[Worker]:
         """Workers that may get requests, in order of their ids."""
@@ -123,16 +153,16 @@ class Registry:
         return allowed or live
 
     def breaker(self, worker: WorkerId) -> CircuitBreaker | None:
-        return self._entries[worker].breaker
+        return None if (entry := self._entries.get(worker)) is None else entry.breaker
 
     def chosen(self, worker: WorkerId, now: Nanos) -> None:
         """It gets a request."""
-        if (breaker := self._entries[worker].breaker) is not None:
+        if (breaker := self.breaker(worker)) is not None:
             breaker.chosen(now)
 
     def answered(self, worker: WorkerId, now: Nanos, *, well: bool) -> None:
         """It has done what a request asked of it, or has failed to."""
-        if (breaker := self._entries[worker].breaker) is not None:
+        if (breaker := self.breaker(worker)) is not None:
             breaker.succeeded(now) if well else breaker.failed(now)
 
     @property
@@ -158,10 +188,9 @@ class Registry:
 
     def probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> bool:
         """Take in the answer to a probe. Returns whether the worker died of it."""
-        entry = self._entries[worker]
-        began = entry.probing_since
-        if began is None:
-            return False  # answered twice, or counted as missed before
+        entry = self._entries.get(worker)
+        if entry is None or (began := entry.probing_since) is None:
+            return False  # it has left; or answered twice, or counted as missed before
         entry.probing_since = None
         was_live = _is_live(entry)
         if result is not ProbeResult.MISSED:
@@ -179,16 +208,17 @@ class Registry:
 
     def refused(self, worker: WorkerId, now: Nanos) -> None:
         """A dispatch could not connect: nobody listens there."""
-        entry = self._entries[worker]
+        if (entry := self._entries.get(worker)) is None:
+            return
         if entry.health is not Health.DEAD:
             entry.health, entry.dead_since = Health.DEAD, now
         if entry.silent_since is None:
             entry.silent_since = now
         entry.next_probe = min(entry.next_probe, Nanos(now + self._settings.fast_interval_ns))
 
-    def wake_at(self) -> Nanos:
-        """When the next probe is to be sent or given up."""
-        return min(self._next(entry) for entry in self._entries.values())
+    def wake_at(self) -> Nanos | None:
+        """When the next probe is to be sent or given up; None without workers."""
+        return min((self._next(entry) for entry in self._entries.values()), default=None)
 
     def _entry(self, worker: Worker, now: Nanos) -> _Entry:
         breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
@@ -210,4 +240,4 @@ class Registry:
 
 
 def _is_live(entry: _Entry) -> bool:
-    return entry.health in (Health.LIVE, Health.SUSPECT)
+    return entry.health in (Health.LIVE, Health.SUSPECT) and not entry.is_leaving

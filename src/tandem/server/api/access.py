@@ -38,6 +38,7 @@ class Access(Enum):
     USER = "user"
     ADMIN = "admin"
     LOCAL = "local"  # the admin key, and on the server's own machine only
+    OPERATOR = "operator"  # the admin key, or where there is none on the server's own machine: who gets prompts
 
 
 PAGES: dict[str, Access] = {
@@ -47,12 +48,17 @@ PAGES: dict[str, Access] = {
     "/docs": Access.OPEN,  # the same for everybody; a browser that looks at it has no key to send
     "/flush_cache": Access.ADMIN,
     "/abort_request": Access.ADMIN,
+    "/workers": Access.OPERATOR,
+    "/add_worker": Access.OPERATOR,
+    "/remove_worker": Access.OPERATOR,
+    "/list_workers": Access.OPERATOR,
     "/debug/waits": Access.LOCAL,
     "/debug/state": Access.LOCAL,
     "/debug/faults": Access.LOCAL,
     "/debug/pd": Access.OPEN,  # says nothing by itself: its data do
     "/debug/pd/data": Access.LOCAL,
 }
+FOLDERS: dict[str, Access] = {"/workers/": Access.OPERATOR}  # of all pages below
 # A GET that changes something needs a key: any link or image of any web page is a GET.
 ORDERS_BY_GET = frozenset({"/flush_cache"})
 
@@ -85,7 +91,7 @@ class AccessRules:
         path: str = scope["path"]
         if (fault := malformed_path(path) or malformed_host(headers)) is not None:
             return Failure(Problem.MALFORMED_REQUEST, fault)
-        access = PAGES.get(path, Access.USER)
+        access = access_of(path)
         keys = self._keys(access)
         if keys:
             if scope["method"] != "OPTIONS" and not holds_key(headers, keys):
@@ -96,6 +102,8 @@ class AccessRules:
             return failure
         if access is Access.LOCAL and not is_local(scope, headers):
             return Failure(Problem.FORBIDDEN, "debug endpoints answer on the server's own machine only")
+        if access is Access.OPERATOR and not self.admin and not is_local(scope, headers):
+            return Failure(Problem.FORBIDDEN, "without an admin key workers change on the router's own machine only")
         return None
 
     def _keys(self, access: Access) -> tuple[KeyRing, ...]:
@@ -105,7 +113,7 @@ class AccessRules:
                 return ()
             case Access.USER:
                 return (self.user, self.admin) if self.user else ()
-            case Access.ADMIN | Access.LOCAL:
+            case Access.ADMIN | Access.LOCAL | Access.OPERATOR:
                 ring = self.admin or self.user
                 return (ring,) if ring else ()
 
@@ -131,6 +139,11 @@ class AccessRules:
             return False
         site = headers.get("sec-fetch-site")
         return page not in (None, host.lower()) if site is None else site not in ("same-origin", "none")
+
+
+def access_of(path: str) -> Access:
+    below = (access for folder, access in FOLDERS.items() if path.startswith(folder))
+    return PAGES.get(path) or next(below, Access.USER)
 
 
 class AuthMiddleware:

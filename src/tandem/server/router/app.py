@@ -3,7 +3,7 @@
     through a pair      /v1/chat/completions /v1/completions /v1/messages /v1/responses /generate
     to one decode       /v1/models(/ID) /model_info /tokenize /detokenize /v1/messages/count_tokens /openapi.json
     to all live ones    /flush_cache /abort_request /health_generate /server_info /v1/loads /debug/pd/data
-    answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID
+    answered here       / /docs /debug/pd /health /ready /metrics /version /v1/responses/ID /workers(/ID)
     refused here        /v1/embeddings /v1/rerank /v1/score
 
 Error bodies are those of `errors.py`; who may ask for what is in `access.py`, what is passed on in `forward.py`.
@@ -92,6 +92,7 @@ from tandem.server.router.worker_documents import (
     read_document,
     sum_of_loads,
 )
+from tandem.server.router.worker_pages import WorkerPages
 from tandem.server.tracing import NO_TRACING, Tracing, make_tracing
 
 FIRST_LOOK_SECONDS = 4.0  # longer than the timeout of a probe
@@ -167,6 +168,7 @@ class RouterApp:
             Route("/metrics", self._export),
             self._proxied("/v1/models", MODELS),
             self._proxied("/v1/models/{id:path}", ONE_MODEL),
+            *WorkerPages(self.router, self._shell).routes(),
             Route("/openapi.json", self._openapi),
             *(self._proxied(path, MODEL_INFO) for path in ("/model_info", "/get_model_info")),
             self._proxied("/tokenize", TOKENIZE),
@@ -317,7 +319,7 @@ class RouterApp:
             "url": worker.url,
             "role": worker.role.value,
             "bootstrap_port": worker.bootstrap_port,
-            "health": self.router.registry.health(worker.id).value,
+            "health": self.router.registry.health(worker.id),
             "active_prompts": self.router.load(worker.id),
             "circuit_breaker": "off" if (breaker := self.router.registry.breaker(worker.id)) is None else breaker.state,
         }

@@ -1,5 +1,7 @@
 """Numbers of one router for Prometheus: folds over its events and commands, gauges read from its state when scraped."""
 
+import contextlib
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem.core.router.circuit_breaker import BreakerState
@@ -36,6 +38,7 @@ class RouterMetrics:
             [],
             REFUSALS,
         )
+        self._exported: set[tuple[str, str]] = set()  # workers
         self._active = self._gauge("active_requests", "requests under way")
         self._live = self._gauge("worker_live", "1: gets requests", ["worker", "role"])
         self._breaker = self._gauge(
@@ -77,13 +80,23 @@ class RouterMetrics:
     def export(self, router: Router) -> bytes:
         """Prometheus text."""
         self._active.set(router.num_active())
+        self._forget_gone(router)
         live = {worker.id for worker in router.registry.workers() if router.is_live(worker.id)}
-        for worker in router.registry.workers():
+        for worker in router.registry.workers():  # of two with one URL the newer one comes later
             self._live.labels(worker.url, worker.role.value).set(worker.id in live)
             if (breaker := router.registry.breaker(worker.id)) is not None:
                 self._breaker.labels(worker.url, worker.role.value).set(BREAKER_STATES.index(breaker.state))
             self._worker_active.labels(worker.url, worker.role.value).set(router.load(worker.id))
         return generate_latest(self.registry)
+
+    def _forget_gone(self, router: Router) -> None:
+        """Of a worker that has left nothing is said any more, but for what was counted."""
+        there = {(worker.url, worker.role.value) for worker in router.registry.workers()}
+        for labels in self._exported - there:
+            for gauge in (self._live, self._worker_active, self._breaker):
+                with contextlib.suppress(KeyError):
+                    gauge.remove(*labels)
+        self._exported = there
 
     def _counter(self, name: str, text: str, labels: list[str] | None = None) -> Counter:
         return Counter(f"tandem:router_{name}", text, labels or [], registry=self.registry)

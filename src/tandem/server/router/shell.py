@@ -34,12 +34,15 @@ from tandem.core.router.messages import (
     RouterCommand,
     RouterEvent,
     Side,
+    WorkerAdded,
+    WorkerProbed,
+    WorkerRemoved,
 )
 from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_prompts
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
-from tandem.core.router.worker_registry import Health, Worker, WorkerId
+from tandem.core.router.worker_registry import Health, Worker
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
@@ -173,6 +176,15 @@ class RouterShell:
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks))
         return call
 
+    def add_worker(self, worker: Worker) -> None:
+        log.info("%s worker %s is added", worker.role.value, worker.url)
+        self.tell(WorkerAdded(worker))
+
+    def remove_worker(self, worker: Worker) -> None:
+        """It answers what it has before it goes."""
+        log.info("%s worker %s is to leave", worker.role.value, worker.url)
+        self.tell(WorkerRemoved(worker.id))
+
     def leave(self, call: Call) -> None:
         """The client has gone. Without effect when the request has ended."""
         if call.id in self._calls:
@@ -186,19 +198,24 @@ class RouterShell:
     def tell(self, *events: RouterEvent) -> None:
         """Probes that were answered meanwhile come first: an answer that is here is not late because we are."""
         probed = self._prober.take()
-        before = [self.router.registry.health(probe.worker) for probe in probed]
+        before = {worker: self.router.registry.health(worker.id) for worker in self._known(probed)}
         effects = self._step((*probed, *events), Nanos(time.monotonic_ns()))
-        for probe, health in zip(probed, before, strict=True):
-            self._note_health(probe.worker, health)
+        for worker, health in before.items():
+            self._note_health(worker, health)
         for command in effects.commands:
             self._metrics.see(command)
             self._begin(command)
         self._wake_at(effects.wake_at)
 
-    def _note_health(self, worker: WorkerId, before: Health) -> None:
-        who, after = self.router.registry.worker(worker), self.router.registry.health(worker)
+    def _known(self, probed: Sequence[WorkerProbed]) -> list[Worker]:
+        """Those that have not left since they were asked."""
+        found = {probe.worker for probe in probed}
+        return [worker for worker in self.router.registry.workers() if worker.id in found] if found else []
+
+    def _note_health(self, worker: Worker, before: Health | None) -> None:
+        after = self.router.registry.health(worker.id)
         if before is not after:
-            log.info("%s worker %s: %s -> %s", who.role.value, who.url, before.value, after.value)
+            log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before or "new", after or "gone")
 
     def _wake_at(self, wake_at: Nanos) -> None:
         if self._timer is not None:

@@ -34,6 +34,7 @@ from tandem.pagehash import prompt_hashes, root_hash
 from tandem.simulator.actors.clients import RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.servers import Server
+from tandem.simulator.actors.turnover import Turnover
 from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Leg, Surroundings
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.network.http import CONNECT_NS
@@ -52,6 +53,7 @@ class Gateway:
     settings: RouterSettings
     random: Random
     error_share: float = 0.0  # of what arrives at a server
+    turnover: Turnover | None = None  # who takes workers out and puts them back
     clock: LocalClock = field(default_factory=LocalClock)
     epoch: int = 0
     router: Router | None = None  # None: down
@@ -105,6 +107,8 @@ class Gateway:
         """A client's request. Refused while the gateway is down; nothing is asked twice."""
         if self.router is None:
             return
+        if self.turnover is not None:
+            self.turnover.visit(self)
         self.next_id += 1
         streams = ask.must_finish or self.random.random() < 0.7
         merges = not streams and self.random.random() < 0.3
