@@ -104,6 +104,7 @@ class FakeWorker:
         self.seen: list[Seen] = []
         self.prefills: list[FakeWorker] = []  # of a decode
         self.is_healthy = True
+        self.models = ["fake"]
         self.hangs_at = ""  # a page that is not answered
         self._behaviours: list[Any] = [Answer()]
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -164,7 +165,7 @@ class FakeWorker:
 
     def _control(self, path: str) -> tuple[int, bytes]:
         documents: dict[str, Any] = {
-            "/v1/models": {"object": "list", "data": [{"id": "fake"}]},
+            "/v1/models": {"object": "list", "data": [{"id": name, "of": self.url} for name in self.models]},
             "/server_info": {"disaggregation_mode": self.role.value, "internal_states": [{"role": self.role.value}]},
             "/v1/loads": {"loads": [{"dp_rank": 0, "num_running_reqs": 2, "num_used_tokens": 7}]},
             "/get_load": [{"dp_rank": 0, "num_reqs": 2}],

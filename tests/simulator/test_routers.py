@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any  # what the simulator makes a router with
 
 import pytest
 
 from tandem.core.router.circuit_breaker import BreakerSettings, BreakerState
-from tandem.core.router.messages import DispatchPair, RouterEvent
+from tandem.core.router.messages import ClientAsked, DispatchPair, RouterEvent
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.routing import CACHE_AWARE
-from tandem.core.values import Nanos
+from tandem.core.values import Nanos, RequestId
 from tandem.simulator.actors import gateway
+from tandem.simulator.actors.model_names import SOMEWHERE
 from tandem.simulator.faults.options import Options, draw_options
 from tandem.simulator.hunt import run_seed
 
@@ -33,7 +35,12 @@ def kinds_of(options: Options) -> dict[str, bool]:
     settings = options.router
     policies = (settings.prefill_policy.name, settings.decode_policy.name)
     breaks = settings.breaker is not None and settings.breaker.failures < BreakerSettings().failures
-    return {"affine": CACHE_AWARE in policies, "breaking": breaks, "turnover": options.turnover}
+    return {
+        "affine": CACHE_AWARE in policies,
+        "breaking": breaks,
+        "turnover": options.turnover,
+        "models": options.names_models,
+    }
 
 
 class Watched(Router):
@@ -41,12 +48,21 @@ class Watched(Router):
 
     seen: Counter[str] = Counter()
 
+    def __init__(self, *args: Any, **how: Any) -> None:
+        super().__init__(*args, **how)
+        self.models: dict[RequestId, str | None] = {}
+
     def step(self, events: Sequence[RouterEvent], now: Nanos) -> RouterEffects:
+        self.models |= {event.request: event.model for event in events if isinstance(event, ClientAsked)}
         effects = super().step(events, now)
         self.seen["leaving under way"] += len(self.registry.leaving())
         for command in effects.commands:
             if isinstance(command, DispatchPair):
+                model = self.models[command.request]
                 for worker in (command.pair.prefill, command.pair.decode):
+                    names = self.registry.models(worker.id)
+                    assert model is None or names is None or model in names
+                    self.seen["of few"] += model == SOMEWHERE
                     assert worker in self.registry.live(worker.role)
                     assert worker.id not in self.registry.leaving()
                     self.seen["dispatches"] += 1
@@ -57,7 +73,9 @@ class Watched(Router):
         return effects
 
 
-@pytest.mark.parametrize(("kind", "count"), [("affine", AFFINE), ("breaking", BREAKING), ("turnover", CHANGING)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("affine", AFFINE), ("breaking", BREAKING), ("turnover", CHANGING), ("models", CHANGING)]
+)
 def test_nobody_is_sent_to_a_worker_that_is_dead(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gateway, "Router", Watched)
     monkeypatch.setattr(Watched, "seen", Counter())
@@ -65,6 +83,8 @@ def test_nobody_is_sent_to_a_worker_that_is_dead(kind: str, count: int, monkeypa
         result = run_seed(seed)
         assert not result.invariant, result
     assert Watched.seen["spread"] > 20, "there was a choice"
+    if kind == "models":
+        assert Watched.seen["of few"] > 20
     if kind == "turnover":
         assert Watched.seen["leaving under way"] > 0
     if kind == "breaking":

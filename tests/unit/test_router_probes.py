@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
+import pytest
 
 from tandem.core.router.messages import AbortAsked, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
@@ -17,10 +18,26 @@ from tandem.core.values import Nanos, RequestId
 from tandem.server.router.app import make_client
 from tandem.server.router.config import make_worker
 from tandem.server.router.metrics import RouterMetrics
-from tandem.server.router.prober import Prober
+from tandem.server.router.prober import Prober, names_in
 from tandem.server.router.shell import RouterShell
 
 PATIENCE_S = 20.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "names"),
+    [
+        (b'{"object": "list", "data": [{"id": "a", "root": "x"}, {"id": "b"}]}', ("a", "b")),
+        (b'{"data": []}', None),
+        (b'{"data": [{"id": 5}]}', None),
+        (b"[]", None),
+        (b"no JSON", None),
+        (b'{"data": [{"id": "a"}, {"id": "%s"}]}' % (b"x" * 300), ("a",)),
+        (b'{"data": [%s]}' % b",".join(b'{"id": "%d"}' % number for number in range(99)), tuple(map(str, range(64)))),
+    ],
+)
+def test_names_of_models_are_read_as_far_as_they_are_names(raw: bytes, names: tuple[str, ...] | None) -> None:
+    assert names_in(raw) == names
 
 
 @contextmanager

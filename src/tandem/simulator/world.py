@@ -61,6 +61,7 @@ from tandem.simulator.actors.edge import Edge
 from tandem.simulator.actors.executor import CostModel, MemoryGuard, ShardMemory
 from tandem.simulator.actors.gateway import Gateway
 from tandem.simulator.actors.linking import link
+from tandem.simulator.actors.model_names import ModelNames
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server, rank_names, server_of
 from tandem.simulator.actors.transfer import KvStore
@@ -229,7 +230,8 @@ class World:
         """Put in when all servers are."""
         options, random = self.options, Random(f"{name} {self.options.seed}")
         turnover = Turnover(Random(f"turnover {name} {options.seed}")) if options.turnover else None
-        gateway = Gateway(name, self, options.router, random, options.error_heads, turnover)
+        names = ModelNames(Random(f"models {name} {options.seed}")) if options.names_models else None
+        gateway = Gateway(name, self, options.router, random, options.error_heads, turnover, names)
         self.gateways[name] = gateway
         self.start_gateway(gateway)
 

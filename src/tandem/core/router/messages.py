@@ -50,6 +50,7 @@ class ClientAsked(Struct, frozen=True, tag=True):
     streams: bool = False  # decode's head comes with its first token; that of a document comes at its end
     merges: bool = False  # the answer needs prefill's body too
     blocks: Blocks = ()  # of its first prompt, where a policy looks at them
+    model: str | None = None  # that some workers serve, and others may not; None: the first one that a pair serves
 
 
 class ClientLeft(Struct, frozen=True, tag=True):
@@ -107,6 +108,7 @@ class HalfFailed(Struct, frozen=True, tag=True):
 class WorkerProbed(Struct, frozen=True, tag=True):
     worker: WorkerId
     result: ProbeResult
+    models: tuple[str, ...] | None = None  # that it says it serves; None: it was not asked, or said nothing of it
 
 
 class WorkerAdded(Struct, frozen=True, tag=True):

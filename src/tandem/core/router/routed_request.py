@@ -94,6 +94,7 @@ class RoutedRequest:
     deadline: Nanos
     settings: ExchangeSettings
     blocks: Blocks = ()
+    model: str | None = None  # where the workers' models are known, from the first attempt on
     phase: Phase = Phase.BACKOFF
     attempt: int = 0
     pair: Pair | None = None

@@ -12,6 +12,7 @@ request is `exchange.py`; here is what requests share: who is alive, whose turn 
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 from msgspec import Struct
@@ -39,7 +40,6 @@ from tandem.core.router.messages import (
 from tandem.core.router.pairing import Pair, Rooms
 from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
 from tandem.core.router.routing import Candidate, PolicySettings, make_policy
-from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
@@ -138,8 +138,8 @@ class Router:
         self._exchanges, self._tried = found.exchanges, found.tried
         self._load, self._wakes, self._lost = found.load, found.wakes, found.lost
 
-    def has_live_pair(self) -> bool:
-        return bool(self.registry.live(Role.PREFILL)) and bool(self.registry.live(Role.DECODE))
+    def has_live_pair(self, model: str | None = None) -> bool:
+        return bool(self.registry.live(Role.PREFILL, model)) and bool(self.registry.live(Role.DECODE, model))
 
     def is_live(self, worker: WorkerId) -> bool:
         return self.registry.worker(worker) in self.registry.live(self.registry.worker(worker).role)
@@ -164,8 +164,8 @@ class Router:
                 return self._update(request, lambda exchange: exchange.leave(), now)
             case AbortAsked(request=request):
                 return self._update(request, lambda exchange: exchange.abort(), now)
-            case WorkerProbed(worker=worker, result=result):
-                return self._probed(worker, result, now)
+            case WorkerProbed(worker=worker, result=result, models=models):
+                return self._probed(worker, result, now, models)
             case WorkerAdded(worker=worker):
                 self.registry.add(worker, now)
                 self._load[worker.id] = 0
@@ -184,6 +184,7 @@ class Router:
             streams=asked.streams,
             merges=asked.merges,
             blocks=asked.blocks,
+            model=asked.model,
             deadline=Nanos(now + asked.timeout_ns),
             settings=self._settings.exchange,
             wake_at=now,
@@ -203,15 +204,17 @@ class Router:
                 self.registry.refused(worker, now)
             if exchange.is_open(half) and (well := is_well(event)) is not None:
                 self.registry.answered(worker, now, well=well)
-        return self._update(event.request, lambda exchange: exchange.handle(event, now, self._has_other), now)
+        return self._update(event.request, lambda e: e.handle(event, now, partial(self._has_other, e.model)), now)
 
-    def _probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> list[RouterCommand]:
-        has_died = self.registry.probed(worker, result, now)
+    def _probed(
+        self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None
+    ) -> list[RouterCommand]:
+        has_died = self.registry.probed(worker, result, now, models)
         if self.registry.silent_since(worker) is None:
             self._lost.pop(worker, None)
         if not has_died or result is ProbeResult.DECLINED:
             return []  # a worker that drains still answers what it has
-        return self._each_at(worker, lambda exchange: exchange.flee(worker, now, self._has_other), now)
+        return self._each_at(worker, lambda e: e.flee(worker, now, partial(self._has_other, e.model)), now)
 
     # --- time -----------------------------------------------------------------------------------------------------
 
@@ -230,8 +233,12 @@ class Router:
             if since is None or now < since + self._settings.lost_ns or self._lost.get(worker.id) == since:
                 continue
             self._lost[worker.id] = since
-            commands += self._each_at(worker.id, lambda e, w=worker.id: e.give_up(w, now, self._has_other), now)
+            give_up = partial(self._give_up, worker.id, now)
+            commands += self._each_at(worker.id, give_up, now)
         return commands
+
+    def _give_up(self, worker: WorkerId, now: Nanos, exchange: RoutedRequest) -> list[RouterCommand]:
+        return exchange.give_up(worker, now, partial(self._has_other, exchange.model))
 
     def _let_leave(self) -> None:
         """Whoever is to leave and has nothing under way has left."""
@@ -265,7 +272,7 @@ class Router:
             return exchange.wake(now)
         pair = self._choose(exchange, now)
         if pair is None:
-            return exchange.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing())
+            return exchange.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing(exchange.model))
         self._tried[exchange.request].append(pair)
         return exchange.start(pair, now)
 
@@ -305,32 +312,35 @@ class Router:
 
     def _choose(self, exchange: RoutedRequest, now: Nanos) -> Pair | None:
         """A live pair with new rooms; workers that this request has not met yet come first."""
-        if not self.has_live_pair():
+        if exchange.model is None:
+            exchange.model = next(iter(self.registry.paired_models()), None)
+        if not self.has_live_pair(exchange.model):
             return None
         tried = self._tried[exchange.request]
-        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange.blocks, now)
-        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange.blocks, now)
+        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange, now)
+        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange, now)
         rooms = self._rooms.open(exchange.num_prompts or 1)
         return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
 
-    def _pick(self, role: Role, tried: Sequence[WorkerId], blocks: Blocks, now: Nanos) -> Worker:
-        usable = self.registry.usable(role, now)
+    def _pick(self, role: Role, tried: Sequence[WorkerId], exchange: RoutedRequest, now: Nanos) -> Worker:
+        usable = self.registry.usable(role, now, exchange.model)
         fresh = [worker for worker in usable if worker.id not in tried]
         others = [worker for worker in usable if worker.id not in tried[-1:]]
         candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or usable]
-        chosen = self._policies[role].choose(candidates, blocks)
+        chosen = self._policies[role].choose(candidates, exchange.blocks)
         self.registry.chosen(chosen, now)
         return self.registry.worker(chosen)
 
-    def _has_other(self, worker: WorkerId) -> bool:
+    def _has_other(self, model: str | None, worker: WorkerId) -> bool:
         """Whether a live pair without this worker exists."""
         role = self.registry.worker(worker).role
-        others = [other for other in self.registry.live(role) if other.id != worker]
-        return bool(others) and self.has_live_pair()
+        others = [other for other in self.registry.live(role, model) if other.id != worker]
+        return bool(others) and self.has_live_pair(model)
 
-    def _who_is_missing(self) -> str:
-        missing = [role.value for role in (Role.PREFILL, Role.DECODE) if not self.registry.live(role)]
-        return f"no live {' and no live '.join(missing)} worker"
+    def _who_is_missing(self, model: str | None) -> str:
+        missing = [role.value for role in (Role.PREFILL, Role.DECODE) if not self.registry.live(role, model)]
+        of_model = "" if model is None else f" of {model}"
+        return f"no live {' and no live '.join(missing)} worker{of_model}"
 
 
 NOT_ITS_FAULT = (502, 503, 504)  # what a worker says of its peer, of its load, and of the client's own deadline

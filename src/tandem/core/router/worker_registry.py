@@ -13,6 +13,8 @@ another one of its role is left: a breaker chooses among workers, it never takes
 
 Workers come and go: one that leaves gets no more requests, and is known, and asked how it is, until it has answered
 those that it has.
+
+Workers may serve different models, whose names come with their probes. Of whom they are not known, any is believed.
 """
 
 from collections.abc import Sequence
@@ -81,6 +83,10 @@ class _Entry:
     silent_since: Nanos | None = None
     breaker: CircuitBreaker | None = None
     is_leaving: bool = False
+    models: tuple[str, ...] | None = None  # names that it answers to; None: not known
+
+    def serves(self, model: str | None) -> bool:
+        return model is None or self.models is None or model in self.models
 
 
 class Registry:
@@ -141,13 +147,32 @@ class Registry:
         entry = self._entries.get(worker)
         return entry.silent_since if entry is not None and entry.health is Health.DEAD else None
 
-    def live(self, role: Role) -> list[Worker]:
-        """Workers that may get requests, in order of their ids."""
-        return [e.worker for e in self._entries.values() if e.worker.role is role and _is_live(e)]
+    def live(self, role: Role, model: str | None = None) -> list[Worker]:
+        """Workers that may get requests, in order of their ids. model: None: whichever they serve."""
+        entries = self._entries.values()
+        return [e.worker for e in entries if e.worker.role is role and _is_live(e) and e.serves(model)]
 
-    def usable(self, role: Role, now: Nanos) -> list[Worker]:
+    def models(self, worker: WorkerId) -> tuple[str, ...] | None:
+        return None if (entry := self._entries.get(worker)) is None else entry.models
+
+    def paired_models(self) -> list[str]:
+        """That a live prefill and a live decode serve, in the order of decodes."""
+        live = [entry for entry in self._entries.values() if _is_live(entry)]
+        prefills = [entry for entry in live if entry.worker.role is Role.PREFILL]
+        decodes = [entry for entry in live if entry.worker.role is Role.DECODE]
+        names = dict.fromkeys(name for entry in decodes for name in entry.models or ())
+        return [name for name in names if any(entry.serves(name) for entry in prefills)]
+
+    def is_model(self, model: str) -> bool | None:
+        """Whether somebody serves it, alive or not. None: nobody known does, but not everybody's models are known."""
+        known = [entry.models for entry in self._entries.values() if not entry.is_leaving]
+        if any(names is not None and model in names for names in known):
+            return True
+        return None if None in known or not known else False
+
+    def usable(self, role: Role, now: Nanos, model: str | None = None) -> list[Worker]:
         """Those of `live` whose breakers allow it; where no breaker does, all of them."""
-        live = self.live(role)
+        live = self.live(role, model)
         breakers = {worker.id: self._entries[worker.id].breaker for worker in live}
         allowed = [worker for worker in live if (one := breakers[worker.id]) is None or one.allows(now)]
         return allowed or live
@@ -186,12 +211,17 @@ class Registry:
             if e.probing_since is not None and e.probing_since + limit <= now
         ]
 
-    def probed(self, worker: WorkerId, result: ProbeResult, now: Nanos) -> bool:
-        """Take in the answer to a probe. Returns whether the worker died of it."""
+    def probed(self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None) -> bool:
+        """Take in the answer to a probe. Returns whether the worker died of it.
+
+        models: that it has told of, too; None: of none, so what was known stays.
+        """
         entry = self._entries.get(worker)
         if entry is None or (began := entry.probing_since) is None:
             return False  # it has left; or answered twice, or counted as missed before
         entry.probing_since = None
+        if models is not None:
+            entry.models = models
         was_live = _is_live(entry)
         if result is not ProbeResult.MISSED:
             entry.silent_since = None

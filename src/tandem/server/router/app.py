@@ -70,7 +70,7 @@ from tandem.server.router.forward import (
     Page,
     sent_headers,
 )
-from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, read_body
+from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, model_of, read_body
 from tandem.server.router.last_steps import LastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober
@@ -84,7 +84,9 @@ from tandem.server.router.worker_documents import (
     Info,
     LoadList,
     Loads,
+    ModelDocuments,
     Models,
+    Named,
     OpenApi,
     document_of,
     internal_states,
@@ -118,7 +120,8 @@ class RouterApp:
             settings=config.settings(),
             now=Nanos(time.monotonic_ns()),
         )
-        prober = Prober(make_client, timeout_s=CONNECT_SECONDS)
+        key = next(iter((config.api_key or "").splitlines()), "")
+        prober = Prober(make_client, timeout_s=CONNECT_SECONDS, asks_models=config.enable_igw, key=key)
         self._last_steps = LastSteps(self.router, draws, folder_of(config.fault_records), settings=config.settings())
         self._shell = RouterShell(
             self.router,
@@ -166,7 +169,7 @@ class RouterApp:
             Route("/ready", self._ready),
             Route("/version", self._version),
             Route("/metrics", self._export),
-            self._proxied("/v1/models", MODELS),
+            Route("/v1/models", self._models),
             self._proxied("/v1/models/{id:path}", ONE_MODEL),
             *WorkerPages(self.router, self._shell).routes(),
             Route("/openapi.json", self._openapi),
@@ -241,13 +244,36 @@ class RouterApp:
         return Route(path, answer, methods=[page.method])
 
     async def _to_decode(self, request: Request, page: Page) -> Response:
-        live = self.router.registry.live(Role.DECODE)
+        """To the first one that serves the model in question."""
+        body = await read_body(request)
+        live = self.router.registry.live(Role.DECODE, await self._model_in_question(request, page, body))
         if not live:
             raise Refusal(Problem.NO_LIVE_PAIR, "no live decode worker", stage=STAGE)
-        answer = await self._ask(live[0], request, page, await read_body(request))
+        answer = await self._ask(live[0], request, page, body)
         if isinstance(answer, str):
             raise Refusal(Problem.CONNECTION_LOST, f"{live[0].url}: {answer}", stage=STAGE)
         return Response(answer.content, answer.status_code, passed_headers(answer.headers))
+
+    async def _model_in_question(self, request: Request, page: Page, body: bytes) -> str | None:
+        """Of the path, or of the body, where it can be read: another one is the worker's to refuse."""
+        if not self._config.enable_igw:
+            return None
+        registry = self.router.registry
+        if page is ONE_MODEL:
+            return model_of(registry, page.path, {"model": request.path_params["id"]})
+        named = await off_loop(len(body), LOOP_BYTES, read_document, body, Named)
+        return None if named is None else model_of(registry, page.path, {"model": named.model})
+
+    async def _models(self, request: Request) -> Response:
+        """Of all that a live pair serves; each as the first decode says it."""
+        if not self._config.enable_igw:
+            return await self._to_decode(request, MODELS)
+        paired, told = self.router.registry.paired_models(), dict[str, dict[str, Any]]()
+        for worker, document in await self._documents(request, MODELS, ModelDocuments):
+            if worker.role is Role.DECODE:
+                for model in document.data:
+                    told.setdefault(str(model.get("id")), model)
+        return passed_on({"object": "list", "data": [told[name] for name in paired if name in told]})
 
     async def _ask(self, worker: Worker, request: Request, page: Page, body: bytes = b"") -> httpx.Response | str:
         """The worker's answer, or why there is none."""

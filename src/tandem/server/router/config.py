@@ -51,6 +51,11 @@ class RouterConfig:
         "are forgotten first",
         metavar="N",
     )
+    enable_igw: bool = flag(
+        False,
+        "workers may serve different models: ask each with its probes which (/v1/models, with the first API key), and "
+        "send requests by their `model`",
+    )
     disable_circuit_breaker: bool = flag(False, "workers whose requests fail get as many as before")
     cb_failure_threshold: int | None = flag(
         None,

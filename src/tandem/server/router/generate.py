@@ -8,6 +8,7 @@ none came in.
 import asyncio
 import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any  # a JSON object, passed on
 
 import msgspec
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
 from tandem.core.router.sent_prefixes import Blocks
+from tandem.core.router.worker_registry import Registry
 from tandem.core.values import Cause
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
@@ -48,6 +50,7 @@ from tandem.server.tracing import NO_TRACING, Span, Tracing, abort_info, ending_
 RESPONSES = "/v1/responses"
 GENERATION_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", RESPONSES, "/generate")
 CLIENT_LEFT = 499
+NAMED_MODELS = 8  # in an error
 CODES: dict[str, Code] = {code.value: code for code in RULES}
 
 
@@ -95,11 +98,19 @@ class Generate:
                 body, content, blocks = await off_loop(size, LOOP_BYTES, self._read, raw, conversation, key)
         except TimeoutError:
             raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed: the body did not come", stage=STAGE) from None
+        model = model_of(self._shell.router.registry, request.scope["path"], body)
         timeout = timeout_seconds(request, body, default=self._timeout_seconds)
         reply = _Reply(send, request.scope["path"], request.state.request_id, began, conversation, span)
         headers = sent_headers(request.headers, GENERATION_HEADERS, request_id=reply.request_id)
         call = self._shell.open(
-            request.scope["path"], body, content, headers, timeout_seconds=timeout, blocks=blocks, span=span
+            request.scope["path"],
+            body,
+            content,
+            headers,
+            timeout_seconds=timeout,
+            blocks=blocks,
+            model=model,
+            span=span,
         )
         watcher = asyncio.create_task(self._watch(receive, call, reply))
         try:
@@ -264,6 +275,23 @@ def read_object(raw: bytes, conversation: Conversation | None = None) -> tuple[d
         if previous is None or isinstance(previous, str):  # another one is the workers' to refuse
             body["kept_items"] = Raw(conversation.begin(previous, given, body.get("kept_items")))
     return body, encode_rest(body)
+
+
+def model_of(registry: Registry, path: str, body: Mapping[str, object]) -> str | None:
+    """By which workers are chosen. None: it names none, or the workers' models are not known. Raises `Refusal`."""
+    asked = body.get("model")
+    if not isinstance(asked, str):
+        return None
+    is_model = registry.is_model(asked)
+    if is_model is False and path != "/generate":  # where gateways send any name
+        raise not_a_model(asked, registry.paired_models())
+    return asked if is_model else None
+
+
+def not_a_model(asked: str, served: Sequence[str]) -> Refusal:
+    names = ", ".join(map(repr, served[:NAMED_MODELS])) or "no live pair serves any"
+    detail = f"the model {asked[:80]!r} is not served here; what is: {names}"
+    return Refusal(Problem.MODEL_NOT_FOUND, detail, param="model", stage=STAGE)
 
 
 def stamp_time(body: dict[str, Any]) -> None:

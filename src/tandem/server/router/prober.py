@@ -13,17 +13,41 @@ from collections import deque
 from collections.abc import Callable
 
 import httpx
+import msgspec
+from msgspec import Struct
 
 from tandem.core.router.messages import WorkerProbed
-from tandem.core.router.worker_registry import Worker, probe_result
+from tandem.core.router.worker_registry import ProbeResult, Worker, probe_result
+from tandem.server.api.body import NOT_JSON
 
+MAX_MODELS = 64  # of one worker
+MAX_NAME_CHARS = 256
+MAX_DOCUMENT_BYTES = 1 << 20
 CLOSE_SECONDS = 5.0  # a look-up of a name may not be over by then; its thread does not keep the process
+
+
+class Model(Struct):
+    id: str
+
+
+class ModelList(Struct):
+    data: list[Model]
 
 
 class Prober:
     """`start`, `probe`, `take` and `close` belong to the loop of the traffic."""
 
-    def __init__(self, make_client: Callable[[], httpx.AsyncClient], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        make_client: Callable[[], httpx.AsyncClient],
+        *,
+        timeout_s: float,
+        asks_models: bool = False,
+        key: str = "",
+    ) -> None:
+        """asks_models: of healthy workers, too, which models they serve. key: that workers then ask for"""
+        self._asks_models = asks_models
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._make_client = make_client
         self._timeout_s = timeout_s
         self._found: deque[WorkerProbed] = deque()
@@ -84,5 +108,25 @@ class Prober:
             result = probe_result(None)
         else:
             result = probe_result(response.status_code)
-        self._found.append(WorkerProbed(worker.id, result))
+        models = await self._models(worker) if self._asks_models and result is ProbeResult.OK else None
+        self._found.append(WorkerProbed(worker.id, result, models))
         self._has_come()
+
+    async def _models(self, worker: Worker) -> tuple[str, ...] | None:
+        """None: it does not tell, or nothing that can be used."""
+        try:
+            response = await self._client.get(worker.url + "/v1/models", timeout=self._timeout_s, headers=self._headers)
+        except httpx.HTTPError:
+            return None
+        return names_in(response.content) if response.is_success else None
+
+
+def names_in(raw: bytes) -> tuple[str, ...] | None:
+    """Of an answer to /v1/models."""
+    if len(raw) > MAX_DOCUMENT_BYTES:
+        return None
+    try:
+        names = [model.id for model in msgspec.json.decode(raw, type=ModelList).data]
+    except NOT_JSON:
+        return None
+    return tuple(name for name in names[:MAX_MODELS] if len(name) <= MAX_NAME_CHARS) or None

@@ -149,11 +149,13 @@ class RouterShell:
         *,
         timeout_seconds: float,
         blocks: Blocks = (),
+        model: str | None = None,
         span: Span = NO_SPAN,
     ) -> Call:
         """Begin a request. Its `outcome` comes in any case; whoever stops waiting for it must call `leave`.
 
         content: of the body, as `encode_rest` makes it. blocks: of its prompt, where a policy looks at them.
+        model: one that workers are known to serve; None: of no matter.
         """
         self._next_id += 1
         streams = bool(body.get("stream"))
@@ -173,7 +175,7 @@ class RouterShell:
             span,
         )
         self._calls[call.id] = call
-        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks))
+        self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks, model))
         return call
 
     def add_worker(self, worker: Worker) -> None:

@@ -37,6 +37,16 @@ class Models(Struct):
     data: list[Card]
 
 
+class ModelDocuments(Struct):
+    data: list[dict[str, Any]]
+
+
+class Named(Struct):
+    """A body that may say of which model it speaks."""
+
+    model: str | None = None
+
+
 class OpenApi(Struct):
     paths: dict[str, Any]
 

@@ -133,10 +133,12 @@ class WorkerPages:
         return JSONResponse(self._described(self._named(request)))
 
     def _described(self, worker: Worker) -> dict[str, Any]:
-        breaker = self._router.registry.breaker(worker.id)
+        breaker, models = self._router.registry.breaker(worker.id), self._router.registry.models(worker.id)
         return {
             "id": str(worker.id),
             "url": worker.url,
+            "model_id": (models or ("unknown",))[0],
+            "models": models,
             "worker_type": worker.role.value,
             "bootstrap_port": worker.bootstrap_port,
             "is_healthy": self._router.is_live(worker.id),

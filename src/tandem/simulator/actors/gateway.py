@@ -27,12 +27,13 @@ from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import UpstreamCall
-from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, Worker, probe_result
+from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, ProbeResult, Worker, probe_result
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.pagehash import prompt_hashes, root_hash
 from tandem.simulator.actors.clients import RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
+from tandem.simulator.actors.model_names import ModelNames, names_of
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.actors.turnover import Turnover
 from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Leg, Surroundings
@@ -54,6 +55,7 @@ class Gateway:
     random: Random
     error_share: float = 0.0  # of what arrives at a server
     turnover: Turnover | None = None  # who takes workers out and puts them back
+    model_names: ModelNames | None = None  # None: it asks nobody
     clock: LocalClock = field(default_factory=LocalClock)
     epoch: int = 0
     router: Router | None = None  # None: down
@@ -121,7 +123,9 @@ class Gateway:
             self.world.clock.after(ask.leaves_after_ns, self.leave, caller, "F13")
         last_end = deadline + self.settings.exchange.grace_ns + LATE_NS
         self.world.clock.at(last_end, self._look, caller)
-        self.tell(ClientAsked(caller.request, None, Nanos(ask.timeout_ns), streams, merges, self._blocks(ask)))
+        model = None if self.model_names is None else self.model_names.asked(ask)
+        timeout_ns = Nanos(ask.timeout_ns)
+        self.tell(ClientAsked(caller.request, None, timeout_ns, streams, merges, self._blocks(ask), model))
 
     def _blocks(self, ask: Ask) -> Blocks:
         """Of tokens in place of text."""
@@ -258,7 +262,9 @@ class Gateway:
 
     def _probed(self, worker: Worker, status: int | None, epoch: int) -> None:
         if epoch == self.epoch:
-            self.tell(WorkerProbed(worker.id, probe_result(status)))
+            result = probe_result(status)
+            tells = self.model_names is not None and result is ProbeResult.OK
+            self.tell(WorkerProbed(worker.id, result, names_of(worker.host) if tells else None))
 
     # -- faults of servers' edges
 

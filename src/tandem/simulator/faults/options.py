@@ -116,6 +116,7 @@ class Options:
     direct_share: float = 1.0  # of the requests: they come through other gateways
     router: RouterSettings = USUAL_ROUTER
     turnover: bool = False  # operators take workers out of routers and put them back
+    names_models: bool = False  # routers ask servers for the names of their models
     http_breaks: float = 0.0  # share of what is said between routers and servers
     error_heads: float = 0.0  # share of requests that a server's edge has no means for
     watchdog_ns: int = 30 * SECOND  # of every server
@@ -203,6 +204,7 @@ def draw_options(seed: int) -> Options:
             _draw_policies(_draw_router(routers), routers, Random(f"routing {seed}")), Random(f"breakers {seed}")
         ),
         turnover=Random(f"turnover {seed}").randrange(NEW_ROUTING_ONE_IN) == 0,
+        names_models=Random(f"models {seed}").randrange(NEW_ROUTING_ONE_IN) == 0,
         http_breaks=routers.uniform(0.0, 0.02) if "F1" in classes else 0.0,
         error_heads=routers.uniform(0.0, 0.02) if "F20" in classes else 0.0,
         watchdog_ns=Random(f"watchdog {seed}").choice((5, 10, 30)) * SECOND,

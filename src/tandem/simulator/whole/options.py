@@ -132,6 +132,8 @@ def draw_routing(seed: int) -> dict[str, Any]:
     flags: dict[str, Any] = {}
     if random.random() < 0.15:
         flags |= {"cb_failure_threshold": random.choice((1, 2)), "cb_timeout_duration_secs": random.choice((0.5, 5.0))}
+    if Random(f"whole models {seed}").random() < 0.1:
+        flags["enable_igw"] = True
     if random.random() < 0.75:
         return flags
     flags["policy"] = random.choice(("power_of_two", CACHE_AWARE, CACHE_AWARE))
