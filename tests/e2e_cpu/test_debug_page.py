@@ -73,7 +73,7 @@ def test_a_request_is_seen_in_its_lane_and_then_with_its_stages(pair: Cluster, p
     row = page.run(FIRST)
     assert (row[1], row[5]) == ("remote", "3")
     stages = page.run(BARS)
-    assert {"prefill_forward", "decode_transferred", "edge_receive"} <= set(stages)
+    assert {"decode_transferred", "edge_receive"} <= set(stages)
     kept(page, "recent.png")
     assert all(url.startswith(router.url) or url == "about:blank" for url in page.requests), "nothing from elsewhere"
 
