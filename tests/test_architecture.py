@@ -86,7 +86,10 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),
     ("core.scheduler", "core.scheduler"),
-    *((f"core.{name}", "core.router") for name in ("router", "bootstrap_registry", "stall_detector", "worker_group")),
+    *(
+        (f"core.{name}", "core.router")
+        for name in ("router", "bootstrap_registry", "stall_detector", "worker_group", "lockstep")
+    ),
     ("sampling", "leaf"),
     ("grammar", "leaf"),
     ("pagehash", "leaf"),

@@ -98,7 +98,9 @@ class ServerConfig:
     )
     cpu_threads: int = flag(0, "threads of the engine; 0: cores divided by the engines on this machine")
     tp_size: int = flag(
-        1, "workers that share every layer (tensor parallel)", aliases=("--tp", "--tensor-parallel-size")
+        1,
+        "workers that share every layer (tensor parallel); with --enable-dp-attention they share MLPs only",
+        aliases=("--tp", "--tensor-parallel-size"),
     )
     pp_size: int = flag(
         1,
@@ -109,6 +111,11 @@ class ServerConfig:
         1,
         "replicas of the model behind this one address, --tp-size x --pp-size workers each (data parallel)",
         aliases=("--dp", "--data-parallel-size"),
+    )
+    enable_dp_attention: bool = flag(
+        False,
+        "the --dp-size ranks step together: each attends to its own requests, all compute the MLPs and experts of all, "
+        "of which each has a part; needs --tp-size equal to --dp-size",
     )
     load_balance_method: str = flag(
         "auto",
@@ -263,7 +270,12 @@ class ServerConfig:
     @property
     def num_workers(self) -> int:
         """Processes that compute, in all replicas."""
-        return self.tp_size * self.pp_size * self.dp_size
+        return self.replica_tp_size * self.pp_size * self.dp_size
+
+    @property
+    def replica_tp_size(self) -> int:
+        """Workers of one replica that share its attention."""
+        return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +304,14 @@ RULES: tuple[Rule, ...] = (
         f"--tp-size and --pp-size must be at least 1, and their product at most {MAX_SHARDS}",
     ),
     Rule(lambda c: not 1 <= c.dp_size <= MAX_DP_SIZE, f"--dp-size must be at least 1 and at most {MAX_DP_SIZE}"),
+    Rule(
+        lambda c: c.enable_dp_attention and not c.tp_size == c.dp_size > 1,
+        "--enable-dp-attention needs a --dp-size of 2 or more and the same --tp-size: one worker attends for each rank",
+    ),
+    Rule(
+        lambda c: c.enable_dp_attention and c.pp_size > 1,
+        "--enable-dp-attention cannot be combined with --pp-size: ranks step together through all layers",
+    ),
     Rule(
         lambda c: c.load_balance_method == "follow_bootstrap_room" and c.disaggregation_mode == "null",
         "--load-balance-method follow_bootstrap_room is for prefill and decode servers: others see no room",

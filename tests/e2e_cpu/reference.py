@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from cluster import Server
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import tandem
 
@@ -51,14 +51,19 @@ class Parting:
 
 
 @cache
-@torch.inference_mode()
 def parting(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Parting | None:
+    """Of the bundled model."""
+    return parting_of(model(), prompt, answer)
+
+
+@torch.inference_mode()
+def parting_of(model: PreTrainedModel, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Parting | None:
     """None: the answer is what the reference says greedily.
 
     One pass over prompt and answer instead of one per token: if each token is the best one after those before it, then
     by induction the reference alone would have said all of them.
     """
-    scores = model()(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+    scores = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
     for at, (got, row) in enumerate(zip(answer, scores, strict=True)):
         want = int(row.argmax())
         if want != got:

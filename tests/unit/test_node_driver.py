@@ -34,6 +34,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel, PolledChannel, frame
 from tandem.server.node import driver, process
+from tandem.server.node.dispatch import NoSiblings
 from tandem.server.node.driver import Inbox, drive
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.local_peer import LocalPeerLost, Poller
@@ -114,7 +115,8 @@ class Server:
 
     def _run(self, clock: Clock) -> None:
         try:
-            drive(self.node, self.inbox, clock, observers=[], answer=lambda query, now: query.what.encode())
+            answer = lambda query, now: query.what.encode()  # noqa: E731
+            drive(self.node, self.inbox, clock, observers=[], answer=answer, siblings=NoSiblings())
         except LocalPeerLost as lost:
             self.loss = lost
 

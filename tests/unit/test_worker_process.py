@@ -13,6 +13,7 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned
+from tandem.core.lockstep import Lockstep
 from tandem.core.values import BatchId, Cause, Cut, Incarnation, PageId, RequestId
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.model_config import ModelError
@@ -87,7 +88,7 @@ class Running:
         self.engine, self.transfer = FakeEngine(), FakeTransfer()
         self.node: BlockingChannel[wire.WorkerToNode] = BlockingChannel(node, wire.WorkerToNode)
         own: BlockingChannel[wire.NodeToWorker] = BlockingChannel(worker, wire.NodeToWorker)
-        self.worker = Worker(rank, self.engine, self.transfer, own)  # type: ignore[arg-type]
+        self.worker = Worker(rank, self.engine, self.transfer, own, lockstep=Lockstep(1))  # type: ignore[arg-type]
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 

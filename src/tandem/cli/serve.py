@@ -70,7 +70,7 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
     num_cores = len(os.sched_getaffinity(0))
     if config.num_workers <= num_cores:
         return None
-    sizes = f"--tp-size {config.tp_size} x --pp-size {config.pp_size} x --dp-size {config.dp_size}"
+    sizes = f"--tp-size {config.replica_tp_size} x --pp-size {config.pp_size} x --dp-size {config.dp_size}"
     return (
         f"{config.num_workers} workers ({sizes}) share {num_cores} cores: "
         "they wait for each other and are slower than fewer"

@@ -11,12 +11,14 @@ as a whole counts nothing meanwhile, so it does not find itself dead when it goe
 counted: while the node is silent nothing is held against the worker.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
 
 TICKS = 30
 SICK_TICKS = TICKS // 2
+NO_ANSWER = "no answer"
 
 
 class ProgressReport(Struct, frozen=True):
@@ -41,6 +43,11 @@ class Stall(Struct, frozen=True):
         return self.ticks >= SICK_TICKS
 
     @property
+    def is_silent(self) -> bool:
+        """A process does not answer; else a batch has not returned."""
+        return self.what == NO_ANSWER
+
+    @property
     def is_final(self) -> bool:
         return self.ticks >= TICKS
 
@@ -49,6 +56,15 @@ class Stall(Struct, frozen=True):
             f"the {self.name} process hangs: {self.what} for {self.ticks * tick_s:.3g} s, "
             f"the last iteration heard of is {self.launched}"
         )
+
+
+def who_began(stalls: Sequence[Stall]) -> int:
+    """Of ranks that step together, and of which one hangs for good, the index of the one that keeps the others.
+
+    Who does not answer is it: the batches of all others wait for it. Where all answer it is one of the longest.
+    """
+    silent = [index for index, stall in enumerate(stalls) if stall.is_sick and stall.is_silent]
+    return max(silent or range(len(stalls)), key=lambda index: stalls[index].ticks)
 
 
 class Liveness:
@@ -77,10 +93,10 @@ class Liveness:
         ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
         launched = 0 if self._last is None else self._last.launched
         if ticks == self._node_ticks:
-            return Stall("node", "no answer", ticks, launched, "node")
+            return Stall("node", NO_ANSWER, ticks, launched, "node")
         name = "worker" if self._last is None else self._last.slowest
         if ticks == self._worker_ticks:
-            return Stall("worker", "no answer", ticks, launched, name)
+            return Stall("worker", NO_ANSWER, ticks, launched, name)
         oldest = None if self._last is None else self._last.oldest
         return Stall("worker", f"iteration {oldest} has not returned", ticks, launched, "worker")
 

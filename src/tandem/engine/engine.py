@@ -28,7 +28,7 @@ from tandem.engine.decode_set import DecodeSet
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.native import library
-from tandem.engine.parallel import OneStage, Pipeline
+from tandem.engine.parallel import DpRanks, OneRank, OneStage, Pipeline
 from tandem.engine.pooling import Vectors, pooled
 from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.sampler import Sampled, sample
@@ -39,6 +39,7 @@ from tandem.sampling import Payload
 
 _EXTRA = msgspec.msgpack.Encoder()
 ONE_STAGE = OneStage()
+ONE_RANK = OneRank()
 PromptExtras = tuple[tuple[RequestId, bytes], ...]
 
 
@@ -54,6 +55,7 @@ class Engine:
         deterministic: bool = False,
         attention: str = DEFAULT_ATTENTION_BACKEND,
         pipeline: Pipeline = ONE_STAGE,
+        ranks: DpRanks = ONE_RANK,
         vocabulary: Vocabulary | None = None,
     ) -> None:
         """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples.
@@ -73,6 +75,7 @@ class Engine:
         self._decode_set = DecodeSet()
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
         self._pipeline = pipeline
+        self._ranks = ranks
         self._vocabulary = vocabulary if pipeline.samples else None
         self._late_tokens = LateTokens(self._tables, pipeline)
 
@@ -138,12 +141,22 @@ class Engine:
             duration_ns=since(started),
         )
 
+    @torch.inference_mode()
+    def accompany(self) -> None:
+        """Take part in a step without a batch. Raises as `run`."""
+        library.use(self._kernels)
+        if self._ranks.meet(None):
+            self.model.module.accompany()
+
     def _forward(self, batch: RunBatch[Sequence]) -> tuple[Sampled | None, PromptExtras, Vectors]:
         """The tokens, where they are sampled, what was asked of the prompts, and the vectors that they end with."""
-        if not batch.spans and not batch.samplers:
-            return None, (), ()
         model, pipeline = self.model.module, self._pipeline
+        if not batch.spans and not batch.samplers:
+            if self._ranks.meet(0):
+                model.accompany()
+            return None, (), ()
         rows = self._batches.build(batch.spans, self._decode_set if batch.decodes else None)
+        self._ranks.meet(len(rows.token_ids))
         self.kv.clear(rows.pages_to_clear)
         self._attention.plan(rows)
         hidden = None

@@ -6,6 +6,9 @@ outputs needs nothing (each head attends for itself); what is cut along the inpu
 
 Parts may be uneven: any number of heads can be spread over any smaller number of shards.
 
+With DP attention the workers of several DP ranks share the MLPs: each attends to rows of its own with all heads, and
+has a part of every MLP, for the rows of all.
+
 Layers are spread over stages, each of which is cut into shards like that. A stage hands hidden states on to the next
 one; of all workers one samples, and tells the others the tokens.
 """
@@ -38,14 +41,32 @@ class Shard:
         return slice(own.start, own.stop)
 
 
-class Group(Protocol):
+class MlpGroup(Protocol):
+    """The workers over which MLPs are cut, as one of them sees the others. Raises WorkerGone."""
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def rows(self, own: Tensor) -> Tensor:
+        """[n, features] of this worker to the rows that all compute with. They are the same on every worker."""
+        ...
+
+    def sums(self, part: Tensor) -> Tensor:
+        """A part of each sum, of what `rows` returned, to the whole sums of this worker's own rows, [n, features].
+        `part` is given away."""
+        ...
+
+
+class Group(MlpGroup, Protocol):
     """The shards of one model, as one of them sees the others. Every shard makes the same calls in the same order.
 
     What comes back has the same bits on every shard, or they would sample different tokens. Raises WorkerGone.
     """
 
     @property
-    def shard(self) -> Shard: ...
+    def mlp(self) -> MlpGroup:
+        """Of MLPs: itself, or with DP attention the workers of all ranks."""
+        ...
 
     def all_reduce(self, part: Tensor) -> Tensor:
         """The sum of what all shards gave, of one shape. `part` is given away."""
@@ -58,15 +79,45 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OneShard:
-    """The group of a model that is not divided."""
+    """The group of a model that is not divided, but for its MLPs where DP ranks share them."""
 
     shard: Shard = Shard(0, 1)
+    shared: MlpGroup | None = None
+
+    @property
+    def mlp(self) -> MlpGroup:
+        return self if self.shared is None else self.shared
+
+    def rows(self, own: Tensor) -> Tensor:
+        return own
+
+    def sums(self, part: Tensor) -> Tensor:
+        return part
 
     def all_reduce(self, part: Tensor) -> Tensor:
         return part
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         return part
+
+
+class DpRanks(Protocol):
+    """The DP ranks that go through the same steps, as one of them sees the others (DP attention)."""
+
+    def meet(self, rows: int | None) -> bool:
+        """Begin a step: say how many rows this rank has in it, None without a batch; hear it of all others.
+
+        Returns whether anybody has rows. Until the next step every MLP is computed for them. Raises WorkerGone.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """Of a replica that steps alone."""
+
+    def meet(self, rows: int | None) -> bool:
+        return bool(rows)
 
 
 class WorkerGone(Exception):

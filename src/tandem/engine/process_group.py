@@ -48,6 +48,16 @@ class TensorGroup:
         self.shard = shard
         self._group = group
 
+    @property
+    def mlp(self) -> "TensorGroup":
+        return self
+
+    def rows(self, own: Tensor) -> Tensor:
+        return own
+
+    def sums(self, part: Tensor) -> Tensor:
+        return self.all_reduce(part)
+
     def all_reduce(self, part: Tensor) -> Tensor:
         first, *others = self._gathered(part)
         for other in others:
@@ -64,7 +74,7 @@ class TensorGroup:
     def _gathered(self, part: Tensor) -> list[Tensor]:
         found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.shard.size)]
         with others_there():
-            dist.all_gather([_bytes(one) for one in found], _bytes(part.contiguous()), group=self._group)
+            dist.all_gather([as_bytes(one) for one in found], as_bytes(part.contiguous()), group=self._group)
         return found
 
 
@@ -117,18 +127,45 @@ class ProcessPipeline:
     def _send(self, values: Tensor, to: int, *, tag: int, sent: "Sent") -> None:
         with others_there():
             sent.make_room()
-            work = dist.isend(_bytes(values), dst=to, tag=tag)
+            work = dist.isend(as_bytes(values), dst=to, tag=tag)
         assert work is not None, "this worker is a member of the group"
         sent.works.append((work, values))
 
     def _receive(self, values: Tensor, source: int, *, tag: int) -> None:
         with others_there():
-            dist.recv(_bytes(values), src=source, tag=tag)
+            dist.recv(as_bytes(values), src=source, tag=tag)
 
 
-def _bytes(values: Tensor) -> Tensor:
+def as_bytes(values: Tensor) -> Tensor:
     """A view: backends need not know the type."""
     return values.view(-1).view(torch.uint8)
+
+
+def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | None) -> None:
+    """This worker to all `size` of its group. `listener_fd`: of the socket that listens at host:port, on the first.
+
+    Raises OSError or RuntimeError when they do not come.
+    """
+    os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
+    is_master = listener_fd is not None
+    store = TCPStore(
+        host,
+        port,
+        size,
+        is_master,
+        timeout=timedelta(seconds=JOIN_SECONDS),
+        wait_for_workers=False,
+        master_listen_fd=listener_fd,
+    )
+    dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=timedelta(days=SILENCE_DAYS))
+
+
+def least(number: int) -> int:
+    """The least of what all workers of the group call with; they all have to. Raises WorkerGone."""
+    value = torch.tensor([number], dtype=torch.int64)
+    with others_there():
+        dist.all_reduce(value, op=dist.ReduceOp.MIN)
+    return int(value)
 
 
 class Peers:
@@ -139,32 +176,12 @@ class Peers:
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
-        os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
-        is_master = listener_fd is not None
-        store = TCPStore(
-            host,
-            port,
-            rank.num_shards,
-            is_master,
-            timeout=timedelta(seconds=JOIN_SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=listener_fd,
-        )
-        dist.init_process_group(
-            "gloo", store=store, rank=rank.shard, world_size=rank.num_shards, timeout=timedelta(days=SILENCE_DAYS)
-        )
+        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd)
         self._rank = rank
         self.pipeline = ProcessPipeline(rank)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
-        self.least(0)  # all have connected to all
+        least(0)  # all have connected to all
         close_doors()
-
-    def least(self, number: int) -> int:
-        """The least of what all workers call with; they all have to. Raises WorkerGone."""
-        value = torch.tensor([number], dtype=torch.int64)
-        with others_there():
-            dist.all_reduce(value, op=dist.ReduceOp.MIN)
-        return int(value)
 
     def _tensor_group(self) -> TensorGroup:
         found = None

@@ -25,6 +25,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from tandem.config import ENGINES, ServerConfig, environment_number
+from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.values import Incarnation
 from tandem.engine import determinism
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
@@ -35,7 +36,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: i
 # How OpenMP's threads wait: in GNU's words and in Intel's. Spins are about a hundred microseconds.
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
 SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
-EXIT_WITH_OTHERS = 3  # of a worker that ends because another one of its replica is gone
+EXIT_WITH_OTHERS = 3  # of a node or worker that ends because another process is gone
 GROUP_HOST = "127.0.0.1"  # the workers of a replica are on one machine
 
 ChildName = Literal["node", "worker"]
@@ -53,8 +54,19 @@ class Launch(Struct, frozen=True):
     cluster_secret: bytes = b""  # empty: this server exchanges no KV. Comes over stdin, which nobody else reads
     dp_rank: int = 0  # of the replica
     rank: Rank = Rank()  # of a worker, in its replica
-    group_host: str = ""  # where the workers of a replica meet, if it has several
+    group_host: str = ""  # where the workers of a replica meet, or with DP attention those of all, if there are several
     group_port: int = 0
+
+    @property
+    def topology(self) -> DpTopology:
+        """Of this replica among those of its server."""
+        return topology_of(self.config, self.dp_rank)
+
+
+def topology_of(config: ServerConfig, dp_rank: int) -> DpTopology:
+    if config.enable_dp_attention:
+        return DpTopology(attn_dp_size=config.dp_size, attn_dp_rank=dp_rank)
+    return DpTopology(system_dp_size=config.dp_size, system_dp_rank=dp_rank)
 
 
 class ServerFailure(Exception):
@@ -107,6 +119,11 @@ class Children:
         while loop.time() < deadline and self.node.poll() is None:
             await asyncio.sleep(0.01)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether one of them was ended by a signal."""
+        return any((code := child.poll()) is not None and code < 0 for child in self.all)
+
     def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
         named = [(rank.name, child) for rank, child in zip(self.ranks, self.workers, strict=True)]
@@ -124,9 +141,12 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def start_children(launch: Launch) -> Children:
-    """Call from the main thread: children die with the *thread* that started them."""
-    ranks = all_ranks(launch.config.tp_size, launch.config.pp_size)
+def start_children(launch: Launch, meeting: socket.socket | None = None) -> Children:
+    """Call from the main thread: children die with the *thread* that started them.
+
+    meeting: for the first worker, of a group that `launch` names already.
+    """
+    ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
     environment = worker_environment(
         launch.cpu_threads,
         deterministic=launch.config.deterministic,
@@ -143,9 +163,9 @@ def start_children(launch: Launch) -> Children:
             pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
             for end in pairs[-1]:
                 ours.enter_context(end)
-        meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0))) if len(ranks) > 1 else None
-        if meeting is not None:
-            launch = structs.replace(launch, group_host=GROUP_HOST, group_port=meeting.getsockname()[1])
+        if len(ranks) > 1:
+            meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0)))
+            launch = meeting_at(launch, meeting)
         try:
             for rank, (_, worker_end) in zip(ranks, pairs, strict=True):
                 ends = [worker_end, meeting] if meeting is not None and rank.shard == 0 else [worker_end]
@@ -159,6 +179,10 @@ def start_children(launch: Launch) -> Children:
             raise
         kept.pop_all()
     return Children(node, tuple(started), tuple(ranks), api_end)
+
+
+def meeting_at(launch: Launch, meeting: socket.socket) -> Launch:
+    return structs.replace(launch, group_host=GROUP_HOST, group_port=meeting.getsockname()[1])
 
 
 def _start(
@@ -354,8 +378,16 @@ class Replicas:
 
 
 def start_replicas(launch: Launch, listeners: Listeners) -> Replicas:
-    def start(dp_rank: int) -> Children:
-        incarnation = new_incarnation(listeners, dp_rank)
-        return start_children(structs.replace(launch, dp_rank=dp_rank, incarnation=incarnation))
+    """With DP attention their workers are one group: none of them is ever started anew."""
 
-    return Replicas(start, launch.config.dp_size)
+    def start(dp_rank: int) -> Children:
+        own = structs.replace(launch, dp_rank=dp_rank, incarnation=new_incarnation(listeners, dp_rank))
+        if meeting is None:
+            return start_children(own)
+        return start_children(meeting_at(own, meeting), meeting if dp_rank == 0 else None)
+
+    with contextlib.ExitStack() as ours:
+        meeting = None
+        if launch.config.enable_dp_attention:
+            meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0)))
+        return Replicas(start, launch.config.dp_size)

@@ -90,6 +90,12 @@ class FailTransfers(Struct, frozen=True, tag=True):
     prob: float
 
 
+class BatchLaunched(Struct, frozen=True, tag=True):
+    """node -> API -> the other nodes -> their workers, with DP attention: this rank has launched its next batch."""
+
+    dp_rank: int
+
+
 class Shutdown(Struct, frozen=True, tag=True):
     """Parent -> child: end now."""
 
@@ -173,6 +179,7 @@ ApiToNode = (
     | Query
     | Connect
     | FailTransfers
+    | BatchLaunched
     | Shutdown
     | events.RequestRefused
     | events.AbortRequested
@@ -181,6 +188,8 @@ ApiToNode = (
     | events.PeerUnknown
     | events.DpRankAnswered
     | events.RoomElsewhere
+    | events.SnapshotWanted
+    | events.SnapshotsGathered
     | events.HooksChanged
     | events.DrainRequested
     | events.FlushRequested
@@ -189,6 +198,7 @@ NodeToApi = (
     NodeReady
     | Answer
     | Died
+    | BatchLaunched
     | commands.StartRequest
     | commands.EmitTokens
     | commands.FinishRequest
@@ -197,6 +207,7 @@ NodeToApi = (
     | commands.LearnPeer
     | commands.AskDpRank
     | commands.AnnounceDpRank
+    | commands.GatherSnapshot
 )
 NodeToWorker = (
     Payload
@@ -204,6 +215,7 @@ NodeToWorker = (
     | Reach
     | Disconnect
     | Ping
+    | BatchLaunched
     | Shutdown
     | commands.LaunchBatch
     | commands.ForgetRequests

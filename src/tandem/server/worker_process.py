@@ -32,13 +32,14 @@ from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.kv_parts import KvGrid, KvShard
+from tandem.core.lockstep import Lockstep
 from tandem.core.values import Cause, ceil_div
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library as native
-from tandem.engine.parallel import Group, OneShard, OneStage, Pipeline, WorkerGone
+from tandem.engine.parallel import DpRanks, Group, OneRank, OneShard, OneStage, Pipeline, Shard, WorkerGone
 from tandem.engine.weights import LoadedModel
 from tandem.grammar import GrammarError, Vocabulary
 from tandem.membership import ClusterSecret
@@ -56,7 +57,7 @@ from tandem.transfer.sock import SockTransfer
 
 USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
 
-EngineWork = Payload | ForgetRequests | LaunchBatch
+EngineWork = Payload | ForgetRequests | LaunchBatch | wire.BatchLaunched
 
 logger = logging.getLogger("tandem.worker")
 
@@ -130,6 +131,10 @@ class WorkerEngine(Protocol):
 
     def run(self, plan: BatchPlan) -> BatchOutcome: ...
 
+    def accompany(self) -> None:
+        """Take part in a step of all DP ranks without a batch."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -153,9 +158,12 @@ class Worker:
         transfer: KvTransfer | None,
         channel: BlockingChannel[wire.NodeToWorker],
         *,
+        lockstep: Lockstep,
         dp_rank: int = 0,
     ) -> None:
+        """lockstep: of the DP ranks that step together; this one alone where none do."""
         self._rank = rank
+        self._lockstep = lockstep
         self._dp_rank = dp_rank
         self._engine = engine
         self._transfer = transfer
@@ -173,6 +181,19 @@ class Worker:
                     self._engine.forget(requests)
                 case LaunchBatch():
                     self._channel.send(self._launch(work))
+                case wire.BatchLaunched(dp_rank):
+                    self._lockstep.launched(dp_rank)
+            while self._lockstep.is_awaited and self._work.empty():  # with a batch of its own it would come anyway
+                self._accompany()
+
+    def _accompany(self) -> None:
+        try:
+            self._engine.accompany()
+        except WorkerGone:
+            raise
+        except Exception as error:
+            logger.exception("a step of other DP ranks failed")
+            raise ServerFailure(f"the {self._rank.name} process failed in a step of other ranks: {error}") from error
 
     def _launch(self, command: LaunchBatch) -> BatchReturned | BatchFailed:
         try:
@@ -182,7 +203,7 @@ class Worker:
         except Exception as error:  # whatever torch raises: this batch's requests end, the others go on
             number, why = command.plan.iteration, f"{type(error).__name__}: {error}"
             logger.exception("batch %d failed", number)
-            if self._rank.num_shards > 1:  # the others wait in the middle of this batch, or will
+            if self._rank.num_shards > 1 or self._lockstep.num_ranks > 1:  # the others wait in this batch, or will
                 raise ServerFailure(f"the {self._rank.name} process failed in batch {number}: {why}") from error
             return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, why)
 
@@ -206,7 +227,7 @@ class Worker:
                 if message.sampling.grammar:
                     self._engine.prepare(message)
                 self._work.put(message)
-            case ForgetRequests() | LaunchBatch():
+            case ForgetRequests() | LaunchBatch() | wire.BatchLaunched():
                 self._work.put(message)
             case wire.Reach(peer, cut, shards):
                 self._data_plane.connect(peer, cut, [PeerAddress(end.host, end.port, end.unix) for end in shards])
@@ -239,26 +260,32 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This worker among those of its replica."""
+    """This worker among those of its replica, or with DP attention among those of all ranks."""
 
     group: Group
     pipeline: Pipeline
     least: Callable[[int], int]  # of what all of them call it with
+    ranks: DpRanks
+    lockstep: Lockstep
 
 
 def join_replica(launch: Launch, listener_fd: int | None) -> Place:
-    """Returns when all are there. Raises ServerFailure. `listener_fd`: see `Peers`."""
-    if launch.rank.num_shards == 1:
-        return Place(OneShard(), OneStage(), lambda number: number)
+    """Returns when all are there. Raises ServerFailure. `listener_fd`: see `process_group.connect`."""
+    topology, lockstep = launch.topology, Lockstep(launch.topology.attn_dp_size)
+    if launch.rank.num_shards == topology.attn_dp_size == 1:
+        return Place(OneShard(), OneStage(), lambda number: number, OneRank(), lockstep)
     # torch.distributed costs who has nobody to talk to a good part of its start.
     process_group = importlib.import_module("tandem.engine.process_group")
+    row_exchange = importlib.import_module("tandem.engine.row_exchange")
+    at = {"host": launch.group_host, "port": launch.group_port, "listener_fd": listener_fd}
     try:
-        peers = process_group.Peers(
-            launch.rank, host=launch.group_host, port=launch.group_port, listener_fd=listener_fd
-        )
+        if topology.attn_dp_size > 1:
+            ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
+            return Place(OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
+        peers = process_group.Peers(launch.rank, **at)
     except (OSError, RuntimeError) as error:
-        raise ServerFailure(f"the workers of this replica do not find each other: {error}") from error
-    return Place(peers.group, peers.pipeline, peers.least)
+        raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
+    return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep)
 
 
 def load_engine(launch: Launch, place: Place) -> Loaded:
@@ -283,7 +310,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
             attention=config.attention_backend,
         )
     vocabulary = open_vocabulary(Path(launch.model_dir), model) if place.pipeline.samples else None
-    engine = open_engine(config, model, place.pipeline, num_pages, vocabulary)
+    engine = open_engine(config, model, place, num_pages, vocabulary)
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
     logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
     grid = KvGrid(model.config.num_layers, model.config.num_kv_heads)
@@ -308,7 +335,8 @@ def start(
 ) -> None:
     """Load, say EngineReady, and run. Raises what `load` raises."""
     began = time.monotonic()
-    loaded = load(launch, join_replica(launch, listener_fd))
+    place = join_replica(launch, listener_fd)
+    loaded = load(launch, place)
     engine = loaded.engine
     transfer = open_transfer(launch, engine, loaded.grid, channel)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
@@ -328,7 +356,7 @@ def start(
         )
         gc.collect()
         gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
-        Worker(launch.rank, engine, transfer, channel, dp_rank=launch.dp_rank).run()
+        Worker(launch.rank, engine, transfer, channel, lockstep=place.lockstep, dp_rank=launch.dp_rank).run()
     finally:
         if transfer is not None:
             transfer.close()
@@ -344,7 +372,7 @@ def open_vocabulary(model_dir: Path, model: LoadedModel) -> Vocabulary | None:
 
 
 def open_engine(
-    config: ServerConfig, model: LoadedModel, pipeline: Pipeline, num_pages: int, vocabulary: Vocabulary | None
+    config: ServerConfig, model: LoadedModel, place: Place, num_pages: int, vocabulary: Vocabulary | None
 ) -> Engine:
     """Raises ServerFailure where there is no memory for the pool."""
     try:
@@ -354,7 +382,8 @@ def open_engine(
             num_pages=num_pages,
             deterministic=config.deterministic,
             attention=config.attention_backend,
-            pipeline=pipeline,
+            pipeline=place.pipeline,
+            ranks=place.ranks,
             vocabulary=vocabulary,
         )
     except OSError as error:

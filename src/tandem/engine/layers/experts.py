@@ -19,7 +19,7 @@ from tandem.engine.layers.linear import ColumnParallelLinear, GateUpLinear
 from tandem.engine.layers.product import product
 from tandem.engine.layers.weights import Weights
 from tandem.engine.native import library
-from tandem.engine.parallel import Group
+from tandem.engine.parallel import MlpGroup
 from tandem.engine.rows import TILE_ROWS
 
 
@@ -50,10 +50,11 @@ class Experts:
     experts: tuple[Expert, ...]
     per_token: int
     shares_sum_to_one: bool  # of the chosen experts; else they are what the softmax over all experts says
-    group: Group
+    group: MlpGroup
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to [n, hidden], the same on every shard"""
+        x = self.group.rows(x)
         shares = self._shares(x)
         is_chosen = shares != 0  # a share that is NaN is one: it has to show
         mixed = torch.zeros_like(x, dtype=torch.float32)
@@ -64,7 +65,7 @@ class Experts:
             else:
                 rows = who.nonzero().flatten()
                 mixed.index_add_(0, rows, expert(x[rows]).float() * share[rows])
-        return self.group.all_reduce(mixed.to(x.dtype))
+        return self.group.sums(mixed.to(x.dtype))
 
     def _shares(self, x: Tensor) -> Tensor:
         """[n, num_experts] fp32: zero for those that a token does not go to"""

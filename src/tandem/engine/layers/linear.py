@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tandem.engine.layers.product import product
 from tandem.engine.layers.weights import Weights
-from tandem.engine.parallel import Group, HeadShard
+from tandem.engine.parallel import HeadShard, MlpGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class ColumnParallelLinear:
 class RowParallelLinear:
     weight: Tensor  # [out_features, this shard's in_features]
     bias: Tensor | None  # [out_features]; only the first shard adds it
-    group: Group
+    group: MlpGroup
 
     @classmethod
     def load(
-        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, group: Group
+        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, group: MlpGroup
     ) -> "RowParallelLinear":
         """outputs, inputs: of the whole layer; part: this shard's inputs."""
         weight = weights.take(f"{name}.weight", outputs, inputs, columns=part)
@@ -55,8 +55,8 @@ class RowParallelLinear:
         return cls(weight, added if group.shard.rank == 0 else None, group)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[n, this shard's in_features] to [n, out_features], the same on every shard"""
-        return self.group.all_reduce(product(x, self.weight, self.bias))
+        """[n, this shard's in_features] to [own rows, out_features]: all n, unless DP ranks share the rows"""
+        return self.group.sums(product(x, self.weight, self.bias))
 
 
 @dataclass(frozen=True, slots=True)

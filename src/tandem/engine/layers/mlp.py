@@ -16,6 +16,7 @@ class GatedMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to [n, hidden], the same on every shard"""
+        x = self.down_proj.group.rows(x)
         return self.down_proj(self.activation(*self.gate_up(x)))
 
     def product_shapes(self) -> list[tuple[int, int]]:

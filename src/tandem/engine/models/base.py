@@ -28,6 +28,10 @@ class Model(Protocol):
         """
         ...
 
+    def accompany(self) -> None:
+        """Compute this worker's part of the MLPs in a step in which only other DP ranks have rows."""
+        ...
+
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         """fp32 scores [outcome rows, vocab] from what `forward` returned on the last stage, in order of outcomes."""
         ...

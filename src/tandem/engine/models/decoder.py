@@ -25,7 +25,7 @@ from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParalle
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.flat import FlatBlocks
-from tandem.engine.parallel import Group, HeadShard, Shard, layers_of
+from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,11 @@ class Decoder:
             attended = attention.forward(rows.tokens(q), rows.tokens(k), rows.tokens(v), layer=layer)
             x = rows.apply(block.finish, x, rows.padded(attended.flatten(1), num_rows=x.shape[0]))
         return x
+
+    def accompany(self) -> None:
+        no_rows = self.embedding.weight.new_empty(0, self.embedding.weight.shape[1])
+        for block in self.blocks:
+            block.mlp(no_rows)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         scores = batch.rows.apply(self._score, hidden.index_select(0, batch.sampled))
@@ -166,14 +171,14 @@ class Loader:
         """From attention heads back to hidden states."""
         dim, own = self.config.head_dim, self.heads.query
         part = slice(own.start * dim, own.stop * dim)
-        return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias)
+        return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias, group=self.group)
 
     def mlp(self, name: str, *, bias: bool, fused: bool = False, activation: Activation = silu_and_mul) -> GatedMlp:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
-        part = self.group.shard.part(inner)
+        part = self.group.mlp.shard.part(inner)
         return GatedMlp(
             GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, fused=fused),
-            self._row_parallel(f"{name}.down_proj", inner, part, bias=bias),
+            self._row_parallel(f"{name}.down_proj", inner, part, bias=bias, group=self.group.mlp),
             activation,
         )
 
@@ -181,7 +186,7 @@ class Loader:
         """kinds: names of gate, up and down in an expert."""
         sizes, hidden, prefix = self.config.experts, self.config.hidden_size, self.prefix + name
         assert sizes is not None, "of this architecture the configuration says what its experts are"
-        inner, part = sizes.intermediate_size, self.group.shard.part(sizes.intermediate_size)
+        inner, part = sizes.intermediate_size, self.group.mlp.shard.part(sizes.intermediate_size)
         return Experts(
             router=self.weights.take(f"{prefix}.gate.weight", sizes.num_experts, hidden),
             experts=tuple(
@@ -190,10 +195,10 @@ class Loader:
             ),
             per_token=sizes.per_token,
             shares_sum_to_one=sizes.shares_sum_to_one,
-            group=self.group,
+            group=self.group.mlp,
         )
 
-    def _row_parallel(self, name: str, inputs: int, part: slice, *, bias: bool) -> RowParallelLinear:
+    def _row_parallel(self, name: str, inputs: int, part: slice, *, bias: bool, group: MlpGroup) -> RowParallelLinear:
         return RowParallelLinear.load(
             self.weights,
             self.prefix + name,
@@ -201,7 +206,7 @@ class Loader:
             inputs,
             part=part,
             bias=bias,
-            group=self.group,
+            group=group,
         )
 
 

@@ -10,7 +10,8 @@ a child hangs   its rank takes no more requests, later the child is killed (`wat
 this process hangs
                 its loop's watchdog ends it, and the kernel the children (`loop_watchdog.py`)
 a child dies    every live request of its rank ends with `worker_lost`. The only rank: exit 1 with one line that says
-                why. One of several: the others serve, it is started anew
+                why. One of several: the others serve, it is started anew, unless they step together (DP attention):
+                then it takes all of them with it
 """
 
 import asyncio
@@ -32,9 +33,10 @@ from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import Registry, Rejected
-from tandem.core.commands import AnnounceDpRank
+from tandem.core.commands import AnnounceDpRank, GatherSnapshot
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
+from tandem.core.stall_detector import who_began
 from tandem.core.values import Cause
 from tandem.membership import ClusterSecret
 from tandem.server import wire
@@ -47,6 +49,7 @@ from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import Bounds, api_bounds, raise_fd_limit
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process
 from tandem.server.api.node_rank import NodeRank
@@ -54,7 +57,16 @@ from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
 from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
 from tandem.server.fault_records import OFF, folder_of
-from tandem.server.processes import STOP_SIGNALS, ChildName, Children, Listeners, Replicas, ServerFailure
+from tandem.server.node.settings import delayer_settings
+from tandem.server.processes import (
+    STOP_SIGNALS,
+    ChildName,
+    Children,
+    Listeners,
+    Replicas,
+    ServerFailure,
+    topology_of,
+)
 from tandem.server.tracing import make_tracing
 
 EXIT_GRACE_S = 5.0  # for children that were told to end
@@ -117,6 +129,8 @@ class ApiProcess:
         self._loss: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
+        self._watchdogs: dict[int, Watchdog] = {}  # by DP rank
+        self._last_words: dict[int, str] = {}  # by DP rank, where ranks end together
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._has_said_goodbye = False  # the nodes end because we told them to
         self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=self._loop_hangs)
@@ -129,6 +143,8 @@ class ApiProcess:
         )
         self._registry = Registry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
+        self._steps_together = config.enable_dp_attention
+        self._gathering = Gathering(delayer_settings(config, topology_of(config, 0)), self._tell, monotonic_now)
         self._client = NodeClient(
             *self._links,
             stall_timeout=config.stall_timeout,
@@ -205,7 +221,26 @@ class ApiProcess:
 
     async def _cause_of_loss(self) -> str:
         dp_rank, said = self._loss.result()
-        return await self._reason(dp_rank, said)
+        if not self._steps_together:
+            return await self._reason(dp_rank, said)
+        return f"DP rank {dp_rank}: {said}" if said else await self._who_began()
+
+    async def _who_began(self) -> str:
+        """Of ranks that end together: who had something to say, or else was ended by a signal."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + OBITUARY_S
+        while True:
+            found = self._last_words | {
+                dp_rank: children.exit_reason()
+                for dp_rank, children in enumerate(self._replicas.children)
+                if children.was_killed or loop.time() >= deadline
+            }
+            for dp_rank, reason in found.items():
+                if reason:
+                    return f"DP rank {dp_rank}: {reason}"
+            if loop.time() >= deadline:
+                return "a process of this server ended without a word; see its log"
+            await asyncio.sleep(0.01)
 
     async def _reason(self, dp_rank: int, said: str) -> str:
         """What was said last, or else what the kernel knows."""
@@ -218,6 +253,7 @@ class ApiProcess:
 
     async def _end(self) -> None:
         self._loop_watchdog.stop()
+        self._gathering.close()
         for task in (*self._watching.values(), *(restart.task for restart in self._restarts.values())):
             task.cancel()
         for server, _ in self._servers:
@@ -249,6 +285,7 @@ class ApiProcess:
     def _watch(self, dp_rank: int) -> None:
         rank = self._client.ranks[dp_rank]
         watchdog = Watchdog(rank, timeout_s=self._config.watchdog_timeout, fire=partial(self._hangs, dp_rank))
+        self._watchdogs[dp_rank] = watchdog
         self._watching[dp_rank] = asyncio.get_running_loop().create_task(watchdog.run())
         self._watching[dp_rank].add_done_callback(partial(self._task_ended, "watchdog"))
 
@@ -265,8 +302,17 @@ class ApiProcess:
                     self._ready.set()
             case AnnounceDpRank():
                 self._announce(message)
+            case wire.BatchLaunched():
+                for other, link in enumerate(self._links):
+                    if other != dp_rank:
+                        link.send(message)
+            case GatherSnapshot():
+                self._gathering.say(dp_rank, message)
             case _:
                 self._client.receive(message, dp_rank)
+
+    def _tell(self, dp_rank: int, message: wire.ApiToNode) -> None:
+        self._links[dp_rank].send(message)
 
     def _register(self, replica: wire.ReplicaInfo) -> None:
         """With our own bootstrap server: the same registry that answers decode."""
@@ -297,6 +343,10 @@ class ApiProcess:
 
     def _hangs(self, dp_rank: int, who: ChildName, reason: str) -> None:
         """End it, which the others take for the loss that it is: they write what they still have, and end too."""
+        if self._steps_together:
+            stalls = {rank: watchdog.longest for rank, watchdog in self._watchdogs.items()}
+            dp_rank = list(stalls)[who_began(list(stalls.values()))]
+            who, reason = stalls[dp_rank].who, self._watchdogs[dp_rank].describe()
         children = self._replicas.children[dp_rank]
         self._lose(dp_rank, f"{reason} (--watchdog-timeout); start the server again", children)
         if who == "node" and self._config.fault_records != OFF:
@@ -317,7 +367,9 @@ class ApiProcess:
         """The only rank takes the server with it, and so does one that has never been ready; another comes back."""
         if children is not self._replicas.children[dp_rank] or self._has_said_goodbye:
             return  # it has been replaced already, or ends as it was told to
-        if len(self._replicas) == 1 or not self._ready.is_set():
+        if reason:
+            self._last_words.setdefault(dp_rank, reason)
+        if len(self._replicas) == 1 or self._steps_together or not self._ready.is_set():
             self._end_with(dp_rank, reason)
         elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
             before = self._restarts.get(dp_rank)

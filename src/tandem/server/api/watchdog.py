@@ -22,10 +22,11 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._tick_s = timeout_s / TICKS
         self._fire = fire
+        self._questions = PulseQuestions()
 
     async def run(self) -> None:
         """Until somebody hangs. Begin when the node is ready."""
-        questions = PulseQuestions()
+        questions = self._questions
         liveness = questions.liveness
         asked = asyncio.ensure_future(self._ask(questions))
         try:
@@ -44,6 +45,14 @@ class Watchdog:
             questions.answered(msgspec.json.decode(answer, type=ProgressReport))
         except Refusal:
             questions.answered(None)
+
+    @property
+    def longest(self) -> Stall:
+        """Who makes no progress, for how long."""
+        return self._questions.liveness.longest
+
+    def describe(self) -> str:
+        return self.longest.describe(self._tick_s)
 
     def _trouble(self, longest: Stall) -> str:
         return longest.describe(self._tick_s) if longest.is_sick else ""

@@ -3,11 +3,13 @@
 from typing import Protocol, assert_never
 
 import msgspec
+from msgspec import Struct
 
 from tandem.core import commands
 from tandem.core.commands import Command
 from tandem.core.disagg.messages import Message
 from tandem.core.values import Incarnation
+from tandem.server import wire
 
 
 class Outlet(Protocol):
@@ -20,12 +22,47 @@ class Tells(Protocol):
     def tell(self, who: Incarnation, message: Message) -> None: ...
 
 
-def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells) -> None:
+class Siblings(Protocol):
+    """The other DP ranks of this server, as far as a node has to do with them."""
+
+    def launched(self) -> None:
+        """They have to take part in a batch of ours."""
+        ...
+
+    def gather(self, command: commands.GatherSnapshot) -> None: ...
+
+
+class NoSiblings:
+    """Of a replica that steps alone: others, if there are any, go on by themselves."""
+
+    def launched(self) -> None:
+        pass
+
+    def gather(self, command: commands.GatherSnapshot) -> None:
+        raise AssertionError("a rank that steps alone agrees with itself")
+
+
+class SteppingSiblings(Struct, frozen=True):
+    """With DP attention. The API process is the way to them."""
+
+    dp_rank: int  # our own
+    api: Outlet
+
+    def launched(self) -> None:
+        self.api.send(wire.BatchLaunched(self.dp_rank))
+
+    def gather(self, command: commands.GatherSnapshot) -> None:
+        self.api.send(command)
+
+
+def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, siblings: Siblings) -> None:
     """Raises ChannelFull when a process of this server does not keep up."""
     match command:
+        case commands.LaunchBatch():
+            workers.send(command)
+            siblings.launched()
         case (
-            commands.LaunchBatch()
-            | commands.ForgetRequests()
+            commands.ForgetRequests()
             | commands.PublishPages()
             | commands.RevokePages()
             | commands.PullPages()
@@ -48,6 +85,6 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells) ->
         case commands.AnnounceStored() | commands.AnnounceRemoved() | commands.AnnounceCleared():
             pass  # for those who observe the stream (`kv_events.py`)
         case commands.GatherSnapshot():
-            raise AssertionError("a server has one DP rank, which agrees with itself")
+            siblings.gather(command)
         case never:
             assert_never(never)

@@ -16,7 +16,7 @@ from tandem.ranks import Rank
 from tandem.sampling import Payload
 from tandem.server import wire
 from tandem.server.channel import PolledChannel
-from tandem.server.node.dispatch import dispatch
+from tandem.server.node.dispatch import Siblings, dispatch
 from tandem.server.node.injection import FailedTransfers
 from tandem.server.node.local_peer import LocalPeer, Poller
 from tandem.server.node.peers import Peers
@@ -139,6 +139,8 @@ class Inbox:
                 self.peers.connect(message.replica, message.address)
             case wire.FailTransfers(prob):
                 self.failures.prob = prob
+            case wire.BatchLaunched():
+                self.workers.send(message)
             case wire.Shutdown():
                 self.is_over = True
             case _:
@@ -155,6 +157,7 @@ def drive(
     *,
     observers: Sequence[Observer],
     answer: Callable[[wire.Query, Nanos], bytes],
+    siblings: Siblings,
 ) -> None:
     """Run until the API process says Shutdown. Raises LocalPeerLost."""
     wake_at: Nanos | None = None
@@ -166,7 +169,7 @@ def drive(
                 observer.before(now, happened)
             effects = node.step(happened, now)
             for command in effects.commands:
-                dispatch(command, api=inbox.api, workers=inbox.workers, peers=inbox.peers)
+                dispatch(command, api=inbox.api, workers=inbox.workers, peers=inbox.peers, siblings=siblings)
             inbox.flush()
             for observer in observers:
                 observer.after(now, happened, effects)

@@ -38,6 +38,7 @@ from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
 from tandem.server.channel import ChannelClosed, PolledChannel
 from tandem.server.fault_records import folder_of
+from tandem.server.node.dispatch import NoSiblings, Siblings, SteppingSiblings
 from tandem.server.node.driver import Inbox, Observer, drive
 from tandem.server.node.flight import FlightRecorder
 from tandem.server.node.injection import FailedTransfers
@@ -47,7 +48,7 @@ from tandem.server.node.local_peer import LocalPeerLost, Poller
 from tandem.server.node.peers import Peers, numeric_host
 from tandem.server.node.settings import heartbeat, node_settings
 from tandem.server.node.workers import Engines
-from tandem.server.processes import Launch, ServerFailure, process_name, read_launch
+from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, process_name, read_launch
 
 logger = logging.getLogger("tandem.node")
 
@@ -108,7 +109,7 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNo
     workers: list[PolledChannel[wire.WorkerToNode]] = [
         PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode) for fd in worker_fds
     ]
-    ranks = all_ranks(launch.config.tp_size, launch.config.pp_size)
+    ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
     failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
     inbox = Inbox(poller=poller, api=api, ranks=ranks, workers=workers, clock=clock, failures=failures)
     try:
@@ -176,7 +177,8 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     gc.collect()
     gc.freeze()  # what is here now stays; the collector need not look at it again
     try:
-        drive(node, inbox, clock, observers=observers, answer=Questions(node, inbox).answer)
+        questions = Questions(node, inbox)
+        drive(node, inbox, clock, observers=observers, answer=questions.answer, siblings=_siblings(launch, inbox))
     except Exception as error:
         if kept is not None:
             kept.write_last(f"the node ends: {type(error).__name__} {error}")
@@ -187,6 +189,12 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
             recorder.close()
         if publisher is not None:
             publisher.close()
+
+
+def _siblings(launch: Launch, inbox: Inbox) -> Siblings:
+    if launch.topology.attn_dp_size == 1:
+        return NoSiblings()
+    return SteppingSiblings(launch.dp_rank, inbox.api)
 
 
 def _replica(launch: Launch, engines: Engines, settings: NodeSettings, peers: Peers) -> wire.ReplicaInfo:
@@ -264,7 +272,9 @@ def main(make_node: MakeNode = EngineNode) -> int:
     logs.set_up(launch.config.log_format, process=process_name(launch, "node"))
     try:
         run(launch, api_fd=int(sys.argv[1]), worker_fds=[int(fd) for fd in sys.argv[2:]], make_node=make_node)
-    except (LocalPeerLost, ServerFailure):
+    except LocalPeerLost:
+        return EXIT_WITH_OTHERS  # the parent has been told, if there is anything to tell
+    except ServerFailure:
         return 1  # the parent has been told and says it to the user
     except Exception:
         logger.exception("the node met an error of ours")

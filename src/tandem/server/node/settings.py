@@ -15,6 +15,7 @@ from tandem.config import (
     local_prefill_tokens,
     optimistic_wishes,
 )
+from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import (
     DelayerSettings,
@@ -37,17 +38,17 @@ DEFAULT_ATTEMPTS = 1
 
 
 def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
-    config = launch.config
+    config, topology = launch.config, launch.topology
     return NodeSettings(
         role=Role(config.role),
         incarnation=launch.incarnation,
         num_pages=engines.num_pages,
         page_size=config.page_size,
         layout=engines.layout,
-        cut=Cut(config.tp_size, config.pp_size),
-        dp_rank=launch.dp_rank,
+        cut=Cut(config.replica_tp_size, config.pp_size),
+        dp_rank=topology.effective_rank,
         prefill_info=PrefillInfo(
-            config.dp_size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)
+            topology.size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)
         ),
         force_query=environment_switch(FORCE_QUERY),
         max_running=config.max_running_requests,
@@ -55,7 +56,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         chunk_tokens=config.chunked_prefill_size,
         window_depth=1 if config.disable_overlap_schedule else config.pp_size + 1,
         mixed_chunk=config.enable_mixed_chunk,
-        delayer=delayer_settings(config) if config.enable_prefill_delayer else None,
+        delayer=delayer_settings(config, topology) if config.enable_prefill_delayer else None,
         whole_prompts=engines.whole_prompts,
         prefix_cache=keeps_prefixes(config) and not engines.whole_prompts,
         announces_cache=config.kv_events_config is not None,
@@ -82,13 +83,15 @@ def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
     return method_for(LoadBalanceMethod(config.load_balance_method), Role(config.role))
 
 
-def delayer_settings(config: ServerConfig) -> DelayerSettings:
+def delayer_settings(config: ServerConfig, topology: DpTopology) -> DelayerSettings:
+    """Ranks that step together decide alike; a replica that steps alone agrees with itself."""
     usual = DelayerSettings()
     return DelayerSettings(
         max_delay_passes=config.prefill_delayer_max_delay_passes,
         low_watermark=config.prefill_delayer_token_usage_low_watermark,
         queue_min_ratio=config.prefill_delayer_queue_min_ratio,
         max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
+        num_ranks=topology.attn_dp_size,
         wait_passes_bounds=config.prefill_delayer_forward_passes_buckets or usual.wait_passes_bounds,
         wait_seconds_bounds=config.prefill_delayer_wait_seconds_buckets or usual.wait_seconds_bounds,
     )

@@ -12,11 +12,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any  # tensors, of which only the bytes are looked at
 
 import numpy as np
 
-from tandem.engine import process_group
+from tandem.engine import process_group, row_exchange
 from tandem.simulator.whole.kernel import Process
 from tandem.simulator.whole.sockets import Machine, VirtualSocket
 
@@ -198,9 +199,22 @@ class Collectives:
         parts = own.gather(own.world, numbers.tobytes())
         numbers[:] = np.min([np.frombuffer(part, numbers.dtype) for part in parts], axis=0)
 
-    def all_gather(self, found: Sequence[Any], part: Any, *, group: Members) -> None:
-        for into, data in zip(found, self._own.gather(group, part.numpy().tobytes()), strict=True):
+    def all_gather(self, found: Sequence[Any], part: Any, *, group: Members | None = None) -> None:
+        own = self._own
+        for into, data in zip(found, own.gather(group or own.world, part.numpy().tobytes()), strict=True):
             fill(into, data)
+
+    def all_to_all_single(
+        self, found: Any, parts: Any, *, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int]
+    ) -> None:
+        own, data = self._own, parts.numpy().tobytes()
+        for other, stop in enumerate(accumulate(input_split_sizes)):
+            if other != own.shard:
+                own.send(other, own.world.tag, data[stop - input_split_sizes[other] : stop])
+        for other, stop in enumerate(accumulate(output_split_sizes)):
+            size, start = input_split_sizes[other], sum(input_split_sizes[:other])
+            came = data[start : start + size] if other == own.shard else own.receive(other, own.world.tag)
+            fill(found[stop - output_split_sizes[other] : stop], came)
 
     def isend(self, values: Any, *, dst: int, tag: int) -> Done:
         self._own.send(dst, tag, values.numpy().tobytes())
@@ -233,4 +247,6 @@ def collectives() -> list[Replacement]:
         (process_group, "dist", instead),
         (process_group, "TCPStore", VirtualStore),
         (process_group, "close_doors", doors),
+        (row_exchange, "dist", instead),
+        (row_exchange, "close_doors", doors),
     ]

@@ -252,6 +252,8 @@ class PlainEngine:
                 self.ends()
             raise RuntimeError("a forward pass that fails, as drawn")
         sums = self._shards.agreed([self.kv.read(row.pages, start) for row, start, _, _ in rows], handed_on)
+        if self._shards.ranks.meet(len(rows)):
+            sums = self._shards.shared(sums)
         ends = [self._write(row, start, stop, kv_sum) for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)]
         self._shards.to_stage_behind(sums)
         return [
@@ -265,6 +267,11 @@ class PlainEngine:
             for (row, _, stop, samples), kv_sum in zip(rows, ends, strict=True)
             if samples
         ]
+
+    def accompany(self) -> None:
+        """Take part in a step without a batch. Raises WorkerGone."""
+        if self._shards.ranks.meet(None):
+            self._shards.shared([])
 
     def _write(self, row: Row, start: int, stop: int, kv_sum: int) -> int:
         """The KV of [start, stop), given the sum of all before. Returns the sum of [0, stop)."""

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.engine.parallel import Group, Pipeline
+from tandem.engine.parallel import DpRanks, Group, OneRank, Pipeline
 from tandem.ranks import Rank
 from tandem.simulator.model import MASK
 
+ONE_RANK = OneRank()
 BEFORE, HERE = 3, -2  # what the stage before has read, and what this one has; together 1
 
 
@@ -25,6 +26,7 @@ class Shards:
     rank: Rank
     group: Group
     pipeline: Pipeline
+    ranks: DpRanks = ONE_RANK
 
     def from_stage_before(self, num_rows: int) -> list[int] | None:
         """None on the first stage. Waits. Raises WorkerGone."""
@@ -44,6 +46,15 @@ class Shards:
         """Of all shards of a stage together once."""
         others = self.rank.tp_size - 1
         return number * (3 if self.rank.tp_rank < others else 1 - 3 * others) & MASK
+
+    def shared(self, own: list[int]) -> list[int]:
+        """The same numbers, each of which all DP ranks that step together have a part of. Raises WorkerGone."""
+        mlp = self.group.mlp
+        if not mlp.shard.size > self.rank.tp_size:
+            return own
+        others = mlp.shard.size - 1
+        weight = 3 if mlp.shard.rank < others else 1 - 3 * others
+        return numbers(mlp.sums(tensor([number * weight & MASK for number in numbers(mlp.rows(tensor(own)))])))
 
     def to_stage_behind(self, sums: list[int]) -> None:
         """Raises WorkerGone."""

@@ -1,0 +1,69 @@
+"""DP attention over torch.distributed: rows of all DP ranks for every MLP, and each sum back to the rank of its row.
+
+The workers are those of all DP ranks of a server, one each. Every step begins with an exchange of one number: how many
+rows each of them has, or that it has no batch. The parts of a sum are added in order of ranks, so that a row's bits do
+not depend on which rank has it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.core.lockstep import Lockstep
+from tandem.engine.closed_doors import close_doors
+from tandem.engine.parallel import Shard
+from tandem.engine.process_group import as_bytes, connect, least, others_there
+
+NO_BATCH = -1  # said instead of a number of rows
+
+
+class RowExchange:
+    """The `DpRanks` of one worker, and the `MlpGroup` of its model."""
+
+    def __init__(self, shard: Shard, lockstep: Lockstep, *, host: str, port: int, listener_fd: int | None) -> None:
+        """Returns when all are there. `listener_fd`: as `connect` has it; `lockstep`: told of every step.
+
+        Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
+        """
+        self.shard = shard
+        self._lockstep = lockstep
+        self._sizes: Sequence[int] = ()  # rows of each rank in this step
+        connect(shard.rank, shard.size, host=host, port=port, listener_fd=listener_fd)
+        least(0)  # all have connected to all
+        close_doors()
+
+    def meet(self, rows: int | None) -> bool:
+        own = torch.tensor([NO_BATCH if rows is None else rows], dtype=torch.int64)
+        said = [int(number) for number in self._gathered(own)]
+        self._lockstep.ran([rank for rank, number in enumerate(said) if number != NO_BATCH])
+        self._sizes = [max(number, 0) for number in said]
+        return any(self._sizes)
+
+    def rows(self, own: Tensor) -> Tensor:
+        assert own.shape[0] == self._sizes[self.shard.rank], "as many as were told when the step began"
+        padded = functional.pad(own, (0, 0, 0, max(self._sizes) - own.shape[0]))
+        return torch.cat([rows[:size] for rows, size in zip(self._gathered(padded), self._sizes, strict=True)])
+
+    def sums(self, part: Tensor) -> Tensor:
+        own, row_bytes = self._sizes[self.shard.rank], part.shape[1] * part.element_size()
+        found = part.new_empty(self.shard.size, own, part.shape[1])
+        with others_there():
+            dist.all_to_all_single(
+                as_bytes(found),
+                as_bytes(part.contiguous()),
+                output_split_sizes=[own * row_bytes] * self.shard.size,
+                input_split_sizes=[size * row_bytes for size in self._sizes],
+            )
+        total, *others = found.unbind()
+        for other in others:
+            total += other
+        return total
+
+    def _gathered(self, part: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.shard.size)]
+        with others_there():
+            dist.all_gather([as_bytes(one) for one in found], as_bytes(part.contiguous()))
+        return found
