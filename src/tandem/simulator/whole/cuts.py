@@ -1,9 +1,11 @@
 """Into how many workers the replicas of one seed are cut: in some seeds all servers alike, in some each side otherwise.
+In some of the others the DP ranks of all servers step together.
 
 Drawn apart from everything else: whatever else a seed is like does not depend on them.
 """
 
 from random import Random
+from typing import Any  # values of flags
 
 from tandem.core.kv_parts import KvGrid
 from tandem.core.values import Cut
@@ -13,6 +15,7 @@ CUTS = ((2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (3, 1))  # tensor-parallel shard
 UNEQUAL_ONE_IN = 6  # of the other seeds
 SIDES = (Cut(), Cut(), Cut(2, 1), Cut(1, 2), Cut(2, 2), Cut(3, 1), Cut(4, 1))
 UNCUT = Cut()
+TOGETHER_ONE_IN = 9  # of the seeds that are not cut
 
 
 def draw_cut(seed: int) -> dict[str, int]:
@@ -32,6 +35,18 @@ def draw_cuts(seed: int) -> tuple[Cut, Cut, int]:
     prefill = random.choice(SIDES)
     decode = random.choice([cut for cut in SIDES if cut != prefill])
     return prefill, decode, random.choice((2, 4))  # of two, three or four shards some have the same
+
+
+def draw_together(seed: int) -> tuple[dict[str, int], dict[str, Any]]:
+    """Flags of all servers where DP ranks step together, and those of their prefill delayers; none in most seeds."""
+    random = Random(f"whole steps together {seed}")
+    prefill, decode, _ = draw_cuts(seed)
+    if draw_cut(seed) or prefill != decode or random.randrange(TOGETHER_ONE_IN):
+        return {}, {}
+    size, ratio = random.choice((2, 2, 3)), random.choice((None, 0.5, 2.0))
+    delayer: dict[str, Any] = {"enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": ratio}
+    delayer["prefill_delayer_max_delay_passes"] = random.choice((2, 30))
+    return {"dp_size": size, "tp_size": size, "enable_dp_attention": True}, delayer if random.random() < 0.6 else {}
 
 
 def flags_of(cut: Cut) -> dict[str, int]:

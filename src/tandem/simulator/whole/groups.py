@@ -26,7 +26,7 @@ from tandem.simulator.whole.starvation import server_of
 
 AFTERWARDS_NS = 20 * SECOND  # until a server that hung has ended
 ENDS = {"tandem.api": (" is lost: ",), "tandem.cluster": ("ends: ",)}  # what they log then
-NAMED = re.compile(r"the (worker TP\d+ PP\d+) process ")
+NAMED = re.compile(r"the (worker TP\d+ PP\d+) process |(DP rank \d+: the worker) process ")
 
 
 @dataclass(slots=True)
@@ -50,7 +50,9 @@ class Groups:
         """A worker of a replica has loaded its engine."""
         process = self.kernel.current().process
         replica = self.replicas.setdefault(launch.incarnation.id, Replica())
-        self.names.setdefault(launch.rank.name, []).append(process)
+        steps_together = launch.topology.attn_dp_size > 1
+        name = f"DP rank {launch.dp_rank}: the worker" if steps_together else launch.rank.name
+        self.names.setdefault(name, []).append(process)
         engine.runs = partial(self._run, replica, launch.rank)
         engine.ends = partial(self._fails, process)
 
@@ -83,7 +85,7 @@ class Groups:
         if found is None:
             return
         self.blames.append(why)
-        known = [process for process in self.names.get(found[1], []) if process.parent is server]
+        known = [process for process in self.names.get(found[1] or found[2], []) if process.parent is server]
         if known and not self.faults.struck.intersection(known):
             self.report(Violation("blame", f"{server.name}: {why!r}, and nothing was done to it"))
 

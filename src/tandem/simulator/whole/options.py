@@ -12,7 +12,7 @@ from tandem.server.router.config import RouterConfig
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.cuts import draw_cut, draw_cuts, flags_of, grid_of
+from tandem.simulator.whole.cuts import draw_cut, draw_cuts, draw_together, flags_of, grid_of
 from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
 
 BOOTSTRAP_PORT = 8998
@@ -196,7 +196,9 @@ def draw_options(seed: int) -> Options:
     roles["prefill"] |= flags_of(prefill_cut)
     roles["decode"] |= flags_of(decode_cut)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
-    flags |= form_flags | draw_cut(seed)
+    together, delayer = draw_together(seed)
+    flags |= form_flags | draw_cut(seed) | together | (delayer if is_unified else {})
+    roles["prefill"] |= delayer
     has_faults = random.random() < 0.8
     kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
     return Options(

@@ -176,7 +176,7 @@ class World:
             raise MemoryError("no memory for a KV pool")
         loaded = servers.load_plain_engine(launch, place, model=model)
         assert isinstance(loaded.engine, PlainEngine)
-        if launch.rank.num_shards > 1:
+        if launch.rank.num_shards > 1 or launch.topology.attn_dp_size > 1:
             self.groups.join(launch, loaded.engine)
         self.engines.append(loaded.engine)
         return loaded
