@@ -7,6 +7,7 @@ forgotten, or the wrong one is meant.
 from whole_lines import WholeBreak
 
 WORKER, WORKERS = "server/worker_process.py", "server/node/workers.py"
+API, DISPATCH, EXCHANGE = "server/api/process.py", "server/node/dispatch.py", "engine/row_exchange.py"
 PROCESSES, COLLECTIVES, LATE = "server/processes.py", "engine/process_group.py", "engine/late_tokens.py"
 
 GROUP_BREAKS = (
@@ -159,7 +160,36 @@ GROUP_BREAKS = (
         "if self.num_ready == 0:",
         "a node asks for what a worker that still loads has not said",
     ),
+    WholeBreak(
+        "launches_are_told_to_nobody",
+        DISPATCH,
+        "self.api.send(wire.BatchLaunched(self.dp_rank))",
+        "pass",
+        "ranks that have nothing do not go along",
+    ),
+    WholeBreak(
+        "launches_are_told_to_the_next_rank",
+        API,
+        "                    if other != dp_rank:",
+        "                    if other == dp_rank + 1:",
+        "the last rank steps alone",
+    ),
+    WholeBreak(
+        "launches_of_one_rank_are_told_as_of_another",
+        DISPATCH,
+        "wire.BatchLaunched(self.dp_rank)",
+        "wire.BatchLaunched(0)",
+        "a rank waits for a batch that nobody has",
+    ),
+    WholeBreak(
+        "sums_go_to_ranks_in_another_order",
+        EXCHANGE,
+        "input_split_sizes=[size * row_bytes for size in self._sizes],",
+        "input_split_sizes=[size * row_bytes for size in reversed(self._sizes)],",
+        "rows of unequal batches go to another rank",
+    ),
 )
+
 
 # Which seed has noticed it, or which world of `directed.py`.
 GROUP_KILLED_BY: dict[str, int | str] = {
@@ -173,6 +203,9 @@ GROUP_KILLED_BY: dict[str, int | str] = {
     "first_worker_hangs_for_all": "idle_worker_hangs",
     "hidden_states_go_to_the_next_shard": 225,
     "landed_by_one_is_landed_by_all": 77,
+    "launches_are_told_to_nobody": 130,
+    "launches_are_told_to_the_next_rank": 130,
+    "launches_of_one_rank_are_told_as_of_another": 130,
     "lost_worker_is_a_failed_batch": "second_worker_is_killed_behind_a_node_that_is_held_up",
     "numbers_of_one_worker_are_those_of_all": 36,
     "other_workers_drop_their_abort": 479,
@@ -181,6 +214,7 @@ GROUP_KILLED_BY: dict[str, int | str] = {
     "page_has_landed_when_one_worker_has_sent_its_part": 3,
     "runs_of_a_page_follow_each_other": 3,
     "steady_batch_runs_ahead_of_its_tokens": 36,
+    "sums_go_to_ranks_in_another_order": 130,
     "tokens_go_to_one_other_worker": 225,
     "who_ends_with_others_is_blamed": "second_worker_is_killed_behind_a_node_that_is_held_up",
 }

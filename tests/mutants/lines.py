@@ -53,6 +53,7 @@ TRACED = "e2e_cpu/test_traces.py::test_"
 KV_LAW = "laws/test_kv_events_laws.py::test_replaying_the_events_gives_what_the_tree_holds_after_every_step"
 KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
+TOGETHER = "ranks/test_dp_attention.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -267,6 +268,27 @@ BREAKS = (
         "max_delay_ns: Nanos = Nanos(5 * SECOND)",
         "max_delay_ns: Nanos = Nanos(50 * SECOND)",
         FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+    ),
+    Break(
+        "delayer_of_a_rank_agrees_with_itself",
+        "server/node/settings.py",
+        "num_ranks=topology.attn_dp_size,",
+        "num_ranks=1,",
+        TOGETHER + "prompts_of_one_rank_wait_for_what_the_other_one_sees",
+    ),
+    Break(
+        "pass_of_the_delayer_has_no_deadline",
+        "server/api/gathering.py",
+        "call_later(left_s, self._tick)",
+        "call_later(1000 + left_s, self._tick)",
+        "unit/test_gathering.py::test_a_rank_that_says_nothing_is_left_out_at_the_deadline",
+    ),
+    Break(
+        "parts_of_other_ranks_are_left_out",
+        "engine/row_exchange.py",
+        "total, *others = found.unbind()",
+        "total, *others = found.unbind()[:1]",
+        TOGETHER + "two_ranks_say_what_transformers_says",
     ),
     Break(
         "queue_gate_takes_the_fewest_that_wait",
@@ -639,6 +661,34 @@ OTHERS = (
         'parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]',
         "parts = [reference(kind), *still[path], *beside, refused_fields(kind)]",
         "unit/test_openapi_schemathesis.py::test_nothing_that_fits_its_schema_is_refused",
+    ),
+    Break(
+        "rank_that_steps_with_others_is_started_anew",
+        "server/api/process.py",
+        "if len(self._replicas) == 1 or self._steps_together or not",
+        "if len(self._replicas) == 1 or not",
+        TOGETHER + "a_rank_that_is_killed_takes_all_of_them_with_it",
+    ),
+    Break(
+        "rank_that_is_silent_is_not_looked_for",
+        "core/stall_detector.py",
+        "if stall.is_sick and stall.is_silent]",
+        "if stall.is_sick and not stall.is_silent]",
+        "unit/test_liveness.py::test_of_ranks_that_hang_together_the_one_that_does_not_answer_has_begun",
+    ),
+    Break(
+        "rank_goes_along_only_with_all_others",
+        "core/lockstep.py",
+        "return any(launched > run",
+        "return all(launched > run",
+        "unit/test_lockstep.py::test_a_rank_goes_along_for_what_others_have_launched_and_it_has_not_run",
+    ),
+    Break(
+        "launch_that_was_run_before_it_was_told_counts_again",
+        "core/lockstep.py",
+        "            self._run[rank] += 1",
+        "            self._run[rank] = self._launched[rank]",
+        "unit/test_lockstep.py::test_every_order_of_news_ends_with_every_batch_run_in_steps_of_all",
     ),
     Break(
         "false_is_never_a_wish",

@@ -120,6 +120,9 @@ def test_prompts_of_one_rank_wait_for_what_the_other_one_sees(experts: tuple[Pat
         streams = [stream_on(server, rank) for rank in (0, 1)]
         for rank in (0, 1):
             server.generate(prompts[5], max_new_tokens=4, routed_dp_rank=rank)
+            seen = server.states()[rank]["delayer"]
+            assert [load["num_running"] for load in seen] == [1, 1], "what the last pass saw of both ranks"
+            assert (seen[rank]["num_waiting"], seen[1 - rank]["num_waiting"]) == (1, 0)
         for stream in streams:
             stream.close()
         outcomes = delayer_outcomes(server)

@@ -5,7 +5,16 @@ from collections.abc import Iterator
 
 from api_fakes import REPLICA, FakeNode, says
 
-from tandem.core.stall_detector import SICK_TICKS, TICKS, Liveness, ProgressReport, PulseQuestions
+from tandem.core.stall_detector import (
+    NO_ANSWER,
+    SICK_TICKS,
+    TICKS,
+    Liveness,
+    ProgressReport,
+    PulseQuestions,
+    Stall,
+    who_began,
+)
 from tandem.server import wire
 from tandem.server.api.client import NodeClient
 from tandem.server.api.hosts import Hosts
@@ -140,3 +149,12 @@ def test_a_question_that_was_given_up_is_put_again_and_counts_as_no_answer() -> 
     questions.answered(None)
     assert questions.tick()
     assert questions.liveness.longest.ticks == 1
+
+
+def test_of_ranks_that_hang_together_the_one_that_does_not_answer_has_begun() -> None:
+    waits = Stall("worker", "iteration 7 has not returned", TICKS, 8, "worker")
+    silent = Stall("worker", NO_ANSWER, SICK_TICKS, 7, "worker")
+    late = Stall("node", NO_ANSWER, 2, 7, "node")
+    assert who_began([waits, silent]) == 1
+    assert who_began([waits, late]) == 0, "an answer that is two ticks late keeps nobody"
+    assert who_began([silent, waits, waits]) == 0

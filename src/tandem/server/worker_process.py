@@ -184,16 +184,7 @@ class Worker:
                 case wire.BatchLaunched(dp_rank):
                     self._lockstep.launched(dp_rank)
             while self._lockstep.is_awaited and self._work.empty():  # with a batch of its own it would come anyway
-                self._accompany()
-
-    def _accompany(self) -> None:
-        try:
-            self._engine.accompany()
-        except WorkerGone:
-            raise
-        except Exception as error:
-            logger.exception("a step of other DP ranks failed")
-            raise ServerFailure(f"the {self._rank.name} process failed in a step of other ranks: {error}") from error
+                self._engine.accompany()
 
     def _launch(self, command: LaunchBatch) -> BatchReturned | BatchFailed:
         try:

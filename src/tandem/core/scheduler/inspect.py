@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from itertools import accumulate, islice
 
+from msgspec import structs
+
 from tandem.core.disagg.prefill_lookup import key
 from tandem.core.disagg.sides import AnySide, DecodeSide
 from tandem.core.kv.pool import PageState
@@ -167,4 +169,5 @@ def state(node: EngineNode) -> dict[str, object]:
         "tombstones": len(own.tombstones),
         "peers": {address: known.incarnation.name for address, known in own.peers.items()},
         "draining": own.draining,
+        "delayer": [structs.asdict(load) for load in own.delayer.ranks],  # what its last pass saw, by DP rank
     }
