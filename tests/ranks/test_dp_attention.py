@@ -1,6 +1,7 @@
 """DP attention: ranks that attend each to its own requests, and compute the experts together. Real processes.
 
-The model is a small random Qwen3-MoE with the tokenizer of the bundled one; the reference is transformers.
+The models are small random Qwen3-MoE and Mixtral with the tokenizer of the bundled one; the reference is transformers.
+Some of it runs with TANDEM_ALL_RANKS=1 only (`make ranks`).
 """
 
 import os
@@ -24,6 +25,7 @@ POOL = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 TOGETHER = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 OUTPUT = 24
+RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
 
 def served(where: Path, model: PreTrainedModel) -> PreTrainedModel:
@@ -88,7 +90,7 @@ def test_dense_mlps_are_shared_alike() -> None:
         assert_same(reference_model(), prompts, ask_ranks(it.unified, prompts), path="unified")
 
 
-@pytest.mark.parametrize("decode", [TOGETHER, ("--tp", "2")], ids=["dp-attention", "tp"])
+@pytest.mark.parametrize("decode", [TOGETHER, *[("--tp", "2")] * RUNS_ALL], ids=lambda flags: flags[-1].strip("-"))
 def test_prefill_and_decode_may_step_together_each(tmp_path: Path, decode: tuple[str, ...]) -> None:
     """The rooms tell the rank of a prefill; what decode pulls is cut by its own shards, not by those of the experts."""
     sizes = {"vocab_size": 512, "max_position_embeddings": 2048}
@@ -144,7 +146,7 @@ def delayer_outcomes(server: Server) -> Counter[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("what", ["worker_process", "node.process"])
+@pytest.mark.parametrize("what", ["worker_process", *["node.process"] * RUNS_ALL])
 def test_a_rank_that_is_killed_takes_all_of_them_with_it(what: str) -> None:
     with cluster(unified=True, flags=[*POOL, *TOGETHER]) as it:
         server = it.unified
@@ -163,14 +165,16 @@ def test_a_rank_that_is_killed_takes_all_of_them_with_it(what: str) -> None:
         assert not any(is_running(child) for child in children)
 
 
-def test_of_ranks_that_hang_the_one_is_named_that_keeps_the_other() -> None:
+@pytest.mark.parametrize("what", ["worker_process", "node.process"])
+def test_of_ranks_that_hang_the_one_is_named_that_keeps_the_other(what: str) -> None:
     with cluster(unified=True, flags=[*POOL, *TOGETHER, "--watchdog-timeout", "3"]) as it:
         server = it.unified
         assert server is not None
         stream_on(server, 0)
-        os.kill(process_of(server, "worker_process", 1), signal.SIGSTOP)
+        os.kill(process_of(server, what, 1), signal.SIGSTOP)
         eventually(lambda: server.member.process.poll() == 1, within_s=60)
-        assert "DP rank 1: the worker process hangs: no answer for " in error_line(server)
+        name = "worker" if what == "worker_process" else "node"
+        assert f"DP rank 1: the {name} process hangs: no answer for " in error_line(server)
 
 
 def stream_on(server: Server, rank: int) -> Stream:

@@ -66,7 +66,6 @@ SYNONYMS: dict[str, str] = {
     "--nnodes": "a server runs on one host; prefill and decode servers may stand on several",
     "--node-rank": "a server runs on one host; prefill and decode servers may stand on several",
     "--dist-init-addr": "a server runs on one host; prefill and decode servers may stand on several",
-    "--enable-dp-attention": "DP attention is not there; --dp-size has replicas of the whole model",
     "--enable-expert-parallel": "expert parallelism is not there; --tp-size cuts the experts",
     "--disaggregation-ib-device": "there is no RDMA: KV travels over sockets",
     "--swap-space": "there is no such flag: a request that has no room is computed again",
