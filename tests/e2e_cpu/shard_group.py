@@ -72,6 +72,29 @@ class ThreadGroup:
         return combined
 
 
+@dataclass
+class ThreadRanks:
+    """The `DpRanks` of one thread, and the `MlpGroup` of its model."""
+
+    group: ThreadGroup
+    sizes: list[int] = field(default_factory=list)
+
+    @property
+    def shard(self) -> Shard:
+        return self.group.shard
+
+    def meet(self, rows: int | None) -> bool:
+        self.sizes = self.group._exchange(torch.tensor([rows or 0]), torch.cat).tolist()
+        return any(self.sizes)
+
+    def rows(self, own: Tensor) -> Tensor:
+        assert len(own) == self.sizes[self.shard.rank]
+        return self.group._exchange(own, torch.cat)
+
+    def sums(self, part: Tensor) -> Tensor:
+        return self.group.all_reduce(part).split(self.sizes)[self.shard.rank]
+
+
 def on_every_shard(size: int, program: Callable[[ThreadGroup], Result]) -> list[Result]:
     """What the program returns on each, in order of ranks. Raises what the first of them raises."""
     meeting = Meeting(size)

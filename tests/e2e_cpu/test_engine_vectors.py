@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from engine_world import ROOT, prompt_of
-from shard_group import on_every_shard
+from shard_group import ThreadGroup, ThreadRanks, on_every_shard
 from tiny_models import (
     make_bert,
     make_cross_encoder,
@@ -26,7 +26,7 @@ from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine.engine import Engine
 from tandem.engine.model_config import ModelError, read_config
-from tandem.engine.parallel import Group
+from tandem.engine.parallel import Group, OneShard
 from tandem.engine.weights import load
 from tandem.sampling import Payload, SamplingParams, VectorParams
 
@@ -264,3 +264,25 @@ def test_encoders_have_no_native_attention_and_promise_no_bits(tmp_path: Path) -
         VectorWorld(tmp_path, attention="native")
     with pytest.raises(ModelError, match="--deterministic"):
         VectorWorld(tmp_path, deterministic=True)
+
+
+@pytest.mark.parametrize("maker", [make_bert, make_qwen3], ids=["encoder", "decoder"])
+def test_ranks_that_share_their_mlps_say_what_one_engine_says(tmp_path: Path, maker: Maker) -> None:
+    """DP attention: the first has two batches, the second has one, and nothing in the step after it."""
+    maker(tmp_path)
+    prompts = [prompt_of(length) for length in (5, 40, 33, 17)]
+
+    def run(group: ThreadGroup) -> list[Tensor]:
+        ranks = ThreadRanks(group)
+        world = VectorWorld(tmp_path, group=OneShard(shared=ranks), ranks=ranks)
+        if group.shard.rank == 0:
+            return [*world.vectors(prompts[:2]), *world.vectors(prompts[2:3])]
+        found = world.vectors(prompts[3:])
+        world.engine.accompany()
+        return found
+
+    parts = on_every_shard(2, run)
+
+    expected = VectorWorld(tmp_path).vectors(prompts)
+    for ours, theirs in zip([*parts[0], *parts[1]], expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)

@@ -16,7 +16,7 @@ from tandem.engine.layers.norm import LayerNorm
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.parallel import Group, HeadShard, Shard, layers_of
+from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,12 @@ class Block:
         """[n, hidden] to [n, hidden]"""
         attended = attention.forward(*self.qkv(x), layer=layer)
         x = self.after_attention(x + self.o_proj(attended.flatten(1)))
-        inner = functional.gelu(self.up(x), approximate=self.approximates_gelu)
-        return self.after_mlp(x + self.down(inner))
+        return self.after_mlp(x + self.mlp(x))
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden]"""
+        inner = functional.gelu(self.up(self.down.group.rows(x)), approximate=self.approximates_gelu)
+        return self.down(inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,11 @@ class Encoder:
         for layer, block in enumerate(self.blocks):
             x = block(x, attention, layer=layer)
         return x
+
+    def accompany(self) -> None:
+        no_rows = self.embeddings.positions.new_empty(0, self.embeddings.positions.shape[1])
+        for block in self.blocks:
+            block.mlp(no_rows)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         raise AssertionError("an encoder has no next token")
@@ -133,21 +142,21 @@ def embeddings(config: ModelConfig, weights: Weights, group: Group) -> Embedding
 def block(config: ModelConfig, weights: Weights, group: Group, heads: HeadShard, prefix: str) -> Block:
     assert config.encoder is not None
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    own_heads, own_inner = slice(heads.query.start * dim, heads.query.stop * dim), group.shard.part(inner)
+    own_heads, own_inner = slice(heads.query.start * dim, heads.query.stop * dim), group.mlp.shard.part(inner)
 
     def column(name: str, outputs: int, part: slice) -> ColumnParallelLinear:
         return ColumnParallelLinear.load(weights, prefix + name, outputs, hidden, part=part, bias=True)
 
-    def row(name: str, inputs: int, part: slice) -> RowParallelLinear:
+    def row(name: str, inputs: int, part: slice, group: MlpGroup) -> RowParallelLinear:
         return RowParallelLinear.load(weights, prefix + name, hidden, inputs, part=part, bias=True, group=group)
 
     q, k, v = (column(f"attention.self.{name}", hidden, own_heads) for name in ("query", "key", "value"))
     return Block(
         qkv=QkvLinear(q, k, v, dim),
-        o_proj=row("attention.output.dense", hidden, own_heads),
+        o_proj=row("attention.output.dense", hidden, own_heads, group),
         after_attention=norm(config, weights, f"{prefix}attention.output.LayerNorm"),
         up=column("intermediate.dense", inner, own_inner),
-        down=row("output.dense", inner, own_inner),
+        down=row("output.dense", inner, own_inner, group.mlp),
         after_mlp=norm(config, weights, f"{prefix}output.LayerNorm"),
         approximates_gelu=config.encoder.approximates_gelu,
     )
