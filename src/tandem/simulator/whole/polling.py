@@ -150,6 +150,9 @@ class VirtualSelector(selectors.BaseSelector):
         self._keys[key.fd] = key
         return key
 
+    def get_key(self, fileobj: Any) -> selectors.SelectorKey:
+        return self._keys[self._number(fileobj)]
+
     def _number(self, fileobj: Any) -> int:
         """Raises KeyError. A closed socket is found by itself, as it has no number any more."""
         number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
