@@ -33,11 +33,13 @@ from tandem.core.commands import (
     ForgetRequests,
     LaunchBatch,
     LearnPeer,
+    LoadPages,
     PublishPages,
     PullPages,
     RenderAgain,
     RevokePages,
     StartRequest,
+    StorePages,
     Tell,
 )
 from tandem.core.events import (
@@ -46,6 +48,7 @@ from tandem.core.events import (
     DpRankAnswered,
     Event,
     PageRead,
+    PagesCopied,
     PagesDigested,
     PagesLanded,
     PeerLearned,
@@ -67,6 +70,7 @@ from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
+from tandem.simulator.checkers.tiers import disorder
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
@@ -159,6 +163,8 @@ class Worker:
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
         self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
         self.stopped_pulls: set[tuple[RequestId, int]] = set()
+        self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
+        self.breaks_copies = False  # from here on nothing can be copied
 
     def forget_first(self) -> None:
         while self.orders and isinstance(self.orders[0], ForgetRequests):
@@ -542,6 +548,26 @@ class World:
                 replica.worker.stopped_pulls.add((request, attempt))
                 for shard in replica.state.settings.shards:
                     self.send(replica, TransferDrained(request, attempt, shard))
+            case StorePages() | LoadPages():
+                for shard in replica.state.settings.shards:
+                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
+
+    def copy(self, replica: Replica, command: StorePages | LoadPages, shard: int) -> Event:
+        """As far as it goes; the bytes move when this is called."""
+        worker, num_whole = replica.worker, 0
+        for page_hash, page, host in zip(command.hashes, command.pages, command.host_pages, strict=True):
+            if worker.breaks_copies:
+                break
+            if isinstance(command, StorePages):
+                assert replica.state.pool.states[page] == PageState.CACHED
+                worker.host[host] = page_hash, list(worker.kv[page])
+            elif worker.host[host][0] == page_hash:
+                assert replica.state.pool.states[page] == PageState.LOADING
+                worker.kv[page] = list(worker.host[host][1])
+            else:
+                break
+            num_whole += 1
+        return PagesCopied(command.copy, shard, num_whole)
 
     def publish(self, replica: Replica, command: PublishPages) -> None:
         _, pages = replica.worker.readable.setdefault(command.room, (command.request, {}))
@@ -619,20 +645,21 @@ def check_pages(replica: Replica) -> None:
         assert pool.counts[state] == pool.states.count(state), state
     assert sum(pool.counts) == pool.num_pages
     assert sorted(pool.free_pages) == [page for page, state in enumerate(pool.states) if state is PageState.FREE]
-    cached = sorted(entry.page for entry in node.tree.nodes.values())
+    cached = sorted(entry.page for entry in node.tree.nodes.values() if entry.is_landed)
     assert cached == [page for page, state in enumerate(pool.states) if state is PageState.CACHED]
     held = {progress.id: progress for progress in node.requests.values()}
     for page, state in enumerate(pool.states):
         owner = pool.owners[page]
-        if state in (PageState.FREE, PageState.CACHED):
+        if state in (PageState.FREE, PageState.CACHED, PageState.LOADING):
             assert owner == NOBODY
         else:
             assert held[owner].pages.count(page) == 1
             assert (state is PageState.QUARANTINED) == (held[owner].state is State.DRAINING)
     for progress in held.values():
         for page in progress.pages:
-            assert pool.states[page] is PageState.CACHED or pool.owners[page] == progress.id
-    assert node.tree.num_pinned == sum(entry.pins > 0 for entry in node.tree.nodes.values())
+            assert pool.states[page] in (PageState.CACHED, PageState.LOADING) or pool.owners[page] == progress.id
+    assert node.tree.num_pinned == sum(entry.pins > 0 and entry.is_landed for entry in node.tree.nodes.values())
+    assert disorder(node.tree, node.host) == ""
 
 
 def check_tables(replica: Replica, plan: BatchPlan) -> None:
@@ -656,6 +683,8 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert (node.decode_set, node.joins, node.leaves, node.forgotten) == ({}, {}, [], [])
         assert node.pool.counts[PageState.OWNED] == node.pool.counts[PageState.QUARANTINED] == 0
         assert node.tree.num_pinned == 0
+        assert node.host.copies == {}
+        assert node.host.pool.counts[PageState.OWNED] == node.pool.counts[PageState.LOADING] == 0
         assert node.results.owners == {}
         replica.worker.forget_first()
         assert replica.worker.orders == []

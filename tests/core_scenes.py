@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from core_driver import Replica, World
 from tandem.core.disagg.messages import Offer
-from tandem.core.events import BatchReturned, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.events import BatchReturned, PagesCopied, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Cause, RequestId, ShardId
 
@@ -192,6 +192,52 @@ def unified(state: State, *, fill_first: bool = False) -> Scene:
     return Scene(world, node, request)
 
 
+# --- host memory -----------------------------------------------------------------------------------------------------
+
+TIER = {"num_pages": 24, "conservativeness": 0.0, "host_tier": {"num_pages": 64}}
+
+
+def patient(seconds: int) -> dict:
+    """So long a load is waited for: by default longer than for the first token."""
+    return {**TIER, "host_tier": {"num_pages": 64, "load_timeout_ns": seconds * SECOND}}
+
+
+def leave_for_host(world: World, node: Replica) -> None:
+    """Its prompt is computed, copied, and pushed out by another one; what is loaded from here on is kept back."""
+    for seed in (ASKED["seed"], 9):
+        world.submit(node, **{**ASKED, "seed": seed, "prompt_len": 330 if seed == 9 else 200, "max_new_tokens": 1})
+        world.run()
+    node.holds.add(PagesCopied)
+
+
+def unified_loading(seconds: int = 60) -> Scene:
+    world = World()
+    node = world.unified(stall_timeout_ns=TIMEOUT_NS, **patient(seconds))
+    leave_for_host(world, node)
+    request = world.submit(node, **ASKED)
+    world.run()
+    return Scene(world, node, request)
+
+
+def prefill_loading(seconds: int = 60) -> Scene:
+    world, prefill, decode = build(prefill=patient(seconds))
+    leave_for_host(world, prefill)
+    left, right = world.pair(prefill, decode, **ASKED)
+    room = world.next_room
+    world.run()
+    return Scene(world, prefill, left, decode, right, room)
+
+
+def decode_loading(seconds: int = 60) -> Scene:
+    world, prefill, decode = build(decode=patient(seconds))
+    leave_for_host(world, decode)
+    left, right = world.pair(prefill, decode, **ASKED)
+    room = world.next_room
+    world.run()
+    return Scene(world, decode, right, prefill, left, room)
+
+
+LOADING = {"unified": unified_loading, "prefill": prefill_loading, "decode": decode_loading}
 SCENES: dict[tuple[str, State, str], Callable[[], Scene]] = {
     ("prefill", State.BOOTSTRAPPING, ""): prefill_bootstrapping,
     ("prefill", State.QUEUED, ""): prefill_queued,
@@ -209,6 +255,9 @@ SCENES: dict[tuple[str, State, str], Callable[[], Scene]] = {
     ("decode", State.RUNNING, ""): decode_running,
     ("decode", State.RETRACTING, ""): decode_retracting,
     ("decode", State.DRAINING, ""): decode_draining,
+    ("unified", State.LOADING, ""): unified_loading,
+    ("prefill", State.LOADING, ""): prefill_loading,
+    ("decode", State.LOADING, ""): decode_loading,
     ("unified", State.QUEUED, ""): lambda: unified(State.QUEUED, fill_first=True),
     ("unified", State.COMPUTING, ""): lambda: unified(State.COMPUTING),
     ("unified", State.RUNNING, ""): lambda: unified(State.RUNNING),

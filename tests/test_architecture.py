@@ -94,6 +94,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("grammar", "leaf"),
     ("pagehash", "leaf"),
     ("batch_tables", "leaf"),
+    ("host_memory", "leaf"),
     ("membership", "leaf"),
     ("ranks", "leaf"),
     ("logtext", "leaf"),

@@ -134,6 +134,16 @@ class ServerConfig:
     chunked_prefill_size: int = flag(512, "prompt tokens computed in one batch")
     enable_mixed_chunk: bool = flag(False, "decode rows ride along with prompt chunks")
     disable_radix_cache: bool = flag(False, "keep no prefix cache")
+    enable_hierarchical_cache: bool = flag(
+        False, "pages that leave the KV pool go to host memory, and come back where that is cheaper than computing them"
+    )
+    hicache_ratio: float = flag(2.0, "host memory for them, in sizes of the KV pool")
+    hicache_size: float = flag(0.0, "the same in GB for each worker; 0: as --hicache-ratio says", metavar="GB")
+    hicache_write_policy: str = flag(
+        "write_through",
+        "when a page is copied to host memory: when it is computed, used a second time, or about to leave the pool",
+        choices=("write_through", "write_through_selective", "write_back"),
+    )
     disable_overlap_schedule: bool = flag(False, "launch a batch only after the one before has returned")
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
     enable_prefill_delayer: bool = flag(False, "hold prompts back until they are worth a stall of those who decode")
@@ -366,6 +376,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
         "timeouts must be positive",
+    ),
+    Rule(
+        lambda c: c.enable_hierarchical_cache and (c.disable_radix_cache or c.device != "cpu"),
+        "--enable-hierarchical-cache keeps pages of the prefix cache, and copies them on the CPU: it excludes "
+        "--disable-radix-cache and needs --device cpu",
+    ),
+    Rule(
+        lambda c: c.enable_hierarchical_cache and c.disaggregation_decode_enable_radix_cache is False,
+        "--enable-hierarchical-cache keeps pages of the prefix cache, which "
+        "--no-disaggregation-decode-enable-radix-cache turns off",
+    ),
+    Rule(
+        lambda c: c.enable_hierarchical_cache and c.kv_events_config is not None,
+        "--kv-events-config tells of the KV pool only, so it excludes --enable-hierarchical-cache",
+    ),
+    Rule(
+        lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
+        "--hicache-ratio must be positive, and --hicache-size not negative",
     ),
     Rule(
         lambda c: not c.enable_prefill_delayer and _changes_delayer(c),

@@ -129,6 +129,15 @@ NEEDS: tuple[Need, ...] = (
         Need(name, lambda c: bool(c.allowed_origins), "is for web pages of --allowed-origins: name one")
         for name in ("--allow-credentials", "--allowed-methods", "--allowed-headers")
     ),
+    *(
+        Need(name, lambda c: c.enable_hierarchical_cache, "needs --enable-hierarchical-cache")
+        for name in ("--hicache-ratio", "--hicache-size", "--hicache-write-policy")
+    ),
+    Need(
+        "--hicache-ratio",
+        lambda c: c.hicache_size == 0,
+        "does nothing beside --hicache-size, which says the size",
+    ),
     Need(
         "--flight-record-max-bytes",
         lambda c: c.flight_record is not None,

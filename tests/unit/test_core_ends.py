@@ -15,6 +15,7 @@ from tandem.core.values import SECOND, Cause
 EXPECTED_WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
     State.QUEUED: WaitingFor.SLOT,
+    State.LOADING: WaitingFor.TIER,
     State.COMPUTING: WaitingFor.WINDOW,
     State.RUNNING: WaitingFor.WINDOW,
     State.RETRACTING: WaitingFor.WINDOW,
@@ -28,7 +29,9 @@ WITH_PEER = [
     ("prefill", State.QUEUED, ""),
     ("prefill", State.COMPUTING, ""),
     ("prefill", State.SENDING, ""),
+    ("prefill", State.LOADING, ""),
     ("decode", State.QUEUED, ""),
+    ("decode", State.LOADING, ""),
     ("decode", State.ARRIVING, ""),
     ("decode", State.ARRIVING, "without offer"),
     ("decode", State.RECOVERING, ""),

@@ -74,7 +74,7 @@ def test_whoever_does_not_run_is_listed_with_reason_owner_age_and_deadline(name:
     wait, progress = shown[scene.request], scene.here.progress(scene.request)
     assert (wait["rid"], wait["room"]) == (progress.request.rid, progress.request.room)
     assert (wait["state"], wait["waiting_for"]) == (name[1], str(progress.waiting_for))
-    assert wait["owner"] == OWNERS.get(name, "worker" if wait["waiting_for"] in ("window", "drain") else "node")
+    assert wait["owner"] == OWNERS.get(name, "worker" if wait["waiting_for"] in ("window", "tier", "drain") else "node")
     assert wait["age_seconds"] == (now - progress.entered_at) / SECOND >= 0.5
     if name[1] is State.DRAINING:
         assert wait["deadline_in_seconds"] is None, "its client has its answer"

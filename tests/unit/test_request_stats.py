@@ -68,7 +68,7 @@ def test_a_served_request_appears_in_every_family_of_the_usual_board() -> None:
     assert found["sglang:prompt_tokens_total"] == 2
     assert found["sglang:generation_tokens_total"] == 4
     assert found["sglang:inter_token_latency_seconds_count"] == 3
-    assert found["sglang:cached_tokens_total"] == 3
+    assert found["sglang:cached_tokens_total|device"] == 3
     assert found["sglang:num_requests_total"] == 1
     assert found["sglang:num_aborted_requests_total"] == 0
     assert found["tandem:requests_path_total|remote"] == 1

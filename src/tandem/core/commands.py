@@ -61,6 +61,7 @@ class StartRequest(Struct, frozen=True, tag=True):
     prompt_extras: tuple[
         bytes, ...
     ] = ()  # opaque: log-probabilities of the prompt, where they are wanted; none on a prefill
+    host_tokens: int = 0  # of those cached: from host memory
 
 
 class FinishRequest(Struct, frozen=True, tag=True):
@@ -75,6 +76,7 @@ class FinishRequest(Struct, frozen=True, tag=True):
     ledger: StageTimings
     retries: int = 0
     vector: bytes = b""  # float32 little endian, of who wanted one
+    host_tokens: int = 0
 
 
 class FailRequest(Struct, frozen=True, tag=True):
@@ -199,6 +201,24 @@ class AnnounceCleared(Struct, frozen=True, tag=True):
     """A flush has left nothing in the prefix tree."""
 
 
+class StorePages(Struct, frozen=True, tag=True):
+    """Every shard: copy its part of these pages to host memory, in order. Answered by `PagesCopied`, once per shard."""
+
+    copy: int
+    hashes: tuple[PageHash, ...]  # kept beside the bytes
+    pages: tuple[PageId, ...]
+    host_pages: tuple[PageId, ...]
+
+
+class LoadPages(Struct, frozen=True, tag=True):
+    """Every shard: copy these pages back, in order, as far as they are whole and have these hashes. Answered alike."""
+
+    copy: int
+    hashes: tuple[PageHash, ...]
+    host_pages: tuple[PageId, ...]
+    pages: tuple[PageId, ...]
+
+
 Command = (
     LaunchBatch
     | ForgetRequests
@@ -219,6 +239,8 @@ Command = (
     | AnnounceStored
     | AnnounceRemoved
     | AnnounceCleared
+    | StorePages
+    | LoadPages
 )
 
 

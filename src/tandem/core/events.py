@@ -166,6 +166,15 @@ class TransferDrained(Struct, frozen=True, tag=True):
     shard: ShardId
 
 
+class PagesCopied(Struct, frozen=True, tag=True):
+    """Answers `StorePages` and `LoadPages`: this shard has copied the first `num_pages`, and will copy no more."""
+
+    copy: int
+    shard: ShardId
+    num_pages: int
+    detail: str = ""  # why not all
+
+
 class SnapshotWanted(Struct, frozen=True, tag=True):
     """Another DP rank wants to begin prompts. To be answered by `GatherSnapshot`."""
 
@@ -215,6 +224,7 @@ Event = (
     | PagesLanded
     | TransferFailed
     | TransferDrained
+    | PagesCopied
     | SnapshotWanted
     | SnapshotsGathered
     | HooksChanged

@@ -83,6 +83,26 @@ class DelayerSettings(Struct, frozen=True):
     wait_seconds_bounds: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 
+class WritePolicy(StrEnum):
+    """When a page of the prefix cache is copied to host memory. The words are SGLang's."""
+
+    WRITE_THROUGH = "write_through"  # as soon as it is computed
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # when it is used a second time
+    WRITE_BACK = "write_back"  # before it leaves the device
+
+
+class TierSettings(Struct, frozen=True):
+    """Host memory below the device (`kv/host_tier.py`)."""
+
+    num_pages: int
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    load_timeout_ns: Nanos = Nanos(5 * SECOND)  # then who waits for a load computes
+
+    @property
+    def min_hits(self) -> int:
+        return 2 if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
+
+
 class NodeSettings(Struct, frozen=True):
     role: Role
     incarnation: Incarnation
@@ -105,6 +125,7 @@ class NodeSettings(Struct, frozen=True):
     whole_prompts: bool = False
     prefix_cache: bool = True
     announces_cache: bool = False  # say which pages the prefix tree takes and drops
+    host_tier: TierSettings | None = None  # None: evicted pages are lost
     reserved_decode_tokens: int = 512  # clip of what a running request is assumed to need still
     conservativeness: float = 0.3  # share of that which admission keeps free
     metadata_slots: int = 64

@@ -156,6 +156,7 @@ class EngineReady(Struct, frozen=True, tag=True):
     data: DataEndpoint
     load_seconds: float
     whole_prompts: bool = False  # a prompt is computed in one batch, or not at all
+    host_pages: int = 0  # of host memory below the pool
 
 
 class NodeReady(Struct, frozen=True, tag=True):
@@ -223,6 +224,8 @@ NodeToWorker = (
     | commands.RevokePages
     | commands.PullPages
     | commands.CancelPull
+    | commands.StorePages
+    | commands.LoadPages
 )
 WorkerToNode = (
     EngineReady
@@ -237,4 +240,5 @@ WorkerToNode = (
     | events.PagesLanded
     | events.TransferFailed
     | events.TransferDrained
+    | events.PagesCopied
 )

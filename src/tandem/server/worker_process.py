@@ -2,6 +2,7 @@
 
     reader thread    takes messages from the node. Transfers go to the data plane at once, which has its own threads;
                      what concerns the engine goes into one queue, in order. Grammars are compiled here, beside batches
+    host tier        copies pages to host memory and back, in order, beside batches; where there is such memory
     main thread      runs the queue: tokens of new requests, batches, requests to forget
 
 A forward pass that raises is an event, not the end: the requests of that batch end, the worker goes on. One of several
@@ -29,11 +30,20 @@ import torch
 
 from tandem.config import ServerConfig
 from tandem.core.batch import BatchOutcome, BatchPlan
-from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, PublishPages, PullPages, RevokePages
+from tandem.core.commands import (
+    CancelPull,
+    ForgetRequests,
+    LaunchBatch,
+    LoadPages,
+    PublishPages,
+    PullPages,
+    RevokePages,
+    StorePages,
+)
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.lockstep import Lockstep
-from tandem.core.values import Cause, ceil_div
+from tandem.core.values import Cause, PageId, ceil_div
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
@@ -42,6 +52,7 @@ from tandem.engine.native import library as native
 from tandem.engine.parallel import DpRanks, Group, OneRank, OneShard, OneStage, Pipeline, Shard, WorkerGone
 from tandem.engine.weights import LoadedModel
 from tandem.grammar import GrammarError, Vocabulary
+from tandem.host_memory import HostMemory, carry_out
 from tandem.membership import ClusterSecret
 from tandem.ranks import Rank
 from tandem.sampling import Payload
@@ -160,6 +171,7 @@ class Worker:
         *,
         lockstep: Lockstep,
         dp_rank: int = 0,
+        host: HostMemory | None = None,
     ) -> None:
         """lockstep: of the DP ranks that step together; this one alone where none do."""
         self._rank = rank
@@ -169,10 +181,14 @@ class Worker:
         self._transfer = transfer
         self._channel = channel
         self._work: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
+        self._host = host
+        self._copies: queue.SimpleQueue[StorePages | LoadPages] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Until the node says Shutdown or is gone."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
+        if self._host is not None:
+            threading.Thread(target=self._copy, args=(self._host,), name="host tier", daemon=True).start()
         while (work := self._work.get()) is not None:
             match work:
                 case Payload():
@@ -197,6 +213,21 @@ class Worker:
             if self._rank.num_shards > 1 or self._lockstep.num_ranks > 1:  # the others wait in this batch, or will
                 raise ServerFailure(f"the {self._rank.name} process failed in batch {number}: {why}") from error
             return BatchFailed(command.plan.id, Cause.ENGINE_FAILED, why)
+
+    def _copy(self, host: HostMemory) -> None:
+        try:
+            while True:
+                copied = carry_out(self._copies.get(), host, self._page, self._rank.shard)
+                if copied.detail:
+                    logger.warning("%s", copied.detail)
+                self._channel.send(copied)
+        except ChannelClosed as error:
+            logger.debug("the node is gone: %s", error)
+
+    def _page(self, page: PageId) -> memoryview:
+        kv = self._engine.kv
+        assert kv.buffer is not None, "host memory is below the memory of a CPU"
+        return kv.buffer[page * kv.page_bytes : (page + 1) * kv.page_bytes]
 
     def _read(self) -> None:
         try:
@@ -232,6 +263,8 @@ class Worker:
                 self._data_plane.pull(message)
             case CancelPull():
                 self._data_plane.cancel(message)
+            case StorePages() | LoadPages():
+                self._copies.put(message)
             case wire.Query(id):
                 self._channel.send(wire.Answer(id, msgspec.json.encode(self._numbers())))
             case wire.Ping():
@@ -329,6 +362,8 @@ def start(
     place = join_replica(launch, listener_fd)
     loaded = load(launch, place)
     engine = loaded.engine
+    host_pages = place.least(host_tier_pages(launch.config, loaded)) if launch.config.enable_hierarchical_cache else 0
+    host = open_host_memory(host_pages, engine.kv.page_bytes) if host_pages else None
     transfer = open_transfer(launch, engine, loaded.grid, channel)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
     try:
@@ -343,14 +378,37 @@ def start(
                 data=data,
                 load_seconds=time.monotonic() - began,
                 whole_prompts=loaded.whole_prompts,
+                host_pages=host_pages,
             )
         )
         gc.collect()
         gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
-        Worker(launch.rank, engine, transfer, channel, lockstep=place.lockstep, dp_rank=launch.dp_rank).run()
+        Worker(launch.rank, engine, transfer, channel, lockstep=place.lockstep, dp_rank=launch.dp_rank, host=host).run()
     finally:
         if transfer is not None:
             transfer.close()
+
+
+def host_tier_pages(config: ServerConfig, loaded: Loaded) -> int:
+    """Raises ServerFailure where there is no room for one page, or not so much memory."""
+    page_bytes = loaded.engine.kv.page_bytes
+    by_size = int(config.hicache_size * 1e9) // page_bytes
+    num_pages = by_size if config.hicache_size else int(loaded.num_pages * config.hicache_ratio)
+    left_bytes = machine_memory.total_bytes("cpu") // config.num_workers - loaded.num_pages * page_bytes
+    if not 0 < num_pages * page_bytes <= left_bytes:
+        raise ServerFailure(
+            f"host memory for {num_pages} pages of {page_bytes} bytes is not there, or too little to be of use; "
+            "change --hicache-size or --hicache-ratio"
+        )
+    return num_pages
+
+
+def open_host_memory(num_pages: int, page_bytes: int) -> HostMemory:
+    """Raises ServerFailure."""
+    try:
+        return HostMemory(num_pages, page_bytes)
+    except OSError as error:
+        raise ServerFailure(f"no host memory ({error.strerror}); lower --hicache-size or --hicache-ratio") from error
 
 
 def open_vocabulary(model_dir: Path, model: LoadedModel) -> Vocabulary | None:

@@ -9,10 +9,8 @@ docs/invariants.md is this table: `python -m tandem.simulator.catalog > docs/inv
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pkgutil import resolve_name
 
-from tandem.config import flags
 from tandem.simulator.faults.names import name_of
 
 TITLE = """# Invariants and faults of the simulation
@@ -48,14 +46,8 @@ class Row:
         return f"waits for {self.waits_for}" if self.waits_for else f"`{self.place.replace(':', '.')}`"
 
 
-def has_flag(*parts: str) -> bool:
-    return any(part in name for name, _ in flags() for part in parts)
-
-
 # capability -> is it there?
-CAPABILITIES: dict[str, Callable[[], bool]] = {
-    "host cache tiers": lambda: has_flag("hierarchical", "hicache") or find_spec("tandem.core.kv.tiers") is not None,
-}
+CAPABILITIES: dict[str, Callable[[], bool]] = {}
 
 INVARIANTS: tuple[Row, ...] = (
     Row("S1", "pages: free + owned + cached + quarantined = total", "checkers.pages:PageAccounting"),
@@ -64,7 +56,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row("S4", "nothing lands in or is read from a page that was given back", "checkers.pages:FreedPages"),
     Row("S5", "no read beyond, or other than, what was computed", "checkers.pages:SentPages"),
     Row("S6", "pins of the prefix tree are those of live requests", "checkers.pages:PrefixTreePins"),
-    Row("S7", "a page from another tier carries hash and layout", waits_for="host cache tiers"),
+    Row("S7", "a page from another tier carries hash and layout", "checkers.tiers:TierPages"),
     Row("S8", "a result slot has one live owner", "checkers.rows:RowOwners"),
     Row("S9", "a result slot is read only for its own room", "checkers.rows:RowContents"),
     Row("S10", "a result slot is given back exactly once", "checkers.rows:RowsOnce"),
@@ -110,7 +102,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row("L9", "who drains accepts nobody", "checkers.intake:NoNewWork"),
     Row("L10", "overload is refused at once, and queues stay bounded", "checkers.intake:Bounds"),
     Row("L11", "quarantined pages have somebody who waits for them", "checkers.pages:Quarantine"),
-    Row("L12", "an error of another tier fails no request", waits_for="host cache tiers"),
+    Row("L12", "an error of another tier fails no request", "checkers.tiers:TierErrors"),
     Row("W1", "every wait has a name and a deadline", "checkers.liveness:Waits"),
     Row("W2", "no node wakes up for nothing for ever", "checkers.liveness:IdleSteps"),
     Row("W3", "nobody asks the same in a circle", "checkers.liveness:Questions"),
@@ -138,7 +130,7 @@ FAULTS: tuple[Row, ...] = (
     Row("F13", "aborts at random moments", "actors.gateway:Gateway.leave"),
     Row("F14", "corrupted transfers", "network.data_plane_faults:DataPlaneFaults.corrupts"),
     Row("F15", "transfers that end late after a cancel", "network.data_plane_faults:DataPlaneFaults.linger_ns"),
-    Row("F16", "tiers that are full, slow, short or stale", waits_for="host cache tiers"),
+    Row("F16", "tiers that are full, slow, short, stale or corrupted", "actors.host_tier:TierFaults"),
     Row(
         "F17",
         "repeated rooms, lost halves, wrong ranks, hostile and malformed messages",

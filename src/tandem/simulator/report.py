@@ -29,11 +29,13 @@ from tandem.core.commands import (
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
+    LoadPages,
     PublishPages,
     PullPages,
     RenderAgain,
     RevokePages,
     StartRequest,
+    StorePages,
     Tell,
 )
 from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
@@ -45,6 +47,7 @@ from tandem.core.events import (
     Event,
     HooksChanged,
     PageRead,
+    PagesCopied,
     PagesDigested,
     PagesLanded,
     PeerLearned,
@@ -234,6 +237,8 @@ def describe_event(event: Event) -> str:
             return f"request {request}.{attempt} shard {shard} transfer failed: {cause} ({detail})"
         case TransferDrained(request, attempt, shard):
             return f"request {request}.{attempt} shard {shard} transfer drained"
+        case PagesCopied(copy, shard, num_pages, detail):
+            return f"copy {copy} shard {shard} has copied {num_pages}" + (f" ({detail})" if detail else "")
         case _:
             return _plain(event)
 
@@ -291,6 +296,10 @@ def describe_command(command: Command) -> str:
             return f"announce that {len(hashes)} pages are no longer cached"
         case AnnounceCleared():
             return "announce that nothing is cached any more"
+        case StorePages(copy, _, pages, host_pages):
+            return f"copy {copy}: store {_pages(pages)} in host {_pages(host_pages)}"
+        case LoadPages(copy, _, host_pages, pages):
+            return f"copy {copy}: load {_pages(pages)} from host {_pages(host_pages)}"
 
 
 def describe_plan(plan: BatchPlan) -> str:

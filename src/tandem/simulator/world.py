@@ -14,7 +14,7 @@ from typing import Any  # what a step was told and wants, only encoded here
 
 import msgspec
 
-from tandem.core.batch import BatchPlan
+from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceDpRank,
@@ -30,11 +30,13 @@ from tandem.core.commands import (
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
+    LoadPages,
     PublishPages,
     PullPages,
     RenderAgain,
     RevokePages,
     StartRequest,
+    StorePages,
     Tell,
 )
 from tandem.core.disagg.messages import Message
@@ -60,6 +62,7 @@ from tandem.simulator.actors.direct import DirectClients
 from tandem.simulator.actors.edge import Edge
 from tandem.simulator.actors.executor import CostModel, MemoryGuard, ShardMemory
 from tandem.simulator.actors.gateway import Gateway
+from tandem.simulator.actors.host_tier import SimulatedTier
 from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.model_names import ModelNames
 from tandem.simulator.actors.replica import Life, Replica
@@ -70,6 +73,7 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
 from tandem.simulator.actors.workers import Worker, Workers
 from tandem.simulator.checkers import Checkers
+from tandem.simulator.checkers.tiers import TierWatch
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
 from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
@@ -326,11 +330,31 @@ class World:
             list(self.replicas).index(replica.name),
             lambda event: self.push(life, event),
         )
+        self._add_tier(life)
         replica.life = life
         if replica.role is Role.PREFILL:
             self.bootstraps.register(life)
         else:
             self.edge.see_start(life)
+
+    def _add_tier(self, life: Life) -> None:
+        """Host memory, where its settings have some."""
+        if life.settings.host_tier is None:
+            return
+        life.tier = SimulatedTier(
+            life.workers.memories,
+            life.settings.host_tier.num_pages,
+            self.options.tier_page_ns,
+            self.clock,
+            Random(f"tier {self.options.seed} {life.incarnation.name} {life.incarnation.id}"),
+            self.options.tier_faults,
+            TierWatch(self.checkers.tier_pages, life),
+            emit=lambda event: self.push(life, event),
+            is_alive=lambda: life.is_alive and not life.store.dead,
+            is_frozen=lambda: life.vitals.hang is Hang.WORKER,
+            count=self.count,
+            is_healed=lambda: self.is_healed,
+        )
 
     def _draw_clock(self, incarnation: Incarnation) -> LocalClock:
         """A clock that nobody else has: a time that leaves its node is years off for everybody else."""
@@ -390,7 +414,8 @@ class World:
             return False
         if self.clock.time < max(self.edge.last_end_at + QUIET_NS, self.quiet_at):
             return False
-        if any(replica.life is not None and replica.life.store.is_busy() for replica in self.replicas.values()):
+        lives = [replica.life for replica in self.replicas.values() if replica.life is not None]
+        if any(life.store.is_busy() or (life.tier is not None and life.tier.num_under_way) for life in lives):
             return False
         if not self.is_probed:
             self.is_probed = True
@@ -500,6 +525,9 @@ class World:
                 life.store.pull(command, failing=self._failing_shard(life))
             case CancelPull():
                 life.store.cancel(command)
+            case StorePages() | LoadPages():
+                assert life.tier is not None, "a node without host memory asks for a copy"
+                life.tier.begin(command)
 
     def io_fails(self) -> bool:
         """A socket without room, a device without memory."""
@@ -562,8 +590,16 @@ class World:
         else:
             outcome = life.workers.returned(worker, worker.executor.run(plan, invalid=invalid))
             if outcome is not None:
-                self.push(life, BatchReturned(outcome))
+                self.push(life, BatchReturned(self._timed(life, plan, outcome)))
         self._work(life)
+
+    def _timed(self, life: Life, plan: BatchPlan, outcome: BatchOutcome) -> BatchOutcome:
+        """With how long it took, where somebody weighs that against a load."""
+        if life.tier is None:
+            return outcome
+        num_tokens = sum(row.stop - row.start for row in plan.rows)
+        duration_ns = Nanos(life.cost.base_ns + num_tokens * life.cost.prompt_token_ns)
+        return msgspec.structs.replace(outcome, duration_ns=duration_ns)
 
     def _draw_failure(self, life: Life) -> tuple[bool, frozenset[int]]:
         """Whether a forward pass raises, and rows whose logits are not finite. One of several workers that raises ends

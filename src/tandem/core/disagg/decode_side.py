@@ -44,6 +44,7 @@ from tandem.core.scheduler.state import (
     record_closed_room,
     reusable_tokens,
     schedule,
+    worth_loading,
 )
 from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId
@@ -214,8 +215,10 @@ def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
     if node.settings.local_prefill is LocalPrefill.OFF:
         return False  # a look at the tree costs something
     prompt_len, page_size = progress.request.prompt_len, node.settings.page_size
-    cached = len(node.tree.match(progress.hashes[: reusable_tokens(progress) // page_size])) * page_size
-    if pages_for(node, prompt_len) - cached // page_size > node.pool.num_free + node.tree.num_evictable:
+    hashes = progress.hashes[: reusable_tokens(progress) // page_size]
+    num_matched = len(node.tree.match(hashes))
+    cached = (num_matched + len(worth_loading(node, progress, hashes[num_matched:]))) * page_size
+    if pages_for(node, prompt_len) - num_matched > node.pool.num_free + node.tree.num_evictable:
         return False  # prefill may compute it meanwhile
     view = LocalView(uncached=prompt_len - cached, backlog=backlog, chunk=node.settings.chunk_tokens)
     return local_prefill_policy(node.settings).may_compute_here(view)
@@ -473,7 +476,7 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide) or side.peer != peer:
         return
-    if progress.state in (State.QUEUED, State.ARRIVING, State.BOOTSTRAPPING):
+    if progress.state in (State.QUEUED, State.LOADING, State.ARRIVING, State.BOOTSTRAPPING):
         fail_transfer(node, progress, side, abort.cause, abort.detail or "prefill gave up")
 
 
@@ -498,6 +501,9 @@ def fail_transfer(node: NodeState, progress: Progress, side: DecodeSide, cause: 
         abandon_transfer(node, progress, side, cause, detail)
         recover_if_drained(node, progress)
     else:
+        if progress.state is State.LOADING:
+            give_back_pages(node, progress)
+            enter(node, progress, Trigger.REQUEUE, first=True)
         abandon_transfer(node, progress, side, cause, detail)
         enter(node, progress, Trigger.PEER_FAILED)
         progress.side = Local()

@@ -495,7 +495,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
     charge_stage(node, progress)
     if side.result is not None and path is Path.REMOTE:
         ledger = StageTimings(tuple(progress.stages.items()))
-        node.out.append(StartRequest(progress.id, path, progress.cached_tokens, ledger))
+        node.out.append(StartRequest(progress.id, path, progress.cached_tokens, ledger, (), progress.host_tokens))
         extras = ((progress.id, side.result.extra),) if side.result.extra else ()
         node.out.append(EmitTokens((progress.id,), side.result.token, extras))
     kv_pages = side.reader.offered - side.reader.held_pages if side.reader is not None else 0
@@ -512,6 +512,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
             kv_pages,
             StageTimings(tuple(progress.stages.items())),
             side.prefill_retry_count,
+            host_tokens=progress.host_tokens,
         ),
     )
 

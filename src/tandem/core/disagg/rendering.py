@@ -17,7 +17,7 @@ from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
-from tandem.core.scheduler.state import NodeState, enter, too_long
+from tandem.core.scheduler.state import NodeState, enter, give_back_pages, too_long
 from tandem.core.values import Cause, Incarnation
 
 
@@ -64,6 +64,9 @@ def render_again(node: NodeState, progress: Progress, side: PrefillSide, ready: 
     if progress.state in (State.COMPUTING, State.PARKED):
         prefill_side.give_back(node, progress, side, "rendered")
     elif progress.state is not State.RETRACTING:
+        if progress.state is State.LOADING:
+            give_back_pages(node, progress)
+            enter(node, progress, Trigger.REQUEUE)
         if progress.state is State.QUEUED:
             node.results.maybe_release_metadata_buffer(progress.id)
             enter(node, progress, Trigger.FALL_BACK)

@@ -3,9 +3,12 @@
     FREE --allocate--> OWNED --share--> CACHED --evict--> FREE
                        OWNED --free--> FREE
                        OWNED --quarantine--> QUARANTINED --free--> FREE
+    FREE --begin_load--> LOADING --landed--> CACHED
+                         LOADING --abandon--> FREE
 
 OWNED belongs to one request, which alone writes it. CACHED belongs to the prefix tree and is read-only for ever.
 QUARANTINED still belongs to a request that has ended, until no byte can land in it or be read from it any more.
+LOADING belongs to the prefix tree, too: it is being filled from host memory, and nobody else may touch it.
 Whoever read a page under one generation and finds another afterwards has read somebody else's KV.
 """
 
@@ -24,6 +27,7 @@ class PageState(IntEnum):
     OWNED = 1
     CACHED = 2
     QUARANTINED = 3
+    LOADING = 4
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class PagePool:
             states=[PageState.FREE] * num_pages,
             owners=[NOBODY] * num_pages,
             generations=[0] * num_pages,
-            counts=[num_pages, 0, 0, 0],
+            counts=[num_pages, 0, 0, 0, 0],
         )
 
     @property
@@ -69,6 +73,21 @@ class PagePool:
     def evict(self, page: PageId) -> None:
         """The prefix tree gives a page back."""
         self._move(page, PageState.CACHED, PageState.FREE)
+        self._to_free_list(page)
+
+    def begin_load(self, num_pages: int) -> list[PageId]:
+        """Pages that are filled for the prefix tree. The caller has made sure that there are enough."""
+        pages = [self.free_pages.pop() for _ in range(num_pages)]
+        for page in pages:
+            self._move(page, PageState.FREE, PageState.LOADING)
+        return pages
+
+    def landed(self, page: PageId) -> None:
+        self._move(page, PageState.LOADING, PageState.CACHED)
+
+    def abandon(self, page: PageId) -> None:
+        """Nothing has landed there, or nobody wants it any more; and nothing will."""
+        self._move(page, PageState.LOADING, PageState.FREE)
         self._to_free_list(page)
 
     def quarantine(self, pages: list[PageId], owner: RequestId) -> None:

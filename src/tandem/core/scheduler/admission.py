@@ -6,7 +6,16 @@ from itertools import islice
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
-from tandem.core.scheduler.state import NodeState, enter, lacks_page, pages_for, reusable_tokens, take_pages
+from tandem.core.scheduler.state import (
+    NodeState,
+    enter,
+    is_loading,
+    lacks_page,
+    later,
+    pages_for,
+    reusable_tokens,
+    take_pages,
+)
 from tandem.core.values import RequestId, ceil_div
 
 LOOK_AHEAD = 64  # queued requests looked at in one step
@@ -28,7 +37,7 @@ def admit(node: NodeState) -> None:
         return
     reserve = Reserve.of(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.inflight))
-    backlog = sum(progress.length - progress.launched for progress in node.live(State.COMPUTING))
+    backlog = sum(uncomputed(progress) for state in (State.COMPUTING, State.LOADING) for progress in node.live(state))
     early_lacks: WaitingFor | None = None  # of the first that would have started early
     for request in candidates(node):
         progress = node.requests[request]
@@ -50,8 +59,13 @@ def admit(node: NodeState) -> None:
         if blocked_on is not None:
             return
         reserve.tokens += expected_tokens(node, progress)
-        if progress.state is State.COMPUTING:
-            backlog += progress.length - progress.launched
+        if progress.state in (State.COMPUTING, State.LOADING):
+            backlog += uncomputed(progress)
+
+
+def uncomputed(progress: Progress) -> int:
+    """Known tokens that this node has to compute still."""
+    return 0 if isinstance(progress.side, DecodeSide) else progress.length - progress.launched
 
 
 def candidates(node: NodeState) -> list[RequestId]:
@@ -77,12 +91,23 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
     if isinstance(progress.side, PrefillSide) and not ensure_metadata_buffer(node, progress):
         return WaitingFor.METADATA_SLOT
     has_pages = reserve_pages(node, progress, reserve)
-    while not has_pages and may_push(node, progress):
+    while not has_pages and not node.host.makes_room and may_push(node, progress):
         has_pages = reserve_pages(node, progress, reserve)
     if not has_pages:
         if not keeps_row:
             node.results.maybe_release_metadata_buffer(progress.id)
-        return WaitingFor.PAGES
+        return WaitingFor.TIER if node.host.makes_room else WaitingFor.PAGES
+    if is_loading(node, progress):
+        progress.load_until = later(node, node.host.settings.load_timeout_ns)
+        enter(node, progress, Trigger.LOAD)
+    else:
+        begin(node, progress)
+    return None
+
+
+def begin(node: NodeState, progress: Progress) -> None:
+    """Its pages are there, and in them what of its prefix was kept."""
+    count_hit(node, progress)
     match progress.side:
         case DecodeSide() as side:
             decode_side.await_arrival(node, progress, side)
@@ -91,7 +116,17 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
             prefill_side.publish(node, progress, side)  # a cached prefix need not wait for the first chunk
         case Local():
             enter(node, progress, Trigger.COMPUTE)
-    return None
+
+
+def count_hit(node: NodeState, progress: Progress) -> None:
+    """Once per request, however often it is computed."""
+    if progress.is_counted:
+        return
+    progress.is_counted = True
+    progress.cached_tokens = progress.computed
+    node.counters.input_tokens += progress.request.prompt_len
+    node.counters.hit_tokens += progress.computed
+    node.counters.host_hit_tokens += progress.host_tokens
 
 
 def may_push(node: NodeState, progress: Progress) -> bool:
@@ -111,20 +146,13 @@ def reserve_pages(node: NodeState, progress: Progress, reserve: int) -> bool:
     length = progress.length
     matchable = length if isinstance(progress.side, DecodeSide) else reusable_tokens(progress)
     is_alone = node.num_slots_used == 0
-    if not take_pages(
+    return take_pages(
         node,
         progress,
         num_pages=pages_for(node, length),
         match_pages=min(matchable // node.settings.page_size, len(progress.hashes)),
         reserve=0 if is_alone else reserve,
-    ):
-        return False
-    if not progress.is_counted:
-        progress.is_counted = True
-        progress.cached_tokens = progress.computed
-        node.counters.input_tokens += progress.request.prompt_len
-        node.counters.hit_tokens += progress.computed
-    return True
+    )
 
 
 @dataclass(slots=True)
@@ -137,7 +165,7 @@ class Reserve:
     @classmethod
     def of(cls, node: NodeState) -> "Reserve":
         running = node.live(State.RUNNING)
-        admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING))
+        admitted = (*running, *node.live(State.ARRIVING), *node.live(State.COMPUTING), *node.live(State.LOADING))
         lacking = sum(lacks_page(node, progress) for progress in running)
         return cls(lacking, sum(expected_tokens(node, progress) for progress in admitted))
 

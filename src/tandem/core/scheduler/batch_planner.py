@@ -22,7 +22,15 @@ from tandem.core.scheduler.state import (
 from tandem.core.values import BatchId, Cause
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
-GIVING_BACK = (State.DRAINING, State.RETRACTING, State.RECOVERING, State.PARKED, State.SENDING, State.ARRIVING)
+GIVING_BACK = (
+    State.DRAINING,
+    State.RETRACTING,
+    State.RECOVERING,
+    State.PARKED,
+    State.SENDING,
+    State.ARRIVING,
+    State.LOADING,
+)
 
 
 def plan(node: NodeState) -> bool:
@@ -166,7 +174,7 @@ def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
         for progress in chosen:
             retract(node, progress)
         return True
-    if node.inflight or any(node.queues[state] for state in GIVING_BACK):
+    if node.inflight or node.host.copies or any(node.queues[state] for state in GIVING_BACK):
         return False
     (last,) = members
     fits_alone = pages_for(node, last.length + last.pending) <= node.pool.num_pages

@@ -3,6 +3,7 @@
 from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
+from tandem.core.scheduler.loading import stop_if_late
 from tandem.core.scheduler.request_state import Progress, has_ended
 from tandem.core.scheduler.state import NodeState, charge_stage, checkpoint, end, failure, schedule
 from tandem.core.values import Cause, RequestId
@@ -21,6 +22,7 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason, vector: by
         StageTimings(tuple(progress.stages.items())),
         progress.retractions,
         vector,
+        progress.host_tokens,
     )
     end(node, progress, verdict)
 
@@ -66,5 +68,6 @@ def expire(node: NodeState, progress: Progress) -> None:
             decode_side.on_timer(node, progress, side)
         case Local():
             pass
+    stop_if_late(node, progress)
     if not has_ended(progress):
         schedule(node, progress)

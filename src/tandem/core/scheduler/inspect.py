@@ -7,6 +7,7 @@ from msgspec import structs
 
 from tandem.core.disagg.prefill_lookup import key
 from tandem.core.disagg.sides import AnySide, DecodeSide
+from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PageState
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has_ended, is_early
@@ -50,9 +51,22 @@ def gauges(node: EngineNode) -> dict[str, float]:
     }
     for reason in ("not_ready", "forced", "yield", "rendered"):
         numbers[f"num_prefill_retries_total{{reason={reason}}}"] = counters.prefill_retries.get(reason, 0)
+    if state.host.is_there:
+        numbers |= host_numbers(state.host, page_size)
     if state.settings.delayer is not None:
         numbers |= delayer_numbers(state.delayer, state.settings.delayer)
     return numbers
+
+
+def host_numbers(host: HostTier, page_size: int) -> dict[str, float]:
+    """The first two are SGLang's."""
+    return {
+        "hicache_host_used_tokens": (host.pool.num_pages - host.pool.num_free) * page_size,
+        "hicache_host_total_tokens": host.pool.num_pages * page_size,
+        "tandem:hicache_stored_tokens_total": host.counters.stored * page_size,
+        "tandem:hicache_loaded_tokens_total": host.counters.loaded * page_size,
+        "tandem:hicache_lost_tokens_total": host.counters.lost * page_size,
+    }
 
 
 def waits_for_ready(progress: Progress) -> bool:
@@ -132,7 +146,8 @@ def flow(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
     ]
 
 
-OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.DRAIN: "worker"}  # of this server; everything else its node's
+# Of this server; everything else is its node's.
+OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.TIER: "worker", WaitingFor.DRAIN: "worker"}
 PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
 
 
@@ -159,6 +174,8 @@ def state(node: EngineNode) -> dict[str, object]:
         "pages": {page_state.name.lower(): own.pool.counts[page_state] for page_state in PageState},
         "pages_by_request": {int(p.id): len(p.pages) for p in own.requests.values() if p.pages},  # cached ones too
         "pages_pinned_by_tree": own.tree.num_pinned,
+        "host_pages": {page_state.name.lower(): own.host.pool.counts[page_state] for page_state in PageState},
+        "copies": {number: "load" if copy.is_load else "store" for number, copy in own.host.copies.items()},
         "result_rows": {
             "total": own.results.num_rows,
             "free": len(own.results.free_rows),

@@ -35,6 +35,7 @@ from tandem.core.events import (
     FlushRequested,
     HooksChanged,
     PageRead,
+    PagesCopied,
     PagesDigested,
     PagesLanded,
     PeerLearned,
@@ -57,6 +58,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.admission import admit
 from tandem.core.scheduler.batch_planner import plan
 from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
+from tandem.core.scheduler.loading import on_copied
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
@@ -155,6 +157,8 @@ def handle(node: NodeState, event: Event) -> None:
             prefill_side.on_transfer_failed(node, event)
         case ReadsDrained() | TransferDrained():
             drained(node, event.request, event.shard)
+        case PagesCopied():
+            on_copied(node, event)
         case SnapshotWanted(number):
             on_snapshot_wanted(node, number)
         case SnapshotsGathered():
@@ -259,6 +263,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
         return  # a duplicate
     flight = node.inflight.pop(0)
     assert outcome.iteration == flight.forward_iter
+    learn_cost(node, flight, outcome)
     extras, vectors = dict(outcome.extras), dict(outcome.vectors)
     learn_hashes(node, flight, outcome)
     emitted = Emission()
@@ -290,6 +295,13 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
             settle_late(node, progress)
         index += 1
     emitted.flush(node)
+
+
+def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
+    """What a prompt token costs, from batches of nothing else."""
+    if node.host.is_there and flight.rows and not flight.members:
+        num_tokens = sum(row.stop - row.start for row in flight.rows)
+        node.host.break_even.computed(num_tokens, outcome.duration_ns)
 
 
 class Emission:
@@ -381,7 +393,9 @@ def announce_first_token(node: NodeState, progress: Progress) -> None:
     charge_stage(node, progress)
     ledger = StageTimings(tuple(progress.stages.items()))
     of_prompt, progress.prompt_extras = tuple(progress.prompt_extras), []
-    node.out.append(StartRequest(progress.id, progress.path, progress.cached_tokens, ledger, of_prompt))
+    node.out.append(
+        StartRequest(progress.id, progress.path, progress.cached_tokens, ledger, of_prompt, progress.host_tokens)
+    )
 
 
 def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
@@ -469,7 +483,11 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
         match progress.side:
             case PrefillSide() as side:
                 prefill_side.fail(node, progress, side, event.cause, f"decode {gone}")
-            case DecodeSide() as side if progress.state in (State.QUEUED, State.ARRIVING):  # it still wants KV from it
+            case DecodeSide() as side if progress.state in (
+                State.QUEUED,
+                State.LOADING,
+                State.ARRIVING,
+            ):  # it still wants KV from it
                 decode_side.lose_prefill(node, progress, side, event.cause, f"prefill {gone}")
             case _:
                 pass

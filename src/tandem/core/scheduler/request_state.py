@@ -21,6 +21,7 @@ from tandem.core.values import ZERO_NS, BatchId, Nanos, PageHash, PageId, Reques
 class State(StrEnum):
     BOOTSTRAPPING = "bootstrapping"  # the other half is not known yet, or has not said READY
     QUEUED = "queued"  # wants pages and a slot
+    LOADING = "loading"  # a prefix of it is on its way from host memory
     COMPUTING = "computing"  # its prompt is being computed here, chunk by chunk
     ARRIVING = "arriving"  # its prompt's KV is being pulled from a peer
     RECOVERING = "recovering"  # the transfer failed; its pages are not drained yet
@@ -37,6 +38,7 @@ class Trigger(Enum):
     PEER_FAILED = "peer failed"
     COMPUTE = "compute"
     ARRIVE = "arrive"
+    LOAD = "load"
     RUN = "run"
     SEND = "send"
     PARK = "park"
@@ -59,6 +61,10 @@ LIFECYCLE: Machine[State, Trigger] = Machine(
         (State.QUEUED, Trigger.PEER_FAILED): State.QUEUED,
         (State.QUEUED, Trigger.COMPUTE): State.COMPUTING,
         (State.QUEUED, Trigger.ARRIVE): State.ARRIVING,
+        (State.QUEUED, Trigger.LOAD): State.LOADING,
+        (State.LOADING, Trigger.COMPUTE): State.COMPUTING,
+        (State.LOADING, Trigger.ARRIVE): State.ARRIVING,
+        (State.LOADING, Trigger.REQUEUE): State.QUEUED,  # it will not come
         (State.QUEUED, Trigger.FALL_BACK): State.BOOTSTRAPPING,  # its prompt is rendered anew
         (State.COMPUTING, Trigger.RUN): State.RUNNING,
         (State.COMPUTING, Trigger.SEND): State.SENDING,
@@ -78,6 +84,7 @@ LIFECYCLE: Machine[State, Trigger] = Machine(
 )
 
 SLOT_STATES = (
+    State.LOADING,
     State.COMPUTING,
     State.ARRIVING,
     State.RECOVERING,
@@ -100,6 +107,7 @@ class WaitingFor(StrEnum):
     GATE = "gate"  # the prefill delayer
     WINDOW = "window"  # its batch
     LANDING = "landing"  # the peer's pages
+    TIER = "tier"  # pages of host memory
     COLLECTION = "collection"  # the peer to read and release
     DRAIN = "drain"
 
@@ -107,6 +115,7 @@ class WaitingFor(StrEnum):
 _WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
     State.QUEUED: WaitingFor.PAGES,
+    State.LOADING: WaitingFor.TIER,
     State.COMPUTING: WaitingFor.WINDOW,
     State.ARRIVING: WaitingFor.LANDING,
     State.RECOVERING: WaitingFor.DRAIN,
@@ -140,10 +149,13 @@ class Progress:
     hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
     inserted: int = 0  # leading pages that the prefix tree knows under these hashes
     locked: PageHash | None = None
+    load_until: Nanos | None = None  # loading: then it computes
+    computes_all: bool = False  # it has waited for a load that did not come
     prompt_extras: list[bytes] = field(
         default_factory=list[bytes]
     )  # of the prompt, chunk by chunk, until they are handed on
     cached_tokens: int = 0  # found in the prefix tree at the first admission
+    host_tokens: int = 0  # those of them that came from host memory
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
     kv_pages: int = 0  # pulled from a peer
     is_counted: bool = False  # its prompt is in the hit rate

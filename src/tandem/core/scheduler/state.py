@@ -20,12 +20,15 @@ from tandem.core.commands import (
     FailRequest,
     FinishRequest,
     ForgetRequests,
+    LoadPages,
+    StorePages,
 )
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
+from tandem.core.kv.host_tier import Copy, HostTier
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.request import Request
@@ -69,6 +72,7 @@ class Counters:
 
     input_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0  # of them, those that were loaded from host memory
     prefill_retries: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     retractions: int = 0
     bootstrap_failed: int = 0
@@ -101,6 +105,7 @@ class NodeState:
     pool: PagePool
     tree: PrefixTree
     results: ResultSlots
+    host: HostTier
     now: Nanos = ZERO_NS
     steps: int = 0
     requests: dict[RequestId, Progress] = field(default_factory=dict[RequestId, Progress])
@@ -133,6 +138,7 @@ class NodeState:
             PagePool.empty(settings.num_pages),
             PrefixTree(),
             ResultSlots.empty(settings.metadata_slots),
+            HostTier.empty(settings.host_tier),
             queues={state: OrderedDict() for state in State if state is not State.DONE},
         )
 
@@ -181,6 +187,7 @@ _STAGES = {
     State.BOOTSTRAPPING: "bootstrap",
     State.QUEUED: "waiting",
     State.RETRACTING: "waiting",
+    State.LOADING: "load",
     State.COMPUTING: "forward",
     State.PARKED: "bootstrap",
     State.SENDING: "transfer_kv_cache",
@@ -218,39 +225,104 @@ def add_stage(progress: Progress, stage: str, duration_ns: Nanos) -> None:
 def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pages: int, reserve: int) -> bool:
     """Fill the request's page table with `num_pages`: a cached prefix of at most `match_pages`, then own pages.
 
-    False, with nothing changed, if fewer than `reserve` pages would stay available.
+    What of the prefix is not on the device yet has a page there and is on its way: `is_loading`. False, with nothing
+    taken, if fewer than `reserve` pages would stay available, or others have to be copied to host memory first.
     """
     assert not progress.pages
     hashes = progress.hashes[:match_pages]
     matched = node.tree.match(hashes) if node.settings.prefix_cache else []
-    deepest = hashes[len(matched) - 1] if matched else None
+    num_matched = len(matched)
+    below = worth_loading(node, progress, hashes[num_matched:])
+    num_found = num_matched + len(below)
+    deepest = hashes[num_found - 1] if num_found else None
     if deepest is not None:
         node.tree.lock(deepest)
-    wanted = num_pages - len(matched)
-    if wanted + reserve > node.pool.num_free + node.tree.num_evictable:
+    wanted = num_pages - num_matched - sum(node.tree.nodes[page_hash].is_loading for page_hash in below)
+    lacks = wanted + reserve > node.pool.num_free + node.tree.num_evictable
+    if lacks or not make_room_copied(node, wanted):
         if deepest is not None:
             node.tree.unlock(deepest)
         return False
-    make_room(node, wanted)
-    progress.pages = matched + node.pool.allocate(wanted, progress.id)
-    progress.inserted = len(matched)
+    if not progress.is_counted:
+        progress.host_tokens = len(below) * node.settings.page_size
+    begin_copy(node, node.host.load(node.tree, node.pool, below, node.now))
+    loading = [node.tree.nodes[page_hash].page for page_hash in below]
+    progress.pages = matched + loading + node.pool.allocate(num_pages - num_found, progress.id)
+    progress.inserted = num_found
     progress.locked = deepest
     progress.synced_pages = 0
-    progress.computed = progress.launched = len(matched) * node.settings.page_size
+    progress.computed = progress.launched = num_found * node.settings.page_size
+    use_again(node, hashes[:num_matched])
     return True
+
+
+def worth_loading(node: NodeState, progress: Progress, hashes: Sequence[PageHash]) -> Sequence[PageHash]:
+    """The leading `hashes` that are in host memory, or on their way from there, as far as it pays to wait for them."""
+    if not node.host.is_there or not node.settings.prefix_cache or progress.computes_all:
+        return ()
+    below, num_pages = node.tree.match_below(hashes), node.pool.num_pages
+    return below[: node.host.worth_loading(node.tree, below, node.settings.page_size, num_pages, node.now)]
+
+
+def is_loading(node: NodeState, progress: Progress) -> bool:
+    """Part of the prefix in its page table has not landed."""
+    return not node.tree.is_landed(progress.locked)
+
+
+def begin_copy(node: NodeState, copy: Copy | None) -> None:
+    if copy is None:
+        return
+    if copy.is_load:
+        node.out.append(LoadPages(copy.number, copy.hashes, copy.host_pages, copy.pages))
+    else:
+        node.out.append(StorePages(copy.number, copy.hashes, copy.pages, copy.host_pages))
+
+
+def use_again(node: NodeState, hashes: Sequence[PageHash]) -> None:
+    """One more request has these pages: by policy, now is the time to copy them."""
+    if not node.host.is_there:
+        return
+    for page_hash in hashes:
+        node.tree.nodes[page_hash].hits += 1
+    begin_copy(node, node.host.store_used(node.tree, hashes, node.pool.num_pages, node.now))
+
+
+def make_room_copied(node: NodeState, num_pages: int) -> bool:
+    """As `make_room`, but what has to be copied before it leaves the device is copied first: False until it is."""
+    if node.host.writes_back and drop_copied(node, num_pages) > 0:
+        copy = node.host.store_coldest(node.tree, num_pages - node.pool.num_free, node.pool.num_pages, node.now)
+        if copy is not None:
+            copy.makes_room = True
+            begin_copy(node, copy)
+        if node.host.makes_room and not node.host.is_stuck(node.now):
+            return False
+    return make_room(node, num_pages)
+
+
+def drop_copied(node: NodeState, num_pages: int) -> int:
+    """Take pages off the device of which a copy stays. Returns how many are lacking still, 0 or less: none."""
+    for page in node.tree.evict(num_pages - node.pool.num_free, only_copied=True):
+        node.pool.evict(page)
+    return num_pages - node.pool.num_free
 
 
 def make_room(node: NodeState, num_pages: int) -> bool:
     """Evict cached pages until `num_pages` are free, if that is possible."""
+    keeps_ahead = node.host.writes_back and num_pages > node.pool.num_free
+    if keeps_ahead:
+        drop_copied(node, num_pages)
     removed = evict(node, num_pages - node.pool.num_free)
     if removed and node.settings.announces_cache:
         node.out.append(AnnounceRemoved(removed))
+    if keeps_ahead:
+        begin_copy(node, node.host.store_coldest(node.tree, 0, node.pool.num_pages, node.now))
     return node.pool.num_free >= num_pages
 
 
 def flush_cache(node: NodeState) -> None:
     """Evict every cached page that nobody holds."""
     removed = evict(node, node.pool.num_pages)
+    node.host.flush(node.tree, node.pool)
     if removed and node.settings.announces_cache:
         node.out.append(AnnounceRemoved(removed) if node.tree.nodes else AnnounceCleared())
 
@@ -281,7 +353,9 @@ def checkpoint(node: NodeState, progress: Progress) -> None:
     node.tree.lock(progress.locked)
     if before is not None:
         node.tree.unlock(before)
+    used = progress.hashes[progress.inserted : full]
     progress.inserted = full
+    begin_copy(node, node.host.store_used(node.tree, used, node.pool.num_pages, node.now))
 
 
 def parent_of(progress: Progress, index: int) -> PageHash | None:
@@ -297,7 +371,7 @@ def give_back_pages(node: NodeState, progress: Progress) -> None:
         node.tree.unlock(progress.locked)
     progress.pages = []
     progress.prompt_extras = []  # of what is computed again
-    progress.locked = None
+    progress.locked = progress.load_until = None
     progress.inserted = progress.synced_pages = progress.computed = progress.launched = 0
 
 
@@ -421,7 +495,8 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
     """When this request wants attention although nothing happens."""
     if progress.state in (State.DRAINING, State.DONE):
         return None
-    return min([progress.deadline, *(time for time in side_timers(progress) if time is not None)])
+    times = (progress.load_until, *side_timers(progress))
+    return min([progress.deadline, *(time for time in times if time is not None)])
 
 
 def side_timers(progress: Progress) -> tuple[Nanos | None, ...]:

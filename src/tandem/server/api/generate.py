@@ -202,6 +202,10 @@ class GenerateReply:
             "prompt_tokens": len(sample.ask.prompt.tokens),
             "completion_tokens": sample.text.num_tokens,
             "cached_tokens": sample.cached_tokens,
+            "cached_tokens_details": {
+                "device": sample.cached_tokens - sample.host_tokens,
+                "host": sample.host_tokens,
+            },
             "weight_version": "default",
             "dp_rank": sample.live.rank.dp_rank,
             "e2e_latency": (until_ns - sample.arrival_ns) / 1e9,

@@ -77,7 +77,7 @@ class Sample:
         if not self.ask.max_new_tokens:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
             if self.first_ns is None:
-                stats.start(len(self.ask.prompt.tokens), self.cached_tokens)
+                stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens)
             self.first_ns = self.last_ns = now_ns
             return ""
         before = self.text.num_tokens
@@ -90,7 +90,7 @@ class Sample:
             self.scores += [None] * (len(self.tokens) - len(self.scores))
         stats.emit(now_ns, count)
         if self.first_ns is None:
-            stats.start(len(self.ask.prompt.tokens), self.cached_tokens)
+            stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens)
             self.first_ns = self.last_ns = now_ns
             count -= 1
         if count > 0:
@@ -138,6 +138,12 @@ class Sample:
         """float32 little endian; empty of who wanted tokens, or got none."""
         return self.live.ended.vector if isinstance(self.live.ended, commands.FinishRequest) else b""
 
+    @property
+    def host_tokens(self) -> int:
+        """Those of them that came from host memory."""
+        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
+        return 0 if news is None else news.host_tokens
+
     def scores_of_prompt(self) -> list[TokenScore | None]:
         """One for each prompt token from `prompt_logprobs_from` on, where that is one; the first has none."""
         first = self.ask.sampling.prompt_logprobs_from
@@ -179,6 +185,7 @@ class Sample:
             ttft_ns=None if self.first_ns is None else self.first_ns - self.arrival_ns,
             path=self.path,
             cached_tokens=self.cached_tokens,
+            host_tokens=self.host_tokens,
             computed_tokens=0 if finish is None else finish.computed_tokens,
             kv_pages=0 if finish is None else finish.kv_pages,
             kv_bytes=0 if finish is None else finish.kv_pages * self.page_bytes,

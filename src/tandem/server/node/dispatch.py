@@ -67,6 +67,8 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, si
             | commands.RevokePages()
             | commands.PullPages()
             | commands.CancelPull()
+            | commands.StorePages()
+            | commands.LoadPages()
         ):
             workers.send(command)
         case (

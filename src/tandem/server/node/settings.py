@@ -27,6 +27,8 @@ from tandem.core.settings import (
     OptimisticPolicy,
     PrefillInfo,
     Role,
+    TierSettings,
+    WritePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Cut, Nanos
 from tandem.server.node.links import Heartbeat
@@ -60,6 +62,9 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         whole_prompts=engines.whole_prompts,
         prefix_cache=keeps_prefixes(config) and not engines.whole_prompts,
         announces_cache=config.kv_events_config is not None,
+        host_tier=TierSettings(engines.host_pages, WritePolicy(config.hicache_write_policy))
+        if engines.host_pages
+        else None,
         reserved_decode_tokens=config.num_reserved_decode_tokens,
         conservativeness=config.schedule_conservativeness,
         metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,

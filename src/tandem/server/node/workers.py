@@ -30,6 +30,7 @@ class Engines:
     vocab_size: int
     shards: tuple[wire.DataEndpoint, ...]
     whole_prompts: bool = False
+    host_pages: int = 0  # the same on all
 
 
 class Workers:
@@ -77,6 +78,7 @@ class Workers:
             vocab_size=first.vocab_size,
             shards=tuple(one.data for one in ready),
             whole_prompts=first.whole_prompts,
+            host_pages=first.host_pages,
         )
 
     @property
@@ -139,5 +141,6 @@ class Workers:
 
     def _check_layout(self, rank: Rank, ready: wire.EngineReady) -> None:
         first = next(iter(self._ready.values()))
-        if (ready.layout, ready.num_pages) != (first.layout, first.num_pages):
+        sizes = [(one.layout, one.num_pages, one.host_pages) for one in (ready, first)]
+        if sizes[0] != sizes[1]:
             raise LocalPeerLost(rank.name, f"{rank.name} has loaded another model than the other workers")

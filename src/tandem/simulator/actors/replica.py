@@ -18,6 +18,7 @@ from tandem.core.values import Cut, Incarnation, RequestId
 from tandem.server.node.candidates import Endpoint
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.executor import CostModel
+from tandem.simulator.actors.host_tier import SimulatedTier
 from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.vitals import Vitals
 from tandem.simulator.actors.workers import Workers
@@ -48,6 +49,7 @@ class Life:
     halves: dict[RequestId, Half] = field(default_factory=dict)
     vitals: Vitals = field(default_factory=Vitals)
     twin: EngineNode | None = None  # restored from a snapshot of `node`; has to decide the same
+    tier: SimulatedTier | None = None  # where it has host memory
     twin_steps: int = 0  # how long they still run side by side
 
     @property

@@ -13,7 +13,7 @@ from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import End, where
 from tandem.simulator.oracle import Violation
 
-ADMITTED = frozenset(SLOT_STATES)
+ADMITTED = frozenset(SLOT_STATES) - {State.LOADING}  # whose prefix may not come
 
 
 @dataclass(slots=True)

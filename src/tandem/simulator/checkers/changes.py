@@ -189,13 +189,14 @@ class QueueOrder:
             admitted = {
                 progress.id
                 for progress, before in moves
-                if before is State.QUEUED and progress.state in (State.COMPUTING, State.ARRIVING)
+                if before is State.QUEUED and progress.state in (State.LOADING, State.COMPUTING, State.ARRIVING)
             }
             if admitted:
                 self._check_order(life, waiting, admitted)
         if queue or waiting:
             self.waiting[life.incarnation] = list(queue)
-        if queue and not state.inflight and not state.num_slots_used and not state.queues[State.DRAINING]:
+        is_idle = not state.inflight and not state.num_slots_used and not state.host.makes_room
+        if queue and is_idle and not state.queues[State.DRAINING]:
             raise Violation(self.id, f"{where(life)} has nothing to do, and {len(queue)} requests wait")
 
     def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:

@@ -23,10 +23,12 @@ from tandem.core.commands import (
     ForgetRequests,
     LaunchBatch,
     LearnPeer,
+    LoadPages,
     PullPages,
     RenderAgain,
     RevokePages,
     StartRequest,
+    StorePages,
     Tell,
 )
 from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
@@ -75,6 +77,7 @@ from tandem.simulator.checkers.pages import (
 from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
 from tandem.simulator.checkers.stalls import Standstills
 from tandem.simulator.checkers.stream import OneEnd, Stream, Tokens
+from tandem.simulator.checkers.tiers import TierErrors, TierPages
 
 Look = Callable[[Life, Any], None]
 
@@ -91,6 +94,8 @@ class Checkers:
     tenants: TenantsApart = field(default_factory=TenantsApart)
     announced: AnnouncedPages = field(default_factory=AnnouncedPages)
     quarantine: Quarantine = field(default_factory=Quarantine)
+    tier_pages: TierPages = field(default_factory=TierPages)
+    tier_errors: TierErrors = field(default_factory=TierErrors)
     row_owners: RowOwners = field(default_factory=RowOwners)
     row_contents: RowContents = field(default_factory=RowContents)
     rows_once: RowsOnce = field(default_factory=RowsOnce)
@@ -156,6 +161,7 @@ class Checkers:
         """In this order; the first that finds something names the violation."""
         ends: tuple[Look, ...] = (
             self.one_end.ended,
+            self.tier_errors.ended,
             self.works_when_healed.ended,
             self.pages_come_back.ended,
             self.refusals.ended,
@@ -175,6 +181,8 @@ class Checkers:
             RevokePages: (self.one_verdict.asked,),
             CancelPull: (self.one_verdict.asked,),
             PullPages: (self.well_formed.pulled, self.tenants.pulled),
+            StorePages: (self.tenants.copied,),
+            LoadPages: (self.tenants.copied,),
             LearnPeer: (self.questions.put,),
             AskDpRank: (self.questions.put,),
             AnnounceDpRank: (self.right_rank.announced,),
@@ -243,6 +251,7 @@ class Checkers:
             if replica.life is not None:
                 self.nothing_left.at_idle(replica.life)
                 self.gauges.at_idle(replica.life)
+                self.tier_pages.at_idle(replica.life)
 
     def watch_deadline(self, life: Life, half: Half) -> None:
         """A half has reached the edge of its replica."""

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from tandem.core.commands import Command, FailRequest, Tell
 from tandem.core.disagg.messages import Abort, Ready, Release
 from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, PeerSaid, TransferFailed
+from tandem.core.kv.tree import NOWHERE, PrefixTree
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause, Incarnation, Room
 from tandem.simulator.actors.replica import Life
@@ -21,6 +22,8 @@ class Orders:
         state = life.node.state
         if any(isinstance(event, FlushRequested) for event in events) and len(set(map(type, events))) == 1:
             left = state.tree.num_evictable  # other events may end a request, whose pages are cached from then on
+            if not state.host.copies:
+                left += state.host.pool.num_pages - state.host.pool.num_free - num_pinned_copies(state.tree)
             if left:
                 raise Violation(self.id, f"{where(life)} is flushed and keeps {left} cached pages that nobody holds")
         ordered = [event.force_retry_prob for event in events if isinstance(event, HooksChanged)]
@@ -28,6 +31,11 @@ class Orders:
             raise Violation(
                 self.id, f"{where(life)} forces {state.settings.force_retry_prob:g} of all retries, not {ordered[-1]:g}"
             )
+
+
+def num_pinned_copies(tree: PrefixTree) -> int:
+    """Of pages that somebody holds on the device, and of those above them."""
+    return sum(node.host != NOWHERE and node.pins > 0 for node in tree.nodes.values())
 
 
 class Returns:

@@ -5,7 +5,15 @@ What is cheap is checked after every step or at the very access; the rest is cou
 
 from collections import Counter, defaultdict
 
-from tandem.core.commands import AnnounceCleared, AnnounceRemoved, AnnounceStored, LaunchBatch, PullPages
+from tandem.core.commands import (
+    AnnounceCleared,
+    AnnounceRemoved,
+    AnnounceStored,
+    LaunchBatch,
+    LoadPages,
+    PullPages,
+    StorePages,
+)
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Incarnation, PageHash, PageId, RequestId
@@ -67,7 +75,7 @@ class PageOwnership:
         held: dict[PageId, RequestId] = {}
         for progress in state.requests.values():
             for page in progress.pages:
-                if states[page] == PageState.CACHED:
+                if states[page] in (PageState.CACHED, PageState.LOADING):
                     continue
                 if held.setdefault(page, progress.id) != progress.id or owners[page] != progress.id:
                     raise Violation(
@@ -131,18 +139,19 @@ class PrefixTreePins:
         tree = state.tree
         locks = Counter(progress.locked for progress in state.requests.values() if progress.locked is not None)
         pinned = [node for node in tree.nodes.values() if node.pins]
-        expected = locks + Counter(node.parent for node in pinned)
+        copied = Counter(page_hash for copy in state.host.copies.values() for page_hash in copy.hashes)
+        expected = locks + copied + Counter(node.parent for node in pinned)
         for page_hash, node in tree.nodes.items():
             if node.pins != expected.get(page_hash, 0):
                 raise Violation(
                     self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {locks[page_hash]}"
                 )
-            if state.pool.states[node.page] != PageState.CACHED:
+            if node.is_landed and state.pool.states[node.page] != PageState.CACHED:
                 raise Violation(self.id, f"{where(life)}: cached page {node.page} is {owner_of(state.pool, node.page)}")
-        if tree.num_pinned != len(pinned):
+        if tree.num_pinned != sum(node.is_landed for node in pinned):
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
-        if len(tree.nodes) != state.pool.counts[PageState.CACHED]:
-            raise Violation(self.id, f"{where(life)}: {len(tree.nodes)} nodes, {state.pool.counts} pages")
+        if tree.num_landed != state.pool.counts[PageState.CACHED]:
+            raise Violation(self.id, f"{where(life)}: {tree.num_landed} nodes, {state.pool.counts} pages")
 
 
 class AnnouncedPages:
@@ -190,6 +199,15 @@ class TenantsApart:
 
     def __init__(self) -> None:
         self.writers: defaultdict[Incarnation, dict[PageId, str]] = defaultdict(dict)
+        self.stored: defaultdict[Incarnation, dict[PageId, str]] = defaultdict(dict)  # by page of host memory
+
+    def copied(self, life: Life, command: StorePages | LoadPages) -> None:
+        device, host = self.writers[life.incarnation], self.stored[life.incarnation]
+        for page, host_page in zip(command.pages, command.host_pages, strict=True):
+            if isinstance(command, StorePages) and page in device:
+                host[host_page] = device[page]
+            elif isinstance(command, LoadPages) and host_page in host:
+                device[page] = host[host_page]
 
     def pulled(self, life: Life, command: PullPages) -> None:
         half = life.halves.get(command.request)

@@ -5,7 +5,9 @@
     F3  duplicates of messages and events   F15 transfers that end late after a cancel
     F4  duplicates from old connections     F17 repeated rooms, lost halves, wrong ranks, hostile messages
     F5  partitions                          F18 bursts of clients that leave
-    F6  crash and restart of servers,       F19 prefill and decode with different layouts
+    F16 host memory that is full, slow,     F19 prefill and decode with different layouts
+        short, stale or corrupted
+    F6  crash and restart of servers,
         bootstrap servers and routers       F20 what devices and sockets refuse: batches, publishing, pulls, messages,
     F7  one shard or DP rank dies               requests; logits that are not finite
     F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
@@ -40,10 +42,13 @@ from tandem.core.settings import (
     OptimisticPolicy,
     PrefillInfo,
     Role,
+    TierSettings,
+    WritePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, ceil_div
 from tandem.server.api.question_lanes import MAX_UNKNOWN
 from tandem.server.node.links import Heartbeat, Limits
+from tandem.simulator.actors.host_tier import TierFaults
 from tandem.simulator.faults.names import name_of
 from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
@@ -65,6 +70,7 @@ CLASSES = (
     "F13",
     "F14",
     "F15",
+    "F16",
     "F17",
     "F18",
     "F19",
@@ -79,6 +85,7 @@ RARE = {"F19": 0.1, "F20": 0.3, "F11": 0.3, "F12": 0.4, "F21": 0.2}  # probabili
 RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
+TIERS_ONE_IN = 6
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
 SIDES = (Cut(), Cut(2, 1), Cut(3, 1), Cut(4, 1), Cut(1, 2), Cut(1, 3), Cut(2, 2))
@@ -130,6 +137,8 @@ class Options:
     slow_readers: float = 0.0  # share of clients that take nothing for a while
     misfits: float = 0.0  # share of requests whose prompt or answer is larger than all pages together
     grid: KvGrid | None = None  # of the model; None: as coarse as the cuts of the servers allow
+    tier_page_ns: int = 0  # to copy a page of host memory
+    tier_faults: TierFaults = TierFaults()  # noqa: RUF009 - it never changes
     bootstrap_lanes: int = MAX_UNKNOWN  # bootstrap servers that a client asks at a time, of those that keep silent
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
@@ -142,6 +151,14 @@ class Options:
             return f"{self.num_shards} shard(s)"
         return f"{self.prefill.cut.name} to {self.decode.cut.name}"
 
+    @property
+    def _tiers(self) -> str:
+        sides = [settings.host_tier for settings in (self.prefill, self.decode)]
+        if sides == [None, None]:
+            return ""
+        told = "/".join("none" if one is None else f"{one.num_pages} {one.write_policy}" for one in sides)
+        return f"host pages {told}, "
+
     def describe(self) -> str:
         on = " ".join(map(name_of, self.classes)) or "none"
         return (
@@ -152,7 +169,7 @@ class Options:
             f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
-            f"{self.timed_share:.0%} show the time, "
+            f"{self.timed_share:.0%} show the time, {self._tiers}"
             f"faults: {on}"
         )
 
@@ -221,7 +238,39 @@ def draw_options(seed: int) -> Options:
     if "F24" in classes and Random(f"far away {seed}").random() < 0.5:  # so that what operators do meets transfers
         links = replace(options.links, base_ns=20 * MILLISECOND)
         options = replace(options, links=links, page_read_ns=(20_000, 400_000))
+    options = with_host_tiers(options)
     return with_unequal_sides(options) if num_shards == 1 else options
+
+
+def with_host_tiers(options: Options) -> Options:
+    """In some seeds servers have host memory below their pages. Whatever else a seed is like does not depend on it."""
+    random = Random(f"host tiers {options.seed}")
+    if random.randrange(TIERS_ONE_IN):
+        return options
+    strikes = "F16" in options.classes
+    return replace(
+        options,
+        prefill=_with_host_tier(options.prefill, options.workload, random),
+        decode=_with_host_tier(options.decode, options.workload, random),
+        tier_page_ns=random.choice((20_000, 200_000, 2 * MILLISECOND)),
+        tier_faults=TierFaults(
+            slow=random.choice((0.0, 0.02)) * strikes,
+            short=random.uniform(0.0, 0.1) * strikes,
+            stale=random.uniform(0.0, 0.1) * strikes,
+            corrupt=random.uniform(0.0, 0.1) * strikes,
+        ),
+    )
+
+
+def _with_host_tier(settings: NodeSettings, workload: WorkloadSettings, random: Random) -> NodeSettings:
+    """Its own pages are few, or nothing would leave them."""
+    longest = workload.prompt_len_max + workload.output_len_max + 1
+    few = int(ceil_div(longest, settings.page_size) * random.uniform(1.1, 2.5)) + 1
+    settings = structs.replace(settings, num_pages=min(settings.num_pages, few))
+    num_pages = max(1, int(settings.num_pages * random.choice((0.2, 1.0, 3.0))))
+    policy = random.choice(tuple(WritePolicy))
+    tier = TierSettings(num_pages, policy, Nanos(random.choice((1, 5)) * SECOND))
+    return structs.replace(settings, host_tier=tier, announces_cache=False) if settings.prefix_cache else settings
 
 
 def coarsest_grid(cuts: Sequence[Cut]) -> KvGrid:

@@ -1,0 +1,48 @@
+"""Requests whose prefix comes from host memory: they wait as for the pages of a peer, and go on when it has landed.
+
+Pages on their way belong to the prefix tree, so several requests may wait for one load, and who ends meanwhile gives
+nothing back but its own. Where a load fails, or takes too long, who waits for it is queued at the head, and computes.
+"""
+
+from tandem.core.events import PagesCopied
+from tandem.core.kv.tree import NOWHERE
+from tandem.core.scheduler.admission import begin
+from tandem.core.scheduler.request_state import Progress, State, Trigger
+from tandem.core.scheduler.state import NodeState, enter, give_back_pages, is_loading, is_over
+
+
+def on_copied(node: NodeState, event: PagesCopied) -> None:
+    host = node.host
+    copy = host.hear(event.copy, event.shard, event.num_pages, node.settings.shards)
+    if copy is None:
+        return
+    host.finish(node.tree, node.pool, copy, node.now)
+    if copy.is_load:
+        for progress in node.live(State.LOADING):
+            go_on(node, progress)
+    if host.flushes and not host.copies:
+        host.flush(node.tree, node.pool)
+
+
+def go_on(node: NodeState, progress: Progress) -> None:
+    """Its prefix has landed, or will not, or something of it is still on its way."""
+    found = progress.hashes[: progress.inserted]
+    if not is_loading(node, progress):
+        pages = [node.tree.nodes[page_hash].page for page_hash in found]
+        progress.pages = pages + progress.pages[progress.inserted :]  # some may have been computed by others meanwhile
+        progress.load_until = None
+        begin(node, progress)
+    elif any(node.tree.nodes[page_hash].page == NOWHERE for page_hash in found):
+        requeue(node, progress)
+
+
+def requeue(node: NodeState, progress: Progress) -> None:
+    give_back_pages(node, progress)
+    enter(node, progress, Trigger.REQUEUE, first=True)
+
+
+def stop_if_late(node: NodeState, progress: Progress) -> None:
+    """The load takes too long: compute instead."""
+    if progress.state is State.LOADING and is_over(node, progress.load_until):
+        progress.computes_all = True
+        requeue(node, progress)

@@ -1,0 +1,121 @@
+"""Tiers below the device: what comes back is what was stored, the books agree, and their faults cost time only."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from tandem.core.commands import FailRequest
+from tandem.core.kv.host_tier import HostTier
+from tandem.core.kv.pool import PageState
+from tandem.core.kv.tree import NOWHERE, PrefixTree
+from tandem.core.scheduler.request_state import State, WaitingFor
+from tandem.core.values import SECOND, Cause, Incarnation, PageHash, PageId, ShardId
+from tandem.simulator.actors.replica import Life
+from tandem.simulator.checkers.base import End, owner_of, where
+from tandem.simulator.oracle import Violation
+
+# Of a request whose prefix is being loaded, what nobody can help.
+FROM_ELSEWHERE = frozenset(Cause) - {
+    Cause.TRANSFER_FAILED,
+    Cause.CORRUPT_PAGES,
+    Cause.ENGINE_FAILED,
+    Cause.OUT_OF_PAGES,
+    Cause.WORKER_LOST,
+}
+
+
+class TierPages:
+    """A page that comes back from host memory is the one that its hash names, in a page that waits for it; every page
+    of host memory is free, or belongs to one node or one copy."""
+
+    id = "S7"
+
+    def __init__(self) -> None:
+        self.known: defaultdict[Incarnation, dict[tuple[ShardId, PageHash], list[int]]] = defaultdict(dict)
+
+    def page_is_stored(self, life: Life, shard: ShardId, page: PageId, page_hash: PageHash, found: list[int]) -> None:
+        pool = life.node.state.pool
+        if pool.states[page] != PageState.CACHED:
+            raise Violation(self.id, f"{where(life)}: page {page} is stored, and is {owner_of(pool, page)}")
+        known = self.known[life.incarnation].setdefault((shard, page_hash), found)
+        if known != found:
+            raise Violation(self.id, f"{where(life)}: page {page} is stored under the hash of another one")
+
+    def page_is_loaded(self, life: Life, shard: ShardId, page: PageId, page_hash: PageHash, found: list[int]) -> None:
+        pool = life.node.state.pool
+        if pool.states[page] != PageState.LOADING:
+            raise Violation(self.id, f"{where(life)}: a load lands in page {page}, which is {owner_of(pool, page)}")
+        if self.known[life.incarnation].get((shard, page_hash)) != found:
+            raise Violation(self.id, f"{where(life)}: what lands in page {page} is not what was stored")
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        complaint = disorder(state.tree, state.host)
+        if complaint:
+            raise Violation(self.id, f"{where(life)}: {complaint}")
+
+    def at_idle(self, life: Life) -> None:
+        host = life.node.state.host
+        if host.copies or host.pool.counts[PageState.OWNED] or life.node.state.pool.counts[PageState.LOADING]:
+            raise Violation(self.id, f"{where(life)}: {len(host.copies)} copies are under way at idle")
+
+
+def disorder(tree: PrefixTree, host: HostTier) -> str:
+    """What the books of tree and host memory disagree on; empty: nothing."""
+    storing = [page for copy in host.copies.values() if not copy.is_load for page in copy.host_pages]
+    copies = [node.host for node in tree.nodes.values() if node.host != NOWHERE]
+    pool = host.pool
+    if len(set(copies)) != len(copies) or len(copies) != pool.counts[PageState.CACHED]:
+        return f"{len(copies)} nodes have a copy, {pool.counts[PageState.CACHED]} pages of host memory are one"
+    if len(storing) != pool.counts[PageState.OWNED] or pool.num_free + len(copies) + len(storing) != pool.num_pages:
+        return f"{len(storing)} pages of host memory are being filled, {pool.counts[PageState.OWNED]} are owned"
+    if any(pool.states[page] != PageState.CACHED for page in copies):
+        return "a node's copy is no copy"
+    on_device = Counter(node.parent for node in tree.nodes.values() if node.page != NOWHERE)
+    in_host = Counter(node.parent for node in tree.nodes.values() if node.host != NOWHERE)
+    anywhere = Counter(node.parent for node in tree.nodes.values())
+    for page_hash, node in tree.nodes.items():
+        if node.is_landed and not tree.is_landed(node.parent):
+            return f"page {node.page} is on the device without the one before it"
+        counted = (node.num_children, node.num_host_children, node.num_nodes_below)
+        if counted != (on_device[page_hash], in_host[page_hash], anywhere[page_hash]):
+            return f"a node counts {counted} children on the device, in host memory, anywhere"
+        if node.page == NOWHERE and node.host == NOWHERE and not node.num_nodes_below and not node.pins:
+            return "a node is nowhere, and nothing is below it"
+    if tree.num_landed != sum(node.is_landed for node in tree.nodes.values()):
+        return f"{tree.num_landed} nodes are not what has landed"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class TierWatch:
+    """The copies of one life."""
+
+    pages: TierPages
+    life: Life
+
+    def page_is_stored(self, shard: ShardId, page: PageId, page_hash: PageHash, contents: list[int]) -> None:
+        self.pages.page_is_stored(self.life, shard, page, page_hash, contents)
+
+    def page_is_loaded(self, shard: ShardId, page: PageId, page_hash: PageHash, contents: list[int]) -> None:
+        self.pages.page_is_loaded(self.life, shard, page, page_hash, contents)
+
+
+class TierErrors:
+    """Whatever a tier does, a request ends with its tokens, or by what has nothing to do with it."""
+
+    id = "L12"
+
+    def ended(self, life: Life, command: End) -> None:
+        if not isinstance(command, FailRequest) or command.stage != WaitingFor.TIER:
+            return
+        if command.cause not in FROM_ELSEWHERE:
+            raise Violation(
+                self.id, f"{where(life, command.request)} fails while it is loaded: {command.cause} ({command.detail})"
+            )
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        for progress in state.live(State.LOADING):
+            until = progress.entered_at + state.host.settings.load_timeout_ns + SECOND
+            if state.now > until:
+                raise Violation(self.id, f"{where(life, progress.id)} waits for a load for too long")
