@@ -54,6 +54,7 @@ KV_LAW = "laws/test_kv_events_laws.py::test_replaying_the_events_gives_what_the_
 KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
 TOGETHER = "ranks/test_dp_attention.py::test_"
+TIER = "unit/test_core_host_tier.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -1256,6 +1257,77 @@ OTHERS = (
         "now - self._said_at >= COMPLAIN_S",
         "now - self._said_at >= 0",
         "unit/test_request_spans.py::test_spans_that_are_lost_are_said_once_a_minute",
+    ),
+    # sglang#26780: HiCache; #34568: no rank may see a prefix that another does not
+    Break(
+        "a_copy_counts_when_the_first_worker_has_it",
+        "core/kv/host_tier.py",
+        "return self.copies.pop(number) if len(copy.whole) == len(shards) else None",
+        "return self.copies.pop(number)",
+        TIER + "a_worker_that_has_not_answered_is_waited_for",
+    ),
+    Break(
+        "a_copy_counts_as_far_as_the_fastest_worker",
+        "core/kv/host_tier.py",
+        "num_whole = min(copy.whole.values(), default=0)",
+        "num_whole = max(copy.whole.values(), default=0)",
+        TIER + "a_worker_that_has_not_answered_is_waited_for",
+    ),
+    Break(
+        "a_slow_load_is_waited_for_to_the_end",
+        "core/scheduler/ends.py",
+        "    stop_if_late(node, progress)\n",
+        "",
+        TIER + "a_load_that_takes_too_long_is_not_waited_for",
+    ),
+    Break(
+        "selective_copies_at_once",
+        "core/settings.py",
+        "return 2 if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1",
+        "return 1",
+        TIER + "selective_waits_for_a_second_use",
+    ),
+    Break(
+        "write_back_drops_what_it_should_copy",
+        "core/scheduler/state.py",
+        "if node.host.writes_back and drop_copied(node, num_pages) > 0:",
+        "if False:",
+        TIER + "write_back_copies_what_is_about_to_leave_and_nothing_is_lost",
+    ),
+    Break(
+        "each_request_loads_for_itself_what_is_on_its_way",
+        "core/kv/tree.py",
+        "if node is None or not (node.is_loading or (node.host != NOWHERE and node.page == NOWHERE)):",
+        "if node is None or not (node.host != NOWHERE and node.page == NOWHERE):",
+        TIER + "several_requests_wait_for_one_load",
+    ),
+    Break(
+        "a_flush_forgets_what_is_being_copied",
+        "core/kv/host_tier.py",
+        "self.flushes = bool(self.copies)",
+        "self.flushes = False",
+        TIER + "a_flush_drops_the_copies_too_also_those_under_way",
+    ),
+    Break(
+        "loads_are_not_weighed",
+        "core/kv/load_policy.py",
+        "if load_ns <= compute_ns or not self.token_compute_ns:",
+        "if True:",
+        TIER + "a_load_is_worth_what_it_has_cost",
+    ),
+    Break(
+        "host_memory_gives_whatever_lies_there",
+        "host_memory.py",
+        "if label is None or label.page_hash != page_hash:",
+        "if label is None:",
+        "unit/test_host_memory.py::test_a_page_comes_back_under_its_own_hash_only",
+    ),
+    Break(
+        "bytes_that_have_changed_are_a_page",
+        "host_memory.py",
+        'return "" if xxh3_64_intdigest(place) == label.digest else "its bytes have changed"',
+        'return ""',
+        "unit/test_host_memory.py::test_bytes_that_have_changed_are_no_page",
     ),
 )
 

@@ -18,6 +18,7 @@ from seeded_bugs import (
     rendering,
     rendezvous,
     rows,
+    tiers,
     watchdogs,
 )
 from seeded_bugs.base import MUTANTS, Mutant
@@ -37,5 +38,6 @@ __all__ = [
     "rendering",
     "rendezvous",
     "rows",
+    "tiers",
     "watchdogs",
 ]

@@ -90,6 +90,8 @@ def held_by_node(state: dict[str, Any]) -> dict[str, object]:
         **{f"requests {queue}": ids for queue, ids in state["queues"].items()},
         "pages owned": state["pages"]["owned"],
         "pages quarantined": state["pages"]["quarantined"],
+        "pages loading": state["pages"]["loading"],
+        "pages being stored": state["host_pages"]["owned"],
         "pages pinned": state["pages_pinned_by_tree"],
         "result slots": rows["total"] - rows["free"],
         "rooms": state["rooms"],

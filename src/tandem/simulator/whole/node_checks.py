@@ -46,6 +46,7 @@ from tandem.simulator.checkers.outside import OwnClock
 from tandem.simulator.checkers.pages import PageAccounting, PageOwnership, PrefixTreePins, Quarantine
 from tandem.simulator.checkers.rows import RowOwners, RowsNeverBlock, RowsOnce
 from tandem.simulator.checkers.stream import OneEnd, Stream
+from tandem.simulator.checkers.tiers import TierErrors, TierPages
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.kernel import Kernel, Process
@@ -106,9 +107,11 @@ class NodeChecks:
         self.vetoes, self.delay, self.retries = DelayerVetoes(), DelayIsBounded(), Retries()
         self.pages, self.row_owners = PageAccounting(), RowOwners()
         waits, sequence, same_set, clock = Waits(), OneSequence(), SameSet(), OwnClock()
+        tier_errors = TierErrors()
         self.of_states = (self.pages, self.row_owners, RowsNeverBlock(), Bounds())
         ends: tuple[Look, ...] = (
             self.one_end.ended,
+            tier_errors.ended,
             PagesComeBack().ended,
             self.refusals.ended,
             waits.ended,
@@ -130,7 +133,7 @@ class NodeChecks:
         self.recounters = (
             *(self.pages, PageOwnership(), PrefixTreePins(), Quarantine(), self.row_owners, RowsOnce(), OneQueue()),
             *(self.retries, self.ping_pong, self.changes, self.hit_rate, Gauges(), waits, clock, self.no_new_work),
-            *(sequence, same_set, self.verdict, self.stream),
+            *(sequence, same_set, self.verdict, self.stream, TierPages(), tier_errors),
         )
 
     def after_step(self, events: Sequence[Event], effects: Effects) -> None:

@@ -34,6 +34,7 @@ FAULT_KINDS = (
 STARVES = ("no_forks", "no_memory")
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
+TIERS_ONE_IN = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,19 @@ def _draw_flags(random: Random) -> dict[str, Any]:
     return flags
 
 
+def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
+    """Host memory below few pages, in some seeds. Whatever else a seed is like does not depend on it."""
+    random = Random(f"whole host tiers {seed}")
+    if random.randrange(TIERS_ONE_IN) or flags["disable_radix_cache"]:
+        return {}
+    return {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": random.choice((0.5, 4.0)),
+        "hicache_write_policy": random.choice(("write_through", "write_through_selective", "write_back")),
+        "max_total_tokens": max(320, flags["max_total_tokens"] // 4),
+    }
+
+
 def _draw_roles(random: Random) -> dict[str, dict[str, Any]]:
     """Flags of prefill and of decode."""
     prefill: dict[str, Any] = {}
@@ -197,7 +211,7 @@ def draw_options(seed: int) -> Options:
     roles["decode"] |= flags_of(decode_cut)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     together, delayer = draw_together(seed)
-    flags |= form_flags | draw_cut(seed) | together | (delayer if is_unified else {})
+    flags |= form_flags | draw_cut(seed) | _draw_tier(seed, flags) | together | (delayer if is_unified else {})
     roles["prefill"] |= delayer
     has_faults = random.random() < 0.8
     kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
