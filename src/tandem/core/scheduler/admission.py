@@ -120,13 +120,12 @@ def begin(node: NodeState, progress: Progress) -> None:
 
 def count_hit(node: NodeState, progress: Progress) -> None:
     """Once per request, however often it is computed."""
-    if progress.is_counted:
-        return
-    progress.is_counted = True
-    progress.cached_tokens = progress.computed
-    node.counters.input_tokens += progress.request.prompt_len
-    node.counters.hit_tokens += progress.computed
-    node.counters.host_hit_tokens += progress.host_tokens
+    if not progress.is_counted:
+        progress.is_counted = True
+        progress.cached_tokens = progress.computed
+        node.counters.input_tokens += progress.request.prompt_len
+        node.counters.hit_tokens += progress.computed
+        node.counters.host_hit_tokens += progress.host_tokens
 
 
 def may_push(node: NodeState, progress: Progress) -> bool:
