@@ -49,7 +49,7 @@ def end_revokes_nothing() -> Iterator[None]:
         yield
 
 
-@mutant(2, "S22", "S4", "S5")
+@mutant(3, "S22", "S4", "S5")
 def destination_pages_freed_without_waiting_for_the_transfer() -> Iterator[None]:
     original = decode_side.abandon_transfer
 
@@ -111,7 +111,7 @@ def page_freed_twice() -> Iterator[None]:
         yield
 
 
-@mutant(2, "S5")
+@mutant(3, "S5")
 def cached_pages_come_in_the_wrong_order() -> Iterator[None]:
     original = PrefixTree.match
 
