@@ -279,7 +279,8 @@ def test_flags_that_do_not_go_with_vectors_are_refused_at_start(bert: Served, qw
 
 
 def test_an_encoders_prompt_has_to_fit_one_batch(bert: Served) -> None:
-    flags = ["--chunked-prefill-size", "64"]
+    """Of either replica."""
+    flags = ["--chunked-prefill-size", "64", "--dp-size", "2"]
     with cluster(unified=True, model=bert.model, flags=flags) as it:
         assert it.unified is not None
         error = refused(it.unified, "/v1/embeddings", {"input": ["w5", text_of(63)]})

@@ -55,6 +55,9 @@ KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
 TOGETHER = "ranks/test_dp_attention.py::test_"
 TIER = "unit/test_core_host_tier.py::test_"
+VECTORS = "unit/test_core_vectors.py::test_"
+POOLED = "e2e_cpu/test_engine_vectors.py::test_"
+EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -495,6 +498,13 @@ BREAKS = (
         "    node.forward_ct += 1",
         "    node.forward_ct += not node.inflight",
         "unit/test_core_plans.py::test_the_last_batch_before_idle_keeps_its_number",
+    ),
+    Break(
+        "line_of_vectors_takes_the_counter_of_the_node",
+        "server/logs.py",
+        "batch_number(launched.plan.iteration, forward_count",
+        "batch_number(None, forward_count",
+        VECTORS + "batches_with_vectors_carry_the_numbers_of_their_launch",
     ),
     Break(
         "line_takes_the_counter_of_the_node_in_processes",
@@ -1328,6 +1338,104 @@ OTHERS = (
         'return "" if xxh3_64_intdigest(place) == label.digest else "its bytes have changed"',
         'return ""',
         "unit/test_host_memory.py::test_bytes_that_have_changed_are_no_page",
+    ),
+    Break(
+        "prompts_of_encoders_are_cut",
+        "core/scheduler/batch_planner.py",
+        "if stop < progress.length and node.settings.whole_prompts:",
+        "if False:",
+        VECTORS + "prompts_of_an_encoder_are_never_cut",
+    ),
+    Break(
+        "prompts_beyond_a_batch_wait_for_ever",
+        "core/scheduler/state.py",
+        "if node.settings.whole_prompts and request.prompt_len > node.settings.chunk_tokens:",
+        "if False:",
+        VECTORS + "a_prompt_that_no_batch_holds_is_refused_by_name",
+    ),
+    Break(
+        "no_vector_is_a_vector",
+        "core/scheduler/node.py",
+        "    elif vector is None:",
+        "    elif False:",
+        VECTORS + "what_is_not_finite_fails_by_name_and_nobody_else",
+    ),
+    Break(
+        "who_wants_a_vector_gets_a_token",
+        "core/scheduler/batch_planner.py",
+        "    samples = is_last and not pools",
+        "    samples = is_last",
+        VECTORS + "a_request_that_ends_with_its_prompt_has_a_vector_and_no_token",
+    ),
+    Break(
+        "vectors_are_in_a_record",
+        "server/node/without_tokens.py",
+        "vectors=_zeroed(outcome.vectors),",
+        "vectors=outcome.vectors,",
+        VECTORS + "no_vector_is_on_record",
+    ),
+    Break(
+        "encoders_have_a_prefix_cache",
+        "server/node/settings.py",
+        "prefix_cache=keeps_prefixes(config) and not engines.whole_prompts,",
+        "prefix_cache=keeps_prefixes(config),",
+        EMBEDDED + "nothing_is_left_behind_and_the_metrics_count_prompts_only",
+    ),
+    Break(
+        "encoders_look_back_only",
+        "engine/attention/both_ways.py",
+        "queries, keys, values, scale",
+        "queries, keys, values, is_causal=True, scale",
+        POOLED + "an_encoders_vectors_are_those_of_transformers_at_any_lengths_in_one_batch",
+    ),
+    Break(
+        "decoders_pool_the_first_token",
+        "engine/pooling.py",
+        "return range(chunk.last - 1, chunk.last)",
+        "return range(chunk.first, chunk.first + 1)",
+        POOLED + "a_decoders_vectors_are_the_last_tokens_states_however_a_prompt_is_cut",
+    ),
+    Break(
+        "dimensions_are_cut_off_a_whole_vector",
+        "engine/pooling.py",
+        "functional.normalize(states.mean(dim=0)[:dimensions], dim=0)",
+        "functional.normalize(states.mean(dim=0), dim=0)[:dimensions]",
+        POOLED + "the_first_dimensions_are_taken_before_the_length_becomes_one",
+    ),
+    Break(
+        "second_texts_are_of_the_first_type",
+        "engine/models/bert.py",
+        "types = self.types[0] if batch.token_types is None else",
+        "types = self.types[0] if True else",
+        POOLED + "a_cross_encoders_scores_are_those_of_transformers",
+    ),
+    Break(
+        "servers_of_vectors_generate",
+        "server/api/app.py",
+        "        check_task(self._limits, *tasks)",
+        "        pass",
+        EMBEDDED + "an_embedding_server_generates_nothing",
+    ),
+    Break(
+        "base64_is_asked_for_in_vain",
+        "server/api/vectors.py",
+        'is_base64 = body.encoding_format == "base64"',
+        "is_base64 = False",
+        EMBEDDED + "ids_lists_of_ids_base64_and_dimensions",
+    ),
+    Break(
+        "the_worst_is_ranked_first",
+        "server/api/vectors.py",
+        "key=lambda one: -one[1]",
+        "key=lambda one: one[1]",
+        EMBEDDED + "a_cross_encoder_cut_into_four_workers_scores_as_transformers",
+    ),
+    Break(
+        "ranked_documents_are_written_on_the_loop",
+        "server/api/app.py",
+        "shows_prompts=body.return_documents is not False",
+        "shows_prompts=False",
+        "unit/test_loop_work.py::test_no_callback_works_on_more_of_vectors_than_the_limit",
     ),
 )
 

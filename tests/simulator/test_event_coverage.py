@@ -66,6 +66,7 @@ NOT_SIMULATED: dict[str, str] = {
     "code invalid_json": EDGE,
     "code no_chat_template": "the bundled model has one",
     "code unknown_host": EDGE,
+    "code wrong_task": EDGE,
     "code cross_site": EDGE,
     "code head_too_large": EDGE,
     "code body_too_large": EDGE,

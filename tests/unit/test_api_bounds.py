@@ -20,9 +20,12 @@ from tandem.server.api.body import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     NativeBody,
     NativeSampling,
+    RerankBody,
     Routing,
+    ScoreBody,
     StreamOptions,
     StructuredOutputs,
     TokenizeBody,
@@ -38,7 +41,7 @@ BODIES = (
     ("/v1/completions", Routing),
 )
 ALL = (ChatBody, CompletionBody, NativeBody, NativeSampling, Routing, StreamOptions, StructuredOutputs)
-OTHERS = (TokenizeBody, DetokenizeBody, AbortBody)
+OTHERS = (TokenizeBody, DetokenizeBody, AbortBody, EmbeddingBody, RerankBody, ScoreBody)
 TOO_LARGE = (1 << 63, -(1 << 63) - 1, 1 << 64, 10**30, -(10**30))
 ROLES = ("null", "prefill", "decode")
 

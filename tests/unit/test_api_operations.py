@@ -14,6 +14,7 @@ from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
 from tandem.server.api.openapi import bounds, openapi_document
+from tandem.server.api.validation import Task
 
 NUMBERS = {
     "num_running_reqs": 2,
@@ -304,6 +305,28 @@ def test_the_page_of_the_pair_knows_every_state_and_runs_no_other_script() -> No
     (record,) = told["recent"]
     assert (record["rid"], record["completion_tokens"], record["is_failed"]) == ("mine", 4, False)
     assert sum(seconds for _, seconds in record["stages"]) == pytest.approx(record["ttft_seconds"])
+
+
+@pytest.mark.parametrize("task", [Task.EMBEDDINGS, Task.SCORES])
+def test_a_server_of_vectors_offers_what_it_answers(task: Task) -> None:
+    w = world(task=task)
+    with w.http() as http:
+        document = http.get("/openapi.json").json()
+        bodies = {
+            "/v1/embeddings": {"input": "x"},
+            "/v1/rerank": {"query": "x", "documents": ["y", {"text": "z"}]},
+            "/v1/score": {"text_1": "x", "text_2": ["y", "z"]},
+            "/v1/completions": {"prompt": "x"},
+        }
+        for path, body in bodies.items():
+            is_offered = path in document["paths"]
+            assert is_offered == (path != "/v1/completions" and (path != "/v1/embeddings" or task is Task.EMBEDDINGS))
+            answer = http.post(path, json=body)
+            assert answer.status_code == (200 if is_offered else 400), answer.text
+            assert is_offered or answer.json()["error"]["code"] == "wrong_task"
+            assert http.post(path, json={}).status_code == 400
+        assert http.get("/model_info").json()["is_generation"] is False
+        assert http.get("/health_generate").status_code == 200
 
 
 def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:

@@ -12,6 +12,7 @@ from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.values import BatchId, Cause, RequestId
 from tandem.server.logs import BatchLog, load_of
+from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens
 
 
 def finished(replica: Replica, request: RequestId) -> FinishRequest:
@@ -107,6 +108,18 @@ def test_a_request_waits_for_its_deadline_and_no_longer() -> None:
     world.run()
     world.advance(2_000_000)
     assert node.cause(request) is Cause.DEADLINE_EXCEEDED
+
+
+def test_no_vector_is_on_record() -> None:
+    world = World()
+    node = world.unified()
+    world.submit(node, prompt_len=20, wants_vector=True)
+    world.run()
+    happened = [event_without_tokens(event) for _, events, _ in node.log for event in events]
+    wanted = [command_without_tokens(command) for command in node.commands]
+    said = [vector for it in happened if isinstance(it, BatchReturned) for _, vector in it.outcome.vectors]
+    said += [it.vector for it in wanted if isinstance(it, FinishRequest)]
+    assert said == [bytes(8)] * 2
 
 
 # --- whole prompts ---------------------------------------------------------------------------------------------------

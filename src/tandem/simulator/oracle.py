@@ -32,6 +32,7 @@ class Script:
     max_new_tokens: int
     eos_one_in: int
     logprobs_from: int | None = None  # the client wants to know of prompt tokens behind this one
+    wants_vector: bool = False  # it ends with its prompt
     tokens: list[int] = field(default_factory=list)  # prompt and output; the continuation ignores end-of-sequence
     contents: list[int] = field(default_factory=list)
     sums: list[int] = field(default_factory=lambda: [0])  # sums[n]: KV of [0, n)
@@ -69,6 +70,10 @@ class Script:
         if self.logprobs_from is None:
             return b""
         return b"".join(told_of(self.kv_sum(stop)) for stop in range(self.logprobs_from + 1, len(self.prompt)))
+
+    def vector(self) -> bytes:
+        """In place of an embedding what was read of the whole prompt."""
+        return told_of(self.kv_sum(len(self.prompt)))
 
     def output_token(self, index: int) -> int:
         return self.token(len(self.prompt) + index)

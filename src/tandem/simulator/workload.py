@@ -47,6 +47,7 @@ class Ask:
     routed_rank: int | None = None  # `routed_dp_rank`: for the server that gets it
     prefill_rank: int | None = None  # `disagg_prefill_dp_rank`: where decode is to look for it
     named_as: int | None = None  # its `rid` is that of this earlier request
+    wants_vector: bool = False  # it ends with its prompt, where it is asked of a unified server
     shown: ShownTime | None = None  # its prompt shows the time, so `script` is what it would be without
 
     @property
@@ -154,6 +155,13 @@ def want_logprobs(asks: list[Ask], random: Random) -> None:
     for ask in asks:
         if random.random() < share:
             ask.script.logprobs_from = random.choice((0, 0, random.randrange(len(ask.script.prompt))))
+
+
+def want_vectors(asks: list[Ask], random: Random, *, is_encoder: bool) -> None:
+    """In one seed of six some clients want vectors, and of an encoder all do."""
+    share = 0.5 if random.random() < 1 / 6 else 0.0
+    for ask in asks:
+        ask.wants_vector = random.random() < share or is_encoder
 
 
 def repeat_names(asks: list[Ask], random: Random, *, share: float) -> None:

@@ -94,6 +94,7 @@ from tandem.simulator.workload import (
     route_asks,
     show_times,
     want_logprobs,
+    want_vectors,
 )
 from tandem.transfer.protocol import Status
 
@@ -199,6 +200,8 @@ class World:
         options = self.options
         for name, role in cast_of(options).servers.items():
             template = options.prefill if role is Role.PREFILL else options.decode
+            if role is Role.UNIFIED and options.has_encoder:
+                template = msgspec.structs.replace(template, whole_prompts=True, prefix_cache=False)
             info = {Role.PREFILL: options.prefill_info, Role.DECODE: options.decode_info}.get(role, ALONE)
             if "F19" in options.classes and name == "decode-0":
                 template = msgspec.structs.replace(template, layout="another layout")
@@ -269,6 +272,7 @@ class World:
         num_tokens = max(each.num_pages * each.page_size for each in (options.prefill, options.decode))
         enlarge(asks, Random(f"misfits {seed}"), share=options.misfits, num_tokens=num_tokens)
         want_logprobs(asks, Random(f"told prompts {seed}"))
+        want_vectors(asks, Random(f"vectors {seed}"), is_encoder=options.has_encoder)
         for ask in asks:
             self.edge.num_to_come += 1
             self.clock.at(ask.arrives_at, self._ask, ask)

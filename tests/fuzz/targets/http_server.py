@@ -1,4 +1,6 @@
-"""A server's own endpoints, in front of a node that answers by a script: unified, prefill and decode, by `X-Role`."""
+"""A server's own endpoints, in front of a node that answers by a script: unified, prefill and decode, by `X-Role`, and
+unified ones that make vectors or scores.
+"""
 
 from collections.abc import Mapping
 
@@ -7,10 +9,11 @@ from engine import Run, Target
 from mutators import mutate_http
 
 from tandem.server import wire
+from tandem.server.api.validation import Task
 from tandem.server.channel import Frames, frame
 from targets.http import Refused, Served, check_served, new_loop, request, until
 
-ROLES = ("unified", "prefill", "decode")
+ROLES = ("unified", "prefill", "decode", "embeddings", "scores")
 ANSWERS = {
     "worker": WORKERS,
     "metrics": {},
@@ -126,6 +129,14 @@ def seeds() -> Mapping[str, bytes]:
         }
         lists |= {"bootstrap_room": [11, 12]}
         found[f"{role}_batch"] = request("POST", "/generate", {"input_ids": [PROMPT, [9]], **lists}, x_role=role)
+    pooled = {"documents": ["a", {"text": "b"}], "query": "c", "top_n": 1, "return_documents": True, "rid": "one"}
+    scored = {"text_1": ["a", "b"], "text_2": ["c", "d"], "timeout": 30.5}
+    embedded = {"input": ["a", "b"], "encoding_format": "base64", "dimensions": 4, "add_special_tokens": False}
+    for role in ("embeddings", "scores"):
+        found[f"{role}_rerank"] = request("POST", "/v1/rerank", pooled, x_role=role)
+        found[f"{role}_score"] = request("POST", "/score", scored, x_role=role)
+    found["embeddings"] = request("POST", "/v1/embeddings", embedded, x_role="embeddings")
+    found["embeddings_ids"] = request("POST", "/v1/embeddings", {"input": [PROMPT, [1]]}, x_role="embeddings")
     paths = ("/health", "/health_generate", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/toy",
              "/server_info", "/model_info", "/v1/loads", "/get_load", "/openapi.json", "/debug/waits",
              "/debug/state", "/debug/faults", "/v1/responses/resp_1",
@@ -168,8 +179,9 @@ class Servers:
 
 
 def made(role: str) -> World:
-    mode = {} if role == "unified" else {"disaggregation_mode": role}
-    it = world(says("ok", is_burst=True), answers=ANSWERS, enable_fault_injection=True, **mode)  # type: ignore[arg-type]  # fields of the config
+    mode = {"disaggregation_mode": role} if role in ("prefill", "decode") else {}
+    task = {"embeddings": Task.EMBEDDINGS, "scores": Task.SCORES}.get(role, Task.TOKENS)
+    it = world(says("ok", is_burst=True), answers=ANSWERS, task=task, enable_fault_injection=True, **mode)  # type: ignore[arg-type]  # fields of the config
     take, frames = it.node.send, Frames[wire.ApiToNode](wire.ApiToNode)
 
     def send(message: wire.ApiToNode) -> None:

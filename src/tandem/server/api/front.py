@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute, Route
 
 from tandem import __version__
 from tandem.server.api.openapi import Schema, openapi_document
+from tandem.server.api.validation import Task
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 INT64 = 1 << 62  # what is bounded by its type alone needs no word
@@ -46,9 +47,9 @@ def about(routes: Iterable[BaseRoute], *, role: str, models: Sequence[str]) -> S
 
 
 @cache
-def docs_response(role: str, dp_size: int = 1) -> HTMLResponse:
+def docs_response(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> HTMLResponse:
     """`/docs`. A router offers what a decode does, but for the debug pages."""
-    document = openapi_document("decode" if role == "router" else role, dp_size)
+    document = openapi_document("decode" if role == "router" else role, dp_size, task)
     hidden = "/debug/" if role == "router" else "\0"
     paths = {path: item for path, item in document["paths"].items() if not path.startswith(hidden)}
     page = docs_page(document | {"paths": paths}, role)

@@ -202,7 +202,7 @@ class Ops:
         return json_response(about(request.app.routes, role=self._limits.role, models=[self._config.model_name]))
 
     async def docs(self, request: Request) -> Response:
-        return docs_response(self._limits.role, self._limits.dp_size)
+        return docs_response(self._limits.role, self._limits.dp_size, self._limits.task)
 
     async def openapi(self, request: Request) -> Response:
         return json_response(openapi_document(self._limits.role, self._limits.dp_size, self._limits.task))

@@ -94,6 +94,7 @@ class Edge:
         timeout_ns = exchange.ask.timeout_ns if timeout_ns is None else timeout_ns
         requests, rendered_at = self._requests_of(server), self._time_for(exchange, server.name)
         script = exchange.ask.script_at(rendered_at, server.role)
+        script.wants_vector = exchange.ask.wants_vector and server.role is Role.UNIFIED
         page_size = server.ranks[0].template.page_size
         request = request_for(
             exchange.ask,
@@ -402,4 +403,5 @@ def request_for(
         prompt_digest=prompt_digest(script.prompt, b"eos one in %d" % script.eos_one_in, secret=SECRET),
         prompt_logprobs_from=script.logprobs_from,
         rendered_at=rendered_at,
+        wants_vector=script.wants_vector,
     )

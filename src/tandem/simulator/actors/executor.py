@@ -180,21 +180,30 @@ class Executor:
         self.last_iteration = plan.iteration
         spans = self._apply(plan)
         members = self.tables.decode_set.members if plan.decodes else ()
-        rows = [(span.sequence, span.start, span.stop, span.samples) for span in spans]
-        rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
+        rows = [*spans, *(Span(member, len(member.tokens) - 1, len(member.tokens), True) for member in members)]
         sampled: list[int] = []
         flags = bytearray()
         told: list[tuple[RequestId, bytes]] = []
-        for sequence, start, stop, samples in rows:
-            kv_sum = self._forward(sequence, start, stop, told)
-            if samples:
-                self._sample(sequence, kv_sum, sampled, flags, invalid)
+        vectors: list[tuple[RequestId, bytes]] = []
+        for row in rows:
+            kv_sum = self._forward(row.sequence, row.start, row.stop, told)
+            if row.samples:
+                self._sample(row.sequence, kv_sum, sampled, flags, invalid)
+            if row.pools:
+                vectors.append((row.sequence.request, told_of(kv_sum)))
         hashes = self.tables.finish(spans, sampled, decodes=plan.decodes)
         if self.shard != 0:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
         tokens = array("i", sampled).tobytes()
-        extras = tuple(told)
-        return BatchOutcome(plan.id, plan.iteration, tokens, bytes(flags), tuple(hashes), prompt_extras=extras)
+        return BatchOutcome(
+            plan.id,
+            plan.iteration,
+            tokens,
+            bytes(flags),
+            tuple(hashes),
+            prompt_extras=tuple(told),
+            vectors=tuple(vectors),
+        )
 
     def break_off(self, plan: BatchPlan) -> None:
         """The forward pass raises: sets and tables have changed, nothing is sampled, KV may be half written."""

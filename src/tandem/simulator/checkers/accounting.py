@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from tandem.core.commands import FinishRequest, Path, StartRequest
+from tandem.core.commands import FinishReason, FinishRequest, Path, StartRequest
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
@@ -62,7 +62,9 @@ class HitRate:
 
 
 class FirstTokenClock:
-    """The time to the first token counts from the arrival, whatever was retried; its stages are the whole of it."""
+    """The time to the first token, or the vector, counts from the arrival, whatever was retried; its stages are the
+    whole of it.
+    """
 
     id = "S27"
 
@@ -75,6 +77,13 @@ class FirstTokenClock:
             raise Violation(self.id, f"{where(life, progress.id)} arrived at {arrived}, not at {progress.arrived_at}")
 
     def began(self, life: Life, command: StartRequest) -> None:
+        self._check_stages(life, command)
+
+    def ended(self, life: Life, command: End) -> None:
+        if isinstance(command, FinishRequest) and command.reason is FinishReason.PROMPT:
+            self._check_stages(life, command)
+
+    def _check_stages(self, life: Life, command: StartRequest | FinishRequest) -> None:
         arrived = self.arrived[life.incarnation].get(command.request)
         if arrived is None or life.halves[command.request].role is Role.PREFILL:
             return
@@ -82,7 +91,8 @@ class FirstTokenClock:
         if total != now - arrived:
             stages = dict(command.ledger.stages)
             raise Violation(
-                self.id, f"{where(life, command.request)}: {now - arrived} ns to the first token, stages {stages}"
+                self.id,
+                f"{where(life, command.request)}: {now - arrived} ns to the first token, or vector, stages {stages}",
             )
 
 

@@ -6,6 +6,7 @@ from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartR
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, RequestId
+from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import End, where
 from tandem.simulator.model import EOS_TOKEN
@@ -65,11 +66,20 @@ class Tokens:
         if half.role is Role.PREFILL:
             if half.tokens > 1:
                 raise Violation(self.id, f"{where(life, half.request)}: a prefill gave {half.tokens} tokens")
+        elif half.script.wants_vector or command.reason is FinishReason.PROMPT:
+            self._check_vector(life, half, command)
         elif command.reason is FinishReason.LENGTH:
             if half.tokens != half.script.max_new_tokens:
                 raise Violation(self.id, f"{where(life, half.request)} ends after {half.tokens} tokens for length")
         elif not half.stop_sent and half.script.output_token(half.tokens - 1) != EOS_TOKEN:
             raise Violation(self.id, f"{where(life, half.request)} ends after {half.tokens} tokens for no reason")
+
+    def _check_vector(self, life: Life, half: Half, command: FinishRequest) -> None:
+        """Who wants one ends with it, and nobody else, and it is made of the whole prompt."""
+        if not half.script.wants_vector or command.reason is not FinishReason.PROMPT or half.tokens:
+            raise Violation(self.id, f"{where(life, half.request)} ends by {command.reason} after {half.tokens} tokens")
+        if command.vector != half.script.vector():
+            raise Violation(self.id, f"{where(life, half.request)}: the vector is not that of its prompt")
 
 
 class Stream:

@@ -115,6 +115,7 @@ class Options:
     batch_failure: float  # share of batches
     event_copies: float  # share of events that a node hears twice
     hostility: float  # share of requests that come with a made-up message
+    has_encoder: bool = False  # unified replicas look both ways, and all that they are asked for is vectors
     unified_share: float = 0.2  # of the requests, where there are unified replicas
     prefill_info: PrefillInfo = ALONE  # of every prefill server: its DP ranks
     decode_info: PrefillInfo = ALONE
@@ -211,6 +212,7 @@ def draw_options(seed: int) -> Options:
         batch_failure=random.uniform(0.0, 0.01) if "F20" in classes else 0.0,
         event_copies=random.uniform(0.0, 0.05) if "F3" in classes else 0.0,
         hostility=random.uniform(0.0, 1.0) if "F17" in classes else 0.0,
+        has_encoder=Random(f"encoders {seed}").random() < 1 / 6,
         unified_share=delayers.choice((0.2, 0.8)),
         prefill_info=prefill_info,
         decode_info=decode_info,

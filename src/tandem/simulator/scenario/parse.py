@@ -31,7 +31,7 @@ CLOCKS = "F10"
 GIVEN_BY_THE_LINE = ("role", "incarnation")
 UNITS = (("ms", MILLISECOND), ("us", 1000), ("ns", 1), ("s", SECOND))
 # A scenario has no routers.
-ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "http_silences", "error_heads")
+ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "http_silences", "error_heads", "has_encoder")
 NO_WEATHER = (
     "seed",
     "num_prefills",

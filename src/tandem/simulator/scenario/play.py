@@ -201,6 +201,7 @@ class Scenario:
         timeout_ns, priority = parse_ns(options.get("timeout", "600s")), int(options.get("priority", "0"))
         ask = Ask(len(self.asks), 0, script, timeout_ns, priority, None, None, repeats_room=False)
         ask.tenant = options.get("tenant", "")
+        ask.wants_vector = "vector" in options
         ask.prefill_rank = int(options["rank"]) if "rank" in options else None
         rendered_at = int(options["rendered"]) if "rendered" in options else None
         ask.shown = ShownTime() if rendered_at is not None else None

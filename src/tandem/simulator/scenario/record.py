@@ -157,6 +157,7 @@ class Tape:
             request.dp_rank_hint,
             half.rendered_at // half.ask.shown.unit_s if half.ask.shown is not None else None,
             half.ask.script.logprobs_from,
+            request.wants_vector,
         )
         if line not in self.happenings:
             self.happenings.append(line)

@@ -41,6 +41,7 @@ class RequestLine:
     rank: int | None = None
     rendered_at: int | None = None  # its prompt shows the time
     logprobs_from: int | None = None  # the client wants to know of prompt tokens behind this one
+    wants_vector: bool = False
 
     def text(self) -> str:
         words = ["at", ns_text(self.at), self.replica, "request", f"{self.prompt_len}+{self.max_new_tokens}"]
@@ -55,6 +56,7 @@ class RequestLine:
             ("rank", self.rank),
             ("rendered", self.rendered_at),
             ("logprobs", self.logprobs_from),
+            ("vector", "yes" if self.wants_vector else None),
         )
         return " ".join([*words, *(f"{name} {value}" for name, value in options if value is not None)])
 

@@ -18,13 +18,14 @@ from tandem.core.values import ceil_div
 from tandem.engine.model_config import read_config
 from tandem.server import worker_process
 from tandem.server.api.facts import ModelFacts
+from tandem.server.api.validation import Task
 from tandem.server.node import process as node_process
 from tandem.server.processes import Launch, ServerFailure, bind_listeners
 from tandem.server.router.app import listen, serve_router
 from tandem.server.router.config import RouterConfig, make_worker
 from tandem.server.start import serve, with_ports
 from tandem.server.worker_process import Loaded, Place
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import DIMENSIONS, PlainEngine
 from tandem.simulator.whole.kernel import Kernel, Process
 from tandem.simulator.whole.shards import Shards
 from tandem.simulator.whole.virtual_process import Program
@@ -65,6 +66,7 @@ class PlainModel:
     base_s: float = 0.004
     token_s: float = 0.00005
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
+    looks_both_ways: bool = False  # prompts are computed whole
 
 
 def children(model: PlainModel) -> Mapping[str, Program]:
@@ -90,7 +92,7 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         shards=Shards(launch.rank, place.group, place.pipeline, place.ranks),
     )
     fields = {"page_size": str(config.page_size), "model": "plain"}
-    return Loaded(engine, num_pages, model.grid, known.vocab_size, fields)
+    return Loaded(engine, num_pages, model.grid, known.vocab_size, fields, whole_prompts=model.looks_both_ways)
 
 
 def facts(config: ServerConfig) -> ModelFacts:
@@ -104,6 +106,8 @@ def facts(config: ServerConfig) -> ModelFacts:
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_ids),
         dtype="float32",
+        task=Task.EMBEDDINGS if config.is_embedding else Task.TOKENS,
+        dimensions=DIMENSIONS,
     )
 
 

@@ -34,6 +34,7 @@ SLOT_BYTES = 8
 FIRST_TOKEN = 16  # of ordinary ones
 EOS_TOKEN = 2
 EOS_ONE_IN = 40
+DIMENSIONS = 4  # of a vector
 ALONE = Shards(Rank(), OneShard(), OneStage())
 
 
@@ -47,6 +48,15 @@ def next_token(kv_sum: int, position: int, *, vocab_size: int, may_end: bool, ma
     if may_end and mixed % EOS_ONE_IN == 0:
         return EOS_TOKEN
     return FIRST_TOKEN + (mixed >> 8) % (vocab_size - FIRST_TOKEN)
+
+
+def vector_of(kv_sum: int) -> list[float]:
+    """Of a prompt, given the sum of all its KV: numbers of 16 bits each, so that fp32 holds them as they are."""
+    return [float(kv_sum >> 16 * part & 0xFFFF) for part in range(DIMENSIONS)]
+
+
+def vector_bytes(kv_sum: int) -> bytes:
+    return array("f", vector_of(kv_sum)).tobytes()
 
 
 def ids_in(words: Sequence[int]) -> list[int]:
@@ -196,7 +206,7 @@ class PlainEngine:
         batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
         if self.runs is not None:
             self.runs(plan, batch)
-        following = self._forward(batch)
+        following, vectors = self._forward(batch)
         if batch.samplers and not self._shards.rank.samples:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
@@ -217,6 +227,7 @@ class PlainEngine:
                 if row.params.logprobs
             ),
             prompt_extras=tuple(self._prompt_scores(spans)) if self._shards.rank.samples else (),
+            vectors=tuple(vectors) if self._shards.rank.samples else (),
             duration_ns=since(began),
         )
 
@@ -238,8 +249,10 @@ class PlainEngine:
         """A token after which a grammar allows nothing is the last one."""
         return TokenFlag.STOP if row.matcher is not None and row.matcher.is_finished else 0
 
-    def _forward(self, batch: RunBatch[Row]) -> list[int]:
-        """Write the KV of all rows, through their page tables, and return the tokens of those that sample."""
+    def _forward(self, batch: RunBatch[Row]) -> tuple[list[int], list[tuple[RequestId, bytes]]]:
+        """Write the KV of all rows, through their page tables. Returns the tokens of those that sample, and the vectors
+        of those that pool.
+        """
         members = list(self._tables.decode_set.members) if batch.decodes else []
         rows = [(span.sequence, span.start, span.stop, span.samples) for span in batch.spans]
         rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
@@ -256,7 +269,9 @@ class PlainEngine:
             sums = self._shards.shared(sums)
         ends = [self._write(row, start, stop, kv_sum) for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)]
         self._shards.to_stage_behind(sums)
-        return [
+        pooled = zip(batch.spans, ends, strict=False)
+        vectors = [(span.sequence.request, vector_bytes(kv_sum)) for span, kv_sum in pooled if span.pools]
+        following = [
             next_token(
                 kv_sum,
                 stop - 1,
@@ -267,6 +282,7 @@ class PlainEngine:
             for (row, _, stop, samples), kv_sum in zip(rows, ends, strict=True)
             if samples
         ]
+        return following, vectors
 
     def accompany(self) -> None:
         """Take part in a step without a batch. Raises WorkerGone."""

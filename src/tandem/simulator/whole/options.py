@@ -32,6 +32,7 @@ FAULT_KINDS = (
     "abort_all",
 )
 STARVES = ("no_forks", "no_memory")
+DECODER, ENCODER = "decoder", "encoder"
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
@@ -81,6 +82,7 @@ class Options:
     has_rings: bool = False  # what a fault of ours has left is written
     routing: dict[str, Any] = field(default_factory=dict)  # flags of the router
     narrows: Narrows = Narrows()
+    vectors: str = ""  # what makes them, decoder or encoder, where the server makes nothing else
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
 
     @property
@@ -147,6 +149,16 @@ def draw_routing(seed: int) -> dict[str, Any]:
     return flags
 
 
+def draw_vectors(seed: int, *, is_unified: bool) -> tuple[str, dict[str, Any]]:
+    """From randomness of their own, too: what makes vectors, and flags of that. Pairs have nothing to do with it."""
+    random = Random(f"whole vectors {seed}")
+    if not is_unified or random.random() < 0.7:
+        return "", {}
+    if random.random() < 0.5:
+        return DECODER, {"is_embedding": True}
+    return ENCODER, {"is_embedding": True, "chunked_prefill_size": 512}
+
+
 def _draw_flags(random: Random) -> dict[str, Any]:
     """Of all servers."""
     page_size = random.choice((4, 8, 16))
@@ -211,7 +223,9 @@ def draw_options(seed: int) -> Options:
     roles["decode"] |= flags_of(decode_cut)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     together, delayer = draw_together(seed)
-    flags |= form_flags | draw_cut(seed) | _draw_tier(seed, flags) | together | (delayer if is_unified else {})
+    vectors, vector_flags = ("", {}) if together else draw_vectors(seed, is_unified=is_unified)
+    tier = {} if vectors else _draw_tier(seed, flags)
+    flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
     has_faults = random.random() < 0.8
     kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
@@ -235,7 +249,8 @@ def draw_options(seed: int) -> Options:
         records=random.random() < 0.3,
         is_by_name=random.random() < 0.3,
         timeouts=(3.0, 10.0, 20.0) if kinds else (20.0,),
-        formed=formed,
+        formed=0.0 if vectors else formed,
+        vectors=vectors,
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
         routing=draw_routing(seed),
         narrows=draw_narrows(seed),

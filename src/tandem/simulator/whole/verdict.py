@@ -8,6 +8,7 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.clients import Answer, Conduct, said_in
 from tandem.simulator.whole.faults import Faults
 from tandem.simulator.whole.forms import check_form
+from tandem.simulator.whole.vectors import VectorAsk, check_vectors
 
 STALL_S = 9.0  # the longest gap that the flags of `options.py` allow: the router's
 FLOW_S = 1.0  # of a stream that is looked at: much longer than anything is on its way
@@ -62,6 +63,9 @@ def _check_error(answer: Answer, error: dict[str, Any], what: str) -> None:
 
 
 def _check_tokens(answer: Answer, what: str) -> None:
+    if isinstance(answer.ask, VectorAsk):
+        check_vectors(answer, answer.ask, what)
+        return
     if answer.right is not None:
         check_form(answer, answer.right)
         return

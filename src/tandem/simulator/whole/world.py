@@ -45,6 +45,7 @@ from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
 from tandem.simulator.whole.operators import Stranger, Visitor
 from tandem.simulator.whole.options import (
     BOOTSTRAP_PORT,
+    ENCODER,
     RECORD_FOLDER,
     RING_FOLDER,
     Cluster,
@@ -57,6 +58,7 @@ from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.spies import spies
 from tandem.simulator.whole.starvation import Starvation, server_of
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
+from tandem.simulator.whole.vectors import VectorAsk
 from tandem.simulator.whole.verdict import check
 from tandem.simulator.whole.virtual_process import LogLines, Programs, Replacement, virtual_machine
 from tandem.transfer import protocol, puller
@@ -119,7 +121,8 @@ class World:
 
     def run(self, trace: Callable[[str], None] | None = None) -> SeedResult:
         self.kernel.trace = trace
-        model = PlainModel(base_s=self.options.base_s, grid=self.options.grid)
+        looks_both_ways = self.options.vectors == ENCODER
+        model = PlainModel(base_s=self.options.base_s, grid=self.options.grid, looks_both_ways=looks_both_ways)
         table = dict(servers.children(model))
         table["tandem.server.worker_process"] = partial(
             servers.worker_process.main, partial(self._load_engine, model=model)
@@ -273,7 +276,9 @@ class World:
         careless = max(options.careless, narrows.careless)
         ask = draw_ask(random, number, careless=careless, timeouts=options.timeouts, lengths=narrows.prompt_lengths)
         form = Random(f"form {self.options.seed} {number}")
-        if form.random() < self.options.formed:
+        if self.options.vectors:
+            ask = VectorAsk.of(ask, Random(f"vector {self.options.seed} {number}"))
+        elif form.random() < self.options.formed:
             ask = FormedAsk.of(ask, form)
         await asyncio.sleep(after_s)
         self.answers.append(await self._ask(ask, random))
@@ -349,6 +354,8 @@ class World:
         number = 1000 + len(self.answers)
         random = Random(f"canary {self.options.seed} {number}")
         ask = draw_ask(random, number, careless=0.0, timeouts=(20.0,))
+        if self.options.vectors:
+            ask = VectorAsk.of(ask, random)
         answer = await self._ask(ask, random)
         self.answers.append(answer)
         check(answer, self.faults)
