@@ -214,6 +214,7 @@ class VectorBody(Struct, kw_only=True):
     """What all requests that end with their prompts share."""
 
     truncate_prompt_tokens: Raw = NOTHING
+    truncate: Raw = NOTHING
     max_tokens_per_doc: Raw = NOTHING
 
 
