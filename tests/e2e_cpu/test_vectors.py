@@ -269,6 +269,7 @@ def test_flags_that_do_not_go_with_vectors_are_refused_at_start(bert: Served, qw
         (bert.where, ["--disaggregation-mode", "prefill"], "leave --disaggregation-mode out"),
         (bert.where, ["--deterministic"], "--deterministic is measured on scores of tokens"),
         (bert.where, ["--disable-radix-cache"], "--disable-radix-cache does nothing for an encoder"),
+        (bert.where, ["--enable-hierarchical-cache"], "--enable-hierarchical-cache does nothing for an encoder"),
         (qwen.where, ["--is-embedding", "--disaggregation-mode", "decode"], "leave --disaggregation-mode out"),
         (qwen.where, ["--is-embedding", "--tool-call-parser", "hermes"], "--tool-call-parser does nothing"),
     ):
