@@ -75,7 +75,7 @@ def forget_comes_after_the_next_batch() -> Iterator[None]:
         yield
 
 
-@mutant(21, "L6")
+@mutant(3, "L6")
 def running_request_ends_as_soon_as_pages_are_short() -> Iterator[None]:
     def preempt_for_pages(node_state, num_pages):
         batch_planner.fail_for_lack_of_pages(node_state, node_state.requests[next(iter(node_state.decode_set))])

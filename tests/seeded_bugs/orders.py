@@ -38,7 +38,7 @@ def refusal_of_the_edge_is_not_for_the_other_half() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S2", "S3", "S13")
+@mutant(1, "S13", "S2", "S3")
 def flush_drops_pages_of_requests_that_live() -> Iterator[None]:
     original = node.handle
 

@@ -47,7 +47,7 @@ def a_load_that_fails_fails_its_request() -> Iterator[None]:
         yield
 
 
-@mutant(257, "L12", "W2")
+@mutant(257, "W2", "L12")
 def a_load_is_waited_for_without_end() -> Iterator[None]:
     with replaced(loading, "stop_if_late", lambda node_state, progress: None):
         yield
