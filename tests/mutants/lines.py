@@ -1088,7 +1088,7 @@ OTHERS = (
         "core/router/worker_registry.py",
         "self._next_id = max(self._next_id, WorkerId(worker.id + 1))",
         "self._next_id = WorkerId(len(self._entries))",
-        "unit/test_router_turnover.py::test_an_idle_worker_is_gone_at_once_and_its_number_is_not_used_again",
+        "unit/test_router_core_turnover.py::test_an_idle_worker_is_gone_at_once_and_its_number_is_not_used_again",
     ),
     Break(
         "anybody_with_a_key_adds_workers_from_elsewhere",
