@@ -1287,7 +1287,7 @@ OTHERS = (
         "a_slow_load_is_waited_for_to_the_end",
         "core/scheduler/ends.py",
         "    stop_if_late(node, progress)\n",
-        "",
+        "    pass\n",
         TIER + "a_load_that_takes_too_long_is_not_waited_for",
     ),
     Break(
