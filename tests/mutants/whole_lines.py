@@ -464,7 +464,7 @@ KILLED_BY: dict[str, int | str] = {
     "broken_pull_is_not_tried_again": 65,
     "busy_threads_count_as_free": 85,
     "cancelled_pull_is_drained_while_bytes_land": 1330,
-    "cancelled_pull_keeps_its_turn": 1330,
+    "cancelled_pull_keeps_its_turn": 0,
     "cancelled_pull_never_leaves": 51,
     "closed_link_is_not_hung_up": 32,
     "digests_are_not_flushed": 85,
@@ -509,7 +509,7 @@ KILLED_BY: dict[str, int | str] = {
     "two_threads_write_at_once": 85,
     "who_has_nothing_to_say_says_nothing": 32,
     "worker_stays_when_its_node_goes": 85,
-    "workers_are_not_told_of_a_lost_peer": 3,
+    "workers_are_not_told_of_a_lost_peer": 23,
 }
 
 # Those that no seed has noticed, and why.
