@@ -15,11 +15,13 @@ from tandem.core.commands import (
     ForgetRequests,
     LaunchBatch,
     LearnPeer,
+    LoadPages,
     PublishPages,
     PullPages,
     RenderAgain,
     RevokePages,
     StartRequest,
+    StorePages,
     Tell,
 )
 from tandem.core.disagg.messages import Message, Offer
@@ -50,6 +52,8 @@ def dispatch(draft: Draft, command: Command) -> None:
         case RevokePages(request, attempt):
             draft.to_digest = [job for job in draft.to_digest if (job.request, job.attempt) != (request, attempt)]
             draft.lender.revoke(request, attempt)
+        case StorePages() | LoadPages():
+            draft.copies.append(command)
         case PullPages():
             draft.reader.pull(command)
         case CancelPull():

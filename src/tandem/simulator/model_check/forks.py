@@ -91,6 +91,7 @@ def world_state(snapshot: bytes, now: Nanos) -> bytes:
     for stashed in plain["stash"].values():
         _count_from(now, stashed)
     plain["asked"] = {address: at - now for address, at in plain["asked"].items()}
+    _count_copies(now, plain["host"])
     _rank_uses(plain["tree"])
     return hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=16).digest()
 
@@ -99,6 +100,13 @@ def _count_from(now: Nanos, record: dict[str, Any]) -> None:
     for name in MOMENTS:
         if record.get(name):
             record[name] = max(0, record[name] - now)
+
+
+def _count_copies(now: Nanos, host: dict[str, Any]) -> None:
+    """A copy is late or it is not."""
+    del host["counters"]
+    for copy in host["copies"].values():
+        copy["begun_at"] = min(now - copy["begun_at"], host["settings"]["load_timeout_ns"])
 
 
 def _rank_uses(tree: dict[str, Any]) -> None:

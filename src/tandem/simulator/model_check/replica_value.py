@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar  # Any: an answer to a move, of any sha
 from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
-from tandem.core.commands import PublishPages
+from tandem.core.commands import LoadPages, PublishPages, StorePages
 from tandem.core.disagg.messages import Message
 from tandem.core.events import Event
 from tandem.core.kv.pool import PageState
@@ -113,6 +113,8 @@ class SmallReplica(Struct, frozen=True):
     halves: tuple[SmallHalf, ...] = ()
     work: tuple[BatchPlan | tuple[RequestId, ...], ...] = ()  # batches, and requests to forget in between
     to_digest: tuple[PublishPages, ...] = ()
+    copies: tuple[StorePages | LoadPages, ...] = ()
+    host: tuple[tuple[int, bytes, tuple[int, ...]], ...] = ()  # host page, hash, contents
     grants: tuple[GrantValue, ...] = ()
     reader: ReaderValue = NO_READER
     lookups: tuple[Address, ...] = ()
@@ -133,6 +135,8 @@ class Draft:
     halves: dict[RequestId, SmallHalf]
     work: list[BatchPlan | tuple[RequestId, ...]]
     to_digest: list[PublishPages]
+    copies: list[StorePages | LoadPages]
+    host: dict[PageId, tuple[bytes, tuple[int, ...]]]
     lender: Lender[int]  # links are the reader's numbers
     reader: Reader
     lookups: list[Address]
@@ -145,6 +149,12 @@ class Draft:
         """Requests to forget wait only for the batches before them."""
         while self.work and not isinstance(self.work[0], BatchPlan):
             self.executor.forget(self.work.pop(0))  # type: ignore[arg-type]
+
+
+def frozen_host(draft: Draft) -> tuple[tuple[int, bytes, tuple[int, ...]], ...]:
+    """Pages that are free will be read by nobody."""
+    states = draft.node.state.host.pool.states
+    return tuple((page, *draft.host[page]) for page in sorted(draft.host) if states[page] != PageState.FREE)
 
 
 def thaw_lender(grants: tuple[GrantValue, ...], inbox: list[Event]) -> Lender[int]:

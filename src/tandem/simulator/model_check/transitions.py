@@ -11,12 +11,14 @@ from typing import cast
 import msgspec
 
 from tandem.core.batch import BatchPlan
+from tandem.core.commands import StorePages
 from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import (
     AbortRequested,
     BatchFailed,
     BatchReturned,
     Event,
+    PagesCopied,
     PeerLearned,
     PeerLost,
     PeerSaid,
@@ -27,6 +29,7 @@ from tandem.core.events import (
 from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.executor import digest
+from tandem.simulator.model_check.reader import SHARD
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Violation
 from tandem.transfer.jobs import Trouble
@@ -75,6 +78,24 @@ def _batch_fails(draft: Draft) -> tuple[Event, ...]:
     plan = cast(BatchPlan, draft.work.pop(0))
     draft.executor.break_off(plan)
     return (BatchFailed(plan.id, Cause.WORKER_LOST, "the forward pass raised"),)
+
+
+def _pages_are_copied(draft: Draft) -> tuple[Event, ...]:
+    """The first copy that was asked for, now: what it reads, and writes, is what is there at its end."""
+    copy = draft.copies.pop(0)
+    for page_hash, page, host_page in zip(copy.hashes, copy.pages, copy.host_pages, strict=True):
+        if isinstance(copy, StorePages):
+            draft.host[host_page] = page_hash, tuple(draft.executor.memory.copy_out(page))
+            continue
+        kept, contents = draft.host[host_page]
+        if kept != page_hash:
+            raise Violation("S7", f"{draft.cast.name}: host page {host_page} is loaded for another one")
+        draft.executor.memory.copy_in(page, list(contents))
+    return (PagesCopied(copy.copy, SHARD, len(copy.pages)),)
+
+
+def _copy_fails(draft: Draft) -> tuple[Event, ...]:
+    return (PagesCopied(draft.copies.pop(0).copy, SHARD, 0, "no memory"),)
 
 
 def _finds(draft: Draft, address: Address, peer: Incarnation, layout: str) -> tuple[Event, ...]:
@@ -197,6 +218,8 @@ TRANSITIONS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
     "aborts": _aborts,
     "batch returns": _batch_returns,
     "batch fails": _batch_fails,
+    "pages are copied": _pages_are_copied,
+    "copy fails": _copy_fails,
     "finds": _finds,
     "finds nobody": _finds_nobody,
     "hears": _hears,

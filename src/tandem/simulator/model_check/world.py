@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
-from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role
+from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role, TierSettings
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.simulator.model_check.reader import Reading
@@ -62,6 +62,8 @@ class Small(Struct, frozen=True):
     depth: int
     prompts: tuple[int, ...] = (5, 4)
     same_prompt: bool = False
+    stories: tuple[int, ...] = ()  # of each prompt; those of one story begin alike. Empty: each has its own
+    in_turn: bool = False  # nothing of a request comes before those before it have ended on that side
     times: tuple[int, int] = (0, 0)  # that the prompts show on prefill and on decode, as an additional token
     max_new_tokens: int = 2
     eos_one_in: int = 0
@@ -69,6 +71,7 @@ class Small(Struct, frozen=True):
     faults: tuple[tuple[Fault, int], ...] = ()
     prefill_pages: int = 4
     decode_pages: int = 6
+    host_pages: int = 0  # on each side; 0: there is no host memory
     max_running: int = 2
     metadata_slots: int = 2
     window_depth: int = 1
@@ -98,6 +101,7 @@ class Small(Struct, frozen=True):
             load_failure=self.load_failure,
             lease_ns=self.lease_ns,
             learn_peer_tries=self.learn_peer_tries,
+            host_tier=TierSettings(self.host_pages) if self.host_pages else None,
         )
 
     def budget(self) -> FaultBudget:
@@ -134,7 +138,8 @@ class SmallWorld:
         self.stages = (stage(Role.PREFILL, self.small.times[PREFILL]), stage(Role.DECODE, self.small.times[DECODE]))
 
     def _script(self, number: int, time: int) -> Script:
-        first = 100 if self.small.same_prompt else 100 * number
+        story = self.small.stories[number - 1] if self.small.stories else number
+        first = 100 if self.small.same_prompt else 100 * story
         prompt = list(range(first, first + self.small.prompts[number - 1]))
         if time:
             prompt.insert(len(prompt) // 2, 1000 + time)
@@ -181,7 +186,7 @@ class SmallWorld:
 
     def _own_moves(self, side: int, replica: SmallReplica) -> Iterator[tuple[Move, Fault | None]]:
         """Of one replica, whatever its peer does."""
-        for request in replica.to_come:
+        for request in self._coming(replica):
             yield ("own", side, "arrives", request), None
             yield ("own", side, "never comes", request), Fault.ABORT
             if side == DECODE:
@@ -202,6 +207,9 @@ class SmallWorld:
                 yield ("corrupt", number), Fault.FAILURE
             else:
                 yield ("read", number), None
+        if replica.copies:
+            yield ("own", side, "pages are copied"), None
+            yield ("own", side, "copy fails"), Fault.FAILURE
         if replica.work:
             yield ("own", side, "batch returns"), None
             yield ("own", side, "batch fails"), Fault.FAILURE
@@ -210,6 +218,11 @@ class SmallWorld:
                 yield ("own", side, "aborts", half.request), Fault.ABORT
         if replica.halves:
             yield ("restart", side), Fault.RESTART
+
+    def _coming(self, replica: SmallReplica) -> tuple[RequestId, ...]:
+        if not self.small.in_turn:
+            return replica.to_come
+        return () if any(not half.end for half in replica.halves) else replica.to_come[:1]
 
     def time_to_wake(self, world_state: WorldState) -> Nanos | None:
         wakes = [self.stages[side].wake_in(world_state[side]) for side in (PREFILL, DECODE)]

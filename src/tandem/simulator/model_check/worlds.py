@@ -99,6 +99,21 @@ SMALL_WORLDS = (
     Small("overlap", TO_THE_END, prompts=(4, 4), window_depth=2, max_new_tokens=3),
     # The same beginning twice: decode holds the whole second prompt, prefill a part of it, and pages are evicted.
     Small("cached", TO_THE_END, prompts=(5, 4), same_prompt=True, prefix_cache=True, prefill_pages=3, decode_pages=3),
+    # The first prompt comes again when the second has pushed it out to host memory: it is loaded, on both sides, or a
+    # copy fails, or whoever waits for it leaves.
+    Small(
+        "tiers",
+        TO_THE_END,
+        prompts=(5, 5, 5),
+        stories=(1, 2, 1),
+        in_turn=True,
+        max_new_tokens=1,
+        prefix_cache=True,
+        prefill_pages=2,
+        decode_pages=2,
+        host_pages=2,
+        faults=((Fault.ABORT, 1), (Fault.FAILURE, 1)),
+    ),
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )
