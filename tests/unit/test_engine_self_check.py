@@ -49,6 +49,10 @@ class WrongLinear:
     def weight(self) -> Tensor:
         return self.linear.weight
 
+    @property
+    def group(self) -> object:
+        return self.linear.group  # type: ignore[attr-defined]  # of those that a group shares
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.linear(x) + 1e-3 * self.error(x)
 

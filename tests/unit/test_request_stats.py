@@ -85,7 +85,7 @@ def test_token_counters_move_while_a_request_runs_and_the_throughput_is_0_when_i
             while (found := scrape((await http.get("/metrics")).text))["sglang:generation_tokens_total"] < 3:
                 assert not asking.done()
             assert found["sglang:prompt_tokens_total"] == 2
-            assert found["sglang:cached_tokens_total"] == 3
+            assert found["sglang:cached_tokens_total|device"] == 3
             assert found["sglang:gen_throughput"] > 0
             assert found["sglang:num_requests_total"] == 0
             assert found["sglang:http_requests_active|/v1/completions|POST"] == 1
