@@ -219,22 +219,23 @@ def unified_loading(seconds: int = 60) -> Scene:
     return Scene(world, node, request)
 
 
-def prefill_loading(seconds: int = 60) -> Scene:
-    world, prefill, decode = build(prefill=patient(seconds))
-    leave_for_host(world, prefill)
-    left, right = world.pair(prefill, decode, **ASKED)
+def pair_loading(role: str, seconds: int) -> Scene:
+    """One half of the pair loads."""
+    world, prefill, decode = build(**{role: patient(seconds)})
+    loads, other = (prefill, decode) if role == "prefill" else (decode, prefill)
+    leave_for_host(world, loads)
+    halves = dict(zip(("prefill", "decode"), world.pair(prefill, decode, **ASKED), strict=True))
     room = world.next_room
     world.run()
-    return Scene(world, prefill, left, decode, right, room)
+    return Scene(world, loads, halves.pop(role), other, *halves.values(), room)
+
+
+def prefill_loading(seconds: int = 60) -> Scene:
+    return pair_loading("prefill", seconds)
 
 
 def decode_loading(seconds: int = 60) -> Scene:
-    world, prefill, decode = build(decode=patient(seconds))
-    leave_for_host(world, decode)
-    left, right = world.pair(prefill, decode, **ASKED)
-    room = world.next_room
-    world.run()
-    return Scene(world, decode, right, prefill, left, room)
+    return pair_loading("decode", seconds)
 
 
 LOADING = {"unified": unified_loading, "prefill": prefill_loading, "decode": decode_loading}

@@ -41,7 +41,7 @@ class VectorWorld:
     def __init__(self, model_dir: Path, *, group: Group | None = None, **options: object) -> None:
         torch.set_num_threads(1)
         loaded = load(model_dir, group=group, is_embedding=True)
-        self.engine = Engine(loaded, page_size=PAGE, num_pages=256, **options)  # type: ignore[arg-type]
+        self.engine = Engine(loaded, page_size=PAGE, num_pages=256, **options)  # type: ignore[arg-type]  # of several types
         self.engine.kv.tensor.fill_(float("nan"))
         self.num_pages = 0
         self.pages: dict[int, tuple[PageId, ...]] = {}

@@ -120,7 +120,7 @@ def test_up_publishes_what_prefill_and_decode_hold(tmp_path: Path) -> None:
             within_s=60,
             what=output.read_text,
         )
-        member = Member("router", (), up, router_port, output)  # type: ignore[arg-type]
+        member = Member("router", (), up, router_port, output)  # type: ignore[arg-type]  # text, and not bytes
         router = Server(member)
         with reader(port, replay_port) as prefill, reader(port, replay_port, 1) as decode:
             answer = router.generate(PROMPT, max_new_tokens=40, sampling_params={"ignore_eos": True})

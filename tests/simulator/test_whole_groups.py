@@ -14,12 +14,12 @@ from tandem.ranks import Rank, all_ranks
 from tandem.simulator.model import MASK
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.cuts import CUTS, draw_cut, draw_cuts
-from tandem.simulator.whole.faults import ENDING_NS
 from tandem.simulator.whole.groups import Groups, Replica
 from tandem.simulator.whole.kernel import START_NS, Process
 from tandem.simulator.whole.options import Options, draw_options
 from tandem.simulator.whole.shards import BEFORE, HERE, Shards
 from tandem.simulator.whole.world import World, run_seed
+from whole_strikes import frozen, killed
 
 CORPUS = [
     int(line.split()[0]) for line in Path(__file__).with_name("whole_groups.txt").read_text().splitlines() if line
@@ -73,16 +73,6 @@ def test_the_same_seed_of_several_workers_gives_the_same_bytes_whatever_the_hash
 
 
 # --- one of several workers ------------------------------------------------------------------------------------------
-
-
-def killed(world: World, process: Process) -> None:
-    world.faults.disturb("unified", ENDING_NS)
-    world.kernel.kill(process)
-
-
-def frozen(world: World, process: Process) -> None:
-    world.faults.disturb("unified", 10 * SECOND)
-    world.kernel.freeze(process)
 
 
 def without_memory(world: World, process: Process) -> None:

@@ -11,10 +11,10 @@ from tandem.core.values import SECOND
 from tandem.server.api.gathering import Gathering
 from tandem.simulator.whole.cuts import draw_cut, draw_cuts, draw_together
 from tandem.simulator.whole.engine import PlainEngine
-from tandem.simulator.whole.faults import ENDING_NS
 from tandem.simulator.whole.kernel import START_NS, Process
 from tandem.simulator.whole.options import Options, draw_options
 from tandem.simulator.whole.world import World, run_seed
+from whole_strikes import frozen, killed
 
 CORPUS = (5, 39, 84, 130, 268)
 STRIKE_NS = START_NS + 2 * SECOND
@@ -63,16 +63,6 @@ def test_ranks_go_along_with_each_other_and_prompts_wait_for_all(
     result = World(one_server(enable_prefill_delayer=True, prefill_delayer_max_delay_passes=4)).run()
     assert not result.invariant, result.detail
     assert {"idle", "rank 0 wants", "rank 1 wants", "rank 0 answers", "rank 1 answers"} <= set(seen)
-
-
-def killed(world: World, process: Process) -> None:
-    world.faults.disturb("unified", ENDING_NS)
-    world.kernel.kill(process)
-
-
-def frozen(world: World, process: Process) -> None:
-    world.faults.disturb("unified", 10 * SECOND)
-    world.kernel.freeze(process)
 
 
 def without_memory(world: World, process: Process) -> None:

@@ -168,13 +168,13 @@ def test_who_asks_for_a_replay_in_other_words_gets_no_answer_and_does_no_harm() 
     publishing = publisher(chosen)
     try:
         context = zmq.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.connect(f"tcp://127.0.0.1:{replay_port}")
+        asker = context.socket(zmq.DEALER)
+        asker.connect(f"tcp://127.0.0.1:{replay_port}")
         for frames in ([b"x"], [b"", b"short"], [b"", b"12345678", b"more"], [b""] * 9):
-            stranger.send_multipart(frames)
+            asker.send_multipart(frames)
         with Subscriber(port, replay_port=replay_port) as subscriber:
             assert [number for number, _ in subscriber.replay()] == [0]
-        assert not stranger.poll(0)
+        assert not asker.poll(0)
         context.destroy(linger=0)
     finally:
         publishing.close()

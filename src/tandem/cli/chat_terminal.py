@@ -201,12 +201,12 @@ def keys() -> KeyBindings:
     return bindings
 
 
-def open_history(wish: str | None) -> tuple[History, str]:
+def open_history(given: str | None) -> tuple[History, str]:
     """Questions are as private as a shell's history. With what kept them from being written, for the user."""
-    if wish == "off":
+    if given == "off":
         return InMemoryHistory(), ""
     try:
-        path = Path(wish).expanduser() if wish else default_history()
+        path = Path(given).expanduser() if given else default_history()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         if path.stat().st_size > MAX_HISTORY_BYTES:

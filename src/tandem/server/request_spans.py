@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from tandem.metrics.request_stats import RequestRecord
 from tandem.metrics.stage_spans import span_attributes, stage_spans
-from tandem.server.tracing import Span, Value
+from tandem.server.tracing import Span, Value, known
 
 
 def tell_spans(span: Span, records: Sequence[RequestRecord], *, arrival_ns: int, model: str) -> None:
@@ -23,11 +23,5 @@ def tell_spans(span: Span, records: Sequence[RequestRecord], *, arrival_ns: int,
 
 
 def abort_of(record: RequestRecord) -> dict[str, Value]:
-    info: dict[str, Value] = {"reason": record.detail or record.outcome, "code": record.outcome}
-    if record.stage:
-        info["stage"] = record.stage
-    if record.peer:
-        info["peer"] = record.peer
-    if record.waited_seconds:
-        info["waited_seconds"] = record.waited_seconds
-    return info
+    said: dict[str, Value] = {"reason": record.detail or record.outcome, "code": record.outcome}
+    return said | known(stage=record.stage, peer=record.peer, waited_seconds=record.waited_seconds)

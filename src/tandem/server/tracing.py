@@ -83,14 +83,13 @@ def make_tracing(
 
 def abort_info(failure: Failure) -> dict[str, Value]:
     """What a span says of a failure."""
-    info: dict[str, Value] = {"reason": failure.message, "code": failure.code.value, "status_code": failure.status}
-    if failure.stage:
-        info["stage"] = failure.stage
-    if failure.peer:
-        info["peer"] = failure.peer
-    if failure.waited_seconds:
-        info["waited_seconds"] = failure.waited_seconds
-    return info
+    said: dict[str, Value] = {"reason": failure.message, "code": failure.code.value, "status_code": failure.status}
+    return said | known(stage=failure.stage, peer=failure.peer, waited_seconds=failure.waited_seconds)
+
+
+def known(**attributes: Value | None) -> dict[str, Value]:
+    """Those that say something."""
+    return {name: value for name, value in attributes.items() if value}
 
 
 def response_headers(span: Span) -> dict[str, str]:
