@@ -178,7 +178,7 @@ def test_an_abort_is_recorded_with_its_reason_wherever_it_happens(traced: tuple[
 
     it.router.open("POST", "/generate", {"text": 7}, traceparent(wrong)).read()
     halves = {"tandem-prefill", "tandem-decode"}  # who refuses first; the other's call is cancelled, perhaps unread
-    eventually(lambda: halves & requests_of(collector, wrong).keys())
+    eventually(lambda: halves & (told := requests_of(collector, wrong).keys()) and "tandem-router" in told)
     found = requests_of(collector, wrong)
     assert {found[half].events["abort"]["status_code"] for half in halves & found.keys()} == {400}
     calls = {span.name: span for span in collector.children_of(found["tandem-router"])}
