@@ -12,7 +12,7 @@
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 #   make clients  programs of other people, pinned, each in its own environment, against a running pair; PAGE=FILE also
 #                 writes the table, CLIENTS="litellm locust" runs these only
-#   make load     2,000 streams and 10,000 short requests at once, then large bodies: answers, refusals, /health, memory, files
+#   make load     2,000 streams and 10,000 short requests at once, then large bodies: answers, /health, memory, files
 # PYTHON chooses the interpreter (3.11 or newer), pip's own configuration chooses the build of torch.
 
 SHELL := bash
