@@ -109,6 +109,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("engine.models", "engine.models"),
     *((f"server.{name}", "server.machines") for name in SERVER_MACHINES),
     ("flag_roles", "config"),
+    ("door_config", "config"),
     ("simulator.whole", "simulator.whole"),
     *((name, name) for name in ("ports", "config", "engine", "transfer", "metrics", "server")),
     *((name, name) for name in ("simulator", "bench", "cli")),

@@ -5,8 +5,7 @@ SGLang's where it has them.
 """
 
 import os
-import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from ipaddress import ip_address, ip_network
 from itertools import pairwise
 from math import inf
@@ -15,77 +14,21 @@ from typing import Any  # values of dataclass metadata, whose shape the standard
 from tandem import kv_events_config, otlp
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
+from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
 
 
-def flag(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] = (),
-    metavar: str = "",
-    is_secret: bool = False,
-    aliases: tuple[str, ...] = (),
-) -> Any:
-    """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown.
-
-    aliases: other names of the flag, for people who come from other servers.
-    """
-    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret, "aliases": aliases}
-    return field(default=default, repr=not is_secret, metadata=metadata)
-
-
 @dataclass(frozen=True, slots=True)
-class ServerConfig:
+class ServerConfig(DoorConfig):
     """One server: an API process, a node process, and its worker processes.
 
     A `bool` field with default False is a switch, another one can be negated. `None` means: derived, see the help text.
     """
 
     model: str
-    host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(30000, "HTTP port; 0 picks a free one")
-    api_key: str | None = flag(
-        None,
-        "clients must send it as a bearer token; other users of this machine can read it here (default: "
-        "TANDEM_API_KEY of the environment)",
-        metavar="KEY",
-        is_secret=True,
-    )
-    api_key_file: str | None = flag(
-        None, "the same from a file that others cannot read: one key per line, any of which opens", metavar="PATH"
-    )
-    admin_api_key: str | None = flag(
-        None,
-        "key for flush, abort and debug endpoints (default: TANDEM_ADMIN_API_KEY of the environment, or the API key)",
-        metavar="KEY",
-        is_secret=True,
-    )
-    admin_api_key_file: str | None = flag(None, "the same from a file, as --api-key-file", metavar="PATH")
-    allowed_host: tuple[str, ...] = flag(
-        (),
-        "without an API key: a name of this server in URLs, and a host whose web pages may use it, beside numbers and "
-        "localhost (default: on loopback the machine's own names, else any); may be repeated",
-        metavar="NAME",
-    )
-    allowed_origins: tuple[str, ...] = flag(
-        (),
-        "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
-        "repeated, or a list in JSON; debug pages and orders stay closed to it",
-        metavar="ORIGIN",
-    )
-    allow_credentials: bool = flag(False, "and its browser may send cookies with it, which a proxy in front may read")
-    allowed_methods: tuple[str, ...] = flag((), "methods that it may use (default: all)", metavar="METHOD")
-    allowed_headers: tuple[str, ...] = flag((), "headers that it may send (default: all)", metavar="HEADER")
-    max_stored_responses: int = flag(
-        1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
-    )
-    stored_responses_max_bytes: int = flag(
-        256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
-    )
     served_model_name: str | None = flag(None, "model name in the API (default: MODEL as given)", metavar="NAME")
     dtype: str = flag(
         "auto",
@@ -288,15 +231,8 @@ class ServerConfig:
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A combination that is refused at start, and the sentence that tells the user why."""
-
-    broken: Any  # Callable[[ServerConfig], bool]
-    reason: str
-
-
 RULES: tuple[Rule, ...] = (
+    *DOOR_RULES,
     Rule(lambda c: c.page_size < 1 or c.page_size & (c.page_size - 1) != 0, "--page-size must be a power of two"),
     Rule(lambda c: c.chunked_prefill_size < c.page_size, "--chunked-prefill-size must be at least one page"),
     Rule(
@@ -349,18 +285,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
         "--num-reserved-decode-tokens, --schedule-conservativeness and --drain-timeout must not be negative",
-    ),
-    Rule(
-        lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
-        "--max-stored-responses and --stored-responses-max-bytes must not be negative",
-    ),
-    Rule(
-        lambda c: not all(map(is_origin, c.allowed_origins)),
-        "--allowed-origins takes * or origins like https://example.org:8443, without a path",
-    ),
-    Rule(
-        lambda c: c.allow_credentials and "*" in c.allowed_origins,
-        "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",
     ),
     Rule(
         lambda c: kv_events_config.complaint(c.kv_events_config, dp_size=c.dp_size) is not None,
@@ -484,11 +408,6 @@ def _changes_delayer(config: ServerConfig) -> bool:
 def are_bounds(values: tuple[float, ...]) -> bool:
     """Of a histogram that has 0 and infinity already."""
     return all(low < high for low, high in pairwise((0.0, *values, inf)))
-
-
-def is_origin(text: str) -> bool:
-    """As browsers write it in `Origin`: scheme, host and perhaps a port, nothing behind; or `*`."""
-    return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
 
 
 def violations(config: ServerConfig) -> list[str]:

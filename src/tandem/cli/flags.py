@@ -137,7 +137,7 @@ def flags_page() -> str:
     lines = [
         "# Flags of `tandem serve`",
         "",
-        "Generated from `src/tandem/config.py` and `src/tandem/flag_roles.py`. A flag that is not here does not exist;",
+        "Generated from `src/tandem/{door_config,config,flag_roles}.py`. A flag that is not here does not exist;",
         "one that would do nothing on the server that is started is refused with the reason.",
         "",
         "| flag | default | servers | meaning |",

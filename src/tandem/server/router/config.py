@@ -6,7 +6,6 @@ from urllib.parse import urlsplit
 from msgspec import structs
 
 from tandem import otlp
-from tandem.config import flag, is_origin
 from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import RouterSettings
@@ -14,6 +13,7 @@ from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, Worker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
+from tandem.door_config import DOOR_RULES, DoorConfig, flag
 from tandem.server.router.prompt_blocks import BLOCK_BYTES
 
 USUAL = PolicySettings()
@@ -21,10 +21,8 @@ BREAKER = BreakerSettings()
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(DoorConfig):
     workers: tuple[Worker, ...]
-    host: str = flag("127.0.0.1", "address to listen on")
-    port: int = flag(30000, "HTTP port; 0 picks a free one")
     fd: int | None = flag(
         None,
         "listen on this inherited file descriptor instead, a listening socket that outlives the router",
@@ -70,46 +68,6 @@ class RouterConfig:
     )
     cb_window_duration_secs: float | None = flag(
         None, f"seconds within which these failures come ({BREAKER.window_ns // SECOND})"
-    )
-    api_key: str | None = flag(
-        None,
-        "clients must send it as a bearer token, which is sent on to the workers; other users of this machine can read "
-        "it here (default: TANDEM_API_KEY of the environment)",
-        metavar="KEY",
-        is_secret=True,
-    )
-    api_key_file: str | None = flag(
-        None,
-        "the same from a file that others cannot read: one key per line, any of which opens",
-        metavar="PATH",
-    )
-    admin_api_key: str | None = flag(
-        None,
-        "key for flush and abort (default: TANDEM_ADMIN_API_KEY of the environment, or the API key)",
-        metavar="KEY",
-        is_secret=True,
-    )
-    admin_api_key_file: str | None = flag(None, "the same from a file, as --api-key-file", metavar="PATH")
-    allowed_host: tuple[str, ...] = flag(
-        (),
-        "without an API key: a name of this router in URLs, and a host whose web pages may use it, beside numbers and "
-        "localhost (default: on loopback the machine's own names, else any); may be repeated",
-        metavar="NAME",
-    )
-    allowed_origins: tuple[str, ...] = flag(
-        (),
-        "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
-        "repeated, or a list in JSON; debug pages and orders stay closed to it",
-        metavar="ORIGIN",
-    )
-    allow_credentials: bool = flag(False, "and its browser may send cookies with it, which a proxy in front may read")
-    allowed_methods: tuple[str, ...] = flag((), "methods that it may use (default: all)", metavar="METHOD")
-    allowed_headers: tuple[str, ...] = flag((), "headers that it may send (default: all)", metavar="HEADER")
-    max_stored_responses: int = flag(
-        1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
-    )
-    stored_responses_max_bytes: int = flag(
-        256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
     )
     request_timeout: float = flag(
         600.0,
@@ -191,19 +149,6 @@ class RouterConfig:
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
             (self.retries < 0 or self.drain_timeout < 0, "--retries and --drain-timeout must not be negative"),
             (
-                self.max_stored_responses < 0 or self.stored_responses_max_bytes < 0,
-                "--max-stored-responses and --stored-responses-max-bytes must not be negative",
-            ),
-            (
-                not all(map(is_origin, self.allowed_origins)),
-                "--allowed-origins takes * or origins like https://example.org:8443, without a path",
-            ),
-            (
-                self.allow_credentials and "*" in self.allowed_origins,
-                "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the "
-                "origins",
-            ),
-            (
                 bool(self.allow_credentials or self.allowed_methods or self.allowed_headers)
                 and not self.allowed_origins,
                 "--allow-credentials, --allowed-methods and --allowed-headers are for web pages of --allowed-origins: "
@@ -217,7 +162,7 @@ class RouterConfig:
             ),
             (self.max_active_requests < 1, "--max-active-requests must be at least 1"),
         )
-        return [reason for is_broken, reason in rules if is_broken]
+        return [reason for is_broken, reason in rules if is_broken] + [r.reason for r in DOOR_RULES if r.broken(self)]
 
     def _policy_rules(self) -> list[tuple[bool, str]]:
         given = self._given("cache_threshold", "balance_abs_threshold", "balance_rel_threshold", "max_tree_size")

@@ -1,0 +1,97 @@
+"""What every HTTP door of ours can be told, a server's and a router's alike: address, keys, web pages, responses."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
+
+
+def flag(
+    default: Any,
+    text: str,
+    *,
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    is_secret: bool = False,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """A field of a configuration that is also a command-line flag `--like-this`. A secret one is never shown.
+
+    aliases: other names of the flag, for people who come from other servers.
+    """
+    metadata = {"help": text, "choices": choices, "metavar": metavar, "is_secret": is_secret, "aliases": aliases}
+    return field(default=default, repr=not is_secret, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoorConfig:
+    """Flags of `tandem serve` and `tandem router`, with one default and one meaning."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(30000, "HTTP port; 0 picks a free one")
+    api_key: str | None = flag(
+        None,
+        "clients must send it as a bearer token, and a router to its workers; other users of this machine can read it "
+        "here (default: TANDEM_API_KEY of the environment)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    api_key_file: str | None = flag(
+        None, "the same from a file that others cannot read: one key per line, any of which opens", metavar="PATH"
+    )
+    admin_api_key: str | None = flag(
+        None,
+        "key for flush, abort and debug endpoints (default: TANDEM_ADMIN_API_KEY of the environment, or the API key)",
+        metavar="KEY",
+        is_secret=True,
+    )
+    admin_api_key_file: str | None = flag(None, "the same from a file, as --api-key-file", metavar="PATH")
+    allowed_host: tuple[str, ...] = flag(
+        (),
+        "without an API key: a name of this server in URLs, and a host whose web pages may use it, beside numbers and "
+        "localhost (default: on loopback the machine's own names, else any); may be repeated",
+        metavar="NAME",
+    )
+    allowed_origins: tuple[str, ...] = flag(
+        (),
+        "a web page of this origin (https://NAME[:PORT], or * for any) may use the API (default: none may); may be "
+        "repeated, or a list in JSON; debug pages and orders stay closed to it",
+        metavar="ORIGIN",
+    )
+    allow_credentials: bool = flag(False, "and its browser may send cookies with it, which a proxy in front may read")
+    allowed_methods: tuple[str, ...] = flag((), "methods that it may use (default: all)", metavar="METHOD")
+    allowed_headers: tuple[str, ...] = flag((), "headers that it may send (default: all)", metavar="HEADER")
+    max_stored_responses: int = flag(
+        1024, "responses of /v1/responses that are kept in memory to be gone on from; 0: none", metavar="N"
+    )
+    stored_responses_max_bytes: int = flag(
+        256 << 20, "of all of them; then the oldest of who has most are dropped", metavar="N"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A combination that is refused at start, and the sentence that tells the user why."""
+
+    broken: Any  # a function of the configuration
+    reason: str
+
+
+def is_origin(text: str) -> bool:
+    """As browsers write it in `Origin`: scheme, host and perhaps a port, nothing behind; or `*`."""
+    return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
+
+
+DOOR_RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda c: c.max_stored_responses < 0 or c.stored_responses_max_bytes < 0,
+        "--max-stored-responses and --stored-responses-max-bytes must not be negative",
+    ),
+    Rule(
+        lambda c: not all(map(is_origin, c.allowed_origins)),
+        "--allowed-origins takes * or origins like https://example.org:8443, without a path",
+    ),
+    Rule(
+        lambda c: c.allow_credentials and "*" in c.allowed_origins,
+        "--allow-credentials with --allowed-origins '*' would lend every user's cookies to any page: name the origins",
+    ),
+)
