@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import quick_uvicorn
+
 settings.register_profile(
     "ci",
     derandomize=True,
@@ -24,6 +26,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 HERE = Path(__file__).parent
 STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")  # the user's own secret is not for tests
 os.environ["XDG_STATE_HOME"] = STATE.name
+quick_uvicorn.install()
 
 
 @dataclass(frozen=True)
