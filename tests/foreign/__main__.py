@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,9 @@ from tandem.cli.model_source import BUNDLED, find_model
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
-INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
+INSTALL_S, RUN_S, START_S = 600.0, 300.0, 120.0
+PAUSES_S = (5.0, 10.0)  # between attempts to install one
+AT_ONCE = 2  # environments that are made
 TAIL_CHARS = 3000
 
 
@@ -56,44 +59,53 @@ def main() -> int:
 
 def run_all(programs: list[Program]) -> Iterator[Outcome]:
     """Environments first, so that nothing serves while compilers and disks are busy."""
-    failures = {program.name: install(program) for program in programs}
+    failures = install_all(programs)
     for kind in ("pair", "ranks"):
         wanted = [program for program in programs if program.servers == kind]
         if wanted:
             with servers(kind) as environment:
                 for program in wanted:
-                    failure = failures[program.name]
+                    failure = failures[program.folder]
                     yield Outcome(program, "", failure) if failure else run(program, environment)
 
 
+def install_all(programs: list[Program]) -> dict[str, str]:
+    """By environment, why it could not be. Two at once: each waits for the network, then for the disk or a core."""
+    by_folder = {program.folder: program for program in programs}
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        return dict(zip(by_folder, threads.map(install, by_folder.values()), strict=True))
+
+
 def install(program: Program) -> str:
-    """Why it could not be; empty: it is there, as pinned."""
+    """Why it could not be; empty: it is there, as pinned. An index that hiccups gets three chances."""
     folder = ENVIRONMENTS / program.folder
     done_file, wanted = folder / ".installed", "\n".join(sorted(program.needs))
     if done_file.exists() and done_file.read_text() == wanted:
         return ""
     print(f"installing {', '.join(program.needs)}", flush=True)
-    commands = (
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [
-            str(folder / "bin" / "python"),
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "--quiet",
-            "install",
-            *program.needs,
-        ],
-    )
-    for command in commands:
+    until = time.monotonic() + INSTALL_S
+    failure = install_once(folder, program.needs, until)
+    for pause_s in PAUSES_S:
+        if not failure or time.monotonic() + pause_s > until:
+            break
+        time.sleep(pause_s)
+        failure = install_once(folder, program.needs, until)
+    if not failure:
+        done_file.write_text(wanted)
+    return failure
+
+
+def install_once(folder: Path, needs: tuple[str, ...], until: float) -> str:
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, "install", *needs]):
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=False)
+            left_s = max(0.0, until - time.monotonic())
+            done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
         except subprocess.TimeoutExpired:
             return f"it could not be installed in {INSTALL_S:.0f} s"
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-            return f"it cannot be installed: {' '.join(lines)[:300]}"
-    done_file.write_text(wanted)
+            return f"it cannot be installed: {' '.join(lines)[:300] or done.stderr[-300:]}"
     return ""
 
 
