@@ -13,7 +13,7 @@ TICK_S = 0.005
 
 
 async def sleep(seconds: float) -> None:
-    on_real_time = type(asyncio.get_running_loop()) is asyncio.SelectorEventLoop
+    on_real_time = type(asyncio.get_running_loop()).__module__.startswith(("asyncio", "uvloop"))
     await asyncio.sleep(min(seconds, TICK_S) if on_real_time else seconds)
 
 

@@ -58,7 +58,8 @@ def descendants(process_id: int) -> list[int]:
     return found
 
 
-def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path) -> None:
+def test_up_starts_again_who_is_killed_and_nobody_is_refused_meanwhile_and_ctrl_c_drains_it(tmp_path: Path) -> None:
+    """Router and a decode server: while either starts anew every request of a client is answered."""
     (port,) = free_ports(1)
     output = tmp_path / "up.log"
     with output.open("wb") as log:
@@ -67,24 +68,6 @@ def test_up_says_where_it_serves_and_drains_everything_on_ctrl_c(tmp_path: Path)
         eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
         assert output.read_text().startswith("tandem: starting 4 processes: router, 1 prefill and 2 decode servers")
         assert f"http://127.0.0.1:{port}/v1" in output.read_text()
-        everybody = descendants(up.pid)
-        assert len(everybody) == 1 + 3 * 3  # the router; three servers of three processes
-        up.send_signal(signal.SIGINT)
-        assert up.wait(30) == 0
-        assert not any(map(is_running, everybody))
-    finally:
-        up.kill()
-        up.wait()
-
-
-def test_up_starts_again_who_is_killed_and_nobody_is_refused_meanwhile(tmp_path: Path) -> None:
-    """Router and a decode server: while either starts anew every request of a client is answered."""
-    (port,) = free_ports(1)
-    output = tmp_path / "up.log"
-    with output.open("wb") as log:
-        up = subprocess.Popen([*TANDEM, "up", "--decode", "2", "--port", str(port)], stdout=log, stderr=log)
-    try:
-        eventually(lambda: "tandem: ready" in output.read_text() or up.poll() is not None, within_s=60)
         expected = ask(port)
         for words, name in (("router", "router"), ("serve", "decode-0")):
             os.kill(member_of(up.pid, words), signal.SIGKILL)
@@ -92,8 +75,11 @@ def test_up_starts_again_who_is_killed_and_nobody_is_refused_meanwhile(tmp_path:
                 assert ask(port) == expected
         assert ask(port) == expected
         assert output.read_text().count("tandem: ready") == 1
+        everybody = descendants(up.pid)
+        assert len(everybody) == 1 + 3 * 3  # the router; three servers of three processes
         up.send_signal(signal.SIGINT)
         assert up.wait(30) == 0
+        assert not any(map(is_running, everybody))
     finally:
         up.kill()
         up.wait()

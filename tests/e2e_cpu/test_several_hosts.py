@@ -19,6 +19,7 @@ PROMPTS = [
     f"Ann has {number} pens and loses 2 of them on her way. How many pens does she have?" for number in range(5, 37)
 ]
 TIMEOUT_S = 10
+LOST_S = 3  # for a request that is not expected to get through
 CAUSES = {
     *("bootstrap_timeout", "waiting_timeout", "deadline_exceeded", "lease_expired", "transfer_failed"),
     *("peer_lost", "peer_unknown", "peer_aborted", "no_live_pair", "worker_unreachable", "connection_lost"),
@@ -90,11 +91,11 @@ def as_half(mode: str, *flags: str) -> list[str]:
     return serve_words(MODEL, PORT, "--disaggregation-mode", mode, *flags)
 
 
-def path_of(pair: Pair) -> str:
+def path_of(pair: Pair, timeout_s: float = TIMEOUT_S) -> str:
     """Of one request through the router; the cause where it fails."""
     with pair.hosts["router"].inside():
         try:
-            return pair.router.generate(PROMPT, timeout=TIMEOUT_S)["meta_info"]["path"]
+            return pair.router.generate(PROMPT, timeout=timeout_s)["meta_info"]["path"]
         except HttpError as error:
             return error.error["code"]
 
@@ -117,8 +118,8 @@ def test_the_tokens_are_those_of_one_engine(pair: Pair) -> None:
 def test_without_the_cable_between_them_requests_end_and_with_it_they_go_together_again(pair: Pair) -> None:
     with unplugged(pair.hosts["prefill"], pair.hosts["decode"]):
         began = time.monotonic()
-        found = path_of(pair)
-        assert time.monotonic() - began < TIMEOUT_S + 5
+        found = path_of(pair, LOST_S)
+        assert time.monotonic() - began < LOST_S + 5
         assert found in CAUSES | {"fallback"}
     recovers(pair)
 
@@ -138,8 +139,8 @@ def test_a_prefill_that_no_cable_reaches_is_done_without_or_named_and_comes_back
     prefill = pair.hosts["prefill"]
     with unplugged(prefill, pair.hosts["decode"]), unplugged(prefill, pair.hosts["router"]):
         began = time.monotonic()
-        assert path_of(pair) in CAUSES | {"fallback"}
-        assert time.monotonic() - began < TIMEOUT_S + 5
+        assert path_of(pair, LOST_S) in CAUSES | {"fallback"}
+        assert time.monotonic() - began < LOST_S + 5
     recovers(pair)
 
 
