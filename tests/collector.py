@@ -114,7 +114,7 @@ def http_collector() -> Iterator[Collector]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield collector
     finally:

@@ -85,7 +85,7 @@ def telling(document: dict[str, Any]) -> Iterator[tuple[str, int]]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield "127.0.0.1", int(server.server_address[1])

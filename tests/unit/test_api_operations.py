@@ -244,7 +244,7 @@ def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_da
 
 
 def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
-    w = world(says("x"), answers=ANSWERS | {"waits": []})
+    w = world(says("x"), answers=ANSWERS | {"waits": [], "flow": []})
     with w.http() as http:
         document = http.get("/openapi.json").json()
         assert document == msgspec.json.decode(msgspec.json.encode(openapi_document("unified")))

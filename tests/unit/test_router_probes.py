@@ -51,7 +51,7 @@ def healthy_server(status: int = 200) -> Iterator[Worker]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield make_worker(0, Role.PREFILL, f"http://127.0.0.1:{server.server_address[1]}")
