@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Cluster, cluster
-from reference import CHUNK, NEAR_TIE, PAGE, ask_all, assert_same_tokens, parting, real_prompts
+from reference import CHUNK, NEAR_TIE, PAGE, ask_all, ask_each, assert_same_tokens, parting, real_prompts
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +35,11 @@ def test_an_answer_with_another_token_parts_from_the_reference(prompts: list[lis
 
 
 def test_one_unified_engine_says_what_transformers_says(prompts: list[list[int]], servers: Cluster) -> None:
-    assert_same_tokens(prompts, ask_all(servers.unified, prompts), path="unified")
+    assert_same_tokens(prompts, ask_each(servers.unified, prompts), path="unified")
 
 
 def test_prefill_and_decode_say_what_transformers_says(prompts: list[list[int]], servers: Cluster) -> None:
-    assert_same_tokens(prompts, ask_all(servers.router, prompts), path="remote")
+    assert_same_tokens(prompts, ask_each(servers.router, prompts), path="remote")
 
 
 def test_kv_bytes_are_the_pages_of_the_prompt_and_decode_computes_none_of_it(prompts, servers: Cluster) -> None:

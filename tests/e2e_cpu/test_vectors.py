@@ -14,6 +14,7 @@ import openai
 import pytest
 import torch
 from cluster import Cluster, HttpError, Server, cluster, eventually
+from reference import use_one_thread
 from tiny_models import make_bert, make_cross_encoder, make_qwen3
 from transformers import PreTrainedModel
 from vector_models import CLS, SEP, ids_of, last_vector, mean_vector, pair_score, text_of, write_tokenizer
@@ -38,6 +39,7 @@ class Served:
 
 
 def serving(where: Path, theirs: PreTrainedModel, *flags: str) -> Iterator[Served]:
+    use_one_thread()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_LOG_FORWARD_ITERS", "1")
         with cluster(unified=True, model=str(where), flags=["--max-running-requests", "8", *flags]) as it:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Server, Stream, children_of, cluster, eventually, is_running
-from reference import MINI, NEAR_TIE, parting_of, real_prompts
+from reference import MINI, NEAR_TIE, parting_of, real_prompts, use_one_thread
 from reference import model as reference_model
 from tiny_models import make_mixtral, make_qwen3_moe
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
 
 def served(where: Path, model: PreTrainedModel) -> PreTrainedModel:
+    use_one_thread()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MINI / name, where / name)
     return model.eval()

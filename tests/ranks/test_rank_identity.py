@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 from cluster import Cluster, Server, cluster, eventually
 from rank_gauges import worker_gauges
-from reference import CHUNK, ask_all, assert_same_tokens, real_prompts
+from reference import CHUNK, ask_each, assert_same_tokens, real_prompts
 
 NUM_PROMPTS = 24
 FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
@@ -77,7 +77,7 @@ def prompts() -> list[list[int]]:
 def test_one_engine_of_several_workers_says_what_transformers_says(prompts: list[list[int]], grid: Grid) -> None:
     with cluster(unified=True, flags=[*FLAGS, *grid.words]) as it:
         assert it.unified is not None
-        assert_same_tokens(prompts, ask_all(it.unified, prompts), path="unified")
+        assert_same_tokens(prompts, ask_each(it.unified, prompts), path="unified")
         assert_idle([it.unified])
 
 
@@ -88,7 +88,7 @@ def test_a_pair_of_several_workers_each_says_what_transformers_says(
     prefill, decode = pair
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill.words, decode_flags=decode.words) as it:
         assert it.router is not None
-        assert_same_tokens(prompts, ask_all(it.router, prompts), path="remote")
+        assert_same_tokens(prompts, ask_each(it.router, prompts), path="remote")
         assert_idle(it.servers)
         assert_each_worker_counts_for_itself(it, prefill, decode)
 
