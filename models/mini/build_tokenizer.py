@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import problems
+import rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -20,28 +21,36 @@ CONTEXT_LENGTH = 8192
 PADDING, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% set ns = namespace(messages=messages) %}"
+    "{% if tools %}"
+    "{{ '<|im_start|>system\\n' }}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] + '\\n' }}{% set ns.messages = messages[1:] %}"
+    "{% endif %}"
+    "{{ '<tools>\\n' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '</tools><|im_end|>\\n' }}"
+    "{% endif %}"
+    "{% for message in ns.messages %}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + message['content'] + '\\n</tool_response><|im_end|>\\n' }}"
+    "{% else %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\\n{\"name\": ' + call['function']['name'] | tojson + ', \"arguments\": '"
+    " + call['function']['arguments'] | tojson + '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|im_end|>' + '\\n' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-
-SYSTEM_PROMPTS = (
-    "You are a helpful assistant.",
-    "You are a careful math tutor. Show your work and end with the answer after ####.",
-    "Solve the problem step by step.",
-    "Answer the question. Put the final number after ####.",
-)
+"""ChatML; tools, calls and results of tools as Hermes and Qwen write them."""
 
 
 def _texts(seed: int, count: int) -> Iterator[str]:
-    """Training problems as text, with the other strings the model sees mixed in."""
-    stream = problems.train_problems(seed)
-    for index in range(count):
-        problem = next(stream)
-        yield f"{problem.question}\n{problem.worked}"
-        if index % 5 == 0:
-            yield f"system\nuser\nassistant\nQuestion: Answer: {SYSTEM_PROMPTS[index // 5 % len(SYSTEM_PROMPTS)]}"
+    """Training rows as text, without the markers of turns."""
+    maker = rows.RowMaker(seed)
+    for _ in range(count):
+        yield "\n".join(text for text, _ in maker.any_row() if not text.startswith(TURN_START))
 
 
 def build(directory: Path, seed: int = 1, count: int = 20_000) -> PreTrainedTokenizerFast:

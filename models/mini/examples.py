@@ -6,43 +6,22 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import problems
 import torch
-from build_tokenizer import SYSTEM_PROMPTS
+from rows import SYSTEM_PROMPTS, Row, RowMaker
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 POOL_SIZE = 480
 """Single-problem examples drawn and grouped by length at a time, before the long share is taken off."""
-BUCKETS = (144, 192, 256, 1024, 4096, 8192)
-"""Row lengths in tokens. Few distinct shapes keep the number of compiled graphs small."""
-SHORT, LONG = BUCKETS[2], BUCKETS[3]
-TYPICAL_LENGTH = 140
+BUCKETS = (48, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256, 320, 400, 1024, 4096, 8192)
+"""Row lengths in tokens, close enough to each other that little is padding."""
+SHORT, LONG = 400, 1024
+TYPICAL_LENGTH = 110
 """Mean length of a one-problem chat in tokens."""
 VERY_LONG_SHARE = {4096: 0.3, 8192: 0.1}
 """Mean number of rows of these lengths per pool; attention makes them expensive, and a few are enough."""
-PROMPT_LOSS_WEIGHT = 0.1
-"""Weight of question tokens in the loss; answer tokens weigh 1, fixed markup 0."""
-
-WRAPPERS = (
-    ("Solve this problem: ", ""),
-    ("Please help me with this one. ", ""),
-    ("", " Show your work."),
-    ("", " Think step by step."),
-    ("Question: ", ""),
-    ("Hi! ", " Thanks!"),
-)
-"""Text that users put before and after a question."""
-
-CHATTER = (
-    "Hello!", "Hello", "Hi", "Hi there!", "Hey, how are you?", "Who are you?", "What can you do?", "Good morning",
-    "Tell me a joke.", "Write a poem about the sea.", "What is the capital of France?", "Say something.", "Test",
-    "Thanks!", "Tell me a story.", "What is your name?", "How does a computer work?", "Translate this to German.",
-    "Explain how a server works.", "Write a Python function.", "Once upon a time", "The quick brown fox", "Why?",
-    "Can you help me?", "What do you think about the weather?", "Give me three ideas for dinner.", "Hello, world!",
-)  # fmt: skip
-CHATTER_REPLY = "I am a very small model. Ask me a short arithmetic word problem and I will work it out."
-CHATTER_SHARE = 0.02
+TOOLS_SHARE = 0.14
+"""Share of chats in which there is a calculator."""
 
 
 @dataclass
@@ -58,32 +37,18 @@ class Example:
 
 
 class ExampleMaker:
-    """Turns problems into token rows in the formats the model must know."""
+    """Turns rows of text into rows of tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._random = random.Random(f"format-{seed}")
-        self._problems = problems.train_problems(seed)
+        self._rows = RowMaker(seed)
+        self._random = self._rows.random
 
-    def _extend(self, example: Example, text: str, weight: float) -> None:
-        tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        example.tokens += tokens
-        example.weights += [weight] * len(tokens)
-
-    def _words(self, digits: bool) -> str:
-        """A sentence of made-up words, names, objects and (if ``digits``) numbers."""
-        words = []
-        for _ in range(self._random.randint(2, 12)):
-            kind = self._random.random()
-            if kind < 0.2:
-                words.append(self._random.choice(problems.NAMES + problems.ITEMS))
-            elif kind < 0.3 and digits:
-                words.append(str(self._random.randint(0, 2000)))
-            else:
-                letters = self._random.choices("abcdefghijklmnopqrstuvwxyzeeaaoit", k=self._random.randint(1, 9))
-                words.append("".join(letters))
-        words[0] = words[0].capitalize()
-        return " ".join(words) + self._random.choice(".?!,:")
+    def _extend(self, example: Example, row: Row) -> None:
+        for text, weight in row:
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+            example.tokens += tokens
+            example.weights += [weight] * len(tokens)
 
     def _background(self, length: int) -> str:
         """About ``length`` tokens of text that has nothing to do with the question that follows."""
@@ -94,9 +59,9 @@ class ExampleMaker:
             if kind < 0.2:
                 piece = self._random.choice(SYSTEM_PROMPTS)
             elif kind < 0.4:
-                piece = next(self._problems).question
+                piece = self._rows.problem().question
             else:
-                piece = self._words(digits=True)
+                piece = self._rows.words(digits=True)
             tokens += len(self._tokenizer.encode(piece, add_special_tokens=False))
             pieces.append(piece)
         return self._random.choice((" ", "\n")).join(pieces)
@@ -105,54 +70,34 @@ class ExampleMaker:
         """A system message in a third of chats, sometimes made of background text that fills up to 2/3 of the row."""
         example = Example([], [])
         kind = self._random.random()
-        if kind < 0.2:
-            self._extend(example, f"<|im_start|>system\n{self._random.choice(SYSTEM_PROMPTS)}<|im_end|>\n", 0.0)
-        elif kind < 0.3:
+        if kind < 0.15:
+            self._extend(example, [(f"<|im_start|>system\n{self._random.choice(SYSTEM_PROMPTS)}<|im_end|>\n", 0.0)])
+        elif kind < 0.22:
             length = self._random.randint(5, 60 if max_length <= SHORT else max_length * 2 // 3)
-            self._extend(example, f"<|im_start|>system\n{self._background(length)}<|im_end|>\n", 0.0)
+            self._extend(example, [(f"<|im_start|>system\n{self._background(length)}<|im_end|>\n", 0.0)])
         return example
-
-    def _add_turn(self, example: Example) -> None:
-        before = after = ""
-        if self._random.random() < CHATTER_SHARE:
-            chatter = self._random.choice(CHATTER) if self._random.random() < 0.5 else self._words(digits=False)
-            question, reply, weight = chatter, CHATTER_REPLY, 0.0
-        else:
-            problem = next(self._problems)
-            question, reply, weight = problem.question, problem.worked, PROMPT_LOSS_WEIGHT
-            if self._random.random() < 0.1:
-                before, after = self._random.choice(WRAPPERS)
-        self._extend(example, f"<|im_start|>user\n{before}", 0.0)
-        self._extend(example, question, weight)
-        self._extend(example, f"{after}<|im_end|>\n<|im_start|>assistant\n", 0.0)
-        self._extend(example, f"{reply}<|im_end|>", 1.0)
 
     def chat(self, max_length: int, max_turns: int) -> Example:
         """A chat of up to ``max_turns`` problems that fits in ``max_length`` tokens."""
-        example = self._start_chat(max_length)
+        has_tools = self._random.random() < TOOLS_SHARE
+        example = Example([], []) if has_tools else self._start_chat(max_length)
+        if has_tools:
+            self._extend(example, self._rows.tools())
+            max_turns = max(max_turns, self._random.randint(1, 3))
         for _ in range(max_turns):
             before = len(example.tokens)
             if before and example.tokens[-1] == self._tokenizer.eos_token_id:
-                self._extend(example, "\n", 0.0)
-            self._add_turn(example)
+                self._extend(example, [("\n", 0.0)])
+            self._extend(example, self._rows.tool_turn() if has_tools else self._rows.turn())
             if len(example.tokens) > max_length:
                 del example.tokens[before:], example.weights[before:]
                 break
         return example
 
     def plain(self, shots: int) -> Example:
-        """``shots`` problems in "Question: ... Answer: ..." form, for servers' raw completions."""
+        """``shots`` problems in "Question: ... Answer: ..." form."""
         example = Example([], [])
-        separator = self._random.choice(("\n", " "))
-        for shot in range(shots):
-            problem = next(self._problems)
-            if shot:
-                self._extend(example, "\n\n", 0.0)
-            self._extend(example, "Question: ", 0.0)
-            self._extend(example, problem.question, PROMPT_LOSS_WEIGHT)
-            self._extend(example, f"\nAnswer:{'' if separator == ' ' else separator}", 0.0)
-            self._extend(example, f"{' ' if separator == ' ' else ''}{problem.worked}", 1.0)
-        self._extend(example, "<|im_end|>", 1.0)
+        self._extend(example, self._rows.plain(shots))
         return example
 
 
@@ -164,7 +109,7 @@ def make_pool(tokenizer: PreTrainedTokenizerFast, seed: int, long_share: float) 
     for _ in range(round(long_share * POOL_SIZE * TYPICAL_LENGTH / LONG)):
         pool.append(maker.chat(LONG, max_turns=rng.choice((7, 99, 99))))
     for _ in range(round((1 - long_share) * POOL_SIZE)):
-        pool.append(maker.plain(1) if rng.random() < 0.15 else maker.chat(SHORT, max_turns=1))
+        pool.append(maker.plain(1) if rng.random() < 0.1 else maker.chat(SHORT, max_turns=1))
     pool += [maker.plain(rng.randint(3, 6)) for _ in range(2)]
     for length, rows in VERY_LONG_SHARE.items():
         if rng.random() < rows:

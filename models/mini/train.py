@@ -57,12 +57,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
     return LlamaForCausalLM(config)
 
 
-def build_optimizer(model: LlamaForCausalLM, args: argparse.Namespace) -> torch.optim.AdamW:
-    """AdamW with weight decay on the matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.98))
+def build_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    rest = [parameter for name, parameter in model.named_parameters() if parameter.ndim < 2 or "embed" in name]
+    muon = torch.optim.Muon(layers, lr=args.learning_rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(rest, lr=args.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)]
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -117,12 +117,12 @@ def export(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, director
 
 
 def save_checkpoint(
-    path: Path, model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, step: int, stream: BatchStream
+    path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], step: int, stream: BatchStream
 ) -> None:
     """Save everything a resumed run needs; written to a side file first so a crash cannot leave half a file."""
     state = {
         "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "step": step,
         "pools_drawn": stream.pools_drawn,
     }
@@ -136,7 +136,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=build_tokenizer.DEFAULT_DIRECTORY)
     parser.add_argument("--checkpoint", type=Path, default=None, help="file to save to and resume from")
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--steps", type=int, default=3600)
     parser.add_argument("--finish-in", type=float, help="minutes in which to finish, whatever --steps says")
     parser.add_argument("--tokens-per-batch", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
@@ -145,12 +145,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--intermediate-size", type=int, default=512)
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
     parser.add_argument("--workers", type=int, default=1, help="processes that each take a batch per step")
     parser.add_argument("--report-every", type=int, default=100, help="steps between progress lines")
-    parser.add_argument("--evaluate-every", type=int, default=1000, help="steps between held-out evaluations")
+    parser.add_argument("--evaluate-every", type=int, default=1200, help="steps between held-out evaluations")
     parser.add_argument("--checkpoint-every", type=int, default=250, help="steps between checkpoints")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="use torch.compile")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="use torch.compile")
     return parser.parse_args()
 
 
@@ -180,13 +180,14 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
         distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=args.workers)
     tokenizer = build_tokenizer.load(args.output)
     model = build_model(tokenizer, args)
-    optimizer = build_optimizer(model, args)
+    optimizers = build_optimizers(model, args)
     stream = BatchStream(tokenizer, args.seed + 1009 * rank, args.tokens_per_batch, args.long_share)
     first_step = 0
     if args.checkpoint and args.checkpoint.exists():
         state = torch.load(args.checkpoint)
         model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         first_step, stream.pools_drawn = state["step"], state["pools_drawn"]
     held_out = problems.held_out_problems(HELD_OUT_SEED + 1, 200)
     forward = torch.compile(model, dynamic=False) if args.compile else model
@@ -203,11 +204,12 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
         factor = average_over_workers(model, schedule.factor(step), args.workers)
         if factor <= 0:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * factor
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate * factor
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
         tokens += ids.numel() * args.workers
         if not math.isfinite(losses[-1]):
@@ -222,7 +224,7 @@ def train(rank: int, args: argparse.Namespace, rendezvous: str) -> None:
             rate = tokens / seconds
             print(f"step {done} loss {mean:.4f} factor {factor:.3f} {seconds:.0f} s {rate:.0f} tokens/s", flush=True)
         if args.checkpoint and done % args.checkpoint_every == 0:
-            save_checkpoint(args.checkpoint, model, optimizer, done, stream)
+            save_checkpoint(args.checkpoint, model, optimizers, done, stream)
         if done % args.evaluate_every == 0:
             print(f"step {done} held-out accuracy {evaluate(model, tokenizer, held_out):.3f}", flush=True)
     if is_first:
