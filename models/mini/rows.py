@@ -40,7 +40,8 @@ WRAPPERS = (
 
 GREETINGS = (
     "Hello!", "Hello", "Hi", "hi", "hello", "hey", "Hi there!", "Hey, how are you?", "Good morning", "Hello, world!",
-    "Hello there", "hi!", "Hey!", "Good evening", "How are you?", "Greetings", "hello there!", "good day", "Hi, how are you?",
+    "Hello there", "hi!", "Hey!", "Good evening", "How are you?", "Greetings", "hello there!", "good day",
+    "Hi, how are you?",
 )  # fmt: skip
 GREETING_REPLY = "Hello! I am a very small model. Ask me a short arithmetic word problem and I will work it out."
 IDENTITY = (
@@ -63,14 +64,17 @@ THANKS_REPLY = "You are welcome. Ask me another problem."
 OFF_TOPIC = (
     "Tell me a joke.", "Write a poem about the sea.", "What is the capital of France?", "Say something.", "Test",
     "Tell me a story.", "How does a computer work?", "Translate this to German.", "Explain how a server works.",
-    "Write a Python function.", "Once upon a time", "The quick brown fox", "Why?", "What do you think about the weather?",
+    "Write a Python function.", "Once upon a time", "The quick brown fox", "Why?",
+    "What do you think about the weather?",
     "Give me three ideas for dinner.", "What is the meaning of life?", "Sing a song.", "Who is the president?",
 )  # fmt: skip
 OFF_TOPIC_FORMS = (
-    "Write a poem about {}.", "Tell me about {}.", "What is a {}?", "Do you like {}?", "Why are {} so nice?", "Draw a {}.",
+    "Write a poem about {}.", "Tell me about {}.", "What is a {}?", "Do you like {}?", "Why are {} so nice?",
+    "Draw a {}.",
     "Where can I buy {}?", "Tell me a story about a {}.", "What color is the {}?", "Who is {}?", "How do I make a {}?",
     "Explain {}.", "Describe a {} in one sentence.", "Write an essay about {}", "What do you know about {}?",
-    "Translate {} to French.", "Give me ideas for {}.", "Is a {} better than a {}?", "I like {}.", "Write code for a {}.",
+    "Translate {} to French.", "Give me ideas for {}.", "Is a {} better than a {}?", "I like {}.",
+    "Write code for a {}.",
 )  # fmt: skip
 OFF_TOPIC_REPLY = "I am a very small model. Ask me a short arithmetic word problem and I will work it out."
 
@@ -85,7 +89,8 @@ JSON_ANSWER_ONLY = (
 )  # fmt: skip
 
 TOOL_TEXTS = (
-    "Evaluate an arithmetic expression.", "Calculates the value of an expression.", "A calculator.", "Compute a result.",
+    "Evaluate an arithmetic expression.", "Calculates the value of an expression.", "A calculator.",
+    "Compute a result.",
     "Evaluates a mathematical expression and returns the result.", "Works out an arithmetic expression, such as 2 + 3.",
     "Use this for arithmetic.", "Do the math.", "Return the value of `expression`.", "Perform a calculation.",
 )  # fmt: skip

@@ -31,7 +31,8 @@ THINGS = (
     "sandwich", "pizza", "bottle", "cup", "glass", "plate", "bowl", "spoon", "fork", "knife", "book", "notebook",
     "pencil", "pen", "crayon", "marker", "eraser", "ruler", "page", "letter", "stamp", "postcard", "photo", "picture",
     "sticker", "card", "coin", "marble", "bead", "button", "ribbon", "ring", "shell", "stone", "rock", "leaf", "flower",
-    "rose", "tulip", "tree", "bush", "seed", "ball", "balloon", "toy", "doll", "puzzle", "kite", "block", "car", "truck",
+    "rose", "tulip", "tree", "bush", "seed", "ball", "balloon", "toy", "doll", "puzzle", "kite", "block", "car",
+    "truck",
     "bike", "boat", "train", "plane", "bus", "chair", "table", "lamp", "bed", "box", "bag", "basket", "shirt", "dress",
     "sock", "shoe", "hat", "scarf", "coat", "glove", "dog", "cat", "puppy", "kitten", "bird", "duck", "hen", "fish",
     "frog", "rabbit", "mouse", "horse", "cow", "sheep", "pig", "goat", "lion", "monkey", "bee", "ant", "butterfly",
@@ -62,13 +63,16 @@ KINDS = (
     "plastic",
 )
 HOLDERS = (
-    "bag", "box", "basket", "jar", "crate", "tray", "shelf", "row", "pack", "bowl", "drawer", "case", "carton", "bucket",
+    "bag", "box", "basket", "jar", "crate", "tray", "shelf", "row", "pack", "bowl", "drawer", "case", "carton",
+    "bucket",
     "plate", "stack", "tank", "cage", "room", "table", "bus", "team", "page", "van", "boat", "house", "garden", "tent",
-    "bunch", "pile", "can", "bottle", "truck", "branch", "wagon", "pocket", "vase", "album", "column", "packet", "folder",
+    "bunch", "pile", "can", "bottle", "truck", "branch", "wagon", "pocket", "vase", "album", "column", "packet",
+    "folder",
 )  # fmt: skip
 IRREGULAR |= {"shelf": "shelves"}
 PLACES = (
-    "on the table", "in the garden", "in a box", "in the fridge", "in a tree", "at the park", "on the shelf", "in the bag",
+    "on the table", "in the garden", "in a box", "in the fridge", "in a tree", "at the park", "on the shelf",
+    "in the bag",
     "in the room", "on the bus", "in a jar", "on the farm", "in the pond", "at the zoo", "in the class", "at school",
     "in the drawer", "in the basket", "on the playground", "at the party", "in the store", "on a plate", "in the field",
     "on the street", "in the box", "in the barn", "in the pool", "on the beach", "in the kitchen", "in the cage",
@@ -98,8 +102,10 @@ LOSSES: tuple[Verb, ...] = (
     ("lose", "loses", "lost", "{n} of them"), ("use", "uses", "used", "{n}"), ("sell", "sells", "sold", "{n} of them"),
     ("break", "breaks", "broke", "{n}"), ("throw away", "throws away", "threw away", "{n}"),
     ("drop", "drops", "dropped", "{n}"), ("share", "shares", "shared", "{n} with {o}"), ("eat", "eats", "ate", "{n}"),
-    ("eat", "eats", "ate", "{n} of them"), ("send", "sends", "sent", "{n} to {o}"), ("use", "uses", "used", "{n} of them"),
-    ("take out", "takes out", "took out", "{n}"), ("lend", "lends", "lent", "{n} to {o}"), ("hide", "hides", "hid", "{n}"),
+    ("eat", "eats", "ate", "{n} of them"), ("send", "sends", "sent", "{n} to {o}"), ("use", "uses", "used",
+    "{n} of them"),
+    ("take out", "takes out", "took out", "{n}"), ("lend", "lends", "lent", "{n} to {o}"), ("hide", "hides", "hid",
+    "{n}"),
     ("give", "gives", "gave", "{n} of them to {o}"), ("return", "returns", "returned", "{n}"),
     ("remove", "removes", "removed", "{n}"), ("leave", "leaves", "left", "{n} at school"),
 )  # fmt: skip
@@ -131,7 +137,7 @@ class Who:
         return f"{'did' if past else 'do' if self.is_plural else 'does'} {self.name}"
 
 
-I, WE = Who("I", "I", "my", True), Who("we", "we", "our", True)
+ME, WE = Who("I", "I", "my", True), Who("we", "we", "our", True)
 
 
 def somebody(rng: random.Random, other_than: str = "") -> Who:
@@ -142,7 +148,7 @@ def somebody(rng: random.Random, other_than: str = "") -> Who:
     elif kind < 0.84:
         found = Who(rng.choice(BOYS), "he", "his", False)
     elif kind < 0.92:
-        found = I
+        found = ME
     elif kind < 0.95:
         found = WE
     elif kind < 0.97:
