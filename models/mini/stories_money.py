@@ -22,131 +22,172 @@ from words import (
 )
 
 
-def money(rng: random.Random) -> Story:
-    """Prices, change, wages and savings."""
-    who, one = somebody(rng), noun(rng)
-    unit = rng.choice(("dollars", "dollars", "dollars", "dollars", "euros", "cents", "coins"))
-    count, price = factors(rng)
-    past, form, many = rng.random() < 0.5, rng.randrange(9), plural(one)
-    costs = rng.choice(("costs", "is", "sells for"))
-    buys = who.does(
-        rng.choice((("buy", "buys", "bought"), ("get", "gets", "got"), ("order", "orders", "ordered"))), past
-    )
-    spend = rng.choice(
-        (
-            f"how much {who.asks(past)} {rng.choice(('pay', 'spend'))}",
-            "how much is that",
-            "what is the total",
-            "how much does it cost",
-            f"how many {unit} {who.asks(past)} {rng.choice(('pay', 'spend'))} in total",
-            "what is the total cost",
-            "how much in total",
-            f"how many {unit} is that",
+class Deal:
+    """What a story about money is told of, drawn at once; each method is one form of it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.who, self.one = somebody(self.rng), noun(self.rng)
+        self.unit = self.rng.choice(("dollars", "dollars", "dollars", "dollars", "euros", "cents", "coins"))
+        self.count, self.price = factors(self.rng)
+        self.past, self.form, self.many = self.rng.random() < 0.5, self.rng.randrange(9), plural(self.one)
+        self.costs = self.rng.choice(("costs", "is", "sells for"))
+        self.buys = self.who.does(
+            self.rng.choice((("buy", "buys", "bought"), ("get", "gets", "got"), ("order", "orders", "ordered"))),
+            self.past,
         )
-    )
-    left = rng.choice(
-        (
-            f"how much money {who.asks(False)} have left",
-            f"how much {rng.choice(('money ', ''))}is left",
-            f"how many {unit} are left",
-            f"how many {unit} {who.asks(False)} have {rng.choice(('left', 'now', 'still'))}",
-            f"how much {who.asks(False)} have left",
-            "what is left",
-        )
-    )
-    shown, cost = f"{number(price, rng)} {unit}", count * price
-    if form == 0:
-        clauses = [f"{rng.choice(('a', 'one', 'each'))} {one} {costs} {shown}"]
-        ask = rng.choice(
+        self.spend = self.rng.choice(
             (
-                f"how much {rng.choice(('do', 'are'))} {counted(count, one, rng)}" + " cost",
-                f"what do {counted(count, one, rng)} cost",
-                f"how much does {who.name} pay for {counted(count, one, rng)}",
-                f"what is the price of {counted(count, one, rng)}",
+                f"how much {self.who.asks(self.past)} {self.rng.choice(('pay', 'spend'))}",
+                "how much is that",
+                "what is the total",
+                "how much does it cost",
+                f"how many {self.unit} {self.who.asks(self.past)} {self.rng.choice(('pay', 'spend'))} in total",
+                "what is the total cost",
+                "how much in total",
+                f"how many {self.unit} is that",
             )
         )
-        return Story(clauses, ask.replace("are ", "do ", 1), [("*", count, price)], f"{count} * {price}")
-    if form == 1:
-        each = rng.choice((f"for {shown} each", f"at {shown} each", f"that cost {shown} each"))
-        clauses = [f"{who.name} {buys} {counted(count, one, rng)} {each}"]
-        if rng.random() < 0.4:
+        self.left = self.rng.choice(
+            (
+                f"how much money {self.who.asks(False)} have left",
+                f"how much {self.rng.choice(('money ', ''))}is left",
+                f"how many {self.unit} are left",
+                f"how many {self.unit} {self.who.asks(False)} have {self.rng.choice(('left', 'now', 'still'))}",
+                f"how much {self.who.asks(False)} have left",
+                "what is left",
+            )
+        )
+        self.shown, self.cost = f"{number(self.price, self.rng)} {self.unit}", self.count * self.price
+        self.other = noun(self.rng) if self.form >= 3 else ""
+
+    def price_of_many(self) -> Story:
+        """The price of one is known, that of many asked for."""
+        clauses = [f"{self.rng.choice(('a', 'one', 'each'))} {self.one} {self.costs} {self.shown}"]
+        ask = self.rng.choice(
+            (
+                f"how much {self.rng.choice(('do', 'are'))} {counted(self.count, self.one, self.rng)}" + " cost",
+                f"what do {counted(self.count, self.one, self.rng)} cost",
+                f"how much does {self.who.name} pay for {counted(self.count, self.one, self.rng)}",
+                f"what is the price of {counted(self.count, self.one, self.rng)}",
+            )
+        )
+        return Story(
+            clauses, ask.replace("are ", "do ", 1), [("*", self.count, self.price)], f"{self.count} * {self.price}"
+        )
+
+    def many_at_a_price(self) -> Story:
+        """Many are bought at a price."""
+        each = self.rng.choice((f"for {self.shown} each", f"at {self.shown} each", f"that cost {self.shown} each"))
+        clauses = [f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)} {each}"]
+        if self.rng.random() < 0.4:
             clauses = [
-                f"{who.name} {buys} {counted(count, one, rng)}",
-                f"{rng.choice(('each', 'one', 'every'))} {one} {costs} {shown}",
+                f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)}",
+                f"{self.rng.choice(('each', 'one', 'every'))} {self.one} {self.costs} {self.shown}",
             ]
-        return Story(clauses, spend, [("*", count, price)], f"{count} * {price}")
-    if form == 2:  # change
-        cash = cost + small(rng, 1, 999 - cost) if cost < 900 else cost + 10
-        cash = (cash // 10 + 1) * 10 if cash < 980 and rng.random() < 0.4 else cash
-        money_first = f"{who.name} {who.does(HOLDS[0], past)} {cash} {unit}"
-        bought = f"{again(rng, who)} {buys} {counted(count, one, rng)} {rng.choice(('for', 'at'))} {shown} each"
-        if rng.random() < 0.3:
+        return Story(clauses, self.spend, [("*", self.count, self.price)], f"{self.count} * {self.price}")
+
+    def change(self) -> Story:
+        """What is left of the money after many are bought."""
+        cash = self.cost + small(self.rng, 1, 999 - self.cost) if self.cost < 900 else self.cost + 10
+        cash = (cash // 10 + 1) * 10 if cash < 980 and self.rng.random() < 0.4 else cash
+        money_first = f"{self.who.name} {self.who.does(HOLDS[0], self.past)} {cash} {self.unit}"
+        bought = (
+            f"{again(self.rng, self.who)} {self.buys} {counted(self.count, self.one, self.rng)} "
+            f"{self.rng.choice(('for', 'at'))} {self.shown} each"
+        )
+        if self.rng.random() < 0.3:
             money_first, bought = (
-                f"{who.name} {buys} {counted(count, one, rng)} at {shown} each",
-                f"{again(rng, who)} {who.does(('pay', 'pays', 'paid'), past)} with {cash} {unit}",
+                f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)} at {self.shown} each",
+                f"{again(self.rng, self.who)} {self.who.does(('pay', 'pays', 'paid'), self.past)} with "
+                f"{cash} {self.unit}",
             )
         return Story(
             [money_first, bought],
-            left if rng.random() < 0.7 else "how much change is there",
-            [("*", count, price), ("-", cash, cost)],
-            f"{cash} - {count} * {price}",
+            self.left if self.rng.random() < 0.7 else "how much change is there",
+            [("*", self.count, self.price), ("-", cash, self.cost)],
+            f"{cash} - {self.count} * {self.price}",
         )
-    other = noun(rng)
-    if form == 3:  # two kinds, one step or two
-        second = small(rng, 1, 90)
-        if rng.random() < 0.5:
-            clauses = rng.choice(
+
+    def two_kinds(self) -> Story:
+        """Two things, or many of one and one of another."""
+        second = small(self.rng, 1, 90)
+        if self.rng.random() < 0.5:
+            clauses = self.rng.choice(
                 (
-                    [f"{who.name} {buys} a {one} for {shown} and a {other} for {number(second, rng)} {unit}"],
                     [
-                        f"a {one} {costs} {shown} and a {other} {costs} {number(second, rng)} {unit}",
-                        f"{who.name} {buys} both",
+                        f"{self.who.name} {self.buys} a {self.one} for {self.shown} and a {self.other} for "
+                        f"{number(second, self.rng)} {self.unit}"
                     ],
-                    [f"the {one} {costs} {shown}", f"the {other} {costs} {number(second, rng)} {unit}"],
+                    [
+                        f"a {self.one} {self.costs} {self.shown} and a {self.other} {self.costs} "
+                        f"{number(second, self.rng)} {self.unit}",
+                        f"{self.who.name} {self.buys} both",
+                    ],
+                    [
+                        f"the {self.one} {self.costs} {self.shown}",
+                        f"the {self.other} {self.costs} {number(second, self.rng)} {self.unit}",
+                    ],
                 )
             )
-            return Story(clauses, spend, [("+", price, second)], f"{price} + {second}")
-        clauses = rng.choice(
+            return Story(clauses, self.spend, [("+", self.price, second)], f"{self.price} + {second}")
+        clauses = self.rng.choice(
             (
                 [
-                    f"{who.name} {buys} {counted(count, one, rng)} at {shown} each and a {other} for "
-                    f"{number(second, rng)} {unit}"
+                    f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)} at "
+                    f"{self.shown} each and a {self.other} for "
+                    f"{number(second, self.rng)} {self.unit}"
                 ],
                 [
-                    f"a {one} {costs} {shown} and a {other} {costs} {number(second, rng)} {unit}",
-                    f"{who.name} {buys} {counted(count, one, rng)} and one {other}",
+                    f"a {self.one} {self.costs} {self.shown} and a {self.other} {self.costs} "
+                    f"{number(second, self.rng)} {self.unit}",
+                    f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)} and one {self.other}",
                 ],
                 [
-                    f"{who.name} {buys} {counted(count, one, rng)} for {shown} each",
-                    f"{again(rng, who)} also {buys} a {other} for {number(second, rng)} {unit}",
+                    f"{self.who.name} {self.buys} {counted(self.count, self.one, self.rng)} for {self.shown} each",
+                    f"{again(self.rng, self.who)} also {self.buys} a {self.other} for "
+                    f"{number(second, self.rng)} {self.unit}",
                 ],
             )
         )
-        return Story(clauses, spend, [("*", count, price), ("+", cost, second)], f"{count} * {price} + {second}")
-    if form == 4:  # spend once or twice
-        cash = small(rng, 10)
-        first = small(rng, 1, cash - 2)
-        bought = rng.choice(
+        return Story(
+            clauses,
+            self.spend,
+            [("*", self.count, self.price), ("+", self.cost, second)],
+            f"{self.count} * {self.price} + {second}",
+        )
+
+    def spent(self) -> Story:
+        """Money that is spent once or twice."""
+        cash = small(self.rng, 10)
+        first = small(self.rng, 1, cash - 2)
+        bought = self.rng.choice(
             (
-                f"{who.does(('spend', 'spends', 'spent'), past)} "
-                f"{number(first, rng)}{rng.choice(('', ' ' + unit))} on "
-                f"{rng.choice(('a ' + one, many, 'food', 'games', 'clothes'))}",
-                f"{buys} a {one} for {number(first, rng)} {unit}",
-                f"{who.does(('pay', 'pays', 'paid'), past)} {number(first, rng)} {unit} for a {one}",
+                f"{self.who.does(('spend', 'spends', 'spent'), self.past)} "
+                f"{number(first, self.rng)}{self.rng.choice(('', ' ' + self.unit))} on "
+                f"{self.rng.choice(('a ' + self.one, self.many, 'food', 'games', 'clothes'))}",
+                f"{self.buys} a {self.one} for {number(first, self.rng)} {self.unit}",
+                f"{self.who.does(('pay', 'pays', 'paid'), self.past)} {number(first, self.rng)} "
+                f"{self.unit} for a {self.one}",
             )
         )
-        clauses = [f"{who.name} {who.does(HOLDS[0], past)} {cash} {unit}", f"{again(rng, who)} {bought}"]
+        clauses = [
+            f"{self.who.name} {self.who.does(HOLDS[0], self.past)} {cash} {self.unit}",
+            f"{again(self.rng, self.who)} {bought}",
+        ]
         steps: list[Step] = [("-", cash, first)]
         expression = f"{cash} - {first}"
-        if rng.random() < 0.4 and cash - first > 2:
-            second = small(rng, 1, cash - first - 1)
-            clauses[1] += f" and {number(second, rng)} {unit} {rng.choice(('on', 'for'))} a {other}"
+        if self.rng.random() < 0.4 and cash - first > 2:
+            second = small(self.rng, 1, cash - first - 1)
+            clauses[1] += f" and {number(second, self.rng)} {self.unit} {self.rng.choice(('on', 'for'))} a {self.other}"
             steps.append(("-", cash - first, second))
             expression += f" - {second}"
-        return Story(clauses, left, steps, expression)
-    if form == 5:  # wages and savings
-        span = rng.choice(("hour", "day", "week", "month"))
-        verb = rng.choice(
+        return Story(clauses, self.left, steps, expression)
+
+    def over_time(self) -> Story:
+        """Wages, savings or expenses of so many days."""
+        span = self.rng.choice(("hour", "day", "week", "month"))
+        verb = self.rng.choice(
             (
                 ("earn", "earns", "earned"),
                 ("save", "saves", "saved"),
@@ -156,93 +197,120 @@ def money(rng: random.Random) -> Story:
             )
         )
         clauses = [
-            f"{who.name} {who.does(verb, False)} {shown} "
-            f"{rng.choice(('a', 'an' if span == 'hour' else 'a', 'per', 'each', 'every'))} {span}"
+            f"{self.who.name} {self.who.does(verb, False)} {self.shown} "
+            f"{self.rng.choice(('a', 'an' if span == 'hour' else 'a', 'per', 'each', 'every'))} {span}"
         ]
         clauses[0] = clauses[0].replace(" a hour", " an hour")
-        ask = rng.choice(
+        ask = self.rng.choice(
             (
-                f"how much {who.asks(False)} {verb[0]} in {counted(count, span, rng)}",
-                f"how many {unit} {who.asks(False)} {verb[0]} in {counted(count, span, rng)}",
+                f"how much {self.who.asks(False)} {verb[0]} in {counted(self.count, span, self.rng)}",
+                f"how many {self.unit} {self.who.asks(False)} {verb[0]} in {counted(self.count, span, self.rng)}",
             )
         )
-        return Story(clauses, ask, [("*", count, price)], f"{count} * {price}")
-    if form == 6:  # how many for the money
-        divisor, quotient = fact(rng)
+        return Story(clauses, ask, [("*", self.count, self.price)], f"{self.count} * {self.price}")
+
+    def how_many_for(self) -> Story:
+        """How many one gets for the money."""
+        divisor, quotient = fact(self.rng)
         clauses = [
-            f"{who.name} {'have' if who.is_plural else 'has'} {divisor * quotient} {unit}",
-            f"{rng.choice(('a', 'one', 'each'))} {one} {costs} {number(divisor, rng)} {unit}",
+            f"{self.who.name} {'have' if self.who.is_plural else 'has'} {divisor * quotient} {self.unit}",
+            f"{self.rng.choice(('a', 'one', 'each'))} {self.one} {self.costs} {number(divisor, self.rng)} {self.unit}",
         ]
-        if rng.random() < 0.3:
+        if self.rng.random() < 0.3:
             clauses.reverse()
         return Story(
             clauses,
-            rng.choice(
+            self.rng.choice(
                 (
-                    f"how many {many} can {who.name} buy",
-                    f"how many {many} can {who.pronoun} get",
-                    f"how many {many} is that",
+                    f"how many {self.many} can {self.who.name} buy",
+                    f"how many {self.many} can {self.who.pronoun} get",
+                    f"how many {self.many} is that",
                 )
             ),
             [("/", divisor * quotient, divisor)],
             f"{divisor * quotient} / {divisor}",
         )
-    if form == 7:  # unit price
-        divisor, quotient = fact(rng)
+
+    def price_of_one(self) -> Story:
+        """What one of many costs."""
+        divisor, quotient = fact(self.rng)
         total = divisor * quotient
-        clauses = rng.choice(
+        clauses = self.rng.choice(
             (
-                [f"{counted(divisor, one, rng)} cost {total} {unit}"],
+                [f"{counted(divisor, self.one, self.rng)} cost {total} {self.unit}"],
                 [
-                    f"{who.name} {who.does(('pay', 'pays', 'paid'), past)} {total} {unit} for "
-                    f"{counted(divisor, one, rng)}"
+                    f"{self.who.name} {self.who.does(('pay', 'pays', 'paid'), self.past)} {total} {self.unit} for "
+                    f"{counted(divisor, self.one, self.rng)}"
                 ],
             )
         )
         return Story(
             clauses,
-            rng.choice(
+            self.rng.choice(
                 (
-                    f"how much does one {one} cost",
-                    f"what is the price of one {one}",
-                    f"how much is each {one}",
-                    f"what does a {one} cost",
+                    f"how much does one {self.one} cost",
+                    f"what is the price of one {self.one}",
+                    f"how much is each {self.one}",
+                    f"what does a {self.one} cost",
                 )
             ),
             [("/", total, divisor)],
             f"{total} / {divisor}",
         )
-    goal = small(rng, 10)
-    has = small(rng, 1, goal - 1)
-    clauses = rng.choice(
-        (
-            [
-                f"{who.name} {who.does(('want', 'wants', ''), False)} {rng.choice(('to buy ', ''))}a "
-                f"{one} that costs {goal} {unit}",
-                f"{again(rng, who)} {who.does(('have', 'has', ''), False)} {has} {unit}",
-            ],
-            [
-                f"a {one} {costs} {goal} {unit}",
-                f"{who.name} {'have' if who.is_plural else 'has'} {rng.choice(('only ', 'already ', ''))}{has}",
-            ],
-            [
-                f"{who.name} {'are' if who.is_plural else 'is'} saving {goal} {unit} for a {one}".replace(
-                    "I are", "I am"
-                ),
-                f"{again(rng, who)} {'have' if who.is_plural else 'has'} {has} so far",
-            ],
-        )
-    )
-    return Story(
-        clauses,
-        rng.choice(
+
+    def missing(self) -> Story:
+        """What is missing for a purchase."""
+        goal = small(self.rng, 10)
+        has = small(self.rng, 1, goal - 1)
+        being = "am" if self.who.name == "I" else "are" if self.who.is_plural else "is"
+        clauses = self.rng.choice(
             (
-                f"how much more {rng.choice(('money ', ''))}{who.asks(False)} need",
-                f"how many {unit} are missing",
-                f"how many more {unit} {who.asks(False)} need",
-                f"how much {rng.choice(('is missing', 'more is needed'))}",
+                [
+                    f"{self.who.name} {self.who.does(('want', 'wants', ''), False)} "
+                    f"{self.rng.choice(('to buy ', ''))}a "
+                    f"{self.one} that costs {goal} {self.unit}",
+                    f"{again(self.rng, self.who)} {self.who.does(('have', 'has', ''), False)} {has} {self.unit}",
+                ],
+                [
+                    f"a {self.one} {self.costs} {goal} {self.unit}",
+                    f"{self.who.name} {'have' if self.who.is_plural else 'has'} "
+                    f"{self.rng.choice(('only ', 'already ', ''))}{has}",
+                ],
+                [
+                    f"{self.who.name} {being} saving {goal} {self.unit} for a {self.one}",
+                    f"{again(self.rng, self.who)} {'have' if self.who.is_plural else 'has'} {has} so far",
+                ],
             )
-        ),
-        [("-", goal, has)],
-        f"{goal} - {has}",
-    )
+        )
+        return Story(
+            clauses,
+            self.rng.choice(
+                (
+                    f"how much more {self.rng.choice(('money ', ''))}{self.who.asks(False)} need",
+                    f"how many {self.unit} are missing",
+                    f"how many more {self.unit} {self.who.asks(False)} need",
+                    f"how much {self.rng.choice(('is missing', 'more is needed'))}",
+                )
+            ),
+            [("-", goal, has)],
+            f"{goal} - {has}",
+        )
+
+
+FORMS = (
+    Deal.price_of_many,
+    Deal.many_at_a_price,
+    Deal.change,
+    Deal.two_kinds,
+    Deal.spent,
+    Deal.over_time,
+    Deal.how_many_for,
+    Deal.price_of_one,
+    Deal.missing,
+)
+
+
+def money(rng: random.Random) -> Story:
+    """Prices, change, wages and savings."""
+    deal = Deal(rng)
+    return FORMS[deal.form](deal)
