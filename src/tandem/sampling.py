@@ -93,7 +93,8 @@ class Payload(Struct, frozen=True, tag=True):
     """What workers know of a request and the core does not."""
 
     request: int  # RequestId
-    tokens: bytes  # prompt, int32 little endian
+    tokens: bytes  # prompt, int32 little endian; of an answer that was begun elsewhere, with its tokens so far
     sampling: SamplingParams
     last_hash: bytes  # link of the last full prompt page, or the tenant's root: parent of the next page to fill
     vector: VectorParams | None = None  # of a request that ends with its prompt
+    num_said: int = 0  # the last of `tokens`, that are the answer so far and not the prompt

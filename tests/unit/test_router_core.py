@@ -437,6 +437,10 @@ class Watched:
     halves: dict[Side, str] = field(default_factory=dict)  # open | head | ended | closed
     attempt: int = 0
     forwarded: bool = False
+    forwarded_at: int = 0  # the attempt
+    resumable: bool = False  # what is forwarded
+    first_attempt: int = 1  # since it was lost
+    resumes: int = 0
     ended: int = 0
 
 
@@ -457,6 +461,8 @@ class Observer:
         half = D if isinstance(event, DecodeSpoke) else event.half
         if event.attempt != seen.attempt or seen.halves.get(half) not in ("open", "head"):
             return
+        if isinstance(event, DecodeSpoke) and not seen.forwarded:
+            seen.resumable = event.is_resumable
         states = {HalfAnswered: "head", DecodeSpoke: "head", HalfEnded: "ended"}
         seen.halves[half] = states.get(type(event), "closed")
 
@@ -465,9 +471,12 @@ class Observer:
         seen = self.requests[command.request]
         assert not seen.ended, f"{command} after the end"
         match command:
-            case DispatchPair(attempt=attempt, pair=pair):
-                assert not seen.forwarded
-                assert attempt == seen.attempt + 1 <= self.retries + 1
+            case DispatchPair(attempt=attempt, pair=pair, resumes=resumes):
+                assert resumes == seen.forwarded, "what follows is asked for, and nothing else once a client has bytes"
+                if resumes and not seen.resumes:
+                    assert seen.resumable
+                    seen.resumes, seen.first_attempt = 1, attempt
+                assert attempt == seen.attempt + 1 <= seen.first_attempt + self.retries
                 assert not self.is_busy(seen)
                 assert not self.rooms & set(pair.rooms), "a retry has new rooms"
                 self.rooms |= set(pair.rooms)
@@ -476,10 +485,12 @@ class Observer:
                 assert attempt == seen.attempt
                 assert seen.halves[half] in ("open", "head", "closed")
                 seen.halves[half] = "closed"
-            case Forward(attempt=attempt):
+            case Forward(attempt=attempt, resumes=resumes):
                 assert attempt == seen.attempt
-                assert not seen.forwarded
-                seen.forwarded = True
+                assert resumes == seen.forwarded
+                assert not resumes or attempt >= seen.first_attempt > 1
+                assert seen.forwarded_at != attempt, "twice of one attempt"
+                seen.forwarded, seen.forwarded_at = True, attempt
             case Finish() | Fail() | ForwardRejection():
                 assert not self.is_busy(seen), "a half is at work after the end"
                 if isinstance(command, ForwardRejection):
@@ -531,13 +542,14 @@ def play(seed: int, retries: int) -> None:
         elif choice == 2:
             tell(HalfAnswered(request, attempt, half))
         elif choice == 3:
-            tell(DecodeSpoke(request, attempt))
+            tell(DecodeSpoke(request, attempt, is_resumable=rng.random() < 0.5))
         elif choice == 4:
             tell(HalfEnded(request, attempt, half, has_error=rng.random() < 0.2))
         elif choice == 5 and observer.requests[request].halves.get(half) != "head":
             tell(HalfRejected(request, attempt, half, rng.choice((400, 409, 500, 503))))
         elif choice == 6:
-            tell(HalfFailed(request, attempt, half, rng.choice(list(Failure))))
+            silent_ns = Nanos(round(rng.choice((0, 1, 40)) * SECOND))
+            tell(HalfFailed(request, attempt, half, rng.choice(list(Failure)), silent_ns=silent_ns))
         elif choice in (5, 7):
             world.mute = {worker for worker in range(len(world.workers)) if rng.random() < 0.3}
         else:

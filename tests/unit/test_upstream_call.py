@@ -36,7 +36,7 @@ def test_of_a_stream_of_decode_the_first_piece_counts_and_from_then_on_silence_t
     assert call.piece() == (DecodeSpoke(REQUEST, 2),)
     assert call.piece() == ()
     assert call.patience_ns == STALL_NS
-    assert call.stall() == (HalfFailed(REQUEST, 2, Side.DECODE, Failure.STALLED, "no byte for 3 s"),)
+    assert call.stall() == (HalfFailed(REQUEST, 2, Side.DECODE, Failure.STALLED, "no byte for 3 s", STALL_NS),)
     assert call.patience_ns is None
 
 

@@ -27,6 +27,7 @@ class Failure(StrEnum):
     REFUSED = "refused"  # no connection
     BROKEN = "broken"  # the connection broke, or the worker is gone
     STALLED = "stalled"  # a stream said nothing for too long
+    GAVE_UP = "gave_up"  # its last word is that it cannot go on with a stream, and that another may
 
 
 class RouteCause(StrEnum):
@@ -76,6 +77,7 @@ class DecodeSpoke(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
+    is_resumable: bool = False  # it tells what it says in tokens too, so that another decode can go on with it
 
 
 class HalfEnded(Struct, frozen=True, tag=True):
@@ -103,6 +105,7 @@ class HalfFailed(Struct, frozen=True, tag=True):
     half: Side
     failure: Failure
     detail: str = ""
+    silent_ns: Nanos = Nanos(0)  # of a stream: since its last piece
 
 
 class WorkerProbed(Struct, frozen=True, tag=True):
@@ -137,6 +140,7 @@ class DispatchPair(Struct, frozen=True, tag=True):
     attempt: int
     pair: Pair
     timeout_ns: Nanos  # what is left until the deadline
+    resumes: bool = False  # with what the client has of its stream: what follows that is asked for
 
 
 class CancelHalf(Struct, frozen=True, tag=True):
@@ -148,11 +152,15 @@ class CancelHalf(Struct, frozen=True, tag=True):
 
 
 class Forward(Struct, frozen=True, tag=True):
-    """Pass decode's answer on to the client, as it comes; with `merged`, both bodies are there to be merged."""
+    """Pass decode's answer on to the client, as it comes; with `merged`, both bodies are there to be merged.
+
+    With `resumes`, it goes on with the stream that the client has already.
+    """
 
     request: RequestId
     attempt: int
     merged: bool = False
+    resumes: bool = False
 
 
 class Finish(Struct, frozen=True, tag=True):

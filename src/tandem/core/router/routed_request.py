@@ -2,7 +2,7 @@
 
     BACKOFF      no attempt under way; another one starts at `retry_at`
     TRYING       both halves dispatched, the client has not got a byte
-    FORWARDING   the client gets decode's answer: from here on nothing is retried
+    FORWARDING   the client gets decode's answer: from here on nothing is retried, but a stream may be resumed
     LINGERING    the client has its answer, prefill still has to end its body
     ENDED        both halves are over or cancelled
 
@@ -20,7 +20,12 @@ Rules:
     in which wait it was is still heard. Of a stream the first byte tells that there is a token. Of a document nothing
     may come before its end, but that prefill has ended well tells it: from then on it is `document_ns` that bounds.
 5.  A request that was aborted by name is not retried: its halves end it, between two attempts the router does.
-6.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
+6.  A stream that can be resumed (`DecodeSpoke.is_resumable`), and whose decode dies, or says that it cannot go on and
+    another may, goes on with another decode: an attempt like any other, which is asked for what follows. It happens
+    `resumes` times at most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
+    client's deadline has been met. An attempt that fails before it says anything is retried as rule 2 has it; where no
+    other is left the stream ends with what it was lost of.
+7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
 
 A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
 Events carry the number of their attempt; news of an earlier one, or of a half that is over, change nothing.
@@ -63,6 +68,8 @@ class ExchangeSettings(Struct, frozen=True):
     grace_ns: Nanos = Nanos(300 * MILLISECOND)  # after the deadline, for the worker's own word
     linger_ns: Nanos = Nanos(5 * SECOND)  # for prefill to end its body after decode has
     document_ns: Nanos = Nanos(600 * SECOND)  # from the first token to the end of a document
+    resumes: int = 1  # of one stream
+    gap_ns: Nanos = Nanos(30 * SECOND)  # between two tokens of a stream that is resumed
 
 
 class Phase(StrEnum):
@@ -101,6 +108,10 @@ class RoutedRequest:
     halves: dict[Side, HalfState] = field(default_factory=dict[Side, HalfState])
     wake_at: Nanos | None = None
     is_aborted: bool = False
+    is_resumable: bool = False  # the stream that is forwarded
+    num_resumes: int = 0
+    first_attempt: int = 1  # since the stream was lost last
+    lost: Fail | Finish | None = None  # while a lost stream is resumed: how it ends otherwise
 
     def is_open(self, half: Side) -> bool:
         return self.halves.get(half) in OPEN
@@ -127,7 +138,8 @@ class RoutedRequest:
         self.phase = Phase.TRYING
         self.halves = {Side.PREFILL: HalfState.SENT, Side.DECODE: HalfState.SENT}
         self.wake_at = Nanos(self.deadline + self.settings.grace_ns)
-        return [DispatchPair(self.request, self.attempt, pair, Nanos(self.deadline - now))]
+        is_resumed = self.lost is not None
+        return [DispatchPair(self.request, self.attempt, pair, Nanos(self.deadline - now), is_resumed)]
 
     def handle(self, event: HalfEvent, now: Nanos, has_other: Callable[[WorkerId], bool]) -> list[RouterCommand]:
         """What a half has done. `has_other(worker)`: a live pair without this worker exists."""
@@ -138,8 +150,8 @@ class RoutedRequest:
             case HalfAnswered():
                 self._answered(half)
                 return []
-            case DecodeSpoke():
-                return self._spoke()
+            case DecodeSpoke(is_resumable=is_resumable):
+                return self._spoke(is_resumable)
             case HalfEnded(has_error=has_error):
                 return self._ended(half, has_error, now)
             case HalfRejected():
@@ -172,7 +184,8 @@ class RoutedRequest:
         half = self.open_half_at(worker)
         if half is None:
             return []
-        failed = HalfFailed(self.request, self.attempt, half, Failure.BROKEN, "does not answer")
+        silent_ns = self.settings.gap_ns  # at least: nobody goes on with what has been silent for so long
+        failed = HalfFailed(self.request, self.attempt, half, Failure.BROKEN, "does not answer", silent_ns)
         return [CancelHalf(self.request, self.attempt, half), *self._failed(half, failed, now, has_other)]
 
     def wake(self, now: Nanos) -> list[RouterCommand]:
@@ -200,12 +213,14 @@ class RoutedRequest:
         if half is Side.DECODE and self.phase is Phase.TRYING:
             self.wake_at = None  # there is a first token: decode's stall timeout takes over
 
-    def _spoke(self) -> list[RouterCommand]:
+    def _spoke(self, is_resumable: bool) -> list[RouterCommand]:
         self._answered(Side.DECODE)
         if self.phase is not Phase.TRYING or self.merges:
             return []
         self.phase = Phase.FORWARDING
-        return [Forward(self.request, self.attempt)]
+        is_resumed, self.lost = self.lost is not None, None
+        self.is_resumable = is_resumable
+        return [Forward(self.request, self.attempt, resumes=is_resumed)]
 
     def _ended(self, half: Side, has_error: bool, now: Nanos) -> list[RouterCommand]:
         self.halves[half] = HalfState.ENDED
@@ -255,10 +270,28 @@ class RoutedRequest:
         worker = self.worker(half)
         failure = Fail(self.request, CAUSES[event.failure], stage, f"{half} worker {worker.url}: {event.detail}")
         if self.phase is Phase.FORWARDING:
-            return self._end(failure)
+            # What it said itself of the end has come, and ends the stream where nobody goes on with it.
+            gave_up = event.failure is Failure.GAVE_UP
+            return self._resume(event, Finish(self.request) if gave_up else failure, now, has_other)
         if half is Side.PREFILL and had_head and not self.merges and not has_other(worker.id):
             return []  # rule 3
         return self._retry(now, failure)
+
+    def _resume(
+        self, event: HalfFailed, otherwise: Fail | Finish, now: Nanos, has_other: Callable[[WorkerId], bool]
+    ) -> list[RouterCommand]:
+        """Rule 6."""
+        deadline = Nanos(now - event.silent_ns + self.settings.gap_ns)
+        may_go_on = self.is_resumable and not self.is_aborted and self.num_resumes < self.settings.resumes
+        if not may_go_on or now >= deadline or not has_other(self.worker(Side.DECODE).id):
+            return self._end(otherwise)
+        self.num_resumes += 1
+        self.first_attempt = self.attempt + 1
+        self.lost, self.deadline = otherwise, deadline
+        commands = self._cancel_open()
+        self.phase = Phase.BACKOFF
+        self.wake_at = now
+        return commands
 
     def _is_answered_without(self, half: Side) -> bool:
         """Decode has its first token, so whatever becomes of prefill makes no difference."""
@@ -272,8 +305,9 @@ class RoutedRequest:
         """Cancel what is open; wait for another attempt, or end with `otherwise` if there is none."""
         if self.is_aborted:
             return self.fail(RouteCause.ABORTED, "by name")
-        backoff = min(self.settings.backoff_ns << (self.attempt - 1), self.settings.backoff_max_ns)
-        if self.attempt > self.settings.retries or now + backoff >= self.deadline:
+        retries = self.attempt - self.first_attempt
+        backoff = min(self.settings.backoff_ns << retries, self.settings.backoff_max_ns)
+        if retries >= self.settings.retries or now + backoff >= self.deadline:
             return self._end(otherwise)
         commands = self._cancel_open()
         self.phase = Phase.BACKOFF
@@ -282,6 +316,8 @@ class RoutedRequest:
 
     def _end(self, last: Finish | ForwardRejection | Fail) -> list[RouterCommand]:
         assert self.phase is not Phase.ENDED
+        if self.lost is not None and not (self.is_aborted or isinstance(last, Finish)):
+            last = self.lost
         commands = self._cancel_open()
         self.phase = Phase.ENDED
         self.wake_at = None
@@ -298,4 +334,5 @@ CAUSES = {
     Failure.REFUSED: RouteCause.WORKER_UNREACHABLE,
     Failure.BROKEN: RouteCause.CONNECTION_LOST,
     Failure.STALLED: RouteCause.DEADLINE_EXCEEDED,
+    Failure.GAVE_UP: RouteCause.CONNECTION_LOST,
 }

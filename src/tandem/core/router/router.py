@@ -349,8 +349,8 @@ NOT_ITS_FAULT = (502, 503, 504)  # what a worker says of its peer, of its load, 
 def is_well(event: HalfEvent) -> bool | None:
     """What a half's news say of its worker: it works, it does not, or (None) nothing."""
     match event:
-        case HalfFailed():
-            return False
+        case HalfFailed(failure=failure):
+            return None if failure is Failure.GAVE_UP else False
         case HalfRejected(status=status) if status >= 500 and status not in NOT_ITS_FAULT:
             return False
         case DecodeSpoke():

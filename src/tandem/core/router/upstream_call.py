@@ -5,7 +5,8 @@ not looked at here: only its last word, if that was an error.
 
     prefill               2xx head: `HalfAnswered`   end: `HalfEnded`; `HalfFailed` where its server ended
     decode, a document    2xx head: `HalfAnswered`   end: `DecodeSpoke`, `HalfEnded`
-    decode, a stream      first piece: `DecodeSpoke` end: `HalfEnded`; `HalfFailed` where no piece came for too long
+    decode, a stream      first piece: `DecodeSpoke` end: `HalfEnded`; `HalfFailed` where no piece came for too long,
+                          or where one that can be resumed says that it cannot go on
     any other status      end of the body: `HalfRejected`
     no connection, or one that broke: `HalfFailed`
 
@@ -27,6 +28,7 @@ from tandem.core.router.messages import (
 from tandem.core.values import SECOND, Cause, Nanos, RequestId
 
 Said = tuple[HalfEvent, ...]
+NOW = Nanos(0)
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class UpstreamCall:
     stall_ns: Nanos  # between two pieces of a stream
     status: int = 0  # 0: no head yet
     is_stream: bool = False  # of decode: its bytes go on to the client as they come
+    is_resumable: bool = False  # of a stream: another decode can go on with it
     is_over: bool = False
     _has_spoken: bool = False
 
@@ -53,11 +56,12 @@ class UpstreamCall:
         """Whatever its connection still shows is not of interest."""
         self.is_over = True
 
-    def head(self, status: int, *, is_event_stream: bool) -> Said:
+    def head(self, status: int, *, is_event_stream: bool, is_resumable: bool = False) -> Said:
         if self.is_over:
             return ()
         self.status = status
         self.is_stream = self.is_accepted and is_event_stream and self.half is Side.DECODE
+        self.is_resumable = self.is_stream and is_resumable
         if not self.is_accepted or self.is_stream:
             return ()
         return (HalfAnswered(self.request, self.attempt, self.half),)
@@ -67,7 +71,7 @@ class UpstreamCall:
         if self.is_over or not self.is_stream or self._has_spoken:
             return ()
         self._has_spoken = True
-        return (DecodeSpoke(self.request, self.attempt),)
+        return (DecodeSpoke(self.request, self.attempt, self.is_resumable),)
 
     def end(self, error: str | None = None, detail: str = "") -> Said:
         """The body is complete. `error`: the code of the error that is its last word, if there is one."""
@@ -91,10 +95,15 @@ class UpstreamCall:
 
     def stall(self) -> Said:
         """No piece has come for `patience_ns`."""
-        return self.fail(Failure.STALLED, f"no byte for {self.stall_ns / SECOND:g} s")
+        return self.fail(Failure.STALLED, f"no byte for {self.stall_ns / SECOND:g} s", silent_ns=self.stall_ns)
 
-    def fail(self, failure: Failure, detail: str) -> Said:
+    def give_up(self, detail: str, *, silent_ns: Nanos) -> Said:
+        """The last word of a stream that can be resumed: here it cannot go on, elsewhere it may."""
+        return self.fail(Failure.GAVE_UP, detail, silent_ns=silent_ns)
+
+    def fail(self, failure: Failure, detail: str, *, silent_ns: Nanos = NOW) -> Said:
+        """silent_ns: since the last piece."""
         if self.is_over:
             return ()
         self.is_over = True
-        return (HalfFailed(self.request, self.attempt, self.half, failure, detail),)
+        return (HalfFailed(self.request, self.attempt, self.half, failure, detail, silent_ns),)

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem.config import ServerConfig
-from tandem.core.values import SECOND, RequestId
+from tandem.core.values import SECOND, RequestId, Room
 from tandem.metrics.export import Exporter
 from tandem.metrics.http_counts import HttpCounts
 from tandem.metrics.log import RequestLog
@@ -39,6 +39,7 @@ from tandem.server.api.body import (
     RerankBody,
     Routing,
     ScoreBody,
+    decode_body,
 )
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
 from tandem.server.api.chat_form import ChatForm
@@ -62,7 +63,9 @@ from tandem.server.api.rendering import Renderer
 from tandem.server.api.response_store import Conversation, ResponsePages, ResponseStore, owner_of
 from tandem.server.api.responses import ResponsesBody, read_responses, without_items
 from tandem.server.api.responses_reply import ResponsesReply
+from tandem.server.api.resume import ASKS, Resume, Resuming
 from tandem.server.api.stream import Prepared, Reply, TokenResponse
+from tandem.server.api.telling import Teller, can_tell, goes_on
 from tandem.server.api.tenant import given_key, tenant_of
 from tandem.server.api.text import TextStream
 from tandem.server.api.tokenization import TokenizationPage
@@ -208,20 +211,21 @@ class Endpoints:
         ]
 
     async def chat(self, request: Request) -> TokenResponse:
-        def reply(body: ChatBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
-            shape = self._shape(body, routing, asks, "chatcmpl-")
+        def reply(body: ChatBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
+            shape = self._shape(body, routing, asks, "chatcmpl-", made_at)
             return ChatReply(shape, self._tokenizer, self._chat_form.answer_to(body))
 
         return await self._answer(request, ChatBody, partial(read_chat, form=self._chat_form), reply)
 
     async def complete(self, request: Request) -> TokenResponse:
-        def reply(body: CompletionBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
-            return CompletionReply(self._shape(body, routing, asks, "cmpl-"), self._tokenizer, echo=bool(body.echo))
+        def reply(body: CompletionBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
+            shape = self._shape(body, routing, asks, "cmpl-", made_at)
+            return CompletionReply(shape, self._tokenizer, echo=bool(body.echo))
 
         return await self._answer(request, CompletionBody, read_completion, reply)
 
     async def generate(self, request: Request) -> TokenResponse:
-        def reply(body: NativeBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: NativeBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             is_single = isinstance(body.text, str) or (body.input_ids and isinstance(body.input_ids[0], int))
             return GenerateReply(
                 self._tokenizer,
@@ -234,7 +238,7 @@ class Endpoints:
         return await self._answer(request, NativeBody, read_native, reply, checks_model=False)
 
     async def messages(self, request: Request) -> TokenResponse:
-        def reply(body: MessagesBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: MessagesBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             name = routing.rid if isinstance(routing.rid, str) else "msg_" + asks[0].rid
             form = self._chat_form.answer_to(chat_of(body))
             return MessagesReply(id=name, model=routing.model or self._config.model_name, form=form)
@@ -256,29 +260,29 @@ class Endpoints:
                 body.kept_items = await off_loop(kept_size, LOOP_BYTES, msgspec.json.decode, raw)
             return await read_responses(body, routing, tokenizer, limits, size + kept_size, form=self._chat_form)
 
-        def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: ResponsesBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             model = routing.model or self._config.model_name
             form = self._chat_form.answer_to(without_items(body))
             keep = conversation.keep if conversation.has_begun else None
-            return ResponsesReply(body, model=model, form=form, keep=keep)
+            return ResponsesReply(body, model=model, nonce=asks[0].nonce, made_at=made_at, form=form, keep=keep)
 
         return await self._answer(request, ResponsesBody, read, reply)
 
     async def embed(self, request: Request) -> TokenResponse:
-        def reply(body: EmbeddingBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: EmbeddingBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             return VectorReply(partial(embeddings, body, routing.model or self._config.model_name))
 
         return await self._answer(request, EmbeddingBody, read_embeddings, reply, tasks=(Task.EMBEDDINGS,))
 
     async def rerank(self, request: Request) -> TokenResponse:
-        def reply(body: RerankBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: RerankBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             write = partial(ranking, body, routing.model or self._config.model_name, self._limits.task)
             return VectorReply(write, shows_prompts=body.return_documents is not False)
 
         return await self._answer(request, RerankBody, read_rerank, reply, tasks=(Task.EMBEDDINGS, Task.SCORES))
 
     async def score(self, request: Request) -> TokenResponse:
-        def reply(body: ScoreBody, routing: Routing, asks: Sequence[SampleRequest]) -> Reply:
+        def reply(body: ScoreBody, routing: Routing, asks: Sequence[SampleRequest], made_at: int) -> Reply:
             return VectorReply(partial(scores, body, routing.model or self._config.model_name, self._limits.task))
 
         return await self._answer(request, ScoreBody, read_score, reply, tasks=(Task.EMBEDDINGS, Task.SCORES))
@@ -295,7 +299,7 @@ class Endpoints:
         request: Request,
         kind: type[Body],
         read: Reader[Body],
-        reply: Callable[[Body, Routing, Sequence[SampleRequest]], Reply],
+        reply: Callable[[Body, Routing, Sequence[SampleRequest], int], Reply],
         *,
         checks_model: bool = True,
         tasks: tuple[Task, ...] = (Task.TOKENS,),
@@ -310,7 +314,7 @@ class Endpoints:
         request: Request,
         kind: type[Body],
         read: Reader[Body],
-        reply: Callable[[Body, Routing, Sequence[SampleRequest]], Reply],
+        reply: Callable[[Body, Routing, Sequence[SampleRequest], int], Reply],
         span: Span,
         *,
         checks_model: bool,
@@ -327,7 +331,9 @@ class Endpoints:
             self._checked(read(body, routing, self._tokenizer, self._limits, size), routing),
             "the prompt was not tokenized",
         )
-        asks = await self._asks(request, routing, prompts, all_params)
+        resume = await self._resumed(request, raw)
+        made_at = int(time.time()) if resume is None else resume.opening.made_at
+        asks = await self._asks(request, routing, prompts, all_params, resume)
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
@@ -338,7 +344,7 @@ class Endpoints:
             client=self._client,
             prepared=await self._prepared(asks, request.state.arrival_ns),
             arrival_ns=request.state.arrival_ns,
-            reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks),
+            reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks, made_at),
             is_streamed=bool(routing.stream),
             sends_head_first=self._limits.role == "prefill",
             renderer=Renderer(self._client, self._limits, prompts_at) if may_differ else None,
@@ -348,12 +354,36 @@ class Endpoints:
             log=self._log,
             span=span,
             model=routing.model or self._config.model_name,
+            teller=self._teller(request, routing, asks, made_at, resume),
         )
 
+    def _teller(
+        self, request: Request, routing: Routing, asks: Sequence[SampleRequest], made_at: int, resume: Resume | None
+    ) -> Teller | None:
+        """For a router that asks for it."""
+        is_cumulative = request.scope["path"] == "/generate"
+        is_asked_for = ASKS in request.headers and bool(routing.stream)
+        if not is_asked_for or not can_tell(asks, self._limits, is_cumulative=is_cumulative):
+            return None
+        seed_room = asks[0].pair.room if resume is None else resume.opening.room
+        assert seed_room is not None
+        return Teller(asks[0], self._limits, made_at=made_at, seed_room=seed_room)
+
+    async def _resumed(self, request: Request, raw: bytes) -> Resume | None:
+        """What of a stream was said elsewhere; only who asks to be told of one can have it."""
+        if ASKS not in request.headers or self._limits.role == "unified":
+            return None
+        return (await off_loop(len(raw), LOOP_BYTES, decode_body, raw, Resuming)).tandem_resume
+
     async def _asks(
-        self, request: Request, routing: Routing, prompts: list[Prompt], all_params: list[GenerationParams]
+        self,
+        request: Request,
+        routing: Routing,
+        prompts: list[Prompt],
+        all_params: list[GenerationParams],
+        resume: Resume | None,
     ) -> list[SampleRequest]:
-        return await off_loop(
+        asks = await off_loop(
             sum(params.n for params in all_params),
             LOOP_SAMPLES,
             ask_all,
@@ -361,10 +391,15 @@ class Endpoints:
             prompts,
             all_params,
             self._limits,
-            own_rid=uuid.uuid4().hex,
+            own_rid=uuid.uuid4().hex if resume is None else resume.opening.nonce,
             tenant=tenant_of(given_key(request.headers), routing.cache_salt),
             timeout_ns=self._timeout_ns(request, routing),
+            seed_room=None if resume is None else Room(resume.opening.room),
         )
+        if resume is None:
+            return asks
+        fresh = self._text(asks[0])
+        return await off_loop(len(resume.ids), LOOP_IDS, goes_on, asks, resume, fresh, self._tokenizer, self._limits)
 
     def _timeout_ns(self, request: Request, routing: Routing | None = None) -> int:
         """As the head says, and the body where it is there."""
@@ -405,12 +440,16 @@ class Endpoints:
         )
 
     def _shape(
-        self, body: ChatBody | CompletionBody, routing: Routing, asks: Sequence[SampleRequest], prefix: str
+        self,
+        body: ChatBody | CompletionBody,
+        routing: Routing,
+        asks: Sequence[SampleRequest],
+        prefix: str,
+        made_at: int,
     ) -> Shape:
         name = routing.rid if isinstance(routing.rid, str) else None
-        return Shape.of(
-            body, id=name or prefix + asks[0].rid, model=routing.model or self._config.model_name, n=len(asks)
-        )
+        model = routing.model or self._config.model_name
+        return Shape.of(body, id=name or prefix + asks[0].rid, model=model, n=len(asks), made_at=made_at)
 
 
 # errors that are raised outside of the endpoints

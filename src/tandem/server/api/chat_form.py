@@ -5,7 +5,6 @@ which functions it may call, the grammar that sees to what it must, and the spli
 """
 
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any  # messages and schemas of tools are JSON
@@ -19,6 +18,7 @@ from tandem.server.api.bounds import LOOP_CHAT_BYTES
 from tandem.server.api.errors import invalid
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.reasoning import ReasoningSplitter
+from tandem.server.api.resume import made_name
 from tandem.server.api.structured_output import check_grammar, check_size, read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Function, Literal, Piece, Reasoning, Text
@@ -89,8 +89,9 @@ class AnswerForm:
     def _thought_marks(self) -> tuple[str, ...]:
         return () if self.reasoning == NONE else (reasoning.OPENER, reasoning.CLOSER)
 
-    def splitter(self, prompt: str) -> "AnswerSplitter":
-        return AnswerSplitter(self, prompt)
+    def splitter(self, prompt: str, nonce: str) -> "AnswerSplitter":
+        """nonce: of the request; the names of calls are made from it."""
+        return AnswerSplitter(self, prompt, nonce)
 
     async def read_grammar(self, body: ChatBody, tokenizer: Tokenizer, prompt: str, size: int) -> str:
         """What the answer has to follow: the format that it shall have, or the calls that it must or may make, after
@@ -170,7 +171,8 @@ def up_to(rule: str, text: str, mark: str) -> str:
 class AnswerSplitter:
     """Takes one answer apart. What comes out is put together the same, whatever the pieces in which it comes."""
 
-    def __init__(self, form: AnswerForm, prompt: str) -> None:
+    def __init__(self, form: AnswerForm, prompt: str, nonce: str) -> None:
+        self._nonce = nonce
         self._thoughts: ReasoningSplitter | None = None
         if form.reasoning != NONE and not reasoning.is_over(prompt):
             is_inside = reasoning.begins_inside(form.reasoning, prompt)
@@ -178,7 +180,6 @@ class AnswerSplitter:
         self._tools = form.format.parser() if form.tools else None
         self._form = form
         self._held: list[str] = []  # of a thought that is shown as a whole
-        self._ids: dict[int, str] = {}
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Piece]:
@@ -200,7 +201,7 @@ class AnswerSplitter:
     def id_of(self, index: int) -> str:
         """Of a call, which the client names in the message with its result."""
         length = self._form.format.id_length
-        made = self._ids.setdefault(index, secrets.token_hex((length + 1) // 2)[:length])
+        made = made_name(self._nonce, "call", index)[:length]
         return made if length < 24 else f"call_{made}"
 
     def _parsed(self, pieces: list[Piece]) -> list[Piece]:

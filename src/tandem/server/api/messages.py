@@ -268,7 +268,7 @@ class MessagesReply:
 
     def _split(self, sample: Sample) -> AnswerSplitter:
         if self._splitter is None:
-            self._splitter = self._form.splitter(sample.ask.prompt.text or "")
+            self._splitter = self._form.splitter(sample.ask.prompt.text or "", sample.ask.nonce)
         return self._splitter
 
     def _message(

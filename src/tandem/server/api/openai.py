@@ -4,7 +4,6 @@ In: a body becomes prompts and parameters, or a `Refusal`. Out: `ChatReply` and 
 Chunks of a stream are put together from bytes that are encoded once per request: this runs for every token.
 """
 
-import time
 from collections.abc import Sequence
 from typing import Any  # messages and template variables are whatever the template takes
 
@@ -192,18 +191,20 @@ class Shape(Struct, frozen=True):
     id: str
     model: str
     n: int
+    made_at: int  # Unix seconds
     includes_usage: bool  # in an event of its own at the end
     counts_on: bool  # usage in every event
     returns_ids: bool
     prompt_logprobs: int | None  # alternatives to each token of the prompt; None: nothing is told of them
 
     @classmethod
-    def of(cls, body: OpenAIBody, *, id: str, model: str, n: int) -> "Shape":
+    def of(cls, body: OpenAIBody, *, id: str, model: str, n: int, made_at: int) -> "Shape":
         options = body.stream_options
         return cls(
             id=id,
             model=model,
             n=n,
+            made_at=made_at,
             includes_usage=options is not None and bool(options.include_usage),
             counts_on=options is not None and bool(options.continuous_usage_stats),
             returns_ids=bool(body.return_token_ids),
@@ -217,7 +218,7 @@ class Writer:
     def __init__(self, shape: Shape, tokenizer: Tokenizer, kind: str) -> None:
         self.shape = shape
         self.tokenizer = tokenizer
-        self.head = {"id": shape.id, "object": kind, "created": int(time.time()), "model": shape.model}
+        self.head = {"id": shape.id, "object": kind, "created": shape.made_at, "model": shape.model}
         self._opening = b"data: " + encode(self.head)[:-1] + b',"choices":['
 
     def event(self, choice: bytes, sample: Sample) -> bytes:
@@ -316,7 +317,7 @@ class ChatReply:
         assert self._form is not None
         found = self._splitters.get(sample.ask.index)
         if found is None:
-            found = self._form.splitter(sample.ask.prompt.text or "")
+            found = self._form.splitter(sample.ask.prompt.text or "", f"{sample.ask.nonce}/{sample.ask.index}")
             self._splitters[sample.ask.index] = found
         return found
 

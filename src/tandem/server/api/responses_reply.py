@@ -10,9 +10,9 @@
 An answer that is not streamed is put together by the same code, whose events nobody reads.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any  # JSON
 
@@ -21,10 +21,15 @@ import msgspec
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter
 from tandem.server.api.errors import Failure
 from tandem.server.api.responses import ResponsesBody
+from tandem.server.api.resume import made_name
 from tandem.server.api.stream import Sample
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 
 encode = msgspec.json.Encoder().encode
+MESSAGE: dict[str, Any] = {"type": "message", "role": "assistant", "content": []}
+REASONING: dict[str, Any] = {"type": "reasoning", "summary": [], "content": []}
+CALL: dict[str, Any] = {"type": "function_call"}
+PREFIXES: dict[type[Piece], str] = {Text: "msg", Reasoning: "rs", CallArguments: "fc"}
 Keep = Callable[[bytes], None]
 
 
@@ -40,10 +45,13 @@ class OpenItem:
 class ResponsesReply:
     """keep: whoever wants the document of a response that has ended well, before the client has its last byte."""
 
-    def __init__(self, body: ResponsesBody, *, model: str, form: AnswerForm, keep: Keep | None) -> None:
+    def __init__(
+        self, body: ResponsesBody, *, model: str, nonce: str, made_at: int, form: AnswerForm, keep: Keep | None
+    ) -> None:
         self.shows_prompts = True  # instructions and tools come back
-        self._id = "resp_" + secrets.token_hex(24)
-        self._created_at = int(time.time())
+        self._nonce = nonce
+        self._id = "resp_" + made_name(nonce, "response")
+        self._created_at = made_at
         self._body, self._model, self._form, self._keep = body, model, form, keep
         self._splitter: AnswerSplitter | None = None
         self._items: list[dict[str, Any]] = []
@@ -101,7 +109,7 @@ class ResponsesReply:
 
     def _split(self, sample: Sample) -> AnswerSplitter:
         if self._splitter is None:
-            self._splitter = self._form.splitter(sample.ask.prompt.text or "")
+            self._splitter = self._form.splitter(sample.ask.prompt.text or "", self._nonce)
         return self._splitter
 
     def _document(self, status: str) -> dict[str, Any]:
@@ -148,22 +156,23 @@ class ResponsesReply:
     def _piece(self, piece: Piece) -> bytes:
         match piece:
             case Text(text):
-                return self._opened(Text, message_item) + self._more("response.output_text.delta", text)
+                return self._opened(Text, MESSAGE) + self._more("response.output_text.delta", text)
             case Reasoning(text):
-                return self._opened(Reasoning, reasoning_item) + self._more("response.reasoning_text.delta", text)
+                return self._opened(Reasoning, REASONING) + self._more("response.reasoning_text.delta", text)
             case CallStart(index, name):
                 assert self._splitter is not None
-                call_id = self._splitter.id_of(index)
-                return self._close_item("completed") + self._opened(CallArguments, lambda: call_item(call_id, name))
+                call = {**CALL, "call_id": self._splitter.id_of(index), "name": name, "arguments": ""}
+                return self._close_item("completed") + self._opened(CallArguments, call)
             case CallArguments(_, text):
                 return self._more("response.function_call_arguments.delta", text)
 
-    def _opened(self, kind: type[Piece], make: Callable[[], dict[str, Any]]) -> bytes:
+    def _opened(self, kind: type[Piece], made: dict[str, Any]) -> bytes:
         """The begin of an item, unless the last one goes on."""
         if self._open is not None and self._open.kind is kind:
             return b""
         said = self._close_item("completed")
-        self._open = OpenItem(kind, make())
+        name = f"{PREFIXES[kind]}_{made_name(self._nonce, 'item', len(self._items))}"
+        self._open = OpenItem(kind, {"type": made["type"], "id": name, "status": "in_progress"} | deepcopy(made))
         self._items.append(self._open.item)
         said += self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._open.item)
         if kind is CallArguments:
@@ -199,22 +208,6 @@ class ResponsesReply:
             said += self._event("response.content_part.done", **self._place(), part=part)
         self._open = None
         return said + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
-
-
-def message_item() -> dict[str, Any]:
-    return item_of("message", "msg") | {"role": "assistant", "content": []}
-
-
-def reasoning_item() -> dict[str, Any]:
-    return item_of("reasoning", "rs") | {"summary": [], "content": []}
-
-
-def call_item(call_id: str, name: str) -> dict[str, Any]:
-    return item_of("function_call", "fc") | {"call_id": call_id, "name": name, "arguments": ""}
-
-
-def item_of(kind: str, prefix: str) -> dict[str, Any]:
-    return {"type": kind, "id": f"{prefix}_{secrets.token_hex(24)}", "status": "in_progress"}
 
 
 def part_of(kind: type[Piece], text: str) -> dict[str, Any]:

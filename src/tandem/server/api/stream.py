@@ -29,6 +29,8 @@ from tandem.server.api.errors import Failure, Problem, error_event, error_header
 from tandem.server.api.http1 import CUT
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.rendering import Renderer
+from tandem.server.api.resume import TELLS, Said
+from tandem.server.api.telling import Teller
 from tandem.server.api.text import TextStream
 from tandem.server.api.validation import SampleRequest
 from tandem.server.request_spans import tell_spans
@@ -67,14 +69,28 @@ class Sample:
     ended_ns: int = 0
     has_begun: bool = False  # the stream has its opening
 
+    def say_again(self, group: list[int]) -> str:
+        """What was said elsewhere: as `absorb`, but that it is nothing new."""
+        text = self.text.feed(group)
+        self.tokens += group
+        if self.ask.sampling.logprobs:
+            self.scores += [None] * len(group)
+        self.parts.append(text)
+        return text
+
+    @property
+    def has_all(self) -> bool:
+        """Nothing can follow what was said elsewhere."""
+        return self.ask.said is not None and self.ask.said.ends is not None
+
     def absorb(self, now_ns: int, stats: RequestStats) -> str:
         """Take over what has come; the text that may be shown for it."""
         live = self.live
         new = live.tokens
-        if not new or isinstance(self.text.matched, str):
+        if not new or (isinstance(self.text.matched, str) and not self.has_all):
             return ""
         live.tokens = []
-        if not self.ask.max_new_tokens:  # the node has sampled one all the same
+        if not self.ask.max_new_tokens or self.has_all:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
             if self.first_ns is None:
                 stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens)
@@ -110,13 +126,15 @@ class Sample:
     def failure(self) -> Failure | None:
         """Why it ended without its tokens. After a stop string the text is complete, whatever happens then."""
         ended = self.live.ended
-        if not isinstance(ended, commands.FailRequest) or isinstance(self.text.matched, str):
+        if not isinstance(ended, commands.FailRequest) or isinstance(self.text.matched, str) or self.has_all:
             return None
         return failure_of(ended)
 
     @property
     def finish_reason(self) -> str:
         ended = self.live.ended
+        if self.ask.said is not None and self.ask.said.ends is not None:
+            return self.ask.said.ends
         if not self.ask.max_new_tokens and self.ask.params.vector is None:
             return "length"
         if isinstance(self.text.matched, str) or not isinstance(ended, commands.FinishRequest):
@@ -130,6 +148,8 @@ class Sample:
 
     @property
     def cached_tokens(self) -> int:
+        if self.ask.said is not None:
+            return self.ask.said.cached_tokens
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.cached_tokens
 
@@ -141,6 +161,8 @@ class Sample:
     @property
     def host_tokens(self) -> int:
         """Those of them that came from host memory."""
+        if self.ask.said is not None:
+            return self.ask.said.host_tokens
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.host_tokens
 
@@ -248,9 +270,11 @@ class TokenResponse:
         log: RequestLog,
         span: Span,
         model: str,
+        teller: Teller | None = None,
     ) -> None:
-        """span: of the request; ended here."""
+        """span: of the request; ended here. teller: of a stream that somebody else may go on with."""
         self._span = span
+        self._teller = teller
         self._model = model
         self._client = client
         self._prepared = prepared
@@ -326,6 +350,9 @@ class TokenResponse:
         return changed
 
     async def _stream(self, send: Send) -> None:
+        for sample in self._samples:
+            if sample.ask.said is not None:
+                await off_loop(len(sample.ask.said.tokens), LOOP_IDS, self._say_again, sample, sample.ask.said)
         while self._num_open:
             changed = await self._news()
             if self._generation.is_abandoned:
@@ -333,13 +360,28 @@ class TokenResponse:
             events, failure = await self._advance(changed)
             if not self._is_head_sent and failure is None and self._is_started():
                 await self._send_head(send, self._path())
-            if events and failure is None:
-                await self._write(send, {"type": "http.response.body", "body": events, "more_body": True})
             if failure is not None:
                 await self._fail(send, failure, events)
                 return
-        end = self._reply.close(self._samples)
-        await self._write(send, {"type": "http.response.body", "body": end, "more_body": False})
+            is_last = not self._num_open
+            if is_last:
+                events += self._reply.close(self._samples)
+            if self._teller is not None:
+                events = self._teller.frame(self._samples[0], events, is_last=is_last)
+            if events or is_last:
+                await self._write(send, {"type": "http.response.body", "body": events, "more_body": not is_last})
+
+    def _say_again(self, sample: Sample, said: Said) -> None:
+        """Write the events of what was said elsewhere, so that those that follow are as they would have been there.
+
+        Nobody gets them. In any thread.
+        """
+        for group in said.groups:
+            start, text = len(sample.tokens), sample.say_again(group)
+            if not sample.has_begun:
+                sample.has_begun = True
+                self._reply.begin(sample)
+            self._reply.delta(sample, text, start)
 
     async def _advance(self, changed: Sequence[Live]) -> tuple[bytes, Failure | None]:
         """Take all news: the events to write for it, and the first failure.
@@ -415,7 +457,7 @@ class TokenResponse:
         await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _is_started(self) -> bool:
-        return any(sample.has_begun for sample in self._samples)
+        return any(sample.has_begun and (sample.first_ns or sample.ended_ns) for sample in self._samples)
 
     def _path(self) -> str | None:
         """Where the prompt's KV came from; of several samples, the one that says most about trouble."""
@@ -431,6 +473,7 @@ class TokenResponse:
             headers.append((b"content-length", b"%d" % length))
         if self._is_streamed:
             headers += [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            headers += [] if self._teller is None else [(TELLS.encode(), b"1")]
         else:
             headers.append((b"content-type", b"application/json"))
         self._is_head_sent = True
@@ -448,6 +491,8 @@ class TokenResponse:
             await self._write(send, {"type": "http.response.start", "status": failure.status, "headers": headers})
         elif self._is_streamed:
             body = events + self._reply.failed(failure) + error_event(self._endpoint, body)
+            if self._teller is not None:
+                body = self._teller.last_frame(body, failure)
         await self._write(send, {"type": "http.response.body", "body": body, "more_body": False})
 
     def _record(self) -> None:

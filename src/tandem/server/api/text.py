@@ -90,6 +90,11 @@ class TextStream:
         self.matched: str | int | None = None  # the stop string, or after `finish` the stop token
         self.num_tokens = 0  # that belong to the sample; those after a stop string do not
 
+    @property
+    def holds_stop_token(self) -> bool:
+        """The last token was one."""
+        return self._stop_token is not None
+
     def feed(self, tokens: Iterable[int]) -> str:
         """Take tokens in order; text that is certain now. After a stop string has matched the rest is ignored."""
         text = ""

@@ -36,6 +36,7 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import without_brackets
+from tandem.server.api.resume import Said
 from tandem.server.api.tokenizer import Tokenizer
 
 Number = TypeVar("Number", int, float)
@@ -118,6 +119,14 @@ class SampleRequest(Struct, frozen=True):
     tenant: str
     timeout_ns: int  # from arrival
     dp_rank: int | None = None  # of this server, that the request asks for
+    nonce: str = ""  # of the HTTP request: what its answer names is named after it
+    said: Said | None = None  # of a stream that goes on here
+
+    @property
+    def context(self) -> list[int]:
+        """What is computed before the first token that is wanted."""
+        has_more = self.said is not None and self.said.ends is None
+        return self.prompt.tokens + self.said.tokens if self.said is not None and has_more else self.prompt.tokens
 
 
 # numbers
@@ -254,8 +263,12 @@ def ask_all(
     own_rid: str,
     tenant: str,
     timeout_ns: int,
+    seed_room: Room | None = None,
 ) -> list[SampleRequest]:
-    """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none."""
+    """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none.
+
+    seed_room: with which the draws of a stream that goes on here began.
+    """
     check_samples(prompts, all_params, limits)
     check_priority(routing)
     dp_ranks = check_dp_ranks(routing, [params.n for params in all_params], limits)
@@ -275,7 +288,7 @@ def ask_all(
                     prompt_index=prompt_index,
                     prompt=prompt,
                     params=params,
-                    sampling=with_seed(params, sample, pair.room),
+                    sampling=with_seed(params, sample, seed_room or pair.room),
                     max_new_tokens=space if params.max_new_tokens is None else min(params.max_new_tokens, space),
                     rid=rid,
                     names=tuple(dict.fromkeys((rid, base, *group))),
@@ -283,6 +296,7 @@ def ask_all(
                     tenant=tenant,
                     timeout_ns=timeout_ns,
                     dp_rank=dp_ranks[len(asks)],
+                    nonce=own_rid,
                 )
             )
     if len({ask.rid for ask in asks}) < len(asks):
@@ -330,29 +344,32 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
     if remaining_ns <= 0:
         raise Refusal(Cause.DEADLINE_EXCEEDED, "the deadline passed while the request was being read")
     root = root_hash(secret=limits.keys.pages, tenant=ask.tenant)
-    links = prompt_links(root, ask.prompt.tokens, page_size=limits.page_size)
+    tokens = ask.context
+    links = prompt_links(root, tokens, page_size=limits.page_size)
+    num_said = len(tokens) - len(ask.prompt.tokens)
     return wire.Submit(
         Request(
             id=request,
             rid=ask.rid,
-            prompt_len=len(ask.prompt.tokens),
+            prompt_len=len(tokens),
             page_hashes=tuple(map(hash_of, links)),
-            max_new_tokens=max(ask.max_new_tokens, 1),
+            max_new_tokens=max(ask.max_new_tokens - num_said, 1) if ask.said is None or num_said else 1,
             timeout_ns=Nanos(remaining_ns),
             room=ask.pair.room,
             peer=ask.pair.peer,
             dp_rank_hint=ask.pair.dp_rank_hint,
-            prompt_digest=prompt_digest(ask.prompt.tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
+            prompt_digest=prompt_digest(tokens, sampling_bytes(ask.sampling), secret=limits.keys.digests),
             prompt_logprobs_from=ask.sampling.prompt_logprobs_from,
             rendered_at=ask.prompt.rendered_at,
             wants_vector=ask.params.vector is not None,
         ),
         Payload(
             request=request,
-            tokens=array("i", ask.prompt.tokens).tobytes(),
+            tokens=array("i", tokens).tobytes(),
             sampling=ask.sampling,
             last_hash=links[-1] if links else root,
             vector=ask.params.vector,
+            num_said=num_said,
         ),
     )
 

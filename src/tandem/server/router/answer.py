@@ -9,6 +9,7 @@ import msgspec
 
 from tandem.core.router.messages import Fail
 from tandem.server.api.body import NOT_JSON
+from tandem.server.api.resume import TELLS
 
 PIPE_BYTES = 1 << 20  # of an answer that a slow client has not taken yet
 
@@ -55,9 +56,13 @@ class Pipe:
         self._size += len(chunk)
         self._has_changed.set()
 
-    def end(self, failure: Fail | None = None) -> None:
+    def end(self, failure: Fail | None = None, last_words: bytes = b"") -> None:
+        """last_words: of a worker, where there is no failure of ours."""
         if not self._is_ended:
             self.failure = failure
+            if last_words and failure is None:
+                self._chunks.append(last_words)
+                self._size += len(last_words)
         self._is_ended = True
         self._has_changed.set()
 
@@ -77,7 +82,8 @@ class Pipe:
 def passed_headers(headers: httpx.Headers) -> dict[str, str]:
     """What of a worker's head the client gets to see: nothing that could not be sent on."""
     passed = ("content-type", "retry-after", "cache-control")
-    named = {name: value for name, value in headers.items() if name in passed or name.startswith("x-tandem-")}
+    own = {name for name in headers if name.startswith("x-tandem-") and name != TELLS}
+    named = {name: value for name, value in headers.items() if name in passed or name in own}
     return {name: value for name, value in named.items() if value.isprintable()}
 
 

@@ -125,7 +125,9 @@ class RouterConfig(DoorConfig):
         interval = nanos(self.health_check_interval)
         prefill_policy, decode_policy = map(self._policy, self.policies)
         return RouterSettings(
-            exchange=ExchangeSettings(retries=self.retries, document_ns=nanos(self.request_timeout)),
+            exchange=ExchangeSettings(
+                retries=self.retries, document_ns=nanos(self.request_timeout), gap_ns=nanos(self.stall_timeout)
+            ),
             health=HealthSettings(interval_ns=interval, fast_interval_ns=min(interval, Nanos(500 * MILLISECOND))),
             max_active=self.max_active_requests,
             lost_ns=nanos(self.stall_timeout),

@@ -8,6 +8,7 @@ from tandem.core.router.circuit_breaker import BreakerState
 from tandem.core.router.messages import (
     DispatchPair,
     Fail,
+    Forward,
     RouterCommand,
     Side,
 )
@@ -25,6 +26,7 @@ class RouterMetrics:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "requests that have ended, by status", ["path", "status"])
         self.retries = self._counter("retries", "attempts after the first")
+        self.resumes = self._counter("resumes", "streams that another pair went on with")
         self.failures = self._counter("failures", "requests that ended with an error, by cause", ["cause"])
         self.client_errors = self._counter("client_errors", "requests refused for what the client sent", ["status"])
         self.duration = self._histogram("request_seconds", "from the request's head to the end of the answer", ["path"])
@@ -50,6 +52,8 @@ class RouterMetrics:
         match command:
             case DispatchPair(attempt=attempt) if attempt > 1:
                 self.retries.inc()
+            case Forward(resumes=True):
+                self.resumes.inc()
             case Fail(cause=cause):
                 self.failures.labels(cause.value).inc()
             case _:

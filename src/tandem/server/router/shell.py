@@ -4,7 +4,8 @@ Everything but the probes (`prober.py`) runs on one asyncio loop. `tell` steps t
 that is begun there calls `tell` again before it returns. A half of an attempt is one task around the core's
 `UpstreamCall`; to cancel it closes its connection.
 
-    stream (SSE)   a decode's first bytes are the event, then bytes go through a bounded pipe to the client
+    stream (SSE)   a decode's first bytes are the event, then bytes go through a bounded pipe to the client; of one that
+                   comes in frames (`api/resume.py`) whole frames do, and another pair can go on with it
     document       read to its end before the client gets a byte, so that a decode that dies can still be retried
 """
 
@@ -47,6 +48,7 @@ from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.off_loop import off_loop
+from tandem.server.api.resume import ASKS, FIELD, TELLS, FrameReader, Told
 from tandem.server.router.answer import (
     Document,
     Gone,
@@ -68,7 +70,7 @@ DOCUMENT_BYTES_MAX = 256 << 20
 REJECTION_BYTES_MAX = 1 << 20
 PREFILL_TAIL_BYTES = 16 << 10
 CONNECT_SECONDS = 5.0
-OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout")  # the router's to say
+OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", FIELD)  # the router's to say
 
 
 @dataclass(slots=True)
@@ -83,7 +85,13 @@ class Leg:
     headers: dict[str, str] = field(default_factory=dict[str, str])
     body: bytearray = field(default_factory=bytearray)
     pipe: Pipe | None = None  # decode only, when it streams
+    told: Told = field(default_factory=Told)  # with the pipe: what it has said
+    heard_at: int = 0  # the last piece of a stream
     span: Span = NO_SPAN
+
+    @property
+    def silent_ns(self) -> Nanos:
+        return Nanos(time.monotonic_ns() - self.heard_at if self.heard_at else 0)
 
 
 @dataclass(slots=True)
@@ -100,6 +108,9 @@ class Call:
     names: frozenset[str]  # by which it can be aborted
     outcome: asyncio.Future[Outcome]
     span: Span  # of the whole request
+    streams: bool = False
+    source: Leg | None = None  # whose answer the client gets, or got until it was lost
+    last_words: bytes = b""  # of a stream that gave up, for the client if nobody goes on with it
     legs: dict[Side, Leg] = field(default_factory=dict[Side, Leg])  # of the latest attempt
 
 
@@ -173,6 +184,7 @@ class RouterShell:
             names,
             future,
             span,
+            streams,
         )
         self._calls[call.id] = call
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks, model))
@@ -251,11 +263,14 @@ class RouterShell:
         own = sent.pair.fields()
         if call.has_timeout:
             own["timeout"] = sent.timeout_ns / SECOND
+        if sent.resumes and call.source is not None:
+            own[FIELD] = call.source.told.resume()
         contents = {
             Side.PREFILL: with_fields(own, call.content),
             Side.DECODE: with_fields(own | call.decode_fields, call.content),
         }
         headers = call.headers | {"x-request-timeout-ms": str(max(1, sent.timeout_ns // MILLISECOND))}
+        headers |= {ASKS: "1"} if call.streams else {}
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             upstream = UpstreamCall(call.id, sent.attempt, half, nanos(self._stall_seconds))
@@ -271,7 +286,8 @@ class RouterShell:
         self._end_span(leg)
 
     def _forward(self, call: Call, merged: bool) -> None:
-        leg = call.legs[Side.DECODE]
+        leg = call.source = call.legs[Side.DECODE]
+        call.last_words = b""
         if leg.pipe is not None:
             self._resolve(call, Stream(leg.upstream.status, leg.headers, leg.pipe))
             return
@@ -280,9 +296,9 @@ class RouterShell:
 
     def _end(self, request: RequestId, outcome: Outcome) -> None:
         call = self._calls.pop(request)
-        decode = call.legs.get(Side.DECODE)
+        decode = call.source or call.legs.get(Side.DECODE)
         if decode is not None and decode.pipe is not None:
-            decode.pipe.end(outcome if isinstance(outcome, Fail) else None)
+            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.last_words)
         self._resolve(call, outcome)
 
     def _resolve(self, call: Call, outcome: Outcome) -> None:
@@ -304,7 +320,8 @@ class RouterShell:
         except TimeoutError:
             self._hear(leg, upstream.stall())
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
-            self._hear(leg, upstream.fail(Failure.BROKEN, f"{type(error).__name__} {error}".strip()))
+            detail = f"{type(error).__name__} {error}".strip()
+            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))
         finally:
             self._end_span(leg)
 
@@ -337,11 +354,17 @@ class RouterShell:
         leg.headers = passed_headers(response.headers)
         self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
         is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
-        self._hear(leg, upstream.head(response.status_code, is_event_stream=is_event_stream))
+        in_frames = TELLS in response.headers
+        said = upstream.head(response.status_code, is_event_stream=is_event_stream, is_resumable=in_frames)
+        self._hear(leg, said)
         if not upstream.is_accepted:
             await collect(response, leg.body, REJECTION_BYTES_MAX)
             is_retryable = await off_loop(len(leg.body), LOOP_BYTES, retryable_of, bytes(leg.body))
             self._hear(leg, upstream.reject(is_retryable=is_retryable))
+        elif upstream.is_resumable:
+            await self._listen_to_frames(leg, response)
+        elif upstream.is_stream and leg.call.source is not None:
+            self._hear(leg, upstream.fail(Failure.BROKEN, "begins a stream anew that it was to go on with"))
         elif upstream.is_stream:
             await self._listen_to_stream(leg, response)
         elif upstream.half is Side.DECODE:
@@ -374,6 +397,34 @@ class RouterShell:
             self._hear(leg, leg.upstream.piece())
         pipe.end()
         self._hear(leg, leg.upstream.end())
+
+    async def _listen_to_frames(self, leg: Leg, response: httpx.Response) -> None:
+        """Of a stream that others may go on with, or that goes on here: then the client reads from the same pipe."""
+        lost = leg.call.source
+        pipe = leg.pipe = Pipe() if lost is None or lost.pipe is None else lost.pipe
+        leg.told = leg.told if lost is None else lost.told
+        pieces, reader = response.aiter_raw(), FrameReader()
+        while True:
+            patience_ns = leg.upstream.patience_ns
+            async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
+                piece = await anext(pieces, None)
+            if piece is None:
+                raise httpx.RemoteProtocolError("the stream ends before its last frame")
+            for frame, data in reader.feed(piece):
+                if frame.gives_up:
+                    leg.call.last_words = data
+                    self._hear(leg, leg.upstream.give_up(frame.gives_up, silent_ns=leg.silent_ns))
+                    return
+                if data:
+                    await pipe.put(data)
+                leg.told.add(frame)
+                leg.heard_at = time.monotonic_ns()
+                if frame.is_last:
+                    pipe.end()
+                self._hear(leg, (*leg.upstream.piece(), *(leg.upstream.end() if frame.is_last else ())))
+                if frame.is_last:
+                    await anext(pieces, None)  # the end of the body: its connection can be used again
+                    return
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

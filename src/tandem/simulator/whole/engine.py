@@ -99,6 +99,7 @@ class Row(Tokens):
 
     params: SamplingParams
     matcher: Matcher | None = None
+    num_said: int = 0
 
     def append(self, token: int) -> None:
         Tokens.append(self, token)
@@ -108,7 +109,7 @@ class Row(Tokens):
     def cut(self, stop: int) -> None:
         Tokens.cut(self, stop)
         if self.matcher is not None:
-            self.matcher.restart(self.tokens[self.prompt_len :])
+            self.matcher.restart(self.tokens[self.prompt_len - self.num_said :])
 
 
 class PlainKv:
@@ -169,6 +170,9 @@ class PlainEngine:
     def add(self, payload: Payload) -> None:
         tokens = array("i")
         tokens.frombytes(payload.tokens)
+        matcher = self._matcher_of(payload.sampling)
+        if matcher is not None:
+            matcher.restart(tokens[len(tokens) - payload.num_said :])
         self._tables.add(
             Row(
                 request=RequestId(payload.request),
@@ -177,7 +181,8 @@ class PlainEngine:
                 tokens=tokens,
                 prompt_hash=payload.last_hash,
                 params=payload.sampling,
-                matcher=self._matcher_of(payload.sampling),
+                matcher=matcher,
+                num_said=payload.num_said,
             )
         )
 

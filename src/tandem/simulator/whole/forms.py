@@ -170,7 +170,7 @@ class Forms:
         form = self._form.answer_to(body)
         prompt = chat_text(body, self._tokenizer, 0, form.offered).text
         grammar = await form.read_grammar(body, self._tokenizer, prompt, SMALL)
-        splitter = form.splitter(prompt)
+        splitter = form.splitter(prompt, "")
         text = self._spelled(ask, prompt, grammar, is_chat=True)
         return put_together([*splitter.feed(text), *splitter.finish()])
 

@@ -1,0 +1,167 @@
+"""Real processes: a decode is killed in the middle of streams, and their clients get what one engine says, to the end.
+
+Every form is streamed twice, so that one of each pair of streams is at the decode that is killed.
+"""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any  # JSON documents
+
+import pytest
+from cluster import Cluster, Server, cluster, eventually
+
+FLAGS = ("--deterministic",)
+TOKENS = 400
+QUESTION = "What is 17 plus 25? Explain it slowly."
+MESSAGES = [{"role": "user", "content": QUESTION}]
+SEEDED = {"temperature": 0.9, "top_p": 0.95, "seed": 77}
+PENALTIES = {"frequency_penalty": 0.4, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+NUMBERS = {
+    "type": "object",
+    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}},
+    "required": ["numbers"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": NUMBERS, "strict": True}}
+LONG = {"max_tokens": TOKENS, "ignore_eos": True, "stream_options": {"include_usage": True}}
+TOOL = {"type": "function", "function": {"name": "add", "strict": True, "parameters": NUMBERS}}
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "greedy chat": ("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, **LONG}),
+    "seeded chat with penalties": ("/v1/chat/completions", {"messages": MESSAGES, **SEEDED, **PENALTIES, **LONG}),
+    "chat with a schema": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "response_format": FORMAT, **SEEDED, "max_tokens": 2000},
+    ),
+    "a call of a tool": (
+        "/v1/chat/completions",
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", **SEEDED, "max_tokens": 2000},
+    ),
+    "completion with penalties": ("/v1/completions", {"prompt": QUESTION, **SEEDED, **PENALTIES, **LONG}),
+    "completion with logprobs": ("/v1/completions", {"prompt": QUESTION, "temperature": 0, "logprobs": 2, **LONG}),
+    "generate": (
+        "/generate",
+        {"text": QUESTION, "sampling_params": {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}},
+    ),
+    "messages": ("/v1/messages", {"model": "tandem/mini", "messages": MESSAGES, "max_tokens": 1000, "temperature": 0}),
+    "responses": ("/v1/responses", {"model": "tandem/mini", "input": QUESTION, "temperature": 0}),
+}
+LONG_ENOUGH = [name for name in FORMS if name not in ("messages", "responses")]  # which end when the model wants
+
+
+@pytest.fixture(scope="module")
+def it() -> Iterator[Cluster]:
+    with cluster(prefills=1, decodes=2, unified=True, flags=FLAGS) as made:
+        yield made
+
+
+class Reading:
+    """One stream, read in a thread of its own."""
+
+    def __init__(self, server: Server, name: str) -> None:
+        self.name = name
+        self.has_begun, self.may_go_on = threading.Event(), threading.Event()
+        path, body = FORMS[name]
+        self._reply = server.open("POST", path, body | {"stream": True})
+        assert self._reply.status == 200, self._reply.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        """All events, of which the first few are here when `has_begun` is set."""
+        found: list[dict[str, Any]] = []
+        with self._reply:
+            for line in self._reply:
+                if line.startswith(b"data: {"):
+                    found.append(json.loads(line[6:]))
+                    if len(found) == 4:
+                        self.has_begun.set()
+                        self.may_go_on.wait(60)
+                assert not line.startswith(b"{"), "a frame is shown to the client"
+        self.has_begun.set()
+        return found
+
+
+def put_together(name: str, events: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream, whatever the pieces in which it came."""
+    path, _ = FORMS[name]
+    if path == "/generate":
+        last = events[-1]
+        meta = {key: last["meta_info"][key] for key in ("finish_reason", "prompt_tokens", "completion_tokens")}
+        return {"text": last["text"], "ids": last["output_ids"], **meta}
+    if path == "/v1/messages":
+        texts = [event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"]
+        (end,) = (event for event in events if event["type"] == "message_delta")
+        kinds = [event["type"] for event in events if not event["type"].endswith("_delta")]
+        return {"text": "".join(texts), "end": end["delta"], "kinds": kinds, "n": end["usage"]["output_tokens"]}
+    if path == "/v1/responses":
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        response = events[-1]["response"]
+        assert response["id"] == events[0]["response"]["id"]
+        deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == response["output"][0]["content"][0]["text"]
+        return {"text": "".join(deltas), "status": response["status"], "n": response["usage"]["output_tokens"]}
+    assert len({event["id"] for event in events}) == 1
+    assert len({event["created"] for event in events}) == 1
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    usage = [event["usage"] for event in events if not event["choices"]]
+    counts = [(found["prompt_tokens"], found["completion_tokens"]) for found in usage]
+    deltas = [choice.get("delta", {}) for choice in choices]
+    text = "".join(
+        choice.get("text") or delta.get("content") or "" for choice, delta in zip(choices, deltas, strict=True)
+    )
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    scores = [choice["logprobs"] for choice in choices if choice.get("logprobs")]
+    offsets = [offset for found in scores for offset in found["text_offset"]]
+    return {
+        "text": text,
+        "roles": sum("role" in delta for delta in deltas),
+        "calls": ([call["function"].get("name") for call in calls if "id" in call], arguments),
+        "scores": [score for found in scores for score in found["token_logprobs"]],
+        "offsets": offsets,
+        "end": choices[-1]["finish_reason"],
+        "counts": counts,
+    }
+
+
+def kill(server: Server) -> None:
+    """Everything of it: its children end when their parent has."""
+    os.kill(server.member.process.pid, signal.SIGKILL)
+    server.member.process.wait()
+
+
+def resumed(router: Server) -> float:
+    with router.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("tandem:router_resumes_total")]
+    return float(line.rpartition(" ")[2])
+
+
+def test_streams_go_on_with_another_decode_when_theirs_is_killed(it: Cluster) -> None:
+    assert it.router is not None
+    assert it.unified is not None
+    alone = {name: put_together(name, all_of(it.unified, name)) for name in FORMS}
+    with ThreadPoolExecutor(2 * len(FORMS)) as pool:
+        readings = [Reading(it.router, name) for name in FORMS for _ in range(2)]
+        reading = [(one, pool.submit(one.read)) for one in readings]
+        for one, _ in reading:
+            assert one.has_begun.wait(60), one.name
+        kill(it.decodes[0])
+        for one, _ in reading:
+            one.may_go_on.set()
+        answers = [(one.name, put_together(one.name, future.result(90))) for one, future in reading]
+    for name, answer in answers:
+        assert answer == alone[name], name
+    assert resumed(it.router) >= len(LONG_ENOUGH) - 2  # whatever was over before
+    it.fleet.restart(it.decodes[0].member)
+    it.fleet.wait_ready(timeout_s=90)
+    eventually(it.decodes[1].is_idle, what=it.decodes[1].state)
+    eventually(it.prefills[0].is_idle, what=it.prefills[0].state)
+
+
+def all_of(server: Server, name: str) -> list[dict[str, Any]]:
+    one = Reading(server, name)
+    one.may_go_on.set()
+    return one.read()

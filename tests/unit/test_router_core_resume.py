@@ -1,0 +1,140 @@
+"""A stream whose decode dies goes on with another one: what the router's core asks for, and when it does not."""
+
+import pytest
+from test_router_core import D, P, R, World, broken, only_dispatch
+
+from tandem.core.router.messages import (
+    AbortAsked,
+    CancelHalf,
+    DecodeSpoke,
+    Fail,
+    Failure,
+    Finish,
+    Forward,
+    HalfAnswered,
+    HalfEnded,
+    HalfFailed,
+    HalfRejected,
+    RouteCause,
+    RouterCommand,
+)
+from tandem.core.values import SECOND, Nanos
+
+GAP_NS = 30 * SECOND
+
+
+def streaming(world: World, *, is_resumable: bool = True) -> None:
+    world.ask(streams=True)
+    world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P))
+    assert world.tell(DecodeSpoke(R, 1, is_resumable)) == [Forward(R, 1)]
+
+
+def failed(attempt: int = 1, failure: Failure = Failure.BROKEN, silent_s: float = 0) -> HalfFailed:
+    return HalfFailed(R, attempt, D, failure, "gone", Nanos(round(silent_s * SECOND)))
+
+
+def cause_of(said: list[RouterCommand]) -> RouteCause:
+    last = said[-1]
+    assert isinstance(last, Fail)
+    return last.cause
+
+
+def test_what_follows_is_asked_of_another_decode_at_once_and_goes_on_to_the_client() -> None:
+    world = World()
+    first = world.ask(streams=True)
+    world.tell(HalfAnswered(R, 1, P), HalfEnded(R, 1, P), DecodeSpoke(R, 1, is_resumable=True))
+    second = only_dispatch(world.tell(failed()))
+    assert (second.attempt, second.resumes) == (2, True)
+    assert second.pair.decode != first.pair.decode
+    assert not set(second.pair.rooms) & set(first.pair.rooms)
+    world.tell(HalfAnswered(R, 2, P), HalfEnded(R, 2, P))
+    assert world.tell(DecodeSpoke(R, 2, is_resumable=True)) == [Forward(R, 2, resumes=True)]
+    assert world.tell(HalfEnded(R, 2, D)) == [Finish(R)]
+    assert world.router.num_active() == world.router.num_live_rooms() == 0
+
+
+def test_a_decode_that_says_that_it_cannot_go_on_is_followed_too_and_is_no_worse_for_it() -> None:
+    world = World()
+    streaming(world)
+    assert only_dispatch(world.tell(failed(failure=Failure.GAVE_UP))).resumes
+    breaker = world.router.registry.breaker(world.workers[2].id)
+    assert breaker is not None
+    assert breaker.failed_at == []
+
+
+@pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.GAVE_UP])
+def test_a_stream_that_nobody_can_go_on_with_ends_with_what_it_was_lost_of(failure: Failure) -> None:
+    """What a decode has said itself is with the shell already."""
+    for world, is_resumable in ((World(decodes=1), True), (World(), False)):
+        streaming(world, is_resumable=is_resumable)
+        said = world.tell(failed(failure=failure))
+        assert said == [Finish(R)] if failure is Failure.GAVE_UP else cause_of(said) is RouteCause.CONNECTION_LOST
+
+
+def test_a_request_whose_decode_has_died_twice_kills_no_third() -> None:
+    world = World(2, 3)
+    streaming(world)
+    world.tell(failed())
+    world.tell(HalfAnswered(R, 2, P), DecodeSpoke(R, 2, is_resumable=True))
+    said = world.tell(failed(2))
+    assert said[0] == CancelHalf(R, 2, P)
+    assert cause_of(said) is RouteCause.CONNECTION_LOST
+    assert world.router.num_active() == 0
+
+
+def test_an_attempt_to_go_on_that_fails_before_its_first_byte_is_retried_and_then_the_first_loss_is_the_cause() -> None:
+    world = World(retries=1)
+    streaming(world)
+    world.tell(failed())
+    assert world.tell(HalfRejected(R, 2, D, 503)) == [CancelHalf(R, 2, P)]
+    third = only_dispatch(world.sleep(0.05))
+    assert (third.attempt, third.resumes) == (3, True)
+    said = world.tell(HalfRejected(R, 3, P, 500))
+    assert said[0] == CancelHalf(R, 3, D)
+    assert cause_of(said) is RouteCause.CONNECTION_LOST
+    assert "gone" in said[-1].detail  # type: ignore[union-attr]
+
+
+def test_a_rejection_is_no_answer_to_who_has_half_of_one() -> None:
+    world = World()
+    streaming(world)
+    world.tell(failed())
+    assert cause_of(world.tell(HalfRejected(R, 2, D, 400))) is RouteCause.CONNECTION_LOST
+
+
+def test_the_gap_between_two_tokens_bounds_it_and_not_the_deadline_of_the_first() -> None:
+    world = World()
+    streaming(world)
+    world.sleep(60)  # longer than the request's own
+    sent = only_dispatch(world.tell(failed(silent_s=10)))
+    assert sent.timeout_ns == GAP_NS - 10 * SECOND
+    assert world.sleep(20.2) == []
+    said = world.sleep(0.2)
+    assert said[:2] == [CancelHalf(R, 2, P), CancelHalf(R, 2, D)]
+    assert cause_of(said) is RouteCause.CONNECTION_LOST
+
+
+def test_a_stream_that_was_silent_for_too_long_ends() -> None:
+    world = World()
+    streaming(world)
+    assert cause_of(world.tell(failed(failure=Failure.STALLED, silent_s=30))) is RouteCause.DEADLINE_EXCEEDED
+
+
+def test_who_was_ended_by_name_is_not_gone_on_with() -> None:
+    world = World()
+    streaming(world)
+    world.tell(AbortAsked(R))
+    assert cause_of(world.tell(failed())) is RouteCause.CONNECTION_LOST
+    world = World()
+    streaming(world)
+    world.tell(failed())
+    world.tell(AbortAsked(R))
+    assert cause_of(world.tell(broken(P, 2))) is RouteCause.ABORTED
+
+
+def test_a_snapshot_between_loss_and_resumption_goes_on_alike() -> None:
+    world = World()
+    streaming(world)
+    world.tell(failed())
+    world.router.restore(world.router.snapshot())
+    assert world.tell(HalfAnswered(R, 2, P), DecodeSpoke(R, 2, is_resumable=True)) == [Forward(R, 2, resumes=True)]
