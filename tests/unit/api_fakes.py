@@ -21,7 +21,7 @@ from tandem.core import commands, events
 from tandem.core.commands import FinishReason, StageTimings
 from tandem.core.commands import Path as KvPath
 from tandem.core.request import Request
-from tandem.core.values import Cause, Incarnation, Nanos
+from tandem.core.values import Cause, Incarnation, Nanos, RequestId
 from tandem.metrics.log import RequestLog
 from tandem.sampling import Payload, SamplingDefaults, TokenScore
 from tandem.server import wire
@@ -75,6 +75,7 @@ class Script:
     path: KvPath = KvPath.UNIFIED
     is_silent: bool = False  # never ends by itself
     is_burst: bool = False  # all tokens are there before anybody looks
+    is_patient: bool = False  # no token comes before the last one was taken
     wants_time: int = 0  # wants the prompt of that time first
 
 
@@ -157,6 +158,8 @@ class FakeNode:
             self.tell(commands.EmitTokens((request.id,), struct.pack("<i", token), extras))
             if not script.is_burst:
                 await asyncio.sleep(0)
+            while script.is_patient and self.has_untaken(request.id):
+                await asyncio.sleep(0)
         if script.failure is not None:
             self.tell(commands.FailRequest(request.id, script.failure, "transfer", "as scripted", "other", WAITED_NS))
         elif script.is_silent:
@@ -164,6 +167,11 @@ class FakeNode:
         else:
             self.tell(self.finish(request.id, script, is_cut=len(tokens) < len(script.tokens)))
         self.running.pop(request.id, None)
+
+    def has_untaken(self, request: RequestId) -> bool:
+        assert self.client is not None
+        live = self.client._live.get(request)
+        return live is not None and live.tokens != []
 
     def finish(self, request: int, script: Script, *, is_cut: bool = False) -> commands.FinishRequest:
         reason = FinishReason.LENGTH if is_cut else script.reason
