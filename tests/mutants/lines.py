@@ -567,7 +567,7 @@ BREAKS = (
     Break(
         "grammar_is_not_taken_back_with_its_tokens",
         "engine/sequence.py",
-        "self.matcher.restart(self.tokens[self.prompt_len :])",
+        "self._read_again()",
         "pass",
         GRAMMAR + "a_retracted_request_goes_on_where_its_grammar_was",
     ),
@@ -645,6 +645,84 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # streams that go on with another decode (decision 022)
+    Break(
+        "counts_of_penalties_are_lost_with_the_decode",
+        "engine/sequence.py",
+        "        return self.prompt_len - self.num_said",
+        "        return self.prompt_len",
+        "unit/test_engine_resume.py::test_counts_grammar_and_positions_begin_with_what_was_said",
+    ),
+    Break(
+        "minimum_length_counts_from_where_a_stream_goes_on",
+        "engine/sequence.py",
+        "            num_outputs=self.num_said + self.num_outputs,",
+        "            num_outputs=self.num_outputs,",
+        "unit/test_engine_resume.py::test_counts_grammar_and_positions_begin_with_what_was_said",
+    ),
+    Break(
+        "tokens_are_told_twice",
+        "server/api/telling.py",
+        "            self._num_told = len(said.tokens)",
+        "            self._num_told = 0",
+        "unit/test_api_resume.py::test_bytes_behind_any_frame_are_those_of_a_stream_that_was_not_cut",
+    ),
+    Break(
+        "draws_go_on_with_the_seed_of_another_room",
+        "server/api/validation.py",
+        "                    sampling=with_seed(params, sample, seed_room or pair.room),",
+        "                    sampling=with_seed(params, sample, pair.room),",
+        "unit/test_api_resume.py::test_draws_go_on_with_the_seed_of_the_first_attempt",
+    ),
+    Break(
+        "rest_of_a_stream_is_as_long_as_all_of_it",
+        "server/api/validation.py",
+        "            max_new_tokens=max(ask.max_new_tokens - num_said, 1) if ask.said is None or num_said else 1,",
+        "            max_new_tokens=max(ask.max_new_tokens, 1) if ask.said is None or num_said else 1,",
+        "unit/test_api_resume.py::test_prompt_and_what_was_said_are_computed_as_one_and_the_rest_is_what_is_left",
+    ),
+    Break(
+        "anybody_may_say_what_was_said",
+        "server/api/resume.py",
+        "    return tuple(groups) if hmac.compare_digest(proofs.last, resume.proof) else None",
+        "    return tuple(groups)",
+        "unit/test_api_resume.py::test_who_writes_the_field_himself_or_changes_it_is_refused",
+    ),
+    Break(
+        "what_was_said_to_its_end_goes_on",
+        "server/api/telling.py",
+        "    if text.matched is not None or text.holds_stop_token:",
+        "    if text.matched is not None:",
+        "unit/test_api_resume.py::test_what_had_been_said_to_its_end_ends_without_another_token",
+    ),
+    Break(
+        "request_may_kill_every_decode",
+        "core/router/routed_request.py",
+        "        may_go_on = self.is_resumable and not self.is_aborted and self.num_resumes < self.settings.resumes",
+        "        may_go_on = self.is_resumable and not self.is_aborted",
+        "unit/test_router_core_resume.py::test_a_request_whose_decode_has_died_twice_kills_no_third",
+    ),
+    Break(
+        "gap_begins_anew_where_a_stream_goes_on",
+        "core/router/routed_request.py",
+        "        deadline = Nanos(now - event.silent_ns + self.settings.gap_ns)",
+        "        deadline = Nanos(now + self.settings.gap_ns)",
+        "unit/test_router_core_resume.py::test_the_gap_between_two_tokens_bounds_it_and_not_the_deadline_of_the_first",
+    ),
+    Break(
+        "rejection_is_forwarded_into_a_stream",
+        "core/router/routed_request.py",
+        "            last = self.lost",
+        "            pass",
+        "unit/test_router_core_resume.py::test_a_rejection_is_no_answer_to_who_has_half_of_one",
+    ),
+    Break(
+        "router_keeps_no_tokens_of_a_stream",
+        "server/router/shell.py",
+        "                leg.told.add(frame)",
+        "                leg.told = Told(frame.opening)",
+        "e2e_cpu/test_router_resume.py::test_streams_go_on_with_another_decode_when_theirs_is_killed",
+    ),
     Break(
         "rooms_are_numbers_that_browsers_round",
         "core/scheduler/inspect.py",

@@ -413,7 +413,7 @@ ROUTER = (
     WholeBreak(
         "failed_stream_has_no_end",
         SHELL,
-        "            decode.pipe.end(outcome if isinstance(outcome, Fail) else None)\n",
+        "            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.last_words)\n",
         "            pass\n",
         "who reads a stream is not told of its failure",
     ),
@@ -441,7 +441,7 @@ ROUTER = (
     WholeBreak(
         "broken_connection_is_swallowed",
         SHELL,
-        '            self._hear(leg, upstream.fail(Failure.BROKEN, f"{type(error).__name__} {error}".strip()))\n',
+        "            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))\n",
         '            log.warning("%s: %s", leg.worker.url, error)\n',
         "an error is logged and told to nobody",
     ),

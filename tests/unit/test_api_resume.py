@@ -17,6 +17,7 @@ from tandem.core.values import Cause
 from tandem.sampling import Payload
 from tandem.server.api.resume import ASKS, FIELD, TELLS, Frame, FrameReader, Resume, Told
 from tandem.server.api.tokenizer import Tokenizer
+from tandem.server.router.shell import encode_rest
 
 PAIR = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 77, "rendered_at": 1_700_000_000}
 OTHER_PAIR = PAIR | {"bootstrap_room": 78}
@@ -222,3 +223,7 @@ def test_frames_out_of_bounds_are_none() -> None:
 def test_the_tokenizer_of_these_tests_has_a_token_for_each_byte() -> None:
     assert len(ids(TORN)) == len(TORN.encode())
     assert tokenizer().decode(ids(TORN)) == TORN
+
+
+def test_a_router_passes_no_field_of_a_client_on() -> None:
+    assert encode_rest({"prompt": "x", FIELD: {"ids": ""}}) == b'{"prompt":"x"}'

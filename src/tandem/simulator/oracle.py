@@ -86,5 +86,10 @@ class Script:
             self.num_output = next(ends, self.max_new_tokens)
         return self.num_output
 
+    def behind(self, num_said: int) -> "Script":
+        """What is left of it once so many tokens were said elsewhere: they are computed as a part of the prompt."""
+        said = tuple(self.output_token(index) for index in range(num_said))
+        return Script(self.prompt + said, self.max_new_tokens - num_said, self.eos_one_in)
+
     def prompt_bytes(self) -> bytes:
         return array("i", self.prompt).tobytes()

@@ -55,6 +55,7 @@ class Half:
     last_token_at: int | None = None
     has_started: bool = False
     stop_sent: bool = False
+    num_said: int = 0  # tokens of the answer that were said elsewhere, and are a part of its prompt here
     abort_sent_at: int | None = None  # or given up otherwise, by who had sent it
     terminal: FinishRequest | FailRequest | None = None  # what its node has said
     answer: FinishRequest | FailRequest | None = None  # what its edge has said

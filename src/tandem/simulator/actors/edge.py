@@ -89,12 +89,15 @@ class Edge:
         listener: Listener | None = None,
         routed: int | None = None,
         is_given_up: bool = False,
+        num_said: int = 0,
     ) -> Half | Failure:
-        """One half has reached its server. `is_given_up`: its sender has gone already."""
+        """One half has reached its server. `is_given_up`: its sender has gone already. num_said: tokens of the answer
+        that its client has from elsewhere: those behind them are wanted."""
         timeout_ns = exchange.ask.timeout_ns if timeout_ns is None else timeout_ns
         requests, rendered_at = self._requests_of(server), self._time_for(exchange, server.name)
         script = exchange.ask.script_at(rendered_at, server.role)
         script.wants_vector = exchange.ask.wants_vector and server.role is Role.UNIFIED
+        script = script.behind(num_said) if num_said else script
         page_size = server.ranks[0].template.page_size
         request = request_for(
             exchange.ask,
@@ -119,7 +122,7 @@ class Edge:
         life = server.ranks[placed.ranks[0]].life
         assert life is not None, "a request is given to a rank that is not there"
         half = self._new_half(exchange, life, request, placed.client, script, listener)
-        half.abort_sent_at = self.world.clock.time if is_given_up else None
+        half.abort_sent_at, half.num_said = self.world.clock.time if is_given_up else None, num_said
         self._begin(server, life, half, request)
         return half
 
@@ -257,7 +260,8 @@ class Edge:
         is_first = half.last_token_at is None
         half.last_token_at = self.world.clock.time
         stops_after = half.ask.stops_after
-        is_stop = stops_after is not None and half.tokens >= stops_after and half.role is not Role.PREFILL
+        is_long = stops_after is not None and half.num_said + half.tokens >= stops_after
+        is_stop = is_long and half.role is not Role.PREFILL
         if is_stop and not half.stop_sent:
             half.stop_sent = True
             self.world.clock.after(self.jitter.randrange(5 * MILLISECOND), self._stop, half)

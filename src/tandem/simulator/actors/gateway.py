@@ -203,8 +203,8 @@ class Gateway:
                 self._dispatch(caller, command)
             case CancelHalf(half=side):
                 caller.legs[side].hang_up()
-            case Forward():
-                self._forward(caller)
+            case Forward(resumes=resumes):
+                self._forward(caller, resumes)
             case ForwardRejection(half=side):
                 self._close(caller, f"rejected {caller.legs[side].upstream.status}")
             case Fail(cause=cause):
@@ -217,12 +217,16 @@ class Gateway:
             upstream = UpstreamCall(sent.request, sent.attempt, side, STALL_NS)
             leg = Leg(self, caller, upstream, self.world.servers[worker.host], self.epoch)
             caller.legs[side] = leg
+            if sent.resumes:
+                leg.num_said, leg.has_all = caller.num_tokens, caller.has_all
             leg.send(sent)
 
-    def _forward(self, caller: Caller) -> None:
+    def _forward(self, caller: Caller, resumes: bool) -> None:
         """From here on the client hears what decode says; what has been said is passed on at once."""
-        if caller.source is not None:
-            raise Violation("S12", f"{caller}: a second answer is forwarded")
+        if resumes is not (caller.source is not None):
+            raise Violation("S12", f"{caller}: {'no' if resumes else 'a second'} answer is forwarded")
+        caller.last_words = ""
+        caller.num_resumes += resumes
         caller.source = caller.legs[Side.DECODE]
         caller.source.pass_on(caller.source.tokens)
 
@@ -231,6 +235,7 @@ class Gateway:
         del self.callers[caller.request]
         if caller.outcome:
             return
+        failure = failure or caller.last_words
         if not failure:
             raise Violation("S12", f"{caller}: its request ends and it hears nothing")
         self.end(caller, failure)

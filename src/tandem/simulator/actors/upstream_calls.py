@@ -65,6 +65,8 @@ class Leg:
     upstream: UpstreamCall
     server: Server
     epoch: int  # of the gateway
+    num_said: int = 0  # tokens that the client has from a decode that was lost
+    has_all: bool = False  # and nothing can follow them: what comes is not for the client
     up: Way = field(init=False)
     down: Way = field(init=False)
 
@@ -78,6 +80,11 @@ class Leg:
     # At the gateway.
     tokens: list[int] = field(default_factory=list)  # that have come
     last_piece_at: int = 0
+
+    @property
+    def num_told(self) -> int:
+        """Tokens of the answer, with those of a decode that was lost."""
+        return self.num_said + (0 if self.has_all else self.num_emitted)
 
     @property
     def side(self) -> Side:
@@ -128,6 +135,7 @@ class Leg:
             listener=self,
             routed=ask.routed_rank,
             is_given_up=self.is_over,
+            num_said=0 if self.has_all else self.num_said,
         )
         if not isinstance(half, Half):
             self._reject(half.status, is_retryable=RULES[half.code].retryable)
@@ -212,7 +220,8 @@ class Leg:
 
     def _heard_head(self, status: int = HTTP_OK) -> None:
         if self._is_heard():
-            self._hear(self.upstream.head(status, is_event_stream=self.caller.streams))
+            caller = self.caller
+            self._hear(self.upstream.head(status, is_event_stream=caller.streams, is_resumable=caller.can_be_resumed))
 
     def _heard_piece(self, tokens: tuple[int, ...]) -> None:
         """The first one of decode's stream brings its head."""
@@ -242,6 +251,10 @@ class Leg:
     def _heard_end(self, cause: Cause | None) -> None:
         if not self._is_heard():
             return
+        if cause is not None and self.upstream.is_resumable and may_go_on(cause):
+            self.caller.last_words = f"error {cause}"
+            self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns))
+            return
         said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")
         if self.side is Side.DECODE and self.caller.source is self:
             self.gateway.end(self.caller, "finished" if cause is None else f"error {cause}")
@@ -254,7 +267,11 @@ class Leg:
 
     def _failed(self, failure: Failure, detail: str) -> None:
         if self._is_heard():
-            self._hear_last(self.upstream.fail(failure, detail))
+            self._hear_last(self.upstream.fail(failure, detail, silent_ns=self._silent_ns))
+
+    @property
+    def _silent_ns(self) -> Nanos:
+        return Nanos(self.gateway.world.clock.time - self.last_piece_at if self.last_piece_at else 0)
 
     def _hear(self, said: Said) -> None:
         if said:
@@ -270,10 +287,15 @@ class Leg:
 
     def pass_on(self, tokens: Sequence[int]) -> None:
         """The client hears these; a document is whole by then."""
-        for token in tokens:
+        for token in () if self.has_all else tokens:
             self.caller.hear(token)
         if not self.caller.streams:
             self.gateway.end(self.caller, "finished")
+
+
+def may_go_on(cause: Cause) -> bool:
+    """As a decode says it of a stream that it ends (`telling.last_frame`)."""
+    return RULES[cause].retryable and cause is not Cause.DEADLINE_EXCEEDED
 
 
 @dataclass(slots=True, eq=False)
@@ -288,8 +310,23 @@ class Caller:
     legs: dict[Side, Leg] = field(default_factory=dict)
     source: Leg | None = None  # whose answer it gets
     num_tokens: int = 0
+    last_words: str = ""  # of a stream that gave up, unless somebody goes on with it
+    num_resumes: int = 0
     outcome: str = ""
     has_left: bool = False
+
+    @property
+    def can_be_resumed(self) -> bool:
+        """As `telling.can_tell` has it; some decodes are of another make."""
+        return self.streams and self.exchange.ask.script.logprobs_from is None and self.exchange.ask.index % 5 != 4
+
+    @property
+    def has_all(self) -> bool:
+        """Nothing can follow what it has heard."""
+        assert self.exchange.rendered_at is not None
+        ask = self.exchange.ask
+        length = ask.script_at(self.exchange.rendered_at, Role.DECODE).output_length()
+        return self.num_tokens >= (length if ask.stops_after is None else min(length, ask.stops_after))
 
     def hear(self, token: int) -> None:
         rendered_at = self.exchange.rendered_at
@@ -305,8 +342,8 @@ class Caller:
         if self.outcome:
             raise Violation("S12", f"{self}: ends as {outcome} after it has ended as {self.outcome}")
         self.outcome = outcome
-        if outcome == "finished" and self.source is not None and self.num_tokens != self.source.num_emitted:
-            raise Violation("S15", f"{self}: has {self.num_tokens} of {self.source.num_emitted} tokens at the end")
+        if outcome == "finished" and self.source is not None and self.num_tokens != self.source.num_told:
+            raise Violation("S15", f"{self}: has {self.num_tokens} of {self.source.num_told} tokens at the end")
 
     def __str__(self) -> str:
         return f"client of request {self.exchange.ask.index}"
