@@ -95,6 +95,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("pagehash", "leaf"),
     ("batch_tables", "leaf"),
     ("host_memory", "leaf"),
+    ("page_files", "leaf"),
     ("membership", "leaf"),
     ("ranks", "leaf"),
     ("logtext", "leaf"),

@@ -14,6 +14,7 @@ from targets import (
     http_server,
     messages,
     model_files,
+    page_files,
 )
 
 MODULES = (
@@ -27,6 +28,7 @@ MODULES = (
     http_router,
     clients,
     model_files,
+    page_files,
     flight,
 )
 TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}
