@@ -15,6 +15,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -29,11 +30,13 @@ from tandem.core.commands import (
     Effects,
     EmitTokens,
     FailRequest,
+    FetchPages,
     FinishRequest,
     ForgetRequests,
     LaunchBatch,
     LearnPeer,
     LoadPages,
+    LookUpPages,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -41,6 +44,7 @@ from tandem.core.commands import (
     StartRequest,
     StorePages,
     Tell,
+    WritePages,
 )
 from tandem.core.events import (
     AbortRequested,
@@ -50,6 +54,7 @@ from tandem.core.events import (
     PageRead,
     PagesCopied,
     PagesDigested,
+    PagesFound,
     PagesLanded,
     PeerLearned,
     PeerLost,
@@ -316,6 +321,7 @@ class World:
         self.directory: dict[Address, tuple[Incarnation, str]] = {}
         self.announced: dict[Room, int] = {}
         self.next_room = 100
+        self.storage: dict[bytes, list[int]] = {}  # hash -> content, for all replicas
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -551,6 +557,27 @@ class World:
             case StorePages() | LoadPages():
                 for shard in replica.state.settings.shards:
                     replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
+            case LookUpPages(number, hashes):
+                there = list(takewhile(self.storage.__contains__, hashes))
+                for shard in replica.state.settings.shards:
+                    replica.parcels.append(Parcel(PagesFound, lambda s=shard: PagesFound(number, s, len(there))))
+            case FetchPages() | WritePages():
+                for shard in replica.state.settings.shards:
+                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.store(replica, command, shard)))
+
+    def store(self, replica: Replica, command: FetchPages | WritePages, shard: int) -> Event:
+        """The same between host memory and storage, which all replicas share."""
+        host, num_whole = replica.worker.host, 0
+        for page_hash, page in zip(command.hashes, command.host_pages, strict=True):
+            if isinstance(command, WritePages) and host[page][0] == page_hash:
+                self.storage[page_hash] = list(host[page][1])
+            elif isinstance(command, FetchPages) and page_hash in self.storage:
+                assert replica.state.host.pool.states[page] == PageState.OWNED
+                host[page] = page_hash, list(self.storage[page_hash])
+            else:
+                break
+            num_whole += 1
+        return PagesCopied(command.copy, shard, num_whole)
 
     def copy(self, replica: Replica, command: StorePages | LoadPages, shard: int) -> Event:
         """As far as it goes; the bytes move when this is called."""
@@ -659,7 +686,7 @@ def check_pages(replica: Replica) -> None:
         for page in progress.pages:
             assert pool.states[page] in (PageState.CACHED, PageState.LOADING) or pool.owners[page] == progress.id
     assert node.tree.num_pinned == sum(entry.pins > 0 and entry.is_landed for entry in node.tree.nodes.values())
-    assert disorder(node.tree, node.host) == ""
+    assert disorder(node.tree, node.host, node.storage) == ""
 
 
 def check_tables(replica: Replica, plan: BatchPlan) -> None:
@@ -683,7 +710,7 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert (node.decode_set, node.joins, node.leaves, node.forgotten) == ({}, {}, [], [])
         assert node.pool.counts[PageState.OWNED] == node.pool.counts[PageState.QUARANTINED] == 0
         assert node.tree.num_pinned == 0
-        assert node.host.copies == {}
+        assert node.host.copies == node.storage.prefetches == node.storage.operations == {}
         assert node.host.pool.counts[PageState.OWNED] == node.pool.counts[PageState.LOADING] == 0
         assert node.results.owners == {}
         replica.worker.forget_first()

@@ -96,10 +96,12 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("batch_tables", "leaf"),
     ("host_memory", "leaf"),
     ("page_files", "leaf"),
+    ("page_storage", "leaf"),
     ("membership", "leaf"),
     ("ranks", "leaf"),
     ("logtext", "leaf"),
     ("kv_events_config", "leaf"),
+    ("storage_config", "leaf"),
     ("otlp", "leaf"),
     ("engine.attention.table", "leaf"),  # names: the flag's choices
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),

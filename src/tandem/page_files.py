@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import Struct
 from xxhash import xxh3_128
 
 from tandem.core.values import PageHash
@@ -152,8 +153,7 @@ def write_all(fd: int, part: bytes | memoryview) -> None:
         left = left[os.write(fd, left) :]
 
 
-@dataclass(slots=True)
-class FileCounters:
+class FileCounters(Struct):
     """Sums since the start."""
 
     read: int = 0

@@ -62,6 +62,7 @@ class StartRequest(Struct, frozen=True, tag=True):
         bytes, ...
     ] = ()  # opaque: log-probabilities of the prompt, where they are wanted; none on a prefill
     host_tokens: int = 0  # of those cached: from host memory
+    storage_tokens: int = 0  # of those: from storage
 
 
 class FinishRequest(Struct, frozen=True, tag=True):
@@ -77,6 +78,7 @@ class FinishRequest(Struct, frozen=True, tag=True):
     retries: int = 0
     vector: bytes = b""  # float32 little endian, of who wanted one
     host_tokens: int = 0
+    storage_tokens: int = 0
 
 
 class FailRequest(Struct, frozen=True, tag=True):
@@ -219,6 +221,35 @@ class LoadPages(Struct, frozen=True, tag=True):
     pages: tuple[PageId, ...]
 
 
+class LookUpPages(Struct, frozen=True, tag=True):
+    """Every shard: how many of these, from the first on, are in storage? Answered by `PagesFound`, once per shard."""
+
+    number: int
+    hashes: tuple[PageHash, ...]
+
+
+class FetchPages(Struct, frozen=True, tag=True):
+    """Every shard: copy these pages from storage to host memory, in order, as far as they are there and whole.
+
+    Answered by `PagesCopied`, once per shard.
+    """
+
+    copy: int
+    hashes: tuple[PageHash, ...]
+    host_pages: tuple[PageId, ...]
+
+
+class WritePages(Struct, frozen=True, tag=True):
+    """Every shard: write these pages of host memory to storage, as far as they still have these hashes. Answered alike.
+
+    Nobody waits for it and nothing is pinned: a page that is given to another one meanwhile is not written.
+    """
+
+    copy: int
+    hashes: tuple[PageHash, ...]
+    host_pages: tuple[PageId, ...]
+
+
 Command = (
     LaunchBatch
     | ForgetRequests
@@ -241,6 +272,9 @@ Command = (
     | AnnounceCleared
     | StorePages
     | LoadPages
+    | LookUpPages
+    | FetchPages
+    | WritePages
 )
 
 

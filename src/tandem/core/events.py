@@ -167,12 +167,22 @@ class TransferDrained(Struct, frozen=True, tag=True):
 
 
 class PagesCopied(Struct, frozen=True, tag=True):
-    """Answers `StorePages` and `LoadPages`: this shard has copied the first `num_pages`, and will copy no more."""
+    """Answers the four commands that copy pages between tiers: this shard has copied the first `num_pages`, and will
+    copy no more."""
 
     copy: int
     shard: ShardId
     num_pages: int
     detail: str = ""  # why not all
+
+
+class PagesFound(Struct, frozen=True, tag=True):
+    """Answers `LookUpPages`: this shard's part of the first `num_pages` is in storage, or was a moment ago."""
+
+    number: int
+    shard: ShardId
+    num_pages: int
+    detail: str = ""  # why nobody knows of more
 
 
 class SnapshotWanted(Struct, frozen=True, tag=True):
@@ -225,6 +235,7 @@ Event = (
     | TransferFailed
     | TransferDrained
     | PagesCopied
+    | PagesFound
     | SnapshotWanted
     | SnapshotsGathered
     | HooksChanged

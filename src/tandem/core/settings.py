@@ -91,12 +91,34 @@ class WritePolicy(StrEnum):
     WRITE_BACK = "write_back"  # before it leaves the device
 
 
+class PrefetchPolicy(StrEnum):
+    """How long a request waits for its pages from storage. The words are SGLang's."""
+
+    BEST_EFFORT = "best_effort"  # not at all: what has come when it is its turn is used
+    WAIT_COMPLETE = "wait_complete"  # until all are there, as long as something moves
+    TIMEOUT = "timeout"  # by the length of its prompt
+
+
+class StorageSettings(Struct, frozen=True):
+    """Storage below host memory (`kv/storage_tier.py`)."""
+
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
+    min_pages: int = 16  # who lacks fewer computes them
+    timeout_base_ns: Nanos = Nanos(1 * SECOND)  # of `timeout`
+    timeout_per_ki_token_ns: Nanos = Nanos(SECOND // 4)
+    io_timeout_ns: Nanos = Nanos(5 * SECOND)  # nobody waits longer for one answer; then nothing new is asked
+    max_prefetches: int = 64  # at a time
+    fetch_pages: int = 32  # at a time, of one request: who ends meanwhile asks for no more
+    max_writing: int = 1024  # pages
+
+
 class TierSettings(Struct, frozen=True):
     """Host memory below the device (`kv/host_tier.py`)."""
 
     num_pages: int
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     load_timeout_ns: Nanos = Nanos(5 * SECOND)  # then who waits for a load computes
+    storage: StorageSettings | None = None  # None: what leaves host memory is lost
 
     @property
     def min_hits(self) -> int:

@@ -226,6 +226,9 @@ NodeToWorker = (
     | commands.CancelPull
     | commands.StorePages
     | commands.LoadPages
+    | commands.LookUpPages
+    | commands.FetchPages
+    | commands.WritePages
 )
 WorkerToNode = (
     EngineReady
@@ -241,4 +244,5 @@ WorkerToNode = (
     | events.TransferFailed
     | events.TransferDrained
     | events.PagesCopied
+    | events.PagesFound
 )

@@ -24,12 +24,14 @@ from tandem.core.commands import (
     Command,
     EmitTokens,
     FailRequest,
+    FetchPages,
     FinishRequest,
     ForgetRequests,
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
     LoadPages,
+    LookUpPages,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -37,6 +39,7 @@ from tandem.core.commands import (
     StartRequest,
     StorePages,
     Tell,
+    WritePages,
 )
 from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Release
 from tandem.core.events import (
@@ -49,6 +52,7 @@ from tandem.core.events import (
     PageRead,
     PagesCopied,
     PagesDigested,
+    PagesFound,
     PagesLanded,
     PeerLearned,
     PeerLost,
@@ -239,6 +243,8 @@ def describe_event(event: Event) -> str:
             return f"request {request}.{attempt} shard {shard} transfer drained"
         case PagesCopied(copy, shard, num_pages, detail):
             return f"copy {copy} shard {shard} has copied {num_pages}" + (f" ({detail})" if detail else "")
+        case PagesFound(number, shard, num_pages, detail):
+            return f"look-up {number} shard {shard} has found {num_pages}" + (f" ({detail})" if detail else "")
         case _:
             return _plain(event)
 
@@ -300,6 +306,12 @@ def describe_command(command: Command) -> str:
             return f"copy {copy}: store {_pages(pages)} in host {_pages(host_pages)}"
         case LoadPages(copy, _, host_pages, pages):
             return f"copy {copy}: load {_pages(pages)} from host {_pages(host_pages)}"
+        case LookUpPages(number, hashes):
+            return f"look {len(hashes)} pages up in storage as {number}"
+        case FetchPages(copy, _, host_pages):
+            return f"copy {copy}: fetch {_pages(host_pages)} of host from storage"
+        case WritePages(copy, _, host_pages):
+            return f"copy {copy}: write {_pages(host_pages)} of host to storage"
 
 
 def describe_plan(plan: BatchPlan) -> str:

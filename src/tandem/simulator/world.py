@@ -25,12 +25,14 @@ from tandem.core.commands import (
     Command,
     EmitTokens,
     FailRequest,
+    FetchPages,
     FinishRequest,
     ForgetRequests,
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
     LoadPages,
+    LookUpPages,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -38,6 +40,7 @@ from tandem.core.commands import (
     StartRequest,
     StorePages,
     Tell,
+    WritePages,
 )
 from tandem.core.disagg.messages import Message
 from tandem.core.events import (
@@ -62,7 +65,6 @@ from tandem.simulator.actors.direct import DirectClients
 from tandem.simulator.actors.edge import Edge
 from tandem.simulator.actors.executor import CostModel, MemoryGuard, ShardMemory
 from tandem.simulator.actors.gateway import Gateway
-from tandem.simulator.actors.host_tier import SimulatedTier
 from tandem.simulator.actors.linking import link
 from tandem.simulator.actors.model_names import ModelNames
 from tandem.simulator.actors.replica import Life, Replica
@@ -73,7 +75,6 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
 from tandem.simulator.actors.workers import Worker, Workers
 from tandem.simulator.checkers import Checkers
-from tandem.simulator.checkers.tiers import TierWatch
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
 from tandem.simulator.faults.fault_schedule import FaultSchedule, cast_of
@@ -85,6 +86,7 @@ from tandem.simulator.network.links import Network
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.renderings import WallClocks
+from tandem.simulator.tiers import Tiers
 from tandem.simulator.workload import (
     Ask,
     Workload,
@@ -157,6 +159,7 @@ class World:
     page_faults: DataPlaneFaults = field(init=False)
     network: Network = field(init=False)
     checkers: Checkers = field(init=False)
+    tiers: Tiers = field(init=False)
     watchdogs: Watchdogs = field(init=False)
     log: hashlib.blake2b = field(init=False)
     encoder: msgspec.msgpack.Encoder = field(init=False)
@@ -188,6 +191,8 @@ class World:
         self.bootstraps.num_lanes = self.options.bootstrap_lanes
         self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
         self.checkers = Checkers(self)
+        pages = self.checkers.tier_pages
+        self.tiers = Tiers(self.options, self.clock, pages, self.push, self.count, lambda: self.is_healed)
         tick_ns = self.options.watchdog_ns // TICKS
         self.watchdogs = Watchdogs(self.clock, self.servers, tick_ns, self.checkers.watchdog_has_ticked, self._hangs)
         self.log = hashlib.blake2b(digest_size=16)
@@ -334,31 +339,12 @@ class World:
             list(self.replicas).index(replica.name),
             lambda event: self.push(life, event),
         )
-        self._add_tier(life)
+        self.tiers.add_to(life)
         replica.life = life
         if replica.role is Role.PREFILL:
             self.bootstraps.register(life)
         else:
             self.edge.see_start(life)
-
-    def _add_tier(self, life: Life) -> None:
-        """Host memory, where its settings have some."""
-        if life.settings.host_tier is None:
-            return
-        life.tier = SimulatedTier(
-            life.workers.memories,
-            life.settings.host_tier.num_pages,
-            self.options.tier_page_ns,
-            self.clock,
-            Random(f"tier {self.options.seed} {life.incarnation.name} {life.incarnation.id}"),
-            self.options.tier_faults,
-            TierWatch(self.checkers.tier_pages, life),
-            emit=lambda event: self.push(life, event),
-            is_alive=lambda: life.is_alive and not life.store.dead,
-            is_frozen=lambda: life.vitals.hang is Hang.WORKER,
-            count=self.count,
-            is_healed=lambda: self.is_healed,
-        )
 
     def _draw_clock(self, incarnation: Incarnation) -> LocalClock:
         """A clock that nobody else has: a time that leaves its node is years off for everybody else."""
@@ -419,7 +405,7 @@ class World:
         if self.clock.time < max(self.edge.last_end_at + QUIET_NS, self.quiet_at):
             return False
         lives = [replica.life for replica in self.replicas.values() if replica.life is not None]
-        if any(life.store.is_busy() or (life.tier is not None and life.tier.num_under_way) for life in lives):
+        if any(life.store.is_busy() or life.is_copying for life in lives):
             return False
         if not self.is_probed:
             self.is_probed = True
@@ -532,6 +518,9 @@ class World:
             case StorePages() | LoadPages():
                 assert life.tier is not None, "a node without host memory asks for a copy"
                 life.tier.begin(command)
+            case LookUpPages() | FetchPages() | WritePages():
+                assert life.storage is not None, "a node without storage asks for something of it"
+                life.storage.begin(command)
 
     def io_fails(self) -> bool:
         """A socket without room, a device without memory."""

@@ -495,7 +495,11 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
     charge_stage(node, progress)
     if side.result is not None and path is Path.REMOTE:
         ledger = StageTimings(tuple(progress.stages.items()))
-        node.out.append(StartRequest(progress.id, path, progress.cached_tokens, ledger, (), progress.host_tokens))
+        node.out.append(
+            StartRequest(
+                progress.id, path, progress.cached_tokens, ledger, (), progress.host_tokens, progress.storage_tokens
+            )
+        )
         extras = ((progress.id, side.result.extra),) if side.result.extra else ()
         node.out.append(EmitTokens((progress.id,), side.result.token, extras))
     kv_pages = side.reader.offered - side.reader.held_pages if side.reader is not None else 0
@@ -513,6 +517,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
             StageTimings(tuple(progress.stages.items())),
             side.prefill_retry_count,
             host_tokens=progress.host_tokens,
+            storage_tokens=progress.storage_tokens,
         ),
     )
 

@@ -17,7 +17,7 @@ from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
-from tandem.core.scheduler.state import NodeState, enter, give_back_pages, too_long
+from tandem.core.scheduler.state import NodeState, enter, give_back_pages, release_aborted_request, too_long
 from tandem.core.values import Cause, Incarnation
 
 
@@ -106,4 +106,5 @@ def take_prompt(node: NodeState, progress: Progress, rendered: Request) -> None:
         rendered_at=rendered.rendered_at,
     )
     progress.hashes = list(rendered.page_hashes)
+    release_aborted_request(node, progress)  # it hoped for pages of another prompt
     progress.length = rendered.prompt_len

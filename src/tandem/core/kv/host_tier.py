@@ -81,6 +81,25 @@ class HostTier:
         oldest = next(iter(self.copies.values()), None)
         return oldest is not None and oldest.begun_at + self.settings.load_timeout_ns <= now
 
+    def count(self) -> int:
+        """The next number. Storage takes its own from here, too."""
+        self.last_copy += 1
+        return self.last_copy
+
+    def make_room(self, tree: PrefixTree, num_pages: int) -> int:
+        """Drop the copies that were used least recently until so many pages are free; how many are, at most those."""
+        for host_page in tree.evict_copies(num_pages - self.pool.num_free, before=tree.step):
+            self.pool.evict(host_page)
+        return min(num_pages, self.pool.num_free)
+
+    def keep(
+        self, tree: PrefixTree, page_hash: PageHash, parent: PageHash | None, host_page: PageId, owner: RequestId
+    ) -> None:
+        """A page that has been filled from elsewhere is this node's copy from here on."""
+        self.pool.share(host_page, owner)
+        tree.join(page_hash, parent)
+        tree.keep_copy(page_hash, host_page)
+
     # --- to host memory ---
 
     def store_used(self, tree: PrefixTree, hashes: Sequence[PageHash], device_pages: int, now: Nanos) -> Copy | None:
@@ -111,15 +130,13 @@ class HostTier:
         if most <= 0 or not wanted or self.is_stuck(now):
             return None
         wanted = wanted[:most]
-        for host_page in tree.evict_copies(len(wanted) - self.pool.num_free, before=tree.step):
-            self.pool.evict(host_page)
-        wanted = wanted[: self.pool.num_free]
+        wanted = wanted[: self.make_room(tree, len(wanted))]
         if not wanted:
             return None
-        self.last_copy += 1
-        host_pages = self.pool.allocate(len(wanted), RequestId(self.last_copy))
+        number = self.count()
+        host_pages = self.pool.allocate(len(wanted), RequestId(number))
         pages = tuple(tree.nodes[page_hash].page for page_hash in wanted)
-        copy = Copy(self.last_copy, False, tuple(wanted), pages, tuple(host_pages), now)
+        copy = Copy(number, False, tuple(wanted), pages, tuple(host_pages), now)
         for page_hash in wanted:
             tree.nodes[page_hash].is_storing = True
             tree.lock(page_hash)
@@ -149,10 +166,9 @@ class HostTier:
         wanted = [page_hash for page_hash in hashes if tree.nodes[page_hash].page == NOWHERE]
         if not wanted:
             return None
-        self.last_copy += 1
         pages = device.begin_load(len(wanted))
         host_pages = tuple(tree.nodes[page_hash].host for page_hash in wanted)
-        copy = Copy(self.last_copy, True, tuple(wanted), tuple(pages), host_pages, now)
+        copy = Copy(self.count(), True, tuple(wanted), tuple(pages), host_pages, now)
         for page_hash, page in zip(wanted, pages, strict=True):
             tree.begin_load(page_hash, page)
             tree.lock(page_hash)

@@ -30,6 +30,7 @@ class TreeNode:
     num_nodes_below: int = 0  # children, wherever they are
     is_loading: bool = False  # `page` is being filled from `host`: nobody may read it yet
     is_storing: bool = False  # `page` is being copied to host memory; pinned meanwhile
+    in_storage: bool = False  # there or on its way there, as far as this node knows; or it could not be written
     hits: int = 1  # how many requests have had it, the one that computed it included
 
     @property
@@ -100,13 +101,18 @@ class PrefixTree:
         if node is not None and node.is_landed:
             node.used_at = self.step
             return False
+        self.join(page_hash, parent)
+        self.place(page_hash, page)
+        return True
+
+    def join(self, page_hash: PageHash, parent: PageHash | None) -> None:
+        """Be a node, used now, wherever its KV comes from."""
+        node = self.nodes.get(page_hash)
         if node is None:
             node = self.nodes[page_hash] = TreeNode(NOWHERE, parent)
             if parent is not None:
                 self.nodes[parent].num_nodes_below += 1
         node.used_at = self.step
-        self.place(page_hash, page)
-        return True
 
     def place(self, page_hash: PageHash, page: PageId) -> None:
         """It has landed on the device, in this page: computed, or loaded."""

@@ -5,6 +5,7 @@ from itertools import islice
 
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
+from tandem.core.scheduler.prefetch import awaits_storage
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.state import (
     NodeState,
@@ -26,8 +27,9 @@ def admit(node: NodeState) -> None:
 
     Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
     row of the result table is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
-    The same with one that starts early: nobody waits for it, so neither does it push parked requests out, nor keep
-    back those behind it whose decode is READY. Other early ones do not overtake it.
+    So is one whose prefix is on its way from storage, for as long as the policy has it. The same with one that starts
+    early: nobody waits for it, so neither does it push parked requests out, nor keep back those behind it whose decode
+    is READY. Other early ones do not overtake it.
     """
     queue = node.queues[State.QUEUED]
     if not queue:
@@ -43,6 +45,9 @@ def admit(node: NodeState) -> None:
         progress = node.requests[request]
         if early_lacks is not None and is_early(progress):
             progress.blocked_on = early_lacks
+            continue
+        if awaits_storage(node, progress):
+            progress.blocked_on = WaitingFor.STORAGE
             continue
         if isinstance(progress.side, DecodeSide) and decode_side.prefers_local(node, progress, backlog):
             decode_side.compute_here(node, progress, progress.side)
@@ -126,6 +131,7 @@ def count_hit(node: NodeState, progress: Progress) -> None:
         node.counters.input_tokens += progress.request.prompt_len
         node.counters.hit_tokens += progress.computed
         node.counters.host_hit_tokens += progress.host_tokens
+        node.counters.storage_hit_tokens += progress.storage_tokens
 
 
 def may_push(node: NodeState, progress: Progress) -> bool:

@@ -4,6 +4,7 @@ from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.loading import stop_if_late
+from tandem.core.scheduler.prefetch import stop_waiting_if_late
 from tandem.core.scheduler.request_state import Progress, has_ended
 from tandem.core.scheduler.state import NodeState, charge_stage, checkpoint, end, failure, schedule
 from tandem.core.values import Cause, RequestId
@@ -23,6 +24,7 @@ def finish(node: NodeState, progress: Progress, reason: FinishReason, vector: by
         progress.retractions,
         vector,
         progress.host_tokens,
+        progress.storage_tokens,
     )
     end(node, progress, verdict)
 
@@ -69,5 +71,6 @@ def expire(node: NodeState, progress: Progress) -> None:
         case Local():
             pass
     stop_if_late(node, progress)
+    stop_waiting_if_late(node, progress)
     if not has_ended(progress):
         schedule(node, progress)

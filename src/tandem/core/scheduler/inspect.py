@@ -9,6 +9,7 @@ from tandem.core.disagg.prefill_lookup import key
 from tandem.core.disagg.sides import AnySide, DecodeSide
 from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PageState
+from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor, has_ended, is_early
 from tandem.core.scheduler.state import DelayerState
@@ -53,6 +54,8 @@ def gauges(node: EngineNode) -> dict[str, float]:
         numbers[f"num_prefill_retries_total{{reason={reason}}}"] = counters.prefill_retries.get(reason, 0)
     if state.host.is_there:
         numbers |= host_numbers(state.host, page_size)
+    if state.storage.settings is not None:
+        numbers |= storage_numbers(state.storage, page_size)
     if state.settings.delayer is not None:
         numbers |= delayer_numbers(state.delayer, state.settings.delayer)
     return numbers
@@ -66,6 +69,19 @@ def host_numbers(host: HostTier, page_size: int) -> dict[str, float]:
         "tandem:hicache_stored_tokens_total": host.counters.stored * page_size,
         "tandem:hicache_loaded_tokens_total": host.counters.loaded * page_size,
         "tandem:hicache_lost_tokens_total": host.counters.lost * page_size,
+    }
+
+
+def storage_numbers(storage: StorageTier, page_size: int) -> dict[str, float]:
+    """The first two are SGLang's."""
+    counters = storage.counters
+    return {
+        "prefetched_tokens_total": counters.fetched * page_size,
+        "backuped_tokens_total": counters.written * page_size,
+        "tandem:hicache_storage_lost_tokens_total": counters.lost * page_size,
+        "tandem:hicache_storage_look_ups_total{outcome=hit}": counters.hits,
+        "tandem:hicache_storage_look_ups_total{outcome=miss}": counters.misses,
+        "tandem:hicache_storage_prefetches": len(storage.prefetches),
     }
 
 
@@ -147,7 +163,12 @@ def flow(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
 
 
 # Of this server; everything else is its node's.
-OWN_WAITS = {WaitingFor.WINDOW: "worker", WaitingFor.TIER: "worker", WaitingFor.DRAIN: "worker"}
+OWN_WAITS = {
+    WaitingFor.WINDOW: "worker",
+    WaitingFor.TIER: "worker",
+    WaitingFor.STORAGE: "worker",
+    WaitingFor.DRAIN: "worker",
+}
 PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
 
 
@@ -176,6 +197,7 @@ def state(node: EngineNode) -> dict[str, object]:
         "pages_pinned_by_tree": own.tree.num_pinned,
         "host_pages": {page_state.name.lower(): own.host.pool.counts[page_state] for page_state in PageState},
         "copies": {number: "load" if copy.is_load else "store" for number, copy in own.host.copies.items()},
+        "storage": {number: str(operation.act) for number, operation in own.storage.operations.items()},
         "result_rows": {
             "total": own.results.num_rows,
             "free": len(own.results.free_rows),

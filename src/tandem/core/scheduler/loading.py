@@ -7,16 +7,21 @@ nothing back but its own. Where a load fails, or takes too long, who waits for i
 from tandem.core.events import PagesCopied
 from tandem.core.kv.tree import NOWHERE
 from tandem.core.scheduler.admission import begin
+from tandem.core.scheduler.prefetch import on_storage_copied
 from tandem.core.scheduler.request_state import Progress, State, Trigger
-from tandem.core.scheduler.state import NodeState, enter, give_back_pages, is_loading, is_over
+from tandem.core.scheduler.state import NodeState, begin_operation, enter, give_back_pages, is_loading, is_over
 
 
 def on_copied(node: NodeState, event: PagesCopied) -> None:
     host = node.host
+    if event.copy in node.storage.operations:
+        on_storage_copied(node, event)
+        return
     copy = host.hear(event.copy, event.shard, event.num_pages, node.settings.shards)
     if copy is None:
         return
     host.finish(node.tree, node.pool, copy, node.now)
+    begin_operation(node, node.storage.write(node.tree, host, copy.hashes, node.now))
     if copy.is_load:
         for progress in node.live(State.LOADING):
             go_on(node, progress)

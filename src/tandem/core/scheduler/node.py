@@ -37,6 +37,7 @@ from tandem.core.events import (
     PageRead,
     PagesCopied,
     PagesDigested,
+    PagesFound,
     PagesLanded,
     PeerLearned,
     PeerLost,
@@ -60,6 +61,7 @@ from tandem.core.scheduler.batch_planner import plan
 from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
 from tandem.core.scheduler.loading import on_copied
 from tandem.core.scheduler.preemption import finish_retraction
+from tandem.core.scheduler.prefetch import begin_prefetch, on_found
 from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
@@ -159,6 +161,8 @@ def handle(node: NodeState, event: Event) -> None:
             drained(node, event.request, event.shard)
         case PagesCopied():
             on_copied(node, event)
+        case PagesFound():
+            on_found(node, event)
         case SnapshotWanted(number):
             on_snapshot_wanted(node, number)
         case SnapshotsGathered():
@@ -195,6 +199,7 @@ def arrive(node: NodeState, request: Request) -> None:
     progress = Progress(request, side, state, node.now, node.now, deadline, request.prompt_len, hashes=hashes)
     node.requests[request.id] = progress
     node.queues[state][request.id] = None
+    begin_prefetch(node, progress)
     match side:
         case Local():
             progress.path = Path.UNIFIED if node.settings.role == "unified" else Path.LOCAL
@@ -302,6 +307,7 @@ def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) ->
     if node.host.is_there and flight.rows and not flight.members:
         num_tokens = sum(row.stop - row.start for row in flight.rows)
         node.host.break_even.computed(num_tokens, outcome.duration_ns)
+        node.storage.break_even.computed(num_tokens, outcome.duration_ns)
 
 
 class Emission:
@@ -394,7 +400,15 @@ def announce_first_token(node: NodeState, progress: Progress) -> None:
     ledger = StageTimings(tuple(progress.stages.items()))
     of_prompt, progress.prompt_extras = tuple(progress.prompt_extras), []
     node.out.append(
-        StartRequest(progress.id, progress.path, progress.cached_tokens, ledger, of_prompt, progress.host_tokens)
+        StartRequest(
+            progress.id,
+            progress.path,
+            progress.cached_tokens,
+            ledger,
+            of_prompt,
+            progress.host_tokens,
+            progress.storage_tokens,
+        )
     )
 
 

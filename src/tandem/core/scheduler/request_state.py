@@ -108,6 +108,7 @@ class WaitingFor(StrEnum):
     WINDOW = "window"  # its batch
     LANDING = "landing"  # the peer's pages
     TIER = "tier"  # pages of host memory
+    STORAGE = "storage"  # pages from below it
     COLLECTION = "collection"  # the peer to read and release
     DRAIN = "drain"
 
@@ -156,6 +157,8 @@ class Progress:
     )  # of the prompt, chunk by chunk, until they are handed on
     cached_tokens: int = 0  # found in the prefix tree at the first admission
     host_tokens: int = 0  # those of them that came from host memory
+    storage_tokens: int = 0  # those of these that came there from storage, for this request
+    fetched_pages: int = 0  # from storage, for this request
     computed_tokens: int = 0  # prompt tokens computed here, repetitions included
     kv_pages: int = 0  # pulled from a peer
     is_counted: bool = False  # its prompt is in the hit rate

@@ -18,10 +18,13 @@ from tandem.core.commands import (
     AnnounceStored,
     Command,
     FailRequest,
+    FetchPages,
     FinishRequest,
     ForgetRequests,
     LoadPages,
+    LookUpPages,
     StorePages,
+    WritePages,
 )
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
@@ -30,6 +33,7 @@ from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
 from tandem.core.kv.host_tier import Copy, HostTier
 from tandem.core.kv.pool import PagePool
+from tandem.core.kv.storage_tier import Act, Operation, StorageTier
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
@@ -73,6 +77,7 @@ class Counters:
     input_tokens: int = 0
     hit_tokens: int = 0
     host_hit_tokens: int = 0  # of them, those that were loaded from host memory
+    storage_hit_tokens: int = 0  # of those, the ones that came there from storage for their request
     prefill_retries: dict[str, int] = field(default_factory=dict[str, int])  # by reason
     retractions: int = 0
     bootstrap_failed: int = 0
@@ -106,6 +111,7 @@ class NodeState:
     tree: PrefixTree
     results: ResultSlots
     host: HostTier
+    storage: StorageTier
     now: Nanos = ZERO_NS
     steps: int = 0
     requests: dict[RequestId, Progress] = field(default_factory=dict[RequestId, Progress])
@@ -139,6 +145,7 @@ class NodeState:
             PrefixTree(),
             ResultSlots.empty(settings.metadata_slots),
             HostTier.empty(settings.host_tier),
+            StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
             queues={state: OrderedDict() for state in State if state is not State.DONE},
         )
 
@@ -245,6 +252,7 @@ def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pag
         return False
     if not progress.is_counted:
         progress.host_tokens = len(below) * node.settings.page_size
+        progress.storage_tokens = min(len(below), progress.fetched_pages) * node.settings.page_size
     begin_copy(node, node.host.load(node.tree, node.pool, below, node.now))
     loading = [node.tree.nodes[page_hash].page for page_hash in below]
     progress.pages = matched + loading + node.pool.allocate(num_pages - num_found, progress.id)
@@ -285,6 +293,20 @@ def use_again(node: NodeState, hashes: Sequence[PageHash]) -> None:
     for page_hash in hashes:
         node.tree.nodes[page_hash].hits += 1
     begin_copy(node, node.host.store_used(node.tree, hashes, node.pool.num_pages, node.now))
+    begin_operation(node, node.storage.write(node.tree, node.host, hashes, node.now))
+
+
+def begin_operation(node: NodeState, operation: Operation | None) -> None:
+    """Of storage."""
+    match operation:
+        case None:
+            pass
+        case Operation(act=Act.LOOK_UP):
+            node.out.append(LookUpPages(operation.number, operation.hashes))
+        case Operation(act=Act.FETCH):
+            node.out.append(FetchPages(operation.number, operation.hashes, operation.host_pages))
+        case Operation():
+            node.out.append(WritePages(operation.number, operation.hashes, operation.host_pages))
 
 
 def make_room_copied(node: NodeState, num_pages: int) -> bool:
@@ -454,11 +476,20 @@ def end(node: NodeState, progress: Progress, verdict: FinishRequest | FailReques
     """The one terminal event. What batches and transfers still touch stays quarantined until it is drained."""
     node.out.append(verdict)
     leave_decode_set(node, progress)
+    release_aborted_request(node, progress)
     node.results.maybe_release_metadata_buffer(progress.id)
     enter(node, progress, Trigger.END)
     if progress.in_flight or progress.drains:
         node.pool.quarantine(progress.pages, progress.id)
     forget_if_drained(node, progress)
+
+
+def release_aborted_request(node: NodeState, progress: Progress) -> None:
+    """Its prefetch from storage, if it has one, asks for no more; what is under way belongs to the prefix tree.
+
+    On every way out of the queue. Safe at any time, and twice.
+    """
+    node.storage.release(progress.id)
 
 
 def forget_if_drained(node: NodeState, progress: Progress) -> None:
@@ -495,7 +526,7 @@ def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
     """When this request wants attention although nothing happens."""
     if progress.state in (State.DRAINING, State.DONE):
         return None
-    times = (progress.load_until, *side_timers(progress))
+    times = (progress.load_until, node.storage.until(progress.id), *side_timers(progress))
     return min([progress.deadline, *(time for time in times if time is not None)])
 
 

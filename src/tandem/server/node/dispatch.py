@@ -69,6 +69,9 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, si
             | commands.CancelPull()
             | commands.StorePages()
             | commands.LoadPages()
+            | commands.LookUpPages()
+            | commands.FetchPages()
+            | commands.WritePages()
         ):
             workers.send(command)
         case (

@@ -19,6 +19,7 @@ from tandem.server.node.candidates import Endpoint
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.executor import CostModel
 from tandem.simulator.actors.host_tier import SimulatedTier
+from tandem.simulator.actors.storage import SimulatedStorage
 from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.vitals import Vitals
 from tandem.simulator.actors.workers import Workers
@@ -50,11 +51,17 @@ class Life:
     vitals: Vitals = field(default_factory=Vitals)
     twin: EngineNode | None = None  # restored from a snapshot of `node`; has to decide the same
     tier: SimulatedTier | None = None  # where it has host memory
+    storage: SimulatedStorage | None = None  # and where that is not the last
     twin_steps: int = 0  # how long they still run side by side
 
     @property
     def is_alive(self) -> bool:
         return self.replica.life is self
+
+    @property
+    def is_copying(self) -> bool:
+        """Between its tiers."""
+        return any(one is not None and one.num_under_way > 0 for one in (self.tier, self.storage))
 
     @property
     def is_last(self) -> bool:

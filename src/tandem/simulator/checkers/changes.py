@@ -196,8 +196,9 @@ class QueueOrder:
         if queue or waiting:
             self.waiting[life.incarnation] = list(queue)
         is_idle = not state.inflight and not state.num_slots_used and not state.host.makes_room
-        if queue and is_idle and not state.queues[State.DRAINING]:
-            raise Violation(self.id, f"{where(life)} has nothing to do, and {len(queue)} requests wait")
+        waits = [one for one in queue if state.requests[one].blocked_on is not WaitingFor.STORAGE]
+        if waits and is_idle and not state.queues[State.DRAINING]:
+            raise Violation(self.id, f"{where(life)} has nothing to do, and {len(waits)} requests wait")
 
     def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:
         state = life.node.state
@@ -212,7 +213,7 @@ class QueueOrder:
             if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
                 continue
             is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in behind)
-            if progress.blocked_on is not WaitingFor.METADATA_SLOT and not is_passed:
+            if progress.blocked_on not in (WaitingFor.METADATA_SLOT, WaitingFor.STORAGE) and not is_passed:
                 raise Violation(
                     self.id, f"{where(life, request)} lacks {progress.blocked_on}, and those behind it are admitted"
                 )

@@ -19,6 +19,7 @@ from tandem.core.commands import (
     Effects,
     EmitTokens,
     FailRequest,
+    FetchPages,
     FinishRequest,
     ForgetRequests,
     LaunchBatch,
@@ -30,6 +31,7 @@ from tandem.core.commands import (
     StartRequest,
     StorePages,
     Tell,
+    WritePages,
 )
 from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.values import Nanos, PageId, RequestId
@@ -183,6 +185,8 @@ class Checkers:
             PullPages: (self.well_formed.pulled, self.tenants.pulled),
             StorePages: (self.tenants.copied,),
             LoadPages: (self.tenants.copied,),
+            FetchPages: (self.tenants.filed_or_fetched,),
+            WritePages: (self.tenants.filed_or_fetched,),
             LearnPeer: (self.questions.put,),
             AskDpRank: (self.questions.put,),
             AnnounceDpRank: (self.right_rank.announced,),

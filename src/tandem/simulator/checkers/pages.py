@@ -9,10 +9,12 @@ from tandem.core.commands import (
     AnnounceCleared,
     AnnounceRemoved,
     AnnounceStored,
+    FetchPages,
     LaunchBatch,
     LoadPages,
     PullPages,
     StorePages,
+    WritePages,
 )
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.scheduler.request_state import State
@@ -200,6 +202,7 @@ class TenantsApart:
     def __init__(self) -> None:
         self.writers: defaultdict[Incarnation, dict[PageId, str]] = defaultdict(dict)
         self.stored: defaultdict[Incarnation, dict[PageId, str]] = defaultdict(dict)  # by page of host memory
+        self.filed: dict[PageHash, str] = {}  # in storage, of whichever server
 
     def copied(self, life: Life, command: StorePages | LoadPages) -> None:
         device, host = self.writers[life.incarnation], self.stored[life.incarnation]
@@ -208,6 +211,16 @@ class TenantsApart:
                 host[host_page] = device[page]
             elif isinstance(command, LoadPages) and host_page in host:
                 device[page] = host[host_page]
+
+    def filed_or_fetched(self, life: Life, command: WritePages | FetchPages) -> None:
+        host = self.stored[life.incarnation]
+        for page_hash, host_page in zip(command.hashes, command.host_pages, strict=True):
+            if isinstance(command, WritePages) and host_page in host:
+                self.filed.setdefault(page_hash, host[host_page])
+            elif isinstance(command, FetchPages) and page_hash in self.filed:
+                host[host_page] = self.filed[page_hash]
+            elif isinstance(command, FetchPages):
+                host.pop(host_page, None)
 
     def pulled(self, life: Life, command: PullPages) -> None:
         half = life.halves.get(command.request)

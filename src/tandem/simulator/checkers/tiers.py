@@ -1,14 +1,15 @@
 """Tiers below the device: what comes back is what was stored, the books agree, and their faults cost time only."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass
 
 from tandem.core.commands import FailRequest
 from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PageState
+from tandem.core.kv.storage_tier import Act, StorageTier
 from tandem.core.kv.tree import NOWHERE, PrefixTree
 from tandem.core.scheduler.request_state import State, WaitingFor
-from tandem.core.values import SECOND, Cause, Incarnation, PageHash, PageId, ShardId
+from tandem.core.values import SECOND, Cause, PageHash, PageId, ShardId
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import End, owner_of, where
 from tandem.simulator.oracle import Violation
@@ -30,13 +31,14 @@ class TierPages:
     id = "S7"
 
     def __init__(self) -> None:
-        self.known: defaultdict[Incarnation, dict[tuple[ShardId, PageHash], list[int]]] = defaultdict(dict)
+        # Of every server: what a page holds follows from its hash, and goes from one to the other by way of storage.
+        self.known: dict[tuple[str, ShardId, PageHash], list[int]] = {}
 
     def page_is_stored(self, life: Life, shard: ShardId, page: PageId, page_hash: PageHash, found: list[int]) -> None:
         pool = life.node.state.pool
         if pool.states[page] != PageState.CACHED:
             raise Violation(self.id, f"{where(life)}: page {page} is stored, and is {owner_of(pool, page)}")
-        known = self.known[life.incarnation].setdefault((shard, page_hash), found)
+        known = self.known.setdefault((life.settings.cut.name, shard, page_hash), found)
         if known != found:
             raise Violation(self.id, f"{where(life)}: page {page} is stored under the hash of another one")
 
@@ -44,24 +46,38 @@ class TierPages:
         pool = life.node.state.pool
         if pool.states[page] != PageState.LOADING:
             raise Violation(self.id, f"{where(life)}: a load lands in page {page}, which is {owner_of(pool, page)}")
-        if self.known[life.incarnation].get((shard, page_hash)) != found:
+        if self.known.get((life.settings.cut.name, shard, page_hash)) != found:
             raise Violation(self.id, f"{where(life)}: what lands in page {page} is not what was stored")
+
+    def page_is_fetched(self, life: Life, shard: ShardId, host_page: PageId, page_hash: PageHash) -> None:
+        host = life.node.state.host
+        assert life.tier is not None
+        if host.pool.states[host_page] != PageState.OWNED:
+            raise Violation(
+                self.id, f"{where(life)}: a fetch lands in host page {host_page}, which nobody keeps for it"
+            )
+        found = list(life.tier.hosts[shard].page(host_page).cast("Q"))
+        if self.known.get((life.settings.cut.name, shard, page_hash)) != found:
+            raise Violation(self.id, f"{where(life)}: what comes from storage is not what was written there")
 
     def recount(self, life: Life) -> None:
         state = life.node.state
-        complaint = disorder(state.tree, state.host)
+        complaint = disorder(state.tree, state.host, state.storage)
         if complaint:
             raise Violation(self.id, f"{where(life)}: {complaint}")
 
     def at_idle(self, life: Life) -> None:
-        host = life.node.state.host
+        host, storage = life.node.state.host, life.node.state.storage
+        if storage.prefetches or storage.operations:
+            raise Violation(self.id, f"{where(life)}: {len(storage.operations)} pieces of storage are used at idle")
         if host.copies or host.pool.counts[PageState.OWNED] or life.node.state.pool.counts[PageState.LOADING]:
             raise Violation(self.id, f"{where(life)}: {len(host.copies)} copies are under way at idle")
 
 
-def disorder(tree: PrefixTree, host: HostTier) -> str:
-    """What the books of tree and host memory disagree on; empty: nothing."""
+def disorder(tree: PrefixTree, host: HostTier, storage: StorageTier) -> str:
+    """What the books of tree and tiers disagree on; empty: nothing."""
     storing = [page for copy in host.copies.values() if not copy.is_load for page in copy.host_pages]
+    storing += [page for one in storage.operations.values() if one.act is Act.FETCH for page in one.host_pages]
     copies = [node.host for node in tree.nodes.values() if node.host != NOWHERE]
     pool = host.pool
     if len(set(copies)) != len(copies) or len(copies) != pool.counts[PageState.CACHED]:
@@ -99,6 +115,9 @@ class TierWatch:
     def page_is_loaded(self, shard: ShardId, page: PageId, page_hash: PageHash, contents: list[int]) -> None:
         self.pages.page_is_loaded(self.life, shard, page, page_hash, contents)
 
+    def page_is_fetched(self, shard: ShardId, host_page: PageId, page_hash: PageHash) -> None:
+        self.pages.page_is_fetched(self.life, shard, host_page, page_hash)
+
 
 class TierErrors:
     """Whatever a tier does, a request ends with its tokens, or by what has nothing to do with it."""
@@ -106,7 +125,7 @@ class TierErrors:
     id = "L12"
 
     def ended(self, life: Life, command: End) -> None:
-        if not isinstance(command, FailRequest) or command.stage != WaitingFor.TIER:
+        if not isinstance(command, FailRequest) or command.stage not in (WaitingFor.TIER, WaitingFor.STORAGE):
             return
         if command.cause not in FROM_ELSEWHERE:
             raise Violation(
@@ -119,3 +138,10 @@ class TierErrors:
             until = progress.entered_at + state.host.settings.load_timeout_ns + SECOND
             if state.now > until:
                 raise Violation(self.id, f"{where(life, progress.id)} waits for a load for too long")
+        for request in state.storage.prefetches:
+            progress = state.requests.get(request)
+            if progress is None or progress.state not in (State.QUEUED, State.BOOTSTRAPPING):
+                raise Violation(self.id, f"{where(life, request)} has left the queue, and its prefetch goes on")
+            until = state.storage.until(request)
+            if until is not None and state.now > until + SECOND:
+                raise Violation(self.id, f"{where(life, request)} waits for storage for too long")

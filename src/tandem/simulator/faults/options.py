@@ -40,8 +40,10 @@ from tandem.core.settings import (
     LoadFailurePolicy,
     NodeSettings,
     OptimisticPolicy,
+    PrefetchPolicy,
     PrefillInfo,
     Role,
+    StorageSettings,
     TierSettings,
     WritePolicy,
 )
@@ -49,6 +51,7 @@ from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, cei
 from tandem.server.api.question_lanes import MAX_UNKNOWN
 from tandem.server.node.links import Heartbeat, Limits
 from tandem.simulator.actors.host_tier import TierFaults
+from tandem.simulator.actors.storage import StorageFaults
 from tandem.simulator.faults.names import name_of
 from tandem.simulator.network.links import LinkSettings
 from tandem.simulator.renderings import ShownTime
@@ -140,6 +143,8 @@ class Options:
     grid: KvGrid | None = None  # of the model; None: as coarse as the cuts of the servers allow
     tier_page_ns: int = 0  # to copy a page of host memory
     tier_faults: TierFaults = TierFaults()  # noqa: RUF009 - it never changes
+    storage_page_ns: int = 0  # to fetch a page from storage; to write one takes twice as long
+    storage_faults: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes
     bootstrap_lanes: int = MAX_UNKNOWN  # bootstrap servers that a client asks at a time, of those that keep silent
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
@@ -158,7 +163,8 @@ class Options:
         if sides == [None, None]:
             return ""
         told = "/".join("none" if one is None else f"{one.num_pages} {one.write_policy}" for one in sides)
-        return f"host pages {told}, "
+        below = "/".join("none" if one is None or one.storage is None else one.storage.policy for one in sides)
+        return f"host pages {told}, storage {below}, "
 
     def describe(self) -> str:
         on = " ".join(map(name_of, self.classes)) or "none"
@@ -241,7 +247,46 @@ def draw_options(seed: int) -> Options:
         links = replace(options.links, base_ns=20 * MILLISECOND)
         options = replace(options, links=links, page_read_ns=(20_000, 400_000))
     options = with_host_tiers(options)
+    options = with_storage(options)
     return with_unequal_sides(options) if num_shards == 1 else options
+
+
+def with_storage(options: Options) -> Options:
+    """In half of the seeds with host memory something is below that, on one side or both."""
+    random = Random(f"storage {options.seed}")
+    if random.random() < 0.5:
+        return options
+    strikes = "F16" in options.classes
+    return replace(
+        options,
+        prefill=_with_storage(options.prefill, random),
+        decode=_with_storage(options.decode, random),
+        storage_page_ns=random.choice((50_000, MILLISECOND, 20 * MILLISECOND)),
+        storage_faults=StorageFaults(
+            slow=random.choice((0.0, 0.05)) * strikes,
+            full=random.choice((0.0, 0.0, 0.3)) * strikes,
+            short=random.uniform(0.0, 0.05) * strikes,
+            stale=random.uniform(0.0, 0.05) * strikes,
+            corrupt=random.uniform(0.0, 0.05) * strikes,
+            vanished=random.uniform(0.0, 0.05) * strikes,
+            broken=random.choice((0.0, 0.0, 0.05)) * strikes,
+        ),
+    )
+
+
+def _with_storage(settings: NodeSettings, random: Random) -> NodeSettings:
+    storage = StorageSettings(
+        policy=random.choice(tuple(PrefetchPolicy)),
+        min_pages=random.choice((1, 1, 3)),
+        timeout_base_ns=Nanos(random.choice((SECOND // 10, SECOND))),
+        io_timeout_ns=Nanos(random.choice((1, 5)) * SECOND),
+        fetch_pages=random.choice((1, 3, 32)),
+        max_prefetches=random.choice((1, 64)),
+        max_writing=random.choice((4, 1024)),
+    )
+    if settings.host_tier is None or random.random() < 0.2:
+        return settings
+    return structs.replace(settings, host_tier=structs.replace(settings.host_tier, storage=storage))
 
 
 def with_host_tiers(options: Options) -> Options:
