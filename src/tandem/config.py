@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
-from tandem import kv_events_config, otlp
+from tandem import kv_events_config, otlp, storage_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
 from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
@@ -86,6 +86,23 @@ class ServerConfig(DoorConfig):
         "write_through",
         "when a page is copied to host memory: when it is computed, used a second time, or about to leave the pool",
         choices=("write_through", "write_through_selective", "write_back"),
+    )
+    hicache_storage_backend: str | None = flag(
+        None, "what lies below host memory: file, a folder that servers share and that outlives them", metavar="file"
+    )
+    hicache_storage_dir: str | None = flag(
+        None, "that folder: of your own, made where it is not there (needed with file)", metavar="DIR"
+    )
+    hicache_storage_size: float = flag(
+        10.0, "bytes that are kept there, in GB, whoever writes: what was used least recently goes", metavar="GB"
+    )
+    hicache_storage_prefetch_policy: str = flag(
+        "timeout",
+        "how long a request waits for its pages from there: not at all, until all are there, or by its length",
+        choices=("best_effort", "wait_complete", "timeout"),
+    )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None, f"tokens that a prompt has to lack, and the timeout, as JSON: {storage_config.EXAMPLE}", metavar="JSON"
     )
     disable_overlap_schedule: bool = flag(False, "launch a batch only after the one before has returned")
     schedule_conservativeness: float = flag(0.3, "share of running requests' expected output that admission keeps free")
@@ -318,6 +335,16 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",
+    ),
+    Rule(lambda c: c.hicache_storage_backend not in (None, storage_config.BACKEND), storage_config.REFUSED),
+    Rule(
+        lambda c: c.hicache_storage_backend is not None and c.hicache_storage_dir is None,
+        "--hicache-storage-backend file needs --hicache-storage-dir",
+    ),
+    Rule(lambda c: c.hicache_storage_size <= 0, "--hicache-storage-size must be positive"),
+    Rule(
+        lambda c: not storage_config.is_readable(c.hicache_storage_backend_extra_config),
+        f"--hicache-storage-backend-extra-config takes JSON such as {storage_config.EXAMPLE}",
     ),
     Rule(
         lambda c: not c.enable_prefill_delayer and _changes_delayer(c),

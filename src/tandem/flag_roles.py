@@ -81,6 +81,7 @@ GENERATES = (  # flags that say something of how tokens are made, or become answ
     "--tool-call-parser",
 )
 
+NO_STORAGE = "needs --hicache-storage-backend"
 NEEDS: tuple[Need, ...] = (
     *(
         Need(name, lambda c: not c.is_embedding, "does nothing on an embedding server, which generates no token")
@@ -131,7 +132,11 @@ NEEDS: tuple[Need, ...] = (
     ),
     *(
         Need(name, lambda c: c.enable_hierarchical_cache, "needs --enable-hierarchical-cache")
-        for name in ("--hicache-ratio", "--hicache-size", "--hicache-write-policy")
+        for name in ("--hicache-ratio", "--hicache-size", "--hicache-write-policy", "--hicache-storage-backend")
+    ),
+    *(
+        Need(f"--hicache-storage-{name}", lambda c: c.hicache_storage_backend is not None, NO_STORAGE)
+        for name in ("dir", "size", "prefetch-policy", "backend-extra-config")
     ),
     Need(
         "--hicache-ratio",

@@ -107,7 +107,11 @@ class Exporter:
         yield self._counter("sglang:prompt_tokens", "Prompt tokens of requests that have begun.", stats.prompt_tokens)
         yield self._counter("sglang:generation_tokens", "Tokens generated so far.", stats.generation_tokens)
         yield self._gauge("sglang:gen_throughput", HELP["gen_throughput"], self.gen_throughput())
-        cached = {"device": stats.cached_tokens - stats.host_tokens, "host": stats.host_tokens}
+        cached = {
+            "device": stats.cached_tokens - stats.host_tokens,
+            "host": stats.host_tokens - stats.storage_tokens,
+            "storage": stats.storage_tokens,
+        }
         yield self._counters(
             "sglang:cached_tokens", "Prompt tokens found in the prefix cache, by tier.", "cache_source", cached
         )

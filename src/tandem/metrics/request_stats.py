@@ -89,6 +89,7 @@ class RequestRecord(Struct, frozen=True):
     path: str | None = None
     cached_tokens: int = 0
     host_tokens: int = 0  # of them, from host memory
+    storage_tokens: int = 0  # of those, from storage
     computed_tokens: int = 0
     kv_pages: int = 0
     kv_bytes: int = 0  # of these pages
@@ -169,16 +170,18 @@ class RequestStats:
     generation_tokens: int = 0
     cached_tokens: int = 0
     host_tokens: int = 0  # of them, from host memory
+    storage_tokens: int = 0  # of those, from storage
     requests: int = 0
     aborted: int = 0
     paths: dict[str, int] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)  # cause or edge code -> requests
 
-    def start(self, prompt_tokens: int, cached_tokens: int, host_tokens: int) -> None:
-        """Count the prompt of a request whose first token has come. host_tokens: of those cached."""
+    def start(self, prompt_tokens: int, cached_tokens: int, host_tokens: int, storage_tokens: int) -> None:
+        """Count the prompt of a request whose first token has come. host_tokens: of those cached; storage: of these."""
         self.prompt_tokens += prompt_tokens
         self.cached_tokens += cached_tokens
         self.host_tokens += host_tokens
+        self.storage_tokens += storage_tokens
 
     def emit(self, now_ns: int, tokens: int) -> None:
         """Count tokens of a request that goes on."""
@@ -193,7 +196,7 @@ class RequestStats:
         """Count one request that has ended."""
         self.requests += 1
         if record.ttft_ns is None:
-            self.start(record.prompt_tokens, record.cached_tokens, record.host_tokens)
+            self.start(record.prompt_tokens, record.cached_tokens, record.host_tokens, record.storage_tokens)
         if record.kv_pages and not record.is_failed:
             self._add_transfer(record)
         if record.path is not None:

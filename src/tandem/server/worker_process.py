@@ -3,6 +3,7 @@
     reader thread    takes messages from the node. Transfers go to the data plane at once, which has its own threads;
                      what concerns the engine goes into one queue, in order. Grammars are compiled here, beside batches
     host tier        copies pages to host memory and back, in order, beside batches; where there is such memory
+    storage          two threads below that (`worker_storage.py`), where it has something below it
     main thread      runs the queue: tokens of new requests, batches, requests to forget
 
 A forward pass that raises is an event, not the end: the requests of that batch end, the worker goes on. One of several
@@ -32,13 +33,16 @@ from tandem.config import ServerConfig
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import (
     CancelPull,
+    FetchPages,
     ForgetRequests,
     LaunchBatch,
     LoadPages,
+    LookUpPages,
     PublishPages,
     PullPages,
     RevokePages,
     StorePages,
+    WritePages,
 )
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.kv_parts import KvGrid, KvShard
@@ -54,6 +58,7 @@ from tandem.engine.weights import LoadedModel
 from tandem.grammar import GrammarError, Vocabulary
 from tandem.host_memory import HostMemory, carry_out
 from tandem.membership import ClusterSecret
+from tandem.page_files import PageFiles
 from tandem.ranks import Rank
 from tandem.sampling import Payload
 from tandem.server import logs, wire
@@ -61,6 +66,7 @@ from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
+from tandem.server.worker_storage import WorkerStorage, open_page_files
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
@@ -157,6 +163,7 @@ class Loaded:
     vocab_size: int
     layout_fields: dict[str, str]
     whole_prompts: bool = False  # an encoder's: a prompt is computed in one batch
+    kernels: str = ""  # how it computes, in words
 
 
 class Worker:
@@ -172,6 +179,7 @@ class Worker:
         lockstep: Lockstep,
         dp_rank: int = 0,
         host: HostMemory | None = None,
+        files: PageFiles | None = None,
     ) -> None:
         """lockstep: of the DP ranks that step together; this one alone where none do."""
         self._rank = rank
@@ -183,12 +191,17 @@ class Worker:
         self._work: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
         self._host = host
         self._copies: queue.SimpleQueue[StorePages | LoadPages] = queue.SimpleQueue()
+        self._storage: WorkerStorage | None = None
+        if host is not None and files is not None:
+            self._storage = WorkerStorage(files, host, rank, channel.send)
 
     def run(self) -> None:
         """Until the node says Shutdown or is gone."""
         threading.Thread(target=self._read, name="reader", daemon=True).start()
         if self._host is not None:
             threading.Thread(target=self._copy, args=(self._host,), name="host tier", daemon=True).start()
+        if self._storage is not None:
+            self._storage.start()
         while (work := self._work.get()) is not None:
             match work:
                 case Payload():
@@ -265,6 +278,9 @@ class Worker:
                 self._data_plane.cancel(message)
             case StorePages() | LoadPages():
                 self._copies.put(message)
+            case LookUpPages() | FetchPages() | WritePages():
+                assert self._storage is not None, "a node without storage asks for something of it"
+                self._storage.begin(message)
             case wire.Query(id):
                 self._channel.send(wire.Answer(id, msgspec.json.encode(self._numbers())))
             case wire.Ping():
@@ -274,6 +290,8 @@ class Worker:
 
     def _numbers(self) -> wire.WorkerNumbers:
         held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
+        if self._storage is not None:
+            held |= self._storage.numbers()
         return wire.WorkerNumbers(self._rank.tp_rank, self._rank.pp_rank, self._dp_rank, held)
 
     @property
@@ -345,6 +363,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         model.config.vocab_size,
         layout_fields(config, model),
         whole_prompts=model.config.encoder is not None,
+        kernels=engine.kernels,
     )
 
 
@@ -364,6 +383,7 @@ def start(
     engine = loaded.engine
     host_pages = place.least(host_tier_pages(launch.config, loaded)) if launch.config.enable_hierarchical_cache else 0
     host = open_host_memory(host_pages, engine.kv.page_bytes) if host_pages else None
+    files = open_storage(launch, loaded) if launch.config.hicache_storage_backend else None
     transfer = open_transfer(launch, engine, loaded.grid, channel)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
     try:
@@ -383,7 +403,16 @@ def start(
         )
         gc.collect()
         gc.freeze()  # torch leaves half a million objects behind; the collector need not look at them again
-        Worker(launch.rank, engine, transfer, channel, lockstep=place.lockstep, dp_rank=launch.dp_rank, host=host).run()
+        Worker(
+            launch.rank,
+            engine,
+            transfer,
+            channel,
+            lockstep=place.lockstep,
+            dp_rank=launch.dp_rank,
+            host=host,
+            files=files,
+        ).run()
     finally:
         if transfer is not None:
             transfer.close()
@@ -401,6 +430,14 @@ def host_tier_pages(config: ServerConfig, loaded: Loaded) -> int:
             "change --hicache-size or --hicache-ratio"
         )
     return num_pages
+
+
+def open_storage(launch: Launch, loaded: Loaded) -> PageFiles:
+    """Raises ServerFailure."""
+    kernels = f"{loaded.kernels} {launch.config.attention_backend}"
+    return open_page_files(
+        launch.config, loaded.layout_fields, kernels, launch.rank, page_bytes=loaded.engine.kv.page_bytes
+    )
 
 
 def open_host_memory(num_pages: int, page_bytes: int) -> HostMemory:

@@ -1,10 +1,12 @@
 """What the API process knows of the model it serves."""
 
 import os
+from pathlib import Path
 
 from msgspec import Struct
 
 from tandem.config import ServerConfig
+from tandem.page_files import DiskFolder
 from tandem.sampling import SamplingDefaults
 from tandem.server.api.bounds import MAX_SAMPLES
 from tandem.server.api.validation import HashKeys, ModelLimits, Task
@@ -30,12 +32,22 @@ class ModelFacts(Struct):
     is_encoder: bool = False
 
 
+def page_secret(config: ServerConfig) -> bytes:
+    """The key of page hashes: where pages outlive this server, that of the folder in which they lie.
+
+    Raises OSError or FolderRefused; the workers have opened the folder before.
+    """
+    if config.hicache_storage_dir is None:
+        return os.urandom(SECRET_BYTES)
+    return DiskFolder(Path(config.hicache_storage_dir)).secret()
+
+
 def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
     """What requests are checked against.
 
     `digest_secret` is one that both halves of a pair have, and nobody else; None: there is no other half.
     """
-    pages = os.urandom(SECRET_BYTES)
+    pages = page_secret(config)
     return ModelLimits(
         role=config.role,
         context_length=model.context_length,

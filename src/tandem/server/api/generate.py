@@ -204,7 +204,8 @@ class GenerateReply:
             "cached_tokens": sample.cached_tokens,
             "cached_tokens_details": {
                 "device": sample.cached_tokens - sample.host_tokens,
-                "host": sample.host_tokens,
+                "host": sample.host_tokens - sample.storage_tokens,
+                "storage": sample.storage_tokens,
             },
             "weight_version": "default",
             "dp_rank": sample.live.rank.dp_rank,

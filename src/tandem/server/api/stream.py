@@ -93,7 +93,7 @@ class Sample:
         if not self.ask.max_new_tokens or self.has_all:  # the node has sampled one all the same
             live.tokens, live.extras = [], []
             if self.first_ns is None:
-                stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens)
+                stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
             self.first_ns = self.last_ns = now_ns
             return ""
         before = self.text.num_tokens
@@ -106,7 +106,7 @@ class Sample:
             self.scores += [None] * (len(self.tokens) - len(self.scores))
         stats.emit(now_ns, count)
         if self.first_ns is None:
-            stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens)
+            stats.start(len(self.ask.prompt.tokens), self.cached_tokens, self.host_tokens, self.storage_tokens)
             self.first_ns = self.last_ns = now_ns
             count -= 1
         if count > 0:
@@ -166,6 +166,12 @@ class Sample:
         news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
         return 0 if news is None else news.host_tokens
 
+    @property
+    def storage_tokens(self) -> int:
+        """Those of these that came there from storage."""
+        news = self.live.ended if isinstance(self.live.ended, commands.FinishRequest) else self.live.started
+        return 0 if news is None else news.storage_tokens
+
     def scores_of_prompt(self) -> list[TokenScore | None]:
         """One for each prompt token from `prompt_logprobs_from` on, where that is one; the first has none."""
         first = self.ask.sampling.prompt_logprobs_from
@@ -208,6 +214,7 @@ class Sample:
             path=self.path,
             cached_tokens=self.cached_tokens,
             host_tokens=self.host_tokens,
+            storage_tokens=self.storage_tokens,
             computed_tokens=0 if finish is None else finish.computed_tokens,
             kv_pages=0 if finish is None else finish.kv_pages,
             kv_bytes=0 if finish is None else finish.kv_pages * self.page_bytes,

@@ -46,7 +46,7 @@ Number = TypeVar("Number", int, float)
 class HashKeys:
     """Secrets of what is hashed. Their bytes appear in no log line, error or `repr`."""
 
-    pages: bytes  # drawn when the API process starts: to anybody else page hashes say nothing
+    pages: bytes  # drawn when the API process starts, or of the folder where pages are stored; nobody else has it
     digests: bytes  # the same on both halves of a pair: without it nobody can try out prompts
 
 

@@ -1,5 +1,6 @@
 """What the flags and the environment of a server mean for its node: from `ServerConfig` to `NodeSettings`."""
 
+from tandem import storage_config
 from tandem.config import (
     BOOTSTRAP_TIMEOUT,
     FORCE_QUERY,
@@ -25,12 +26,14 @@ from tandem.core.settings import (
     LocalPrefill,
     NodeSettings,
     OptimisticPolicy,
+    PrefetchPolicy,
     PrefillInfo,
     Role,
+    StorageSettings,
     TierSettings,
     WritePolicy,
 )
-from tandem.core.values import MILLISECOND, SECOND, Cut, Nanos
+from tandem.core.values import MILLISECOND, SECOND, Cut, Nanos, ceil_div
 from tandem.server.node.links import Heartbeat
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
@@ -62,9 +65,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         whole_prompts=engines.whole_prompts,
         prefix_cache=keeps_prefixes(config) and not engines.whole_prompts,
         announces_cache=config.kv_events_config is not None,
-        host_tier=TierSettings(engines.host_pages, WritePolicy(config.hicache_write_policy))
-        if engines.host_pages
-        else None,
+        host_tier=tier_settings(config, engines.host_pages) if engines.host_pages else None,
         reserved_decode_tokens=config.num_reserved_decode_tokens,
         conservativeness=config.schedule_conservativeness,
         metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,
@@ -82,6 +83,20 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         else LoadFailurePolicy(config.kv_load_failure_policy),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
     )
+
+
+def tier_settings(config: ServerConfig, host_pages: int) -> TierSettings:
+    policy = WritePolicy(config.hicache_write_policy)
+    if config.hicache_storage_backend is None:
+        return TierSettings(host_pages, policy)
+    extra = storage_config.read(config.hicache_storage_backend_extra_config)
+    storage = StorageSettings(
+        PrefetchPolicy(config.hicache_storage_prefetch_policy),
+        min_pages=ceil_div(extra.prefetch_threshold, config.page_size),
+        timeout_base_ns=Nanos(int(extra.prefetch_timeout_base * SECOND)),
+        timeout_per_ki_token_ns=Nanos(int(extra.prefetch_timeout_per_ki_token * SECOND)),
+    )
+    return TierSettings(host_pages, policy, storage=storage)
 
 
 def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
