@@ -35,6 +35,7 @@ ENGINE_CONFIG = (
     "pooling_config",
     "generation_config",
     "model_config",
+    "quantization",
     "models.table",
 )
 ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler")
@@ -103,7 +104,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),
     ("otlp", "leaf"),
-    ("engine.attention.table", "leaf"),  # names: the flag's choices
+    *((f"engine.{name}", "leaf") for name in ("attention.table", "quantization_names")),  # names: choices of flags
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),
     *((f"engine.{name}", "engine.batch") for name in ENGINE_BATCH),
     ("engine.native", "engine.native"),

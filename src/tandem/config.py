@@ -16,6 +16,7 @@ from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
 from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
+from tandem.engine.quantization_names import QUANTIZATIONS
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
@@ -34,6 +35,12 @@ class ServerConfig(DoorConfig):
         "auto",
         "weights and activations; auto: as stored, float16 as float32",
         choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    quantization: str | None = flag(
+        None,
+        "linear layers in 8 or 4 bits, made when a plain checkpoint is loaded (w8a16, int8wo, w4a16, int4wo are "
+        "the same); other names say what the checkpoint is already",
+        choices=QUANTIZATIONS,
     )
     device: str = flag("cpu", "torch device", metavar="DEVICE")
     attention_backend: str = flag(

@@ -63,9 +63,10 @@ class EngineWorld:
         dtype: str = "auto",
         group: Group | None = None,
         vocabulary: Vocabulary | None = None,
+        quantization: str | None = None,
     ) -> None:
         torch.set_num_threads(1)
-        loaded = load(model_dir, dtype=dtype, device="cpu", group=group)
+        loaded = load(model_dir, dtype=dtype, device="cpu", group=group, quantization=quantization)
         self.recording = RecordingModule(loaded.module)
         self.engine = Engine(
             replace(loaded, module=self.recording),

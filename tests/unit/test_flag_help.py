@@ -55,7 +55,7 @@ def test_synonyms_lead_to_flags_that_are_there_and_hide_none() -> None:
         ("--pagesize 3", ["unknown argument --pagesize; did you mean --page-size?"]),
         ("--xyzzy -5", ["unknown argument --xyzzy; see"]),
         ("more", ["unknown argument more; see"]),
-        ("--block-size 3 --quantization fp8", ["here it is --page-size", "quantised weights are not served"]),
+        ("--block-size 3 --lora-paths x", ["here it is --page-size", "LoRA adapters are not served"]),
     ],
 )
 def test_all_that_is_unknown_is_told_in_one_line_with_its_name_here(

@@ -53,8 +53,7 @@ SYNONYMS: dict[str, str] = {
     # not there
     "--revision": "there is no such flag: download that revision and give its directory",
     "--load-format": "there is no such flag: only safetensors are read",
-    "--quantization": "quantised weights are not served: choose a checkpoint in float32, bfloat16 or float16",
-    "-q": "quantised weights are not served: choose a checkpoint in float32, bfloat16 or float16",
+    "-q": "--quantization",
     "--kv-cache-dtype": "there is no such flag: KV has the type of the weights, see --dtype",
     "--enable-lora": "LoRA adapters are not served: merge yours into the checkpoint",
     "--lora-modules": "LoRA adapters are not served: merge yours into the checkpoint",

@@ -46,6 +46,10 @@ class Checkpoint:
     def names(self) -> list[str]:
         return sorted(self._file_of)
 
+    def has(self, name: str, dtypes: tuple[str, ...] | None = None) -> bool:
+        """dtypes: those that are looked for."""
+        return name in self._file_of and (dtypes is None or self.dtype_of(name) in dtypes)
+
     def names_in(self, path: Path) -> list[str]:
         return [name for name in self.names() if self._file_of[name] == path]
 

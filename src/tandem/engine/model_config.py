@@ -28,6 +28,7 @@ from tandem.engine.eos import eos_ids, tokenizer_eos
 from tandem.engine.experts_config import ExpertsConfig, read_experts
 from tandem.engine.models.table import FAMILIES, Family
 from tandem.engine.pooling_config import Pooling, read_pooling
+from tandem.engine.quantization import Quantization, read_quantization
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
@@ -51,7 +52,7 @@ SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")  # null says t
 # Fields that change what is computed, here or in a relative of these architectures, and the values that change nothing.
 # What a family computes is read where it is used.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("quantization_config", "compression_config", "quantization", "quantize_config"), (None,)),
+    **dict.fromkeys(("compression_config", "quantization", "quantize_config"), (None,)),
     **dict.fromkeys((*SOFT_CAPS, "query_pre_attn_scalar"), (None,)),
     **dict.fromkeys(("attention_multiplier", "attention_scale", "clip_qkv", "logit_softcapping"), (None,)),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), _ONE),
@@ -98,6 +99,7 @@ class ModelConfig:
     logit_cap: float | None = None
     encoder: EncoderConfig | None = None
     pooling: Pooling | None = None  # how a prompt becomes a vector, where that is what the model is for
+    quantization: Quantization | None = None  # of the checkpoint
     is_headless: bool | None = None  # the checkpoint has no weights that tokens could be scored with
 
     def window_of(self, layer: int) -> int | None:
@@ -168,6 +170,7 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         score_divisor=_score_divisor(config, head_dim),
         attention_cap=attention_cap,
         logit_cap=logit_cap,
+        quantization=read_quantization(config),
         is_headless=True if raw["architectures"] != [architecture] else None,
     )
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tandem.engine import digest_cache, machine_memory
 from tandem.engine.attention.base import AttentionRules
@@ -19,17 +18,18 @@ from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError, shown
 from tandem.engine.kv_memory import KvShape
-from tandem.engine.layers.weights import WHOLE
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
+from tandem.engine.quantization import Quantization, quantization_of
+from tandem.engine.weight_source import STORED, WeightSource
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE_CHARS = 64  # a field of a layout is short
 WHOLE_MODEL = Shard(0, 1)
-STORED = ("F32", "BF16", "F16")
+STORED_BITS = {"I32": 32, "I8": 8, "U8": 8}  # of tensors that are codes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENCODER_EMBEDDING = "bert.embeddings.word_embeddings.weight"
 # Angles that older checkpoints store; they follow from config.json, and transformers ignores them too.
@@ -69,6 +69,7 @@ def load(
     group: Group | None = None,
     stage: Shard = WHOLE_MODEL,
     is_embedding: bool = False,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
@@ -78,6 +79,8 @@ def load(
     cache: of digests read before; the user's own when it is None.
 
     is_embedding: vectors are wanted of a decoder; encoders know nothing else.
+
+    quantization: as of `quantization.chosen`: to how many bits linear layers are quantised here.
     """
     config = read_config(model_dir, is_embedding=is_embedding)
     _check_device(device)
@@ -86,8 +89,9 @@ def load(
     checkpoint = Checkpoint(model_dir, prefix=prefix)
     chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(embedding), device=device)
     _refuse_overflow(config, chosen)
-    weight_bytes = _refuse_too_large(checkpoint, chosen, device)
-    source = WeightSource(checkpoint, dtype=chosen, device=device)
+    scheme = quantization_of(config.quantization, quantization)
+    weight_bytes = _refuse_too_large(checkpoint, chosen, device, scheme)
+    source = WeightSource(checkpoint, dtype=chosen, device=device, quantization=scheme)
     group = group if group is not None else OneShard()
     module = build_of(config.architecture)(config, source, group, stage)
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
@@ -106,6 +110,7 @@ def load(
         "eos_token_ids": in_short(config.eos_ids),
         "weights": weights_digest({name: digests[name] for name in source.taken}),
         "deterministic": "off",  # until a self-check says otherwise
+        **({"quantization": scheme.method} if scheme is not None else {}),
     }
     return LoadedModel(
         config=config,
@@ -129,41 +134,6 @@ def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
     )
 
 
-class WeightSource:
-    """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out."""
-
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: str, has_data: bool = True) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.taken: list[str] = []
-        self._checkpoint = checkpoint
-        self._has_data = has_data
-
-    def elsewhere(self) -> "WeightSource":
-        other = WeightSource(self._checkpoint, dtype=self.dtype, device=self.device, has_data=False)
-        other.taken = self.taken  # one list: it tells of the whole model
-        return other
-
-    def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
-        stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
-        if found != shape:
-            raise ModelError(
-                f"the tensor {name} has the shape {shown(found)}, config.json asks for {shape}; "
-                "weights and config.json belong to different models"
-            )
-        if stored not in STORED:
-            raise ModelError(
-                f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
-            )
-        self.taken.append(name)
-        if not self._has_data:
-            return torch.empty(0, dtype=self.dtype, device=self.device)
-        part = self._checkpoint.tensor(name)[rows]
-        if part.ndim > 1:
-            part = part[:, columns].contiguous()  # a part of the columns is copied; rows, and the whole, stay mapped
-        return part.to(dtype=self.dtype).to(device=self.device)
-
-
 def _refuse_overflow(config: ModelConfig, dtype: torch.dtype) -> None:
     if dtype == torch.float16 and FAMILIES[config.architecture].outgrows_float16:
         raise ModelError(
@@ -172,16 +142,28 @@ def _refuse_overflow(config: ModelConfig, dtype: torch.dtype) -> None:
         )
 
 
-def _refuse_too_large(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> int:
+def _refuse_too_large(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: Quantization | None
+) -> int:
     """Bytes of all weights in the wanted type, before anything is read or made."""
-    needed = sum(math.prod(checkpoint.shape_of(name)) for name in checkpoint.names()) * dtype.itemsize
+    needed = sum(_bytes_of(checkpoint, name, dtype, quantization) for name in checkpoint.names())
     total = machine_memory.total_bytes(device)
     if needed > total:
         raise ModelError(
             f"the weights take {needed / (1 << 30):.1f} GiB as {str(dtype).removeprefix('torch.')}, and there are "
-            f"{total / (1 << 30):.1f} GiB of memory; choose a smaller checkpoint or --dtype bfloat16"
+            f"{total / (1 << 30):.1f} GiB of memory; choose a smaller checkpoint, or --quantization int8"
         )
     return needed
+
+
+def _bytes_of(checkpoint: Checkpoint, name: str, dtype: torch.dtype, quantization: Quantization | None) -> int:
+    shape = checkpoint.shape_of(name)
+    bits = 8 * dtype.itemsize
+    if quantization is not None and quantization.is_made_here and len(shape) == 2 and ".layers." in name:
+        bits = quantization.bits + 1  # scales are less than a bit
+    elif checkpoint.dtype_of(name) not in STORED:
+        bits = STORED_BITS.get(checkpoint.dtype_of(name), 64)
+    return math.prod(shape) * bits // 8
 
 
 def _untaken(checkpoint: Checkpoint, source: WeightSource, config: ModelConfig) -> list[str]:

@@ -341,6 +341,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         group=place.group,
         stage=place.pipeline.stage,
         is_embedding=config.is_embedding,
+        quantization=config.quantization,
     )
     num_pages = place.least(pool_pages(config, model))
     if config.deterministic:

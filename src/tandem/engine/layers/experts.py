@@ -17,6 +17,7 @@ from torch import Tensor
 from tandem.engine.layers.activation import silu_and_mul
 from tandem.engine.layers.linear import ColumnParallelLinear, GateUpLinear
 from tandem.engine.layers.product import product
+from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.layers.weights import Weights
 from tandem.engine.native import library
 from tandem.engine.parallel import MlpGroup
@@ -26,7 +27,7 @@ from tandem.engine.rows import TILE_ROWS
 @dataclass(frozen=True, slots=True)
 class Expert:
     gate_up: GateUpLinear
-    down: Tensor  # [hidden, this shard's features]
+    down: LinearWeight  # [hidden, this shard's features]
 
     @classmethod
     def load(
@@ -37,7 +38,7 @@ class Expert:
             ColumnParallelLinear.load(weights, f"{name}.{kind}", inner, hidden, part=part, bias=False)
             for kind in kinds[:2]
         )
-        return cls(GateUpLinear(gate, up), weights.take(f"{name}.{kinds[2]}.weight", hidden, inner, columns=part))
+        return cls(GateUpLinear(gate, up), weights.linear(f"{name}.{kinds[2]}", hidden, inner, columns=part))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, hidden] to this shard's part of each sum, [n, hidden]"""

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.engine.layers.product import product
+from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.layers.weights import Weights
 from tandem.engine.parallel import HeadShard, MlpGroup
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnParallelLinear:
-    weight: Tensor  # [this shard's out_features, in_features]
+    weight: LinearWeight  # [this shard's out_features, in_features]
     bias: Tensor | None  # [this shard's out_features]
 
     @classmethod
@@ -30,7 +31,7 @@ class ColumnParallelLinear:
     ) -> "ColumnParallelLinear":
         """outputs, inputs: of the whole layer; part: this shard's outputs."""
         return cls(
-            weights.take(f"{name}.weight", outputs, inputs, rows=part),
+            weights.linear(name, outputs, inputs, rows=part),
             weights.take(f"{name}.bias", outputs, rows=part) if bias else None,
         )
 
@@ -41,7 +42,7 @@ class ColumnParallelLinear:
 
 @dataclass(frozen=True, slots=True)
 class RowParallelLinear:
-    weight: Tensor  # [out_features, this shard's in_features]
+    weight: LinearWeight  # [out_features, this shard's in_features]
     bias: Tensor | None  # [out_features]; only the first shard adds it
     group: MlpGroup
 
@@ -50,7 +51,7 @@ class RowParallelLinear:
         cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, group: MlpGroup
     ) -> "RowParallelLinear":
         """outputs, inputs: of the whole layer; part: this shard's inputs."""
-        weight = weights.take(f"{name}.weight", outputs, inputs, columns=part)
+        weight = weights.linear(name, outputs, inputs, columns=part)
         added = weights.take(f"{name}.bias", outputs) if bias else None
         return cls(weight, added if group.shard.rank == 0 else None, group)
 

@@ -3,12 +3,14 @@
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine.layers import quantized
+from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.native import library
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
     """x: [n, in_features], weight: [out_features, in_features]; returns [n, out_features]."""
     kernels = library.fitting(x)
-    if kernels is None or x.shape[0] > kernels.most_rows(x.dtype):
-        return functional.linear(x, weight, bias)
-    return kernels.linear(x, weight, bias)
+    if kernels is not None and x.shape[0] <= kernels.most_rows(x.dtype):
+        return kernels.linear(x, weight, bias)
+    return functional.linear(x, weight, bias) if isinstance(weight, Tensor) else quantized.product(x, weight, bias)

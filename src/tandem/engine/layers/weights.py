@@ -5,6 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tandem.engine.layers.quantized import LinearWeight
+
 WHOLE = slice(None)
 
 
@@ -21,6 +23,15 @@ class Weights(Protocol):
         """The tensor of this name, or the part that the slices of its first and second dimension cut out.
 
         shape: of the whole tensor in the file. Raises ModelError for one that is missing or has another shape.
+        """
+        ...
+
+    def linear(
+        self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE, columns: slice = WHOLE
+    ) -> LinearWeight:
+        """The weight of the linear layer of this name, or that part of it: plain, or of few bits.
+
+        outputs, inputs: of the whole layer. Raises ModelError as `take` does, and where columns cut a group of inputs.
         """
         ...
 

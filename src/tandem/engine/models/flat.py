@@ -18,6 +18,7 @@ from tandem.engine.layers.experts import Experts
 from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
 from tandem.engine.layers.norm import HeadNorms, RMSNorm, WidthNorms
+from tandem.engine.layers.quantized import LinearWeight, QuantizedWeight
 from tandem.engine.native.library import DecoderView, LayerView, LinearView
 
 
@@ -115,9 +116,13 @@ def _view(block: Layer) -> LayerView | None:
     if not all(isinstance(linear, RowParallelLinear) and linear.group.shard.size == 1 for linear in rows):
         return None
     linears = (*columns, block.o_proj, *inner, mlp.down_proj)
-    if not all(linear.weight.device.type == "cpu" and linear.weight.is_contiguous() for linear in linears):
+    if not all(_lies_in_rows(linear.weight) for linear in linears):
         return None
     q_norm, k_norm = (None, None) if qk_norm is None else (qk_norm.q, qk_norm.k)
     norms = (block.before_attention, q_norm, k_norm, block.before_mlp)
     addresses = (None if norm is None else norm.weight.data_ptr() for norm in norms)
     return LayerView(*addresses, *(LinearView.of(linear.weight, linear.bias) for linear in linears))
+
+
+def _lies_in_rows(weight: LinearWeight) -> bool:
+    return isinstance(weight, QuantizedWeight) or (weight.device.type == "cpu" and weight.is_contiguous())

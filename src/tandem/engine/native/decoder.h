@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "code_products.h"
 #include "linear.h"
 #include "pool.h"
 #include "rows.h"
@@ -14,12 +15,6 @@
 namespace tandem {
 
 // Shared with Python, see `library.py`. Null stands for what a layer does not have.
-struct Linear {
-    const void* weight;  // [outputs, inputs]
-    const void* bias;    // [outputs]
-    int64_t outputs, inputs;
-};
-
 struct Layer {
     const void *input_norm, *q_norm, *k_norm, *post_norm;
     Linear q, k, v, o, gate, up, down;
@@ -83,9 +78,12 @@ class Product {
     }
 
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, float* to) const {
-        const T* weight = (const T*)linear.weight + n * inputs_;
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        products(Input<T>::at(x_, prepared_, m, inputs_), rows, weight, outputs, inputs_, to);
+        const auto* x = Input<T>::at(x_, prepared_, m, inputs_);
+        if (linear.bits)
+            of_codes(x, rows, linear, n, outputs, to);
+        else
+            products(x, rows, (const T*)linear.weight + n * inputs_, outputs, inputs_, to);
         if (!linear.bias) return;
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < outputs; i += LANES) {
@@ -95,6 +93,23 @@ class Product {
     }
 
   private:
+    // As many outputs at once as the products want: their weights stay in the first cache, of tiles in the second.
+    void of_codes(const typename Input<T>::type* x, int rows, const Linear& linear, int64_t n, int outputs,
+                  float* to) const {
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+        if constexpr (sizeof(T) == 2)
+            if (rows <= FEW_ROWS) return code_products(x, rows, linear, n, outputs, to);
+#endif
+        constexpr int TOGETHER = sizeof(*x) > sizeof(float) ? BLOCK : 4;
+        static thread_local Buffer buffer;
+        T* weight = (T*)buffer.get(TOGETHER * inputs_ * sizeof(T));
+        for (int i = 0; i < outputs; i += TOGETHER) {
+            const int some = std::min(TOGETHER, outputs - i);
+            for (int j = 0; j < some; j++) dequantize_row(linear, n + i + j, weight + j * inputs_);
+            products(x, rows, (const T*)weight, some, inputs_, to + i);
+        }
+    }
+
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
 
     const T* x_;

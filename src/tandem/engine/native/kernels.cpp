@@ -37,6 +37,14 @@ void tandem_linear(int is_bf16, const void* x, int64_t rows, const Linear* layer
     });
 }
 
+// Rows [first, first + count) of a weight that is codes; to: [count, inputs]
+void tandem_dequantize(int is_bf16, const Linear* layer, int64_t first, int64_t count, void* to, int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        for_rows(count, threads, [&](int64_t n) { dequantize_row(*layer, first + n, (T*)to + n * layer->inputs); });
+    });
+}
+
 // x, y: [rows, count]
 void tandem_rms_norm(int is_bf16, const void* x, int64_t rows, int64_t count, const void* weight, double eps, void* y,
                      int threads) {

@@ -17,6 +17,7 @@ import threading
 from ctypes import POINTER, Structure, byref, c_double, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -42,14 +43,39 @@ DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
 
 
+class Codes(Protocol):
+    """A weight of few bits: see `quantized.h`."""
+
+    @property
+    def codes(self) -> Tensor: ...
+    @property
+    def scales(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor | None: ...
+    @property
+    def bits(self) -> int: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+
 class LinearView(Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
+    _fields_ = [
+        *(("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)),
+        *(("scales", c_void_p), ("offsets", c_void_p), ("bits", c_int64), ("group", c_int64)),
+    ]
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None) -> "LinearView":
+    def of(cls, weight: "Tensor | Codes", bias: Tensor | None) -> "LinearView":
         """weight: [outputs, inputs]. Both have to outlive what is returned."""
-        assert weight.is_contiguous()
-        return cls(weight.data_ptr(), None if bias is None else bias.data_ptr(), *weight.shape)
+        at_bias = None if bias is None else bias.data_ptr()
+        if isinstance(weight, Tensor):
+            assert weight.is_contiguous()
+            return cls(weight.data_ptr(), at_bias, *weight.shape)
+        offsets = None if weight.offsets is None else weight.offsets.data_ptr()
+        values = (weight.scales.data_ptr(), offsets, weight.bits, weight.group)
+        return cls(weight.codes.data_ptr(), at_bias, *weight.shape, *values)
 
 
 class LayerView(Structure):
@@ -91,6 +117,7 @@ class Kernels:
         self._has_tiles = name == "amx_bf16"
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
+        self._dequantize = _function(library.tandem_dequantize, "ipqqpi")
         self._rms_norm = _function(library.tandem_rms_norm, "ipqqpdpi")
         self._rotate = _function(library.tandem_rotate, "ipqqqppi")
         self._silu_and_mul = _function(library.tandem_silu_and_mul, "ippqqi")
@@ -109,11 +136,17 @@ class Kernels:
             return MANY_ROWS
         return TILE_ROWS if self._has_tiles and dtype == torch.bfloat16 else FEW_ROWS
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
         """x: [n, inputs], weight: [outputs, inputs]"""
         out = x.new_empty(x.shape[0], weight.shape[0])
         view = LinearView.of(weight, bias)
         self._linear(_is_bf16(x), _address(x), x.shape[0], byref(view), _address(out), torch.get_num_threads())
+        return out
+
+    def dequantize(self, weight: Codes, first: int, out: Tensor) -> Tensor:
+        """Rows of a weight from `first` on, as many as `out` [n, inputs] has."""
+        view = LinearView.of(weight, None)
+        self._dequantize(_is_bf16(out), byref(view), first, out.shape[0], _address(out), torch.get_num_threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

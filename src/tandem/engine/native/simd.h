@@ -53,6 +53,9 @@ inline F16 load(const bf16* p) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
+inline F16 load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, F16 a) {
     const __m512i bits = _mm512_castps_si512(a.v);
@@ -99,6 +102,10 @@ inline __m256 widened(const bf16* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline F16 load(const bf16* p) { return {widened(p), widened(p + 8)}; }
+inline __m256 widened(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline F16 load(const int8_t* p) { return {widened(p), widened(p + 8)}; }
 inline void store(float* p, F16 x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);

@@ -1,0 +1,127 @@
+"""Weights of 8 or 4 bits: codes, and for each group of inputs a scale and perhaps an offset.
+
+    weight[n, k] = codes[n, k] * scales[n, k // group] + offsets[n, k // group]
+
+rounded once, to the type that is computed with. The native kernels make a weight of this row by row, in a cache, before
+they multiply; torch makes some rows of it at a time. Either way the products are those of a plain weight, so what holds
+of their bits holds here: with the same kernels a quantised weight gives the bits of the weight it stands for.
+
+How codes lie in memory is said in `native/quantized.h`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem.engine.native import library
+
+LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
+PACKED_INPUTS = 128
+GROUPS = {8: 64, 4: 32}  # of weights that are quantised when they are loaded, by bits
+PIECE_ELEMENTS = 4 << 20  # of a weight, made at a time where there are many rows to multiply
+SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales that are tried: the largest weight of a group need not be the best one
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    codes: Tensor  # [outputs, bytes of a row] uint8
+    scales: Tensor  # [outputs, groups] fp32
+    offsets: Tensor | None  # [outputs, groups] fp32
+    bits: int  # 8 or 4
+    group: int
+    inputs: int
+
+    @classmethod
+    def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor | None, *, bits: int, group: int) -> "QuantizedWeight":
+        """codes: [outputs, inputs] int8, -8 .. 7 where they have 4 bits"""
+        assert group % LEAST_GROUP == 0, "a group fills whole vectors"
+        assert scales.shape[1] * group >= codes.shape[1] > (scales.shape[1] - 1) * group
+        packed = codes.contiguous().view(torch.uint8) if bits == 8 else _packed(codes)
+        added = None if offsets is None else offsets.float().contiguous()
+        return cls(packed, scales.float().contiguous(), added, bits, group, codes.shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.codes.shape[0], self.inputs
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.codes, self.scales, self.offsets)
+        return sum(each.numel() * each.itemsize for each in tensors if each is not None)
+
+    def dequantized(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
+        """Rows [first, first + count), [count, inputs]; by torch"""
+        rows = slice(first, None if count is None else first + count)
+        codes = self.codes[rows].view(torch.int8) if self.bits == 8 else _unpacked(self.codes[rows], self.inputs)
+        scales, offsets = (
+            None if each is None else each[rows].double().repeat_interleave(self.group, dim=1)[:, : self.inputs]
+            for each in (self.scales, self.offsets)
+        )
+        assert scales is not None
+        values = codes.double() * scales
+        return (values if offsets is None else values + offsets).float().to(dtype)
+
+
+LinearWeight = Tensor | QuantizedWeight  # [out_features, in_features]
+
+
+def quantized(weight: Tensor, *, bits: int) -> QuantizedWeight:
+    """Symmetric, in groups along the inputs; of some scales that which leaves the least squared error."""
+    group, (outputs, inputs) = GROUPS[bits], weight.shape
+    num_groups = -(-inputs // group)
+    padded = functional.pad(weight.float(), (0, num_groups * group - inputs)).view(outputs, num_groups, group)
+    codes, scales = _rounded(padded, bits=bits)
+    return QuantizedWeight.of(codes.view(outputs, -1)[:, :inputs], scales, None, bits=bits, group=group)
+
+
+def _rounded(values: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
+    """values: [outputs, groups, group]; returns codes of this shape, int8, and scales [outputs, groups]"""
+    most = (1 << (bits - 1)) - 1
+    largest = values.abs().amax(dim=-1)
+    best = torch.full_like(largest, torch.inf)
+    codes, scales = torch.zeros_like(values, dtype=torch.int8), torch.zeros_like(largest)
+    for shrunk in SHRUNK if bits == 4 else SHRUNK[:1]:
+        scale = largest * (shrunk / most)
+        tried = torch.where(scale[..., None] > 0, values / scale[..., None], 0.0).round_().clamp_(-most - 1, most)
+        error = (tried * scale[..., None] - values).square_().sum(dim=-1)
+        is_better = error < best
+        best = torch.where(is_better, error, best)
+        scales = torch.where(is_better, scale, scales)
+        codes = torch.where(is_better[..., None], tried.to(torch.int8), codes)
+    return codes, scales
+
+
+def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """x: [n, in_features] of many rows, or where no kernel takes it; returns [n, out_features]."""
+    outputs, inputs = weight.shape
+    kernels = library.fitting(x)
+    out = x.new_empty(x.shape[0], outputs)
+    step = max(1, PIECE_ELEMENTS // inputs)
+    for first in range(0, outputs, step):
+        count = min(step, outputs - first)
+        if kernels is None:
+            piece = weight.dequantized(x.dtype, first=first, count=count)
+        else:
+            piece = kernels.dequantize(weight, first, x.new_empty(count, inputs))
+        added = None if bias is None else bias[first : first + count]
+        out[:, first : first + count] = functional.linear(x, piece, added)
+    return out
+
+
+def _packed(codes: Tensor) -> Tensor:
+    """[outputs, inputs] int8 to [outputs, bytes] uint8"""
+    blocks = -(-codes.shape[1] // PACKED_INPUTS)
+    padded = functional.pad(codes + 8, (0, blocks * PACKED_INPUTS - codes.shape[1]))
+    nibbles = padded.view(codes.shape[0], blocks, 4, 32).to(torch.int32)
+    words = nibbles[:, :, 0] | nibbles[:, :, 1] << 4 | nibbles[:, :, 2] << 8 | nibbles[:, :, 3] << 12
+    return torch.stack((words & 255, words >> 8), dim=-1).to(torch.uint8).view(codes.shape[0], -1)
+
+
+def _unpacked(packed: Tensor, inputs: int) -> Tensor:
+    """The inverse of `_packed`: [outputs, inputs] int8"""
+    halves = packed.view(packed.shape[0], -1, 32, 2).to(torch.int32)
+    words = halves[..., 0] | halves[..., 1] << 8
+    nibbles = torch.stack([words >> shift & 15 for shift in (0, 4, 8, 12)], dim=2)
+    return (nibbles.reshape(packed.shape[0], -1)[:, :inputs] - 8).to(torch.int8)

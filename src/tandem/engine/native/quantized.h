@@ -1,0 +1,181 @@
+// Weights of few bits, a scale for each group of inputs: one row at a time becomes what it stands for, in the type that is
+// computed with, and goes through the same products as any other weight. So its bits are those of the plain weight.
+//
+//     weight[n, k] = code[n, k] * scale[n, k / group] + offset[n, k / group]     fused, rounded to the type once
+//
+//     8 bits   codes are int8, a row of `inputs` bytes
+//     4 bits   codes -8 .. 7 are stored as 0 .. 15, in blocks of 128 inputs = 32 words of 16 bits: of word j, the bits
+//              from 4 * i on are input 32 * i + j of the block. A row is a whole number of blocks.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace tandem {
+
+constexpr int64_t PACKED_INPUTS = 128, PACKED_BYTES = 64;
+constexpr int64_t LEAST_GROUP = 32;  // groups have a multiple of so many inputs
+
+// Shared with Python, see `library.py`. Null stands for what a layer does not have.
+struct Linear {
+    const void* weight;  // [outputs, inputs]; or codes
+    const void* bias;    // [outputs]
+    int64_t outputs, inputs;
+    const float *scales, *offsets;  // [outputs, groups]; of codes
+    int64_t bits, group;            // 0: the weight is of the type that is computed with
+};
+
+inline int64_t row_bytes(const Linear& layer) {
+    return layer.bits == 8 ? layer.inputs : ceil_div(layer.inputs, PACKED_INPUTS) * PACKED_BYTES;
+}
+
+// 32 elements of `count`, from i on
+template <class T>
+inline void store_two(T* p, F16 low, F16 high, int64_t i, int64_t count) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(T) == 2)
+        if (i + 2 * LANES <= count)
+            return _mm512_storeu_si512(p + i, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
+#endif
+    store_at(p, low, i, count);
+    if (i + LANES < count) store_at(p, high, i + LANES, count);
+}
+
+#if defined(__AVX512F__)
+
+// Four bits are looked up among the sixteen values that they may stand for.
+template <class T>
+struct Levels {
+    __m512i values;
+
+    void set(float scale, float offset) {
+        const __m512 codes = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+        const F16 exact = fma({codes}, all(scale), all(offset));
+        if constexpr (sizeof(T) == 4) {
+            values = _mm512_castps_si512(exact.v);
+        } else {
+#if defined(__AVX512BF16__)
+            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(exact.v);
+#else
+            alignas(32) bf16 some[LANES];
+            store(some, exact);
+            const __m256i rounded = _mm256_load_si256((const __m256i*)some);
+#endif
+            values = _mm512_broadcast_i64x4(rounded);  // twice: a lookup among words takes five bits
+        }
+    }
+
+    // 32 elements, whose codes are the lowest bits of each word
+    void expand(__m512i words, T* to, int64_t count) const {
+        if constexpr (sizeof(T) == 2) {
+            const __m512i found = _mm512_permutexvar_epi16(words, values);
+            if (count >= 2 * LANES) return _mm512_storeu_si512(to, found);
+            std::memcpy(to, &found, count * sizeof(T));
+        } else {
+            const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(words));
+            const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(words, 1));
+            const __m512 table = _mm512_castsi512_ps(values);
+            store_two(to, {_mm512_permutexvar_ps(low, table)}, {_mm512_permutexvar_ps(high, table)}, 0, count);
+        }
+    }
+};
+
+using Words = __m512i;
+inline Words load_words(const uint8_t* p) { return _mm512_loadu_si512(p); }
+template <int BITS>
+inline Words shifted(Words words) { return _mm512_srli_epi16(words, BITS); }
+
+#else
+
+struct Words {
+    __m256i a, b;
+};
+inline Words load_words(const uint8_t* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 32))};
+}
+template <int BITS>
+inline Words shifted(Words words) { return {_mm256_srli_epi16(words.a, BITS), _mm256_srli_epi16(words.b, BITS)}; }
+
+template <class T>
+struct Levels {
+    F16 scale, offset;
+
+    void set(float one, float other) {
+        scale = all(one);
+        offset = all(other);
+    }
+
+    F16 values(__m256i words) const {
+        const __m256i codes = _mm256_sub_epi16(_mm256_and_si256(words, _mm256_set1_epi16(15)), _mm256_set1_epi16(8));
+        const __m256i low = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(codes));
+        const __m256i high = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(codes, 1));
+        return fma({_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}, scale, offset);
+    }
+
+    void expand(Words words, T* to, int64_t count) const {
+        store_two(to, values(words.a), values(words.b), 0, count);
+    }
+};
+
+#endif
+
+// Scales and offsets of the groups of a row, in turn.
+struct Groups {
+    const float *scales, *offsets;
+    float scale() const { return *scales; }
+    float offset() const { return offsets ? *offsets : 0.0f; }
+    void next() {
+        scales++;
+        if (offsets) offsets++;
+    }
+};
+
+template <class T>
+inline void dequantize_words(const uint8_t* packed, Groups groups, int64_t group, int64_t inputs, T* to) {
+    Levels<T> levels;
+    int64_t left = 0;  // inputs of the group
+    for (int64_t k = 0; k < inputs; k += PACKED_INPUTS, packed += PACKED_BYTES) {
+        const Words words = load_words(packed);
+        auto part = [&](Words some, int64_t at) __attribute__((always_inline)) {
+            if (at >= inputs) return;
+            if (left == 0) {
+                levels.set(groups.scale(), groups.offset());
+                groups.next();
+                left = group;
+            }
+            left -= LEAST_GROUP;
+            levels.expand(some, to + at, inputs - at);
+        };
+        part(words, k);
+        part(shifted<4>(words), k + 32);
+        part(shifted<8>(words), k + 64);
+        part(shifted<12>(words), k + 96);
+    }
+}
+
+template <class T>
+inline void dequantize_bytes(const int8_t* codes, Groups groups, int64_t group, int64_t inputs, T* to) {
+    for (int64_t begin = 0; begin < inputs; begin += group, groups.next()) {
+        const int64_t end = std::min(inputs, begin + group);
+        const F16 scale = all(groups.scale()), offset = all(groups.offset());
+        int64_t k = begin;
+        for (; k + 2 * LANES <= end; k += 2 * LANES)
+            store_two(to, fma(load(codes + k), scale, offset), fma(load(codes + k + LANES), scale, offset), k, end);
+        for (; k < end; k += LANES) store_at(to, fma(load_at(codes, k, end), scale, offset), k, end);
+    }
+}
+
+// Row n of the weight, to [inputs]
+template <class T>
+inline void dequantize_row(const Linear& layer, int64_t n, T* to) {
+    const int64_t first = n * ceil_div(layer.inputs, layer.group);
+    const Groups groups{layer.scales + first, layer.offsets ? layer.offsets + first : nullptr};
+    const uint8_t* codes = (const uint8_t*)layer.weight + n * row_bytes(layer);
+    if (layer.bits == 8)
+        dequantize_bytes((const int8_t*)codes, groups, layer.group, layer.inputs, to);
+    else
+        dequantize_words(codes, groups, layer.group, layer.inputs, to);
+}
+
+}  // namespace tandem

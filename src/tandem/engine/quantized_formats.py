@@ -1,0 +1,172 @@
+"""Linear layers of quantised checkpoints: from the tensors that a format stores to codes, scales and offsets.
+
+    gptq   qweight  [inputs * bits / 32, outputs]   words along the inputs, the first one lowest
+           qzeros   [groups, outputs * bits / 32]   words along the outputs; the zero less one, or (gptq_v2) the zero
+           scales   [groups, outputs], g_idx [inputs]: the group of each input
+    awq    qweight  [inputs, outputs / 8], qzeros [groups, outputs / 8]: along the outputs, in AWQ's order
+           scales   [groups, outputs]
+    compressed-tensors
+           weight_packed [outputs, inputs * bits / 32]   words along the inputs, each value half of its range higher
+           weight        [outputs, inputs] int8          of `int-quantized`
+           weight_scale  [outputs, groups], or one of all, weight_shape [2]
+
+A weight is (code - zero) * scale. Codes are kept signed; a zero that is not the middle becomes an offset, exactly where
+scales are stored in 16 bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.checkpoint import Checkpoint
+from tandem.engine.documents import ModelError, shown
+from tandem.engine.layers.quantized import LEAST_GROUP, QuantizedWeight
+from tandem.engine.quantization import GPTQ, PACKED, Quantization
+
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
+FLOATS = ("F32", "BF16", "F16")
+
+
+class StoredTensors:
+    """Those whose names begin with that of a layer. `taken` is told of each."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: str, taken: list[str]) -> None:
+        self.layer = layer
+        self._checkpoint = checkpoint
+        self._taken = taken
+
+    def has(self, kind: str) -> bool:
+        return self._checkpoint.has(f"{self.layer}.{kind}")
+
+    def shape(self, kind: str) -> tuple[int, ...]:
+        return self._checkpoint.shape_of(f"{self.layer}.{kind}")
+
+    def take(self, kind: str, *shape: int, dtypes: tuple[str, ...]) -> Tensor:
+        name = f"{self.layer}.{kind}"
+        stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
+        if found != shape or stored not in dtypes:
+            raise ModelError(
+                f"the tensor {name} is {stored} of the shape {shown(found)}, config.json asks for "
+                f"{' or '.join(dtypes)} of {shape}; weights and config.json belong to different models"
+            )
+        self._taken.append(name)
+        return self._checkpoint.tensor(name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLinear:
+    """A whole layer."""
+
+    codes: Tensor  # [outputs, inputs] int8
+    scales: Tensor  # [outputs, groups] fp32
+    offsets: Tensor | None
+    bits: int
+    group: int
+
+    def part(self, name: str, rows: slice, columns: slice) -> QuantizedWeight:
+        groups = slice(None)
+        if self.scales.shape[1] > 1:
+            refuse_cut_groups(name, columns, inputs=self.codes.shape[1], group=self.group)
+            start, stop, _ = columns.indices(self.codes.shape[1])
+            groups = slice(start // self.group, -(-stop // self.group))
+        offsets = None if self.offsets is None else self.offsets[rows, groups]
+        codes, scales = self.codes[rows, columns], self.scales[rows, groups]
+        return QuantizedWeight.of(codes, scales, offsets, bits=self.bits, group=self.group)
+
+
+def refuse_cut_groups(name: str, columns: slice, *, inputs: int, group: int) -> None:
+    """Each shard has whole groups, of which it has the scales. A row that is one group may be cut anywhere."""
+    start, stop, _ = columns.indices(inputs)
+    if start % group != 0 or (stop % group != 0 and stop != inputs):
+        raise ModelError(
+            f"--tp-size cuts the inputs of {name} at {start} and {stop}, within one of its groups of {group} that are "
+            "quantised together; use another --tp-size"
+        )
+
+
+def read_quantized(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
+    """Raises ModelError where tensors are missing or have other shapes than the scheme says."""
+    match scheme.method:
+        case "gptq":
+            return _gptq(scheme, tensors, outputs, inputs)
+        case "awq":
+            return _awq(scheme, tensors, outputs, inputs)
+    return _compressed(scheme, tensors, outputs, inputs)
+
+
+def _gptq(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
+    bits, per_word = scheme.bits, 32 // scheme.bits
+    group, groups = _groups(scheme, inputs)
+    _refuse_odd(tensors.layer, per_word, inputs=inputs, outputs=outputs)
+    words = tensors.take("qweight", inputs // per_word, outputs, dtypes=("I32",))
+    zero_words = tensors.take("qzeros", groups, outputs // per_word, dtypes=("I32",))
+    scales = tensors.take("scales", groups, outputs, dtypes=FLOATS)
+    if tensors.has("g_idx"):
+        order = tensors.take("g_idx", inputs, dtypes=("I32",))
+        if not torch.equal(order.long(), torch.arange(inputs) // group):
+            raise ModelError(
+                f"{tensors.layer}.g_idx puts inputs into groups by their activations (desc_act), which is not "
+                "supported; choose another checkpoint"
+            )
+    codes, zeros = _values(words.T, bits), _values(zero_words, bits).T
+    return _linear(codes, zeros + 1 & (1 << bits) - 1 if scheme.layout == GPTQ else zeros, scales.T, bits, group)
+
+
+def _awq(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
+    group, groups = _groups(scheme, inputs)
+    _refuse_odd(tensors.layer, 8, outputs=outputs)
+    words = tensors.take("qweight", inputs, outputs // 8, dtypes=("I32",))
+    zero_words = tensors.take("qzeros", groups, outputs // 8, dtypes=("I32",))
+    scales = tensors.take("scales", groups, outputs, dtypes=FLOATS)
+    codes, zeros = (
+        _values(each, 4).view(each.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].reshape(each.shape[0], -1).T
+        for each in (words, zero_words)
+    )
+    return _linear(codes, zeros, scales.T, 4, group)
+
+
+def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
+    bits, per_word = scheme.bits, 32 // scheme.bits
+    group, groups = _groups(scheme, inputs)
+    for kind in ("weight_zero_point", "weight_g_idx"):
+        if tensors.has(kind):
+            raise ModelError(f"{tensors.layer}.{kind} is not supported; choose a checkpoint without it")
+    if scheme.layout == PACKED:
+        words = tensors.take("weight_packed", outputs, -(-inputs // per_word), dtypes=("I32",))
+        sizes = tensors.take("weight_shape", 2, dtypes=("I64", "I32"))
+        if sizes.tolist() != [outputs, inputs]:
+            raise ModelError(f"{tensors.layer}.weight_shape is {sizes.tolist()}, not {[outputs, inputs]}")
+        codes = (_values(words, bits)[:, :inputs] - (1 << (bits - 1))).to(torch.int8)
+    else:
+        codes = tensors.take("weight", outputs, inputs, dtypes=("I8",))
+    kind = "weight_scale"
+    is_one = tensors.shape(kind) in ((), (1,), (1, 1))
+    stored = tensors.take(kind, *(tensors.shape(kind) if is_one else (outputs, groups)), dtypes=FLOATS).float()
+    scales = stored.reshape(1, 1).expand(outputs, groups) if is_one else stored
+    return StoredLinear(codes, scales, None, bits, group)
+
+
+def _linear(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, group: int) -> StoredLinear:
+    """codes: [outputs, inputs], zeros and scales: [outputs, groups]; codes and zeros count from 0"""
+    middle = 1 << (bits - 1)
+    off = scales.float() * (middle - zeros).float()
+    return StoredLinear((codes - middle).to(torch.int8), scales.float(), off if off.any() else None, bits, group)
+
+
+def _groups(scheme: Quantization, inputs: int) -> tuple[int, int]:
+    """Inputs of a group, and how many there are. Of a row that is one group: as many as fill whole vectors."""
+    group = -(-inputs // LEAST_GROUP) * LEAST_GROUP if scheme.group is None else scheme.group
+    return group, -(-inputs // group)
+
+
+def _refuse_odd(layer: str, per_word: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if size % per_word != 0:
+            raise ModelError(f"{layer} has {size} {name}, not a multiple of {per_word}; the format cannot hold it")
+
+
+def _values(words: Tensor, bits: int) -> Tensor:
+    """[n, words] int32 to [n, words * 32 / bits] int16, the lowest bits of a word first, from 0"""
+    some = words.contiguous().view(torch.uint8).to(torch.int16)
+    return some if bits == 8 else torch.stack((some & 15, some >> 4), dim=-1).view(words.shape[0], -1)

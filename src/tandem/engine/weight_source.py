@@ -1,0 +1,76 @@
+"""What a model takes its tensors from, checked against what `config.json` says of it."""
+
+import torch
+from torch import Tensor
+
+from tandem.engine.checkpoint import Checkpoint
+from tandem.engine.documents import ModelError, shown
+from tandem.engine.layers.quantized import GROUPS, LinearWeight, quantized
+from tandem.engine.layers.weights import WHOLE
+from tandem.engine.quantization import Quantization
+from tandem.engine.quantized_formats import StoredTensors, read_quantized, refuse_cut_groups
+
+STORED = ("F32", "BF16", "F16")
+
+
+class WeightSource:
+    """Hands tensors to a model: checked, in the wanted type, on the wanted device. Remembers which it handed out."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        quantization: Quantization | None = None,
+        has_data: bool = True,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.taken: list[str] = []
+        self._checkpoint = checkpoint
+        self._quantization = quantization
+        self._has_data = has_data
+
+    def elsewhere(self) -> "WeightSource":
+        other = WeightSource(
+            self._checkpoint, dtype=self.dtype, device=self.device, quantization=self._quantization, has_data=False
+        )
+        other.taken = self.taken  # one list: it tells of the whole model
+        return other
+
+    def take(self, name: str, *shape: int, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        stored, found = self._checkpoint.dtype_of(name), self._checkpoint.shape_of(name)
+        if found != shape:
+            raise ModelError(
+                f"the tensor {name} has the shape {shown(found)}, config.json asks for {shape}; "
+                "weights and config.json belong to different models"
+            )
+        if stored not in STORED:
+            raise ModelError(
+                f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
+            )
+        self.taken.append(name)
+        if not self._has_data:
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        part = self._checkpoint.tensor(name)[rows]
+        if part.ndim > 1:
+            part = part[:, columns].contiguous()  # a part of the columns is copied; rows, and the whole, stay mapped
+        return part.to(dtype=self.dtype).to(device=self.device)
+
+    def linear(
+        self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE, columns: slice = WHOLE
+    ) -> LinearWeight:
+        scheme = self._quantization
+        if scheme is None or (not scheme.is_made_here and self._checkpoint.has(f"{name}.weight", STORED)):
+            return self.take(f"{name}.weight", outputs, inputs, rows=rows, columns=columns)
+        if self.device != "cpu":
+            raise ModelError("quantised weights are computed on a CPU only; use --device cpu, or another checkpoint")
+        if scheme.is_made_here:
+            group = GROUPS[scheme.bits]
+            refuse_cut_groups(name, columns, inputs=inputs, group=group)
+            plain = self.take(f"{name}.weight", outputs, inputs, rows=rows, columns=columns)
+            return quantized(plain, bits=scheme.bits) if self._has_data else plain
+        tensors = StoredTensors(self._checkpoint, name, self.taken)
+        stored = read_quantized(scheme, tensors, outputs, inputs)
+        return stored.part(name, rows, columns) if self._has_data else torch.empty(0)

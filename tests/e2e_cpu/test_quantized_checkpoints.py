@@ -1,0 +1,200 @@
+"""Weights of few bits through the whole engine: what is made when a plain checkpoint is loaded, and what was stored so.
+
+A quantised model is held against the plain one that its codes stand for.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from engine_world import EngineWorld, prompt_of
+from quantized_models import FORMATS, compressed, gptq_config, quantised_pair
+from safetensors.torch import load_file, save_file
+from shard_group import ThreadGroup, on_every_shard
+from tiny_models import make_llama, make_phi3, make_qwen3_moe
+from torch import Tensor
+
+from tandem.engine.layers.quantized import QuantizedWeight
+from tandem.engine.model_config import ModelError
+from tandem.engine.native import library
+from tandem.engine.native.library import OFF, SWITCH
+from tandem.engine.weights import load
+
+SIZES = {"hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 6, "num_key_value_heads": 2}
+NEAR = 1e-3
+
+
+def answer(where: Path, prompt: list[int], **settings: object) -> Tensor:
+    """Logits after the prompt and after four tokens more, [5, vocab]."""
+    world = EngineWorld(where, **settings)
+    request = world.add(prompt)
+    world.prefill(request)
+    rows = [world.logits[request]]
+    for step in range(4):
+        world.run(decodes=True, join=[request] if step == 0 else [])
+        rows.append(world.logits[request])
+    return torch.stack(rows)
+
+
+def refusal(where: Path, **settings: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(where, **settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("native", ["", OFF])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantised_checkpoint_computes_what_its_dequantised_weights_do(
+    name: str, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SWITCH, native)
+    library.use(library.best())
+    make_llama(tmp_path / "source", **SIZES)
+    ours, plain = quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)
+    for length in (5, 90):
+        prompt = prompt_of(length)
+        found, expected = answer(ours, prompt), answer(plain, prompt)
+
+        assert (found - expected).abs().max() < NEAR * max(1.0, expected.abs().max().item())
+        assert expected.std() > 0.1, "there is something to compare"
+    assert isinstance(load(ours).module.blocks[1].mlp.down_proj.weight, QuantizedWeight)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_what_is_quantised_here_computes_what_it_stands_for_and_takes_less_memory(name: str, tmp_path: Path) -> None:
+    make_llama(tmp_path / "plain", **SIZES)
+    model = load(tmp_path / "plain", quantization=name)
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    for index, block in enumerate(model.module.blocks):
+        at = f"model.layers.{index}"
+        parts = {
+            **{f"{at}.self_attn.{kind}_proj": getattr(block.qkv, f"{kind}_proj") for kind in "qkv"},
+            **{f"{at}.mlp.{kind}_proj": getattr(block.mlp.gate_up, f"{kind}_proj") for kind in ("gate", "up")},
+            f"{at}.self_attn.o_proj": block.o_proj,
+            f"{at}.mlp.down_proj": block.mlp.down_proj,
+        }
+        assert all(isinstance(linear.weight, QuantizedWeight) for linear in parts.values())
+        tensors |= {f"{each}.weight": linear.weight.dequantized(torch.float32) for each, linear in parts.items()}
+    (tmp_path / "dequantised").mkdir()
+    save_file(tensors, tmp_path / "dequantised" / "model.safetensors")
+    (tmp_path / "dequantised" / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())
+
+    found = answer(tmp_path / "plain", prompt_of(40), quantization=name)
+    assert (found - answer(tmp_path / "dequantised", prompt_of(40))).abs().max() < NEAR
+    assert (found - answer(tmp_path / "plain", prompt_of(40))).abs().max() > NEAR, "it is another model"
+    assert model.weight_bytes < load(tmp_path / "plain").weight_bytes
+
+
+@pytest.mark.parametrize("make", [make_phi3, make_qwen3_moe])
+def test_fused_layers_and_experts_are_quantised_too(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    make(tmp_path)
+    plain, found = answer(tmp_path, prompt_of(20)), answer(tmp_path, prompt_of(20), quantization="int8")
+
+    assert 1e-5 < (found - plain)[0].abs().max() < 0.3 * plain[0].std()
+
+
+@pytest.mark.parametrize("name", ["gptq4", "awq", "packed8", "bytes", "int8", "int4"])
+def test_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+    make_llama(tmp_path / "source", **sizes)
+    made_here = None if name in FORMATS else name
+    where = tmp_path / "source" if made_here else quantised_pair(tmp_path / "source", FORMATS[name], tmp_path)[0]
+    expected = answer(where, prompt_of(30), quantization=made_here)
+
+    def on_shard(group: ThreadGroup) -> Tensor:
+        return answer(where, prompt_of(30), quantization=made_here, group=group)
+
+    for found in on_every_shard(2, on_shard):
+        assert (found - expected).abs().max() < NEAR
+
+
+def test_a_group_that_shards_would_share_is_refused_by_name(tmp_path: Path) -> None:
+    make_llama(tmp_path, **SIZES)
+
+    with pytest.raises(ModelError, match=r"o_proj at 0 and 48, within one of its groups of 32 .* another --tp-size"):
+        on_every_shard(2, lambda group: load(tmp_path, group=group, quantization="int4"))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_logits_depend_on_nothing_but_the_row(name: str, dtype: str, tmp_path: Path) -> None:
+    make_llama(tmp_path, **SIZES)
+    prompt = prompt_of(30)
+    library.use(library.best(deterministic=True))
+    try:
+        alone = answer(tmp_path, prompt, quantization=name, deterministic=True, dtype=dtype)
+        world = EngineWorld(tmp_path, quantization=name, deterministic=True, dtype=dtype)
+        request, other = world.add(prompt), world.add(prompt_of(70))
+        world.run((request, 0, 13), (other, 0, 70))
+        world.run((request, 13, 30))
+        assert torch.equal(world.logits[request], alone[0])
+    finally:
+        library.use(library.best())
+
+
+def test_two_sides_that_quantise_differently_have_different_layouts(tmp_path: Path) -> None:
+    make_llama(tmp_path, **SIZES)
+    layouts = [load(tmp_path, quantization=name).layout_fields for name in (None, "int8", "int4", "w8a16")]
+
+    assert layouts[1] == layouts[3], "another name of the same"
+    assert layouts[0] != layouts[1] != layouts[2] != layouts[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (gptq_config(4, 32, desc_act=True), "desc_act"),
+        (gptq_config(3, 32), "bits"),
+        (gptq_config(4, 16), "group_size"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version"),
+        ({"quant_method": "fp8"}, "quant_method"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method"),
+        (compressed("marlin-24", 4, 32), "format"),
+        (compressed("pack-quantized", 4, 32, symmetric=False), "symmetric"),
+        (compressed("pack-quantized", 4, 32, type="float"), "type"),
+        (compressed("pack-quantized", 4, 32, actorder="group"), "actorder"),
+        (compressed("pack-quantized", 4, 32) | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (compressed("pack-quantized", 4, 32) | {"config_groups": {}}, "config_groups"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(config: dict, says: str, tmp_path: Path) -> None:
+    make_llama(tmp_path, **SIZES)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+
+    assert f"{says} is" in refusal(tmp_path)
+
+
+def test_codes_that_do_not_fit_what_config_json_says_are_refused(tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    form = FORMATS["gptq4"]
+    ours, plain = quantised_pair(tmp_path / "source", form, tmp_path)
+    path = ours / "model.safetensors"
+    stored = load_file(path)
+    name = "model.layers.0.mlp.up_proj"
+
+    save_file({**stored, f"{name}.g_idx": stored[f"{name}.g_idx"].flip(0)}, path)
+    assert "g_idx" in refusal(ours)
+    save_file({**stored, f"{name}.qweight": stored[f"{name}.qweight"][1:]}, path)
+    assert f"{name}.qweight is I32 of the shape" in refusal(ours)
+    save_file({key: value for key, value in stored.items() if key != f"{name}.scales"}, path)
+    assert f"{name}.scales is missing" in refusal(ours)
+    save_file(stored, path)
+    assert "quantised by gptq already" in refusal(ours, quantization="int8")
+    assert "quantised by gptq already" in refusal(ours, quantization="awq")
+    assert load(ours, quantization="gptq").layout_fields == load(ours).layout_fields
+    assert "no quantization_config" in refusal(plain, quantization="awq")
+
+
+def test_a_layer_that_was_left_plain_stays_plain(tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    ours, plain = quantised_pair(tmp_path / "source", FORMATS["awq"], tmp_path)
+    stored, whole = load_file(ours / "model.safetensors"), load_file(plain / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    kept = {key: value for key, value in stored.items() if not key.startswith(name)}
+    save_file({**kept, f"{name}.weight": whole[f"{name}.weight"]}, ours / "model.safetensors")
+
+    assert (answer(ours, prompt_of(9)) - answer(plain, prompt_of(9))).abs().max() < 1e-2
+    assert isinstance(load(ours).module.blocks[0].mlp.down_proj.weight, Tensor)

@@ -1,0 +1,120 @@
+"""Weights of few bits against fp64: fresh random codes, odd sizes, outputs that begin as NaN, every instruction set."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tandem.engine.layers import product as products
+from tandem.engine.layers import quantized as weights
+from tandem.engine.layers.quantized import QuantizedWeight, quantized
+from tandem.engine.native import library
+
+VARIANTS = library.available()
+DTYPES = (torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+# rows, outputs, inputs, inputs of a group
+SHAPES = ((1, 1, 1, 32), (1, 33, 48, 64), (2, 7, 5, 128), (6, 64, 96, 32), (7, 37, 300, 96), (65, 130, 1000, 128))
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that was not written is NaN; and threads are as before."""
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(before)
+    library.use(library.best())
+
+
+@pytest.fixture
+def draw() -> torch.Generator:
+    seed = random.SystemRandom().randrange(1 << 31)
+    print(f"seed {seed}")
+    return torch.Generator().manual_seed(seed)
+
+
+def drawn(
+    draw: torch.Generator, outputs: int, inputs: int, *, bits: int, group: int, offsets: bool
+) -> tuple[QuantizedWeight, torch.Tensor]:
+    """And the exact weight, fp64."""
+    half, groups = 1 << (bits - 1), -(-inputs // group)
+    codes = torch.randint(-half, half, (outputs, inputs), dtype=torch.int8, generator=draw)
+    scales = torch.rand(outputs, groups, generator=draw) + 0.01
+    added = torch.randn(outputs, groups, generator=draw) if offsets else None
+    of_input = torch.arange(inputs) // group
+    exact = codes.double() * scales.double()[:, of_input]
+    if added is not None:
+        exact += added.double()[:, of_input]
+    return QuantizedWeight.of(codes, scales, added, bits=bits, group=group), exact
+
+
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_products_are_those_of_fp64_and_have_the_bits_of_the_plain_weight(
+    name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
+) -> None:
+    kernels = library.opened(name)
+    for rows, outputs, inputs, group in SHAPES:
+        weight, exact = drawn(draw, outputs, inputs, bits=bits, group=group, offsets=offsets)
+        x = torch.randn(rows, inputs, generator=draw).to(dtype)
+        plain = kernels.dequantize(weight, 0, torch.full((outputs, inputs), float("nan"), dtype=dtype))
+        bound = TOLERANCE[dtype] * exact.abs().max().item()
+        assert (plain.double() - exact).abs().max().item() <= bound, "a weight is rounded once"
+        assert torch.equal(weight.dequantized(dtype), plain) or dtype == torch.float32
+
+        for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
+            found = kernels.linear(x, weight, bias)
+            assert torch.equal(found, kernels.linear(x, plain, bias)), "as if it were plain"
+            sums = x.double() @ plain.double().T + (0 if bias is None else bias.double())
+            scale = sums.abs().max().item() + 1e-30
+            assert (found.double() - sums).abs().max().item() <= TOLERANCE[dtype] * scale * (1 + inputs / 1000)
+            torch.set_num_threads(2)
+            assert torch.equal(kernels.linear(x, weight, bias), found), "threads do not show"
+            torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_libraries_of_one_order_give_the_same_bits(dtype: torch.dtype, bits: int) -> None:
+    weight, _ = drawn(torch.Generator().manual_seed(1), 37, 1000, bits=bits, group=96, offsets=True)
+    x = torch.randn(70, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found = [library.opened(name).linear(x, weight, None) for name in library.ONE_ORDER if name in VARIANTS]
+
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_many_rows_are_multiplied_by_torch_piece_by_piece(
+    bits: int, draw: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 700)  # seven outputs of a hundred inputs
+    weight, exact = drawn(draw, 40, 100, bits=bits, group=32, offsets=False)
+    x, bias = torch.randn(300, 100, generator=draw), torch.randn(40, generator=draw)
+
+    for kernels in (library.best(), None):
+        library.use(kernels)
+        expected = x.double() @ exact.T + bias.double()
+        found = products.product(x, weight, bias)
+        assert (found.double() - expected).abs().max() <= 5e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.004), (4, 0.08)])
+def test_what_is_quantised_when_it_is_loaded_is_near_and_zeros_stay(
+    bits: int, most: float, draw: torch.Generator
+) -> None:
+    plain = torch.randn(40, 200, generator=draw)
+    plain[3] = 0
+    found = quantized(plain, bits=bits)
+
+    error = (found.dequantized(torch.float32) - plain).abs()
+    scale = plain.abs().amax()
+    assert found.shape == (40, 200)
+    assert error.square().mean().sqrt() < most * scale / 2
+    assert not found.dequantized(torch.float32)[3].any()
+    assert found.num_bytes < plain.numel() * (bits + 3) / 8
