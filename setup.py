@@ -29,10 +29,10 @@ VARIANTS = {
     "avx512_bf16": AVX512_BF16,
     "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
 }
-# For `make sanitize`: checks, and less of what takes the compiler long; two of them hold all the code there is.
+# For `make sanitize`: checks, and less of what takes the compiler long; these hold all the code there is.
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 IS_SANITIZED = bool(os.environ.get("SANITIZE"))
-CHOSEN = {name: VARIANTS[name] for name in ("avx2", "amx_bf16")} if IS_SANITIZED else VARIANTS
+CHOSEN = {name: VARIANTS[name] for name in ("avx2", "avx512_bf16", "amx_bf16")} if IS_SANITIZED else VARIANTS
 CHECKS = SANITIZERS if IS_SANITIZED else []
 
 setup(

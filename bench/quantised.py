@@ -1,4 +1,4 @@
-"""What weights of few bits cost in accuracy and win in time, each against the plain model in the same run.
+"""What weights of few bits, and KV, cost in accuracy and win in time, each against the plain model in the same run.
 
     python bench/quantised.py accuracy [MODEL_DIR] [--count 500]    held-out problems, of the bundled model unless told
     python bench/quantised.py speed [MODEL_DIR] [--decode 1 8 32]    decode steps, of a random Llama of 380M unless told
@@ -57,10 +57,10 @@ def accuracy(options: argparse.Namespace) -> dict[str, float]:
     folder = options.model or find_model("tandem/mini")
     problems = read_problems(None)[: options.count]
     found = {}
-    for kind in KINDS:
-        model = load(folder, dtype="float32", quantization=kind)
-        found[kind or "plain"] = share_of_right_answers(model, folder, problems)
-        print(f"{kind or 'plain':6s} {found[kind or 'plain']:.4f} of {len(problems)}", flush=True)
+    for name, kind, kv_is_int8 in (*((kind or "plain", kind, False) for kind in KINDS), ("int8 KV", None, True)):
+        model = load(folder, dtype="float32", quantization=kind, kv_is_int8=kv_is_int8)
+        found[name] = share_of_right_answers(model, folder, problems)
+        print(f"{name:8s} {found[name]:.4f} of {len(problems)}", flush=True)
     return found
 
 

@@ -42,6 +42,11 @@ class ServerConfig(DoorConfig):
         "the same); other names say what the checkpoint is already",
         choices=QUANTIZATIONS,
     )
+    kv_cache_dtype: str = flag(
+        "auto",
+        "keys and values; auto: as --dtype, int8: a scale for each token and head; the same on both halves of a pair",
+        choices=("auto", "int8"),
+    )
     device: str = flag("cpu", "torch device", metavar="DEVICE")
     attention_backend: str = flag(
         DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)
@@ -289,6 +294,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.deterministic and c.tp_size * c.pp_size > 1,
         "--deterministic is measured for one worker only: leave --tp-size and --pp-size out",
+    ),
+    Rule(
+        lambda c: c.deterministic and c.kv_cache_dtype != "auto",
+        "--deterministic is measured with keys and values as they are computed: leave --kv-cache-dtype out",
     ),
     Rule(
         lambda c: c.deterministic and c.is_embedding,

@@ -64,9 +64,12 @@ class EngineWorld:
         group: Group | None = None,
         vocabulary: Vocabulary | None = None,
         quantization: str | None = None,
+        kv_is_int8: bool = False,
     ) -> None:
         torch.set_num_threads(1)
-        loaded = load(model_dir, dtype=dtype, device="cpu", group=group, quantization=quantization)
+        loaded = load(
+            model_dir, dtype=dtype, device="cpu", group=group, quantization=quantization, kv_is_int8=kv_is_int8
+        )
         self.recording = RecordingModule(loaded.module)
         self.engine = Engine(
             replace(loaded, module=self.recording),
@@ -75,7 +78,8 @@ class EngineWorld:
             deterministic=deterministic,
             vocabulary=vocabulary,
         )
-        self.engine.kv.tensor.fill_(float("nan"))
+        self.unwritten = -1 if kv_is_int8 else float("nan")  # as bytes of a scale the first is NaN, too
+        self.engine.kv.tensor.fill_(self.unwritten)
         self.page_size = page_size
         self.free = list(range(num_pages))
         random.Random(0).shuffle(self.free)
@@ -173,7 +177,7 @@ class EngineWorld:
 
     def _give_back(self, request: int) -> None:
         for page in self.tables[request]:
-            self.engine.kv.tensor[page] = float("nan")
+            self.engine.kv.tensor[page] = self.unwritten
         self.free += self.tables[request]
         self.tables[request] = []
         self.num_sent[request] = 0

@@ -1496,6 +1496,20 @@ OTHERS = (
         QUANTIZED + "a_quantised_checkpoint_computes_what_its_dequantised_weights_do",
     ),
     Break(
+        "int8_kv_attends_to_what_is_not_kept",
+        "engine/attention/torch_sdpa.py",
+        "        if is_causal and self._rules.soft_cap is None and not self._kv.is_int8:",
+        "        if is_causal and self._rules.soft_cap is None:",
+        "unit/test_int8_kv.py::test_attention_is_that_of_fp64_over_what_is_kept",
+    ),
+    Break(
+        "halves_that_keep_kv_differently_are_put_together",
+        "engine/weights.py",
+        "if kv_is_int8 else {}),",
+        "if False else {}),",
+        "e2e_cpu/test_int8_kv_served.py::test_the_layout_says_so",
+    ),
+    Break(
         "shards_cut_groups",
         "engine/quantized_formats.py",
         "if start % group != 0 or (stop % group != 0 and stop != inputs):",

@@ -58,6 +58,12 @@ class Reference:
         return torch.einsum("ht,thd->hd", scores.softmax(dim=1), values)
 
 
+def in_255_steps(values: Tensor) -> Tensor:
+    """What int8 memory keeps of [n, heads, head_dim], fp64."""
+    scales = (values.float().abs().amax(dim=-1, keepdim=True) / 127).double()
+    return torch.where(scales > 0, (values.double() / scales).round() * scales, 0.0)
+
+
 @dataclass
 class World:
     """One backend, requests of several lengths, and random q, k, v."""
@@ -70,13 +76,16 @@ class World:
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.float32
     rules: AttentionRules | None = None  # the window in all layers, unless they are given
+    is_int8: bool = False  # keys and values in memory
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
         self.draw = torch.Generator().manual_seed(0)
-        shape = KvShape(LAYERS, self.heads[1], self.head_dim)
+        shape = KvShape(LAYERS, self.heads[1], self.head_dim, self.is_int8)
         self.kv = KvMemory(shape, page_size=self.page_size, num_pages=NUM_PAGES * 16, dtype=self.dtype)
-        self.kv.tensor.fill_(float("nan"))  # a slot that is read before it was written shows
+        self.kv.tensor.fill_(
+            -1 if self.is_int8 else float("nan")
+        )  # a scale of such bytes is NaN: a slot that is read before it was written shows
         rules = self.rules or AttentionRules((self.window,) * LAYERS, self.head_dim**-0.5)
         self.attention: AttentionBackend = attention_backend(self.backend)(
             self.kv, rules=rules, deterministic=self.deterministic
@@ -104,7 +113,8 @@ class World:
         given = [tensor.clone() for tensor in (q, k, v)]
         out = self.attention.forward(q, k, v, layer=layer)
         assert all(map(torch.equal, (q, k, v), given)), "q, k and v may only be read"
-        self.reference.write(who, k, v, layer=layer)
+        kept = (in_255_steps(k), in_255_steps(v)) if self.is_int8 else (k, v)
+        self.reference.write(who, *kept, layer=layer)
         return out, self.reference.attend(who, q, layer=layer)
 
     def _who(self, batch: Batch) -> list[tuple[int, int]]:

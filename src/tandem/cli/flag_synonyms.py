@@ -54,7 +54,6 @@ SYNONYMS: dict[str, str] = {
     "--revision": "there is no such flag: download that revision and give its directory",
     "--load-format": "there is no such flag: only safetensors are read",
     "-q": "--quantization",
-    "--kv-cache-dtype": "there is no such flag: KV has the type of the weights, see --dtype",
     "--enable-lora": "LoRA adapters are not served: merge yours into the checkpoint",
     "--lora-modules": "LoRA adapters are not served: merge yours into the checkpoint",
     "--lora-paths": "LoRA adapters are not served: merge yours into the checkpoint",

@@ -7,6 +7,9 @@ On another device it is a plain tensor there: `fd` and `buffer` are None and a t
 
 Rule: slots of a page that were never written hold zeros. Attention masks them, but 0 x NaN is NaN, and what another
 request left there must not reach this one. So a page is cleared when its first slot is written (`clear`).
+
+int8: a row of a token and head is `head_dim` codes and the four bytes of its fp32 scale, so wherever pages go the
+scales go with them. Zeros are zeros there, too.
 """
 
 import mmap
@@ -17,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+SCALE_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
@@ -25,10 +30,15 @@ class KvShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    is_int8: bool = False  # whatever type is computed with
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token and head, key or value. dtype: that is computed with."""
+        return self.head_dim + SCALE_BYTES if self.is_int8 else self.head_dim * dtype.itemsize
 
 
 class KvMemory:
-    """tensor: [num_pages, num_kv_heads, num_layers, 2 (key, value), page_size, head_dim]"""
+    """tensor: [num_pages, num_kv_heads, num_layers, 2 (key, value), page_size, elements of a row]"""
 
     def __init__(
         self, shape: KvShape, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
@@ -38,20 +48,24 @@ class KvMemory:
         self.num_kv_heads = shape.num_kv_heads
         self.num_layers = shape.num_layers
         self.head_dim = shape.head_dim
-        self.cell_bytes = 2 * page_size * shape.head_dim * dtype.itemsize
+        self.is_int8 = shape.is_int8
+        self.dtype = dtype  # of the keys and values that come and go
+        stored = torch.int8 if shape.is_int8 else dtype
+        row = shape.row_bytes(dtype) // stored.itemsize
+        self.cell_bytes = 2 * page_size * shape.row_bytes(dtype)
         self.page_bytes = page_bytes(shape, page_size=page_size, dtype=dtype)
         self.fd: int | None = None
         self.buffer: memoryview | None = None
-        sizes = (num_pages, shape.num_kv_heads, shape.num_layers, 2, page_size, shape.head_dim)
+        sizes = (num_pages, shape.num_kv_heads, shape.num_layers, 2, page_size, row)
         if device == "cpu" and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
-            self.tensor = torch.frombuffer(self.buffer, dtype=dtype).view(sizes)
+            self.tensor = torch.frombuffer(self.buffer, dtype=stored).view(sizes)
         else:
-            self.tensor = torch.zeros(sizes, dtype=dtype, device=device)
-        self.token_rows: Tensor = self.tensor.view(-1, shape.head_dim)
-        self.page_rows: Tensor = self.tensor.view(-1, page_size * shape.head_dim)
+            self.tensor = torch.zeros(sizes, dtype=stored, device=device)
+        self.token_rows: Tensor = self.tensor.view(-1, row)
+        self.page_rows: Tensor = self.tensor.view(-1, page_size * row)
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, writable. Valid as long as this object is."""
@@ -71,7 +85,21 @@ class KvMemory:
 
 
 def page_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
-    return shape.num_kv_heads * shape.num_layers * 2 * page_size * shape.head_dim * dtype.itemsize
+    return shape.num_kv_heads * shape.num_layers * 2 * page_size * shape.row_bytes(dtype)
+
+
+def to_int8(values: Tensor) -> Tensor:
+    """[n, head_dim] to rows of int8, [n, head_dim + SCALE_BYTES]: as the native kernels write them."""
+    plain = values.float()
+    scales = plain.abs().amax(dim=1, keepdim=True) / 127.0
+    codes = torch.where(scales > 0, plain / scales, 0.0).round_().to(torch.int8)
+    return torch.cat((codes, scales.view(torch.int8)), dim=1)
+
+
+def from_int8(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The inverse, as far as there is one."""
+    scales = rows[:, -SCALE_BYTES:].contiguous().view(torch.float32)
+    return (rows[:, :-SCALE_BYTES].float() * scales).to(dtype)
 
 
 def pages_for_memory(shape: KvShape, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:

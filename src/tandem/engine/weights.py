@@ -70,6 +70,7 @@ def load(
     stage: Shard = WHOLE_MODEL,
     is_embedding: bool = False,
     quantization: str | None = None,
+    kv_is_int8: bool = False,
 ) -> LoadedModel:
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
@@ -81,6 +82,8 @@ def load(
     is_embedding: vectors are wanted of a decoder; encoders know nothing else.
 
     quantization: as of `quantization.chosen`: to how many bits linear layers are quantised here.
+
+    kv_is_int8: keys and values are kept in 8 bits.
     """
     config = read_config(model_dir, is_embedding=is_embedding)
     _check_device(device)
@@ -111,11 +114,12 @@ def load(
         "weights": weights_digest({name: digests[name] for name in source.taken}),
         "deterministic": "off",  # until a self-check says otherwise
         **({"quantization": scheme.method} if scheme is not None else {}),
+        **({"kv_cache_dtype": "int8"} if kv_is_int8 else {}),
     }
     return LoadedModel(
         config=config,
         module=module,
-        kv_shape=KvShape(len(own_layers) if config.encoder is None else 0, heads.num_kv, config.head_dim),
+        kv_shape=KvShape(len(own_layers) if config.encoder is None else 0, heads.num_kv, config.head_dim, kv_is_int8),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,

@@ -342,6 +342,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         stage=place.pipeline.stage,
         is_embedding=config.is_embedding,
         quantization=config.quantization,
+        kv_is_int8=config.kv_cache_dtype == "int8",
     )
     num_pages = place.least(pool_pages(config, model))
     if config.deterministic:

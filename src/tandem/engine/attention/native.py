@@ -88,7 +88,7 @@ def kernels_for(kv: KvMemory, *, deterministic: bool) -> Kernels | None:
     """What reads this memory."""
     if kv.tensor.device.type != "cpu" or kv.head_dim > library.MOST_HEAD_DIM:
         return None
-    if kv.tensor.dtype not in library.DTYPES:
+    if kv.dtype not in library.DTYPES:
         return None
     return library.best(deterministic=deterministic)
 

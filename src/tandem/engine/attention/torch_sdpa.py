@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.batch import Batch, Chunk, DecodingRows
-from tandem.engine.kv_memory import KvMemory
+from tandem.engine.kv_memory import KvMemory, from_int8, to_int8
 from tandem.engine.rows import UNDIVIDED_ELEMENTS
 
 SCORE_ELEMENTS = 1 << 24  # with a soft cap: scores that are in memory at a time
@@ -102,7 +102,7 @@ class TorchSdpa:
 
     def _prompt_call(self, chunk: Chunk, window: int | None) -> PromptCall:
         is_causal = chunk.start == 0 and (window is None or chunk.stop <= window)
-        if is_causal and self._rules.soft_cap is None:
+        if is_causal and self._rules.soft_cap is None and not self._kv.is_int8:
             return PromptCall(chunk.first, chunk.last, len(chunk.pages), None, None)
         unseen = self._unseen_pages(chunk.start, window)
         pages = chunk.pages[unseen:]
@@ -192,7 +192,7 @@ class TorchSdpa:
         return self._tensor(rows.reshape(-1))
 
     def _additive(self, masked: Tensor) -> Tensor:
-        zeros = torch.zeros(masked.shape, dtype=self._kv.tensor.dtype, device=self._device)
+        zeros = torch.zeros(masked.shape, dtype=self._kv.dtype, device=self._device)
         return zeros.masked_fill_(masked, float("-inf"))
 
     def _tensor(self, values: np.ndarray) -> Tensor:
@@ -215,8 +215,11 @@ class TorchSdpa:
 
     def _write(self, k: Tensor, v: Tensor, *, layer: int) -> None:
         rows = self._writes + 2 * layer * self._page_size
-        self._kv.token_rows.index_copy_(0, rows, k.reshape(-1, self._kv.head_dim))
-        self._kv.token_rows.index_copy_(0, rows + self._page_size, v.reshape(-1, self._kv.head_dim))
+        keys, values = k.reshape(-1, self._kv.head_dim), v.reshape(-1, self._kv.head_dim)
+        if self._kv.is_int8:
+            keys, values = to_int8(keys), to_int8(values)
+        self._kv.token_rows.index_copy_(0, rows, keys)
+        self._kv.token_rows.index_copy_(0, rows + self._page_size, values)
 
     def _prompt(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, call: PromptCall, layer: int) -> None:
         rows = slice(call.first, call.last)
@@ -287,4 +290,7 @@ class TorchSdpa:
         )
         torch.index_select(source, 0, rows, out=keys)
         torch.index_select(source, 0, rows.add_(1), out=values)
+        if self._kv.is_int8:
+            width = self._kv.token_rows.shape[1]
+            keys, values = (from_int8(each.reshape(-1, width), self._kv.dtype) for each in (keys, values))
         return keys.view(shape), values.view(shape)

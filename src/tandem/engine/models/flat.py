@@ -94,6 +94,7 @@ class FlatBlocks:
             self.views,
             kv.tensor.data_ptr(),
             kv.page_size,
+            kv.is_int8,
             cos.data_ptr(),
             sin.data_ptr(),
         )

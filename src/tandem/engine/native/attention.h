@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "pool.h"
@@ -19,17 +20,40 @@ constexpr int MAX_HEAD_DIM = 512;
 constexpr int MAX_ROWS = 32;  // of a unit
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// [pages, kv_heads, layers, 2 (key, value), page_size, head_dim]
+// [pages, kv_heads, layers, 2 (key, value), page_size] rows of head_dim values: of T, or int8 and behind them their scale
 template <class T>
 struct KvPages {
-    T* base;
+    char* base;
     int64_t page_size, kv_heads, layers, head_dim;
+    bool is_int8;
 
-    T* key(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
-        return base + (((page * kv_heads + head) * layers + layer) * 2 * page_size + slot) * head_dim;
+    int64_t row_bytes() const { return head_dim * (is_int8 ? 1 : sizeof(T)) + (is_int8 ? sizeof(float) : 0); }
+    char* key(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
+        return base + (((page * kv_heads + head) * layers + layer) * 2 * page_size + slot) * row_bytes();
     }
-    T* value(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
-        return key(page, slot, head, layer) + page_size * head_dim;
+    char* value(int64_t page, int64_t slot, int64_t head, int64_t layer) const {
+        return key(page, slot, head, layer) + page_size * row_bytes();
+    }
+
+    // To a row of the memory, rounded to the nearest of 255 multiples of a scale where it is int8.
+    void put(char* row, const T* values) const {
+        if (!is_int8) return (void)std::memcpy(row, values, head_dim * sizeof(T));
+        float most = 0.0f;
+        for (int64_t d = 0; d < head_dim; d++) most = std::max(most, std::fabs(to_float(values[d])));
+        const float scale = most / 127.0f;
+        std::memcpy(row + head_dim, &scale, sizeof scale);
+        for (int64_t d = 0; d < head_dim; d++)
+            row[d] = scale > 0.0f ? char(int8_t(std::nearbyintf(to_float(values[d]) / scale))) : 0;
+    }
+
+    // What stands in a row, in `room` where it has to be made.
+    const T* get(const char* row, T* room) const {
+        if (!is_int8) return (const T*)row;
+        float scale;
+        std::memcpy(&scale, row + head_dim, sizeof scale);
+        for (int64_t d = 0; d < head_dim; d += LANES)
+            store_at(room, load_at((const int8_t*)row, d, head_dim) * all(scale), d, head_dim);
+        return room;
     }
 };
 
@@ -263,6 +287,7 @@ struct AttentionWork {
     KeyBlock<T> keys;
     Mixture mixture;
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
+    alignas(64) T made[2][KEYS][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
 };
 
 // Tokens of a span and one KV head. q, out: [tokens, heads, head_dim].
@@ -292,8 +317,8 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
                 const int64_t at = key + j;
                 const bool is_there = at >= least && at <= last;
                 const int64_t page = is_there ? pages[at / kv.page_size] : 0, slot = at % kv.page_size;
-                keys[j] = is_there ? kv.key(page, slot, kv_head, layer) : work.nothing;
-                values[j] = is_there ? kv.value(page, slot, kv_head, layer) : work.nothing;
+                keys[j] = is_there ? kv.get(kv.key(page, slot, kv_head, layer), work.made[0][j]) : work.nothing;
+                values[j] = is_there ? kv.get(kv.value(page, slot, kv_head, layer), work.made[1][j]) : work.nothing;
             }
             work.keys.fill(keys, dim);
             for (int r = 0; r < rows; r += ROWS_AT_ONCE)

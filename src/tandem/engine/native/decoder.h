@@ -25,7 +25,7 @@ struct Decoder {
     double eps;
     const Layer* layers;
     void* kv;  // of KvPages
-    int64_t page_size;
+    int64_t page_size, kv_is_int8;
     const void *cos, *sin;  // [positions, head_dim]
 };
 
@@ -184,10 +184,9 @@ void for_rows(int64_t count, int threads, const Body& body) {
 template <class T>
 void write_kv(const KvPages<T>& kv, const BatchView& batch, int64_t layer, int64_t token, const T* k, const T* v) {
     const int64_t page = batch.slots[token] / kv.page_size, slot = batch.slots[token] % kv.page_size;
-    const int64_t bytes = kv.head_dim * sizeof(T);
     for (int64_t head = 0; head < kv.kv_heads; head++) {
-        std::memcpy(kv.key(page, slot, head, layer), k + head * kv.head_dim, bytes);
-        std::memcpy(kv.value(page, slot, head, layer), v + head * kv.head_dim, bytes);
+        kv.put(kv.key(page, slot, head, layer), k + head * kv.head_dim);
+        kv.put(kv.value(page, slot, head, layer), v + head * kv.head_dim);
     }
 }
 
@@ -200,7 +199,8 @@ void run_layers(const Decoder& model, const BatchView& batch, T* x, int threads)
     T* normed = (T*)buffer.get(n * (model.hidden + 2 * q_size + 2 * kv_size + model.inner) * sizeof(T));
     T *q = normed + n * model.hidden, *k = q + n * q_size, *v = k + n * kv_size, *mixed = v + n * kv_size;
     T* inner = mixed + n * q_size;
-    const KvPages<T> kv{(T*)model.kv, model.page_size, model.kv_heads, model.num_layers, dim};
+    const KvPages<T> kv{(char*)model.kv,  model.page_size, model.kv_heads,
+                        model.num_layers, dim,             model.kv_is_int8 != 0};
     const float eps = float(model.eps);
     for (int64_t l = 0; l < model.num_layers; l++) {
         const Layer& layer = model.layers[l];

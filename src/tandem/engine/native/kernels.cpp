@@ -82,12 +82,12 @@ void tandem_silu_and_mul(int is_bf16, void* gate, const void* up, int64_t rows, 
 }
 
 // Writes k and v, [tokens, kv_heads, head_dim], to their slots; q, out: [tokens, heads, head_dim].
-void tandem_attention(int is_bf16, void* kv, int64_t page_size, int64_t kv_heads, int64_t layers, int64_t head_dim,
-                      const BatchView* batch, int64_t layer, int64_t heads, const void* q, const void* k, const void* v,
+void tandem_attention(int is_bf16, void* kv, int kv_is_int8, int64_t page_size, int64_t kv_heads, int64_t layers,
+                      int64_t head_dim, const BatchView* batch, int64_t layer, int64_t heads, const void* q, const void* k, const void* v,
                       void* out, int threads) {
     with_type(is_bf16, [&](auto kind) {
         using T = decltype(kind);
-        const KvPages<T> pages{(T*)kv, page_size, kv_heads, layers, head_dim};
+        const KvPages<T> pages{(char*)kv, page_size, kv_heads, layers, head_dim, kv_is_int8 != 0};
         const int64_t size = kv_heads * head_dim;
         for_rows(batch->num_tokens, threads, [&](int64_t token) {
             write_kv(pages, *batch, layer, token, (const T*)k + token * size, (const T*)v + token * size);

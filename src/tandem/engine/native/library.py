@@ -92,6 +92,7 @@ class DecoderView(Structure):
         ("layers", POINTER(LayerView)),
         ("kv", c_void_p),
         ("page_size", c_int64),
+        ("kv_is_int8", c_int64),
         ("cos", c_void_p),
         ("sin", c_void_p),
     ]
@@ -121,7 +122,7 @@ class Kernels:
         self._rms_norm = _function(library.tandem_rms_norm, "ipqqpdpi")
         self._rotate = _function(library.tandem_rotate, "ipqqqppi")
         self._silu_and_mul = _function(library.tandem_silu_and_mul, "ippqqi")
-        self._attention = _function(library.tandem_attention, "ipqqqqpqqppppi")
+        self._attention = _function(library.tandem_attention, "ipiqqqqpqqppppi")
         self._layers = _function(library.tandem_layers, "ipppi")
         self._spin = _function(library.tandem_spin, "q")
         self.set_spin(SPIN_NS)
@@ -172,15 +173,18 @@ class Kernels:
     def attention(
         self, kv: Tensor, batch: BatchView, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, layer: int
     ) -> None:
-        """kv: [pages, kv_heads, layers, 2, page_size, head_dim]; the others: [tokens, heads or kv_heads, head_dim]"""
-        _, kv_heads, layers, _, page_size, head_dim = kv.shape
+        """kv: [pages, kv_heads, layers, 2, page_size, head_dim], of the same type, or int8 with four bytes more in the
+        last dimension; the others: [tokens, heads or kv_heads, head_dim]
+        """
+        _, kv_heads, layers, _, page_size, _ = kv.shape
         self._attention(
             _is_bf16(q),
             _address(kv),
+            kv.dtype == torch.int8,
             page_size,
             kv_heads,
             layers,
-            head_dim,
+            q.shape[2],
             byref(batch),
             layer,
             q.shape[1],
