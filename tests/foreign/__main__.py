@@ -23,7 +23,7 @@ from tandem.cli.model_source import BUNDLED, find_model
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
-INSTALL_S, RUN_S, START_S = 600.0, 300.0, 120.0
+INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
 PAUSES_S = (5.0, 10.0)  # between attempts to install one
 AT_ONCE = 2  # environments that are made
 TAIL_CHARS = 3000
