@@ -37,7 +37,7 @@ STORIES: tuple[tuple[float, Callable[[random.Random], Story]], ...] = (
 )
 """Each kind of story with how often it is drawn."""
 NEWCOMER = Path(__file__).with_name("newcomer.jsonl")
-"""Questions that were written by hand before this generator; no training question is one of them."""
+"""Questions that were written before this generator and not by it; no training question is one of them."""
 WARM_UP = ("Hi", "Hello", "Hey", "Please help", "Quick question", "Can you help me", "Help")
 LEADS = {1: ("It is",), 2: ("First it is", "Then it is"), 3: ("First it is", "Then it is", "At the end it is")}
 

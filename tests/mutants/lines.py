@@ -629,6 +629,13 @@ BREAKS = (
         TOOLS + "the_template_is_told_the_tools_and_the_calls_before",
     ),
     Break(
+        "the_calculator_is_not_shown_to_the_model",
+        "server/api/openai.py",
+        'variables["tools"] = list(tools)',
+        "pass",
+        "e2e_cpu/test_calculator.py::test_a_call_that_nothing_forces_leads_to_the_right_answer",
+    ),
+    Break(
         "thoughts_are_part_of_the_answer",
         "server/api/reasoning.py",
         "self._pieces.append(Reasoning(thought))",

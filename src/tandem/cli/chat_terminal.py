@@ -29,10 +29,9 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 MAX_HISTORY_BYTES = 1 << 20
 # Of the kinds that the bundled model has learned, which a test has it answer.
 EXAMPLES = (
-    "A ferry carries 245 people. At the first stop 38 get off and 17 get on. At the next stop 56 get off. "
-    "How many people are on the ferry now?",
+    "Tom has 3 apples and buys 4 more. How many?",
     "Emma brought 381 tickets to the fair, and Bella brought 90 fewer. How many tickets did they bring in all?",
-    "Calculate 9 * 13 + 48.",
+    "Calculate 9 * 13 + 48. Answer as JSON.",
 )
 PATHS = {
     "remote": "its prompt was computed by a prefill server",
@@ -105,7 +104,7 @@ class Terminal:
         if self._history_trouble:
             _say(f"questions are forgotten at the end: {self._history_trouble}")
         if self._conversation.model == BUNDLED:
-            _say("A very small model that has learned word problems. Three that it solves:")
+            _say("A very small model that has learned word problems, for example:")
             for example in EXAMPLES:
                 print(f"  {example}")
 

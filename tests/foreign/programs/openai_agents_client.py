@@ -1,47 +1,56 @@
-"""openai-agents: a loop that calls a calculator, as far as a model goes that was not trained to: the call is forced."""
+"""openai-agents: a loop that calls a calculator of its own accord and solves held-out problems with what it says."""
 
+import ast
 import asyncio
+import json
 import operator
-from typing import Annotated, Literal
+from pathlib import Path
 
-from _shared import BASE, KEY, MODEL, shown
+from _shared import BASE, KEY, MODEL, MODEL_DIR, shown
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
-from pydantic import Field
 
 set_tracing_disabled(True)
+PROBLEMS, STREAMED = 20, 5
 calls: list[str] = []
-DOES = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-Operand = Annotated[int, Field(ge=0, le=99)]
+SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 @function_tool
-def calculator(a: Operand, op: Literal["+", "-", "*"], b: Operand) -> str:
-    """Computes one step."""
-    calls.append(f"{a} {op} {b}")
-    return str(DOES[op](a, b))
+def calculator(expression: str) -> str:
+    """Evaluates an arithmetic expression."""
+    calls.append(expression)
+    return f"{value(ast.parse(expression, mode='eval').body):g}"
+
+
+def value(node: ast.expr) -> float:
+    if isinstance(node, ast.BinOp):
+        return SIGNS[type(node.op)](value(node.left), value(node.right))
+    assert isinstance(node, ast.Constant), ast.dump(node)
+    return node.value
 
 
 async def main() -> None:
     client = AsyncOpenAI(base_url=f"{BASE}/v1", api_key=KEY)
     agent = Agent(
-        name="calculator",
+        name="solver",
         instructions="Use the calculator.",
         model=OpenAIChatCompletionsModel(model=MODEL, openai_client=client),
         tools=[calculator],
-        model_settings=ModelSettings(tool_choice="required", temperature=0, max_tokens=160),
+        model_settings=ModelSettings(temperature=0, max_tokens=160),
     )
-    for question in ("Calculate 3 + 4.", "Calculate 12 * 7.", "Tom has 3 apples and buys 4 more. How many?"):
-        result = await Runner.run(agent, question, max_turns=4)
-        assert result.final_output, "the loop ended without an answer"
+    lines = Path(MODEL_DIR, "heldout.jsonl").read_text().splitlines()
+    for index, problem in enumerate(map(json.loads, lines[:PROBLEMS])):
+        result = await Runner.run(agent, problem["question"], max_turns=4)
         kinds = [item.type for item in result.new_items]
-        assert kinds[:2] == ["tool_call_item", "tool_call_output_item"], kinds
-        assert kinds[-1] == "message_output_item", kinds
-        streamed = Runner.run_streamed(agent, question, max_turns=4)
-        async for _ in streamed.stream_events():
-            pass
-        assert streamed.final_output == result.final_output
+        assert kinds == ["tool_call_item", "tool_call_output_item", "message_output_item"], (problem, kinds)
+        assert result.final_output == f"#### {problem['answer']}", (problem, result.final_output, calls[-1])
+        if index < STREAMED:
+            streamed = Runner.run_streamed(agent, problem["question"], max_turns=4)
+            async for _ in streamed.stream_events():
+                pass
+            assert streamed.final_output == result.final_output
 
 
 asyncio.run(main())
-shown(f"3 loops, whole and streamed, with {len(calls)} calls of a calculator, each forced, and the answer behind them")
+shown(f"{PROBLEMS} held-out problems solved, {STREAMED} streamed too, with {len(calls)} calls that nothing forced")

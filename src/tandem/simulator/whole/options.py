@@ -36,6 +36,7 @@ DECODER, ENCODER = "decoder", "encoder"
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
+FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,8 @@ def draw_options(seed: int) -> Options:
     tier = {} if vectors else _draw_tier(seed, flags)
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
+    if formed:
+        flags["max_total_tokens"] = max(FORMED_TOKENS, flags["max_total_tokens"])
     has_faults = random.random() < 0.8
     kinds = tuple(kind for kind in FAULT_KINDS if random.random() < 0.4) if has_faults else ()
     return Options(
