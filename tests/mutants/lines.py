@@ -55,6 +55,8 @@ KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
 TOGETHER = "ranks/test_dp_attention.py::test_"
 TIER = "unit/test_core_host_tier.py::test_"
+STORAGE = "unit/test_core_storage.py::test_"
+FILES = "unit/test_page_files.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
 QUANTIZED = "e2e_cpu/test_quantized_checkpoints.py::test_"
@@ -1375,6 +1377,49 @@ OTHERS = (
         "    stop_if_late(node, progress)\n",
         "    pass\n",
         TIER + "a_load_that_takes_too_long_is_not_waited_for",
+    ),
+    # sglang#27028: `release_aborted_request`; #34568: what is there is what every worker has
+    Break(
+        "who_ends_goes_on_fetching",
+        "core/scheduler/state.py",
+        "    node.storage.release(progress.id)",
+        "    del progress",
+        STORAGE + "who_ends_meanwhile_asks_for_no_more",
+    ),
+    Break(
+        "storage_has_what_one_worker_finds",
+        "core/kv/storage_tier.py",
+        "return min(self.answers.values(), default=0)",
+        "return max(self.answers.values(), default=0)",
+        STORAGE + "all_workers_have_the_same_prefix",
+    ),
+    Break(
+        "nobody_waits_for_storage",
+        "core/scheduler/admission.py",
+        "        if awaits_storage(node, progress):",
+        "        if False:",
+        STORAGE + "who_waits_says_so_is_passed_over_and_computes_in_time",
+    ),
+    Break(
+        "storage_is_waited_for_without_end",
+        "core/scheduler/prefetch.py",
+        "    if not is_over(node, node.storage.until(progress.id)):",
+        "    if True:",
+        STORAGE + "who_waits_says_so_is_passed_over_and_computes_in_time",
+    ),
+    Break(
+        "a_file_is_whatever_page_is_wanted",
+        "page_files.py",
+        "if head != self.head(page_hash) or len(page) != self.page_bytes:",
+        "if len(page) != self.page_bytes:",
+        FILES + "a_page_of_another_hash_is_none",
+    ),
+    Break(
+        "page_hashes_are_keyed_anew_although_pages_are_stored",
+        "server/api/facts.py",
+        "    if config.hicache_storage_dir is None:",
+        "    if True:",
+        "e2e_cpu/test_storage_tier.py::test_a_conversation_is_a_hit_after_the_server_was_killed",
     ),
     Break(
         "selective_copies_at_once",
