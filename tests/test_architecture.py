@@ -100,6 +100,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("page_storage", "leaf"),
     ("membership", "leaf"),
     ("ranks", "leaf"),
+    ("several_hosts", "leaf"),
     ("logtext", "leaf"),
     ("kv_events_config", "leaf"),
     ("storage_config", "leaf"),

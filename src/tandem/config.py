@@ -6,17 +6,18 @@ SGLang's where it has them.
 
 import os
 from dataclasses import dataclass, fields
-from ipaddress import ip_address, ip_network
+from ipaddress import ip_network
 from itertools import pairwise
 from math import inf
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
-from tandem import kv_events_config, otlp, storage_config
+from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
 from tandem.core.values import MAX_SHARDS
 from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
+from tandem.several_hosts import is_loopback
 
 MOST_THREADS = 1024
 MOST_RUNNING = 1 << 16  # tables of that many rows are made at start
@@ -72,6 +73,15 @@ class ServerConfig(DoorConfig):
         "the --dp-size ranks step together: each attends to its own requests, all compute the MLPs and experts of all, "
         "of which each has a part; needs --tp-size equal to --dp-size",
     )
+    nnodes: int = flag(1, "hosts that the workers of this server are spread over, in order of their ranks")
+    node_rank: int = flag(0, "which of them this is; 0 has the API, and all others do as it says")
+    dist_init_addr: str | None = flag(
+        None,
+        "where node rank 0 listens for the other hosts, the same on all of them",
+        metavar="HOST:PORT",
+        aliases=("--nccl-init-addr",),
+    )
+    dist_timeout: float = flag(300.0, "seconds until all hosts are there, and that one looks for node rank 0")
     load_balance_method: str = flag(
         "auto",
         "how a request finds its replica, unless it says routed_dp_rank; auto: a prefill server goes by the room, "
@@ -183,8 +193,8 @@ class ServerConfig(DoorConfig):
     disaggregation_bootstrap_port: int = flag(8998, "where the prefill's bootstrap server listens; 0 picks a free port")
     cluster_secret_file: str | None = flag(
         None,
-        "prefill and decode: the secret that all servers of a cluster prove to each other; not readable by everybody "
-        "(default: one of this user on this machine, made at first use)",
+        "prefill, decode and --nnodes: the secret that all servers and hosts prove to each other; not readable by "
+        "everybody (default: one of this user on this machine, made at first use)",
         metavar="PATH",
     )
     disaggregation_allow: tuple[str, ...] = flag(
@@ -253,6 +263,11 @@ class ServerConfig(DoorConfig):
     def num_workers(self) -> int:
         """Processes that compute, in all replicas."""
         return self.replica_tp_size * self.pp_size * self.dp_size
+
+    @property
+    def num_workers_here(self) -> int:
+        """Of them, those that share the machine of this host."""
+        return max(1, self.num_workers // self.nnodes)
 
     @property
     def replica_tp_size(self) -> int:
@@ -435,14 +450,6 @@ def keeps_prefixes(config: ServerConfig) -> bool:
     return not config.disable_radix_cache and config.disaggregation_decode_enable_radix_cache is not False
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach who listens there. Other names are not looked up: they count as reachable."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _changes_delayer(config: ServerConfig) -> bool:
     defaults = {f.name: f.default for f in fields(ServerConfig) if f.name.startswith("prefill_delayer_")}
     return any(getattr(config, name) != default for name, default in defaults.items())
@@ -455,7 +462,7 @@ def are_bounds(values: tuple[float, ...]) -> bool:
 
 def violations(config: ServerConfig) -> list[str]:
     """All rules that this configuration breaks, reported together."""
-    return [rule.reason for rule in RULES if rule.broken(config)]
+    return [rule.reason for rule in RULES if rule.broken(config)] + several_hosts.complaints(config)
 
 
 def optimistic_wishes(config: ServerConfig) -> set[str]:

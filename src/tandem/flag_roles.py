@@ -37,7 +37,6 @@ ROLES: dict[str, Only] = {
     "--disaggregation-bootstrap-port": PAIRED,
     "--disaggregation-allow": PAIRED,
     "--disaggregation-transfer-backend": PAIRED,
-    "--cluster-secret-file": PAIRED,
     "--enable-fault-injection": Only((PREFILL, DECODE), "the test hooks concern pairs"),
     "--enable-mixed-chunk": DECODES,
     "--num-reserved-decode-tokens": DECODES,
@@ -88,6 +87,12 @@ NEEDS: tuple[Need, ...] = (
         for name in GENERATES
     ),
     Need("--disaggregation-dp-rank-conflict", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
+    Need(
+        "--cluster-secret-file",
+        lambda c: c.role != "unified" or c.nnodes > 1,
+        "is for prefill and decode servers, and for servers on several hosts: others have no peers",
+    ),
+    Need("--dist-timeout", lambda c: c.nnodes > 1, "is for servers on several hosts: give --nnodes"),
     Need("--load-balance-method", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need(
         "--disaggregation-park-max-tokens",

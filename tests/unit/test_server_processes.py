@@ -18,6 +18,7 @@ from tandem.core.values import Incarnation, Room
 from tandem.server import wire
 from tandem.server.api.bootstrap import monotonic_now
 from tandem.server.api.process import ApiProcess
+from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.node import process as node_process
 from tandem.server.processes import (
     Children,
@@ -86,7 +87,7 @@ def test_a_prefill_registers_with_its_own_bootstrap_server_and_announces_the_ran
 
     async def story() -> dict[Room, int]:
         children = Children(None, (), (), None)  # type: ignore[arg-type]  # none are asked
-        process = ApiProcess(config, Replicas(lambda _: children, 1), listeners)
+        process = ApiProcess(config, Replicas(lambda *_: children, 1), listeners, lambda _: NoOtherHosts())
         info = PrefillInfo(dp_size=1)
         replica = wire.ReplicaInfo(Incarnation("p", "1"), "prefill", "abc", {}, "127.0.0.1", 5, (), prefill=info)
         process._receive(0, wire.NodeReady(replica, num_pages=1, page_bytes=1))

@@ -6,7 +6,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("host", "port", "api_key", "api_key_file", "served_model_name", "dtype", "context_length"),
         *("max_running_requests", "mem_fraction_static", "tp_size", "disaggregation_mode", "policy"),
     ),
-    "several workers": ("pp_size", "dp_size", "enable_dp_attention", "load_balance_method"),
+    "several workers": (
+        *("pp_size", "dp_size", "enable_dp_attention", "load_balance_method"),
+        *("nnodes", "node_rank", "dist_init_addr", "dist_timeout"),
+    ),
     "prefill and decode servers": (
         *("disaggregation_bootstrap_port", "cluster_secret_file", "disaggregation_allow"),
         *("disaggregation_transfer_backend", "disaggregation_decode_enable_radix_cache"),

@@ -16,11 +16,12 @@ from tandem.engine.generation_config import read_sampling_defaults
 from tandem.engine.model_config import ModelConfig, ModelError, read_config, read_json
 from tandem.flag_roles import without_effect, without_effect_on_encoders
 from tandem.sampling import SamplingDefaults
-from tandem.server import logs
+from tandem.server import keys, logs
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.validation import Task
 from tandem.server.exposure import open_to_others
-from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners
+from tandem.server.hosts.follower import follow
+from tandem.server.processes import STOP_SIGNALS, ServerFailure, bind_listeners, cluster_secret
 from tandem.server.start import serve, with_ports
 
 logger = logging.getLogger("tandem.serve")
@@ -43,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if model.sampling_defaults != SamplingDefaults():
         logger.info("for requests that do not say, generation_config.json does: %s", model.sampling_defaults)
     try:
+        if config.node_rank > 0:
+            follow_leader(config, model_dir)
+            return 0
         listeners = bind_listeners(config)
         for warning in (open_to_others(config), more_workers_than_cores(config)):
             if warning is not None:
@@ -54,6 +58,16 @@ def run(args: argparse.Namespace) -> int:
     except ServerFailure as failure:
         raise CommandFailed(str(failure)) from failure
     return 0
+
+
+def follow_leader(config: ServerConfig, model_dir: Path) -> None:
+    """As one of several hosts. Raises ServerFailure."""
+    secret = cluster_secret(config)
+    assert secret is not None, "a server on several hosts has one"
+    keys.forget_environment()  # which the workers inherit
+    if (warning := more_workers_than_cores(config)) is not None:
+        logger.warning(warning)
+    follow(config, model_dir, secret)
 
 
 def end_at_once(number: int, _frame: object) -> None:
@@ -68,11 +82,13 @@ def end_at_once(number: int, _frame: object) -> None:
 def more_workers_than_cores(config: ServerConfig) -> str | None:
     """The sentence for the log, if there is reason for one."""
     num_cores = len(os.sched_getaffinity(0))
-    if config.num_workers <= num_cores:
+    if config.num_workers_here <= num_cores:
         return None
     sizes = f"--tp-size {config.replica_tp_size} x --pp-size {config.pp_size} x --dp-size {config.dp_size}"
+    if config.nnodes > 1:
+        sizes += f" / --nnodes {config.nnodes}"
     return (
-        f"{config.num_workers} workers ({sizes}) share {num_cores} cores: "
+        f"{config.num_workers_here} workers ({sizes}) share {num_cores} cores: "
         "they wait for each other and are slower than fewer"
     )
 

@@ -21,6 +21,10 @@ OURS = {
     "--fd": "the router's socket is opened here",
     "--disaggregation-mode": "--prefill and --decode say how many there are of each",
     "--disaggregation-bootstrap-port": "it is drawn",
+    **dict.fromkeys(
+        ("--nnodes", "--node-rank", "--dist-init-addr", "--nccl-init-addr"),
+        "all of them run on this machine; start `tandem serve` on each host",
+    ),
     "--prefill": "the router learns it from here",
     "--decode": "the router learns it from here",
 }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # it is documented
+from torch.distributed import ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
 from tandem.engine.closed_doors import close_doors
 from tandem.engine.parallel import OneShard, Shard, WorkerGone
@@ -141,12 +141,14 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)
 
 
-def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | None) -> None:
+def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | None, own: str = "") -> None:
     """This worker to all `size` of its group. `listener_fd`: of the socket that listens at host:port, on the first.
 
+    own: the address at which this worker listens for the others, where they are on several hosts; else on loopback.
     Raises OSError or RuntimeError when they do not come.
     """
     os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
+    backend = gloo_at(own) if own else "gloo"
     is_master = listener_fd is not None
     store = TCPStore(
         host,
@@ -157,7 +159,21 @@ def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | 
         wait_for_workers=False,
         master_listen_fd=listener_fd,
     )
-    dist.init_process_group("gloo", store=store, rank=number, world_size=size, timeout=timedelta(days=SILENCE_DAYS))
+    dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timedelta(days=SILENCE_DAYS))
+
+
+def gloo_at(address: str) -> str:
+    """The name of a backend that is gloo, listening at this address whatever interface has it."""
+
+    def make(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]  # pyright: ignore[reportPrivateUsage]
+        options._timeout = timeout  # pyright: ignore[reportPrivateUsage]
+        return ProcessGroupGloo(store, rank, size, options)
+
+    name = "gloo_at"
+    dist.Backend.register_backend(name, make, devices=["cpu"])
+    return name
 
 
 def least(number: int) -> int:
@@ -171,12 +187,12 @@ def least(number: int) -> int:
 class Peers:
     """What a worker needs of the others of its replica."""
 
-    def __init__(self, rank: Rank, *, host: str, port: int, listener_fd: int | None) -> None:
-        """Returns when all are there. `listener_fd`: of the socket that listens at host:port, on the first worker.
+    def __init__(self, rank: Rank, *, host: str, port: int, listener_fd: int | None, own: str = "") -> None:
+        """Returns when all are there. `listener_fd` and `own`: see `connect`.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
-        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd)
+        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd, own=own)
         self._rank = rank
         self.pipeline = ProcessPipeline(rank)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()

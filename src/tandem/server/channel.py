@@ -10,7 +10,7 @@ Three ends over the same bytes, one per kind of process:
 Memory is bounded: a frame has a largest size, and what waits for a slow reader has one too. Beyond that a channel
 raises `ChannelFull`; its owner then refuses work or gives the neighbour up, whatever fits.
 
-Between servers the same frames are sealed: `node/session.py`.
+Between servers, and between a node and a worker on another host, the same frames are sealed: `node/session.py`.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar  # Any: a union type as a value, which 
 import msgspec
 
 from tandem.server.frames import HEAD_BYTES, MalformedFrame, Splitter, decoded
+from tandem.server.node.session import TAG_BYTES, Seal, opened
 from tandem.server.wire import MAX_FRAME_BYTES
 
 Incoming = TypeVar("Incoming")
@@ -43,17 +44,25 @@ class MessageTooLong(Exception):
     """Longer than the other end takes in one piece."""
 
 
-class Frames(Generic[Incoming]):
-    """Bytes in, messages out."""
+class ChannelKeys(msgspec.Struct, frozen=True):
+    """Of one end of a channel that leaves this machine."""
 
-    def __init__(self, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+    sealing: bytes
+    opening: bytes
+
+
+class Frames(Generic[Incoming]):
+    """Bytes in, messages out. `key`: of frames that are sealed."""
+
+    def __init__(self, incoming: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES, key: bytes = b"") -> None:
         self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._splitter = Splitter(max_frame_bytes)
+        self._opening = Seal(key) if key else None
+        self._splitter = Splitter(max_frame_bytes + (TAG_BYTES if key else 0))
 
     def feed(self, data: bytes) -> Iterator[Incoming]:
         """Messages that are complete with `data`; a cut one waits for the next call. Raises MalformedFrame."""
         for body in self._splitter.feed(data):
-            yield decoded(self._decoder, body)
+            yield decoded(self._decoder, body if self._opening is None else opened(self._opening, body))
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -66,6 +75,14 @@ def append_frame(buffer: bytearray, message: msgspec.Struct) -> None:
     _encoder.encode_into(message, buffer, start + HEAD_BYTES)
     size = len(buffer) - start - HEAD_BYTES
     buffer[start : start + HEAD_BYTES] = size.to_bytes(HEAD_BYTES)
+
+
+def append_sealed(buffer: bytearray, message: msgspec.Struct, sealing: Seal | None) -> None:
+    """As `append_frame`, and sealed where `sealing` says how."""
+    if sealing is None:
+        append_frame(buffer, message)
+    else:
+        buffer += sealing.frame(_encoder.encode(message))
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -102,10 +119,19 @@ def write_some(sock: socket.socket, pending: bytearray) -> None:
 class PolledChannel(Generic[Incoming]):
     """The end of one thread that waits for many sockets with `selectors`. Owns `sock`."""
 
-    def __init__(self, sock: socket.socket, incoming: Any, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        incoming: Any,
+        *,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
+        keys: ChannelKeys | None = None,
+    ) -> None:
+        """keys: where the other end is on another host"""
         sock.setblocking(False)
         self.sock = sock
-        self._frames: Frames[Incoming] = Frames(incoming)
+        self._frames: Frames[Incoming] = Frames(incoming, key=b"" if keys is None else keys.opening)
+        self._sealing = None if keys is None else Seal(keys.sealing)
         self._max_pending_bytes = max_pending_bytes
         self._pending = bytearray()
 
@@ -122,7 +148,7 @@ class PolledChannel(Generic[Incoming]):
         """Buffer; `flush` writes. Raises ChannelFull when the other end does not keep up."""
         if len(self._pending) > self._max_pending_bytes:
             raise ChannelFull(f"{len(self._pending)} bytes wait for a reader that does not read")
-        append_frame(self._pending, message)
+        append_sealed(self._pending, message, self._sealing)
 
     def flush(self) -> None:
         """Write what the kernel takes without waiting. Raises ChannelClosed."""
@@ -211,10 +237,12 @@ async def open_channel(
 class BlockingChannel(Generic[Incoming]):
     """The end of plain threads: one may `receive`, all may `send`. Owns `sock`."""
 
-    def __init__(self, sock: socket.socket, incoming: Any) -> None:
+    def __init__(self, sock: socket.socket, incoming: Any, *, keys: ChannelKeys | None = None) -> None:
+        """keys: where the other end is on another host"""
         sock.setblocking(True)
         self._sock = sock
-        self._frames: Frames[Incoming] = Frames(incoming)
+        self._frames: Frames[Incoming] = Frames(incoming, key=b"" if keys is None else keys.opening)
+        self._sealing = None if keys is None else Seal(keys.sealing)
         self._sending = threading.Lock()
 
     def receive(self) -> list[Incoming]:
@@ -231,9 +259,10 @@ class BlockingChannel(Generic[Incoming]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Return when the kernel has all of it: a reader that is slow slows the sender. Raises ChannelClosed."""
-        data = frame(message)
+        data = bytearray()
         try:
-            with self._sending:
+            with self._sending:  # sealed frames are numbered in the order in which they are sent
+                append_sealed(data, message, self._sealing)
                 self._sock.sendall(data)
         except OSError as error:
             raise ChannelClosed(str(error)) from error

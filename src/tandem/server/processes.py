@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,14 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, structs
 
+from tandem import several_hosts
 from tandem.config import ENGINES, ServerConfig, environment_number
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.values import Incarnation
 from tandem.engine import determinism
 from tandem.membership import ClusterSecret, SecretError, read_secret, user_secret
 from tandem.ranks import Rank, all_ranks
+from tandem.server.channel import ChannelKeys
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: its terminal is closed
@@ -40,6 +42,7 @@ EXIT_WITH_OTHERS = 3  # of a node or worker that ends because another process is
 GROUP_HOST = "127.0.0.1"  # the workers of a replica are on one machine
 
 ChildName = Literal["node", "worker"]
+NO_CHANNELS: Mapping[int, tuple[socket.socket, ChannelKeys]] = {}
 
 
 class Launch(Struct, frozen=True):
@@ -56,6 +59,9 @@ class Launch(Struct, frozen=True):
     rank: Rank = Rank()  # of a worker, in its replica
     group_host: str = ""  # where the workers of a replica meet, or with DP attention those of all, if there are several
     group_port: int = 0
+    group_own: str = ""  # the address of this host there, for workers of several; else they talk on loopback
+    node_keys: ChannelKeys | None = None  # of a worker whose node is on another host
+    worker_keys: dict[int, ChannelKeys] = {}  # of a node whose workers are: by their shards
 
     @property
     def topology(self) -> DpTopology:
@@ -73,14 +79,32 @@ class ServerFailure(Exception):
     """The server cannot start or go on. One line for the user: cause and remedy."""
 
 
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What a replica that starts has on other hosts, and what was agreed with them. Owns its sockets."""
+
+    incarnation: Incarnation
+    channels: Mapping[int, tuple[socket.socket, ChannelKeys]]  # to its workers there, by their shards
+    group: tuple[str, int] | None = None  # where its workers meet, if they are on several hosts
+    group_own: str = ""
+    meeting: socket.socket | None = None  # which listens there, for the first worker if that is here
+
+    def close(self) -> None:
+        for channel, _ in self.channels.values():
+            channel.close()
+        if self.meeting is not None:
+            self.meeting.close()
+
+
 @dataclass(slots=True)
 class Children:
-    """The node and the workers, as this process holds them."""
+    """The node and the workers of one replica, as this process holds them: those on this host."""
 
     node: subprocess.Popen[bytes]
     workers: tuple[subprocess.Popen[bytes], ...]  # in order of their shards
     ranks: tuple[Rank, ...]  # of the workers
     channel: socket.socket  # to the node
+    obituary: str = ""  # of a worker on another host, as that host tells it
 
     @property
     def all(self) -> tuple[subprocess.Popen[bytes], ...]:
@@ -127,10 +151,15 @@ class Children:
     def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
         named = [(rank.name, child) for rank, child in zip(self.ranks, self.workers, strict=True)]
-        for name, child in (*named, ("node", self.node)):
-            if (code := child.poll()) not in (None, 0, EXIT_WITH_OTHERS):
-                return f"the {name} process {describe_exit(code)}"
-        return ""
+        return exit_reason([*named, ("node", self.node)]) or self.obituary
+
+
+def exit_reason(named: Sequence[tuple[str, "subprocess.Popen[bytes]"]]) -> str:
+    """Who of these died of what, as far as the exit status tells; empty if nobody did."""
+    for name, child in named:
+        if (code := child.poll()) not in (None, 0, EXIT_WITH_OTHERS):
+            return f"the {name} process {describe_exit(code)}"
+    return ""
 
 
 def describe_exit(code: int) -> str:
@@ -141,51 +170,59 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def start_children(launch: Launch, meeting: socket.socket | None = None) -> Children:
+def start_children(
+    launch: Launch,
+    meeting: socket.socket | None = None,
+    channels: Mapping[int, tuple[socket.socket, ChannelKeys]] = NO_CHANNELS,
+) -> Children:
     """Call from the main thread: children die with the *thread* that started them.
 
     meeting: for the first worker, of a group that `launch` names already.
+    channels: to the workers that run on other hosts, by their shards
     """
     ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
-    environment = worker_environment(
-        launch.cpu_threads,
-        deterministic=launch.config.deterministic,
-        owns_cores=owns_cores(launch.config, launch.cpu_threads),
-    )
+    here = [rank for rank in ranks if rank.shard not in channels]
+    environment = environment_of_workers(launch)
     started: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as ours:  # ends that the children have now
         api_end, node_api_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         kept = ours.enter_context(contextlib.ExitStack())  # the one end that stays, once all of them run
         kept.enter_context(api_end)
         ours.enter_context(node_api_end)
-        pairs: list[tuple[socket.socket, socket.socket]] = []
-        for _ in ranks:
-            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM))
-            for end in pairs[-1]:
+        pairs: dict[int, tuple[socket.socket, socket.socket]] = {}
+        for rank in here:
+            pairs[rank.shard] = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            for end in pairs[rank.shard]:
                 ours.enter_context(end)
-        if len(ranks) > 1:
+        if len(ranks) > 1 and not launch.group_host:
             meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0)))
             launch = meeting_at(launch, meeting)
         try:
-            for rank, (_, worker_end) in zip(ranks, pairs, strict=True):
-                ends = [worker_end, meeting] if meeting is not None and rank.shard == 0 else [worker_end]
-                started.append(_start("worker_process", ends, structs.replace(launch, rank=rank), environment))
-            node_ends = [node_api_end, *(node_end for node_end, _ in pairs)]
-            node = _start("node.process", node_ends, launch, dict(os.environ))
+            for rank in here:
+                ends = worker_ends(rank, pairs[rank.shard][1], meeting)
+                started.append(start_child("worker_process", ends, structs.replace(launch, rank=rank), environment))
+            node_ends = [channels[r.shard][0] if r.shard in channels else pairs[r.shard][0] for r in ranks]
+            keys = {shard: keys for shard, (_, keys) in channels.items()}
+            node_launch = structs.replace(launch, worker_keys=keys)
+            node = start_child("node.process", [node_api_end, *node_ends], node_launch, dict(os.environ))
         except OSError:
             for worker in started:
                 worker.kill()
                 worker.wait()
             raise
         kept.pop_all()
-    return Children(node, tuple(started), tuple(ranks), api_end)
+    return Children(node, tuple(started), tuple(here), api_end)
+
+
+def worker_ends(rank: Rank, channel: socket.socket, meeting: socket.socket | None) -> list[socket.socket]:
+    return [channel, meeting] if meeting is not None and rank.shard == 0 else [channel]
 
 
 def meeting_at(launch: Launch, meeting: socket.socket) -> Launch:
     return structs.replace(launch, group_host=GROUP_HOST, group_port=meeting.getsockname()[1])
 
 
-def _start(
+def start_child(
     module: str, ends: list[socket.socket], launch: Launch, environment: dict[str, str]
 ) -> "subprocess.Popen[bytes]":
     fds = [end.fileno() for end in ends]
@@ -205,6 +242,14 @@ def _start(
     except BrokenPipeError:
         pass  # it died at once; its exit code will say so
     return child
+
+
+def environment_of_workers(launch: Launch) -> dict[str, str]:
+    return worker_environment(
+        launch.cpu_threads,
+        deterministic=launch.config.deterministic,
+        owns_cores=owns_cores(launch.config, launch.cpu_threads),
+    )
 
 
 _libc = ctypes.CDLL(None)  # loaded here: between fork and exec little is allowed
@@ -236,7 +281,7 @@ def worker_environment(cpu_threads: int, *, deterministic: bool, owns_cores: boo
 
 def owns_cores(config: ServerConfig, cpu_threads: int) -> bool:
     """Whether there is a core for every thread of all the engines that are known of."""
-    threads = cpu_threads * config.num_workers * int(environment_number(ENGINES))
+    threads = cpu_threads * config.num_workers_here * int(environment_number(ENGINES))
     return threads <= len(os.sched_getaffinity(0))
 
 
@@ -245,7 +290,7 @@ def engine_threads(config: ServerConfig) -> int:
     `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    return max(1, len(os.sched_getaffinity(0)) // (config.num_workers * int(environment_number(ENGINES))))
+    return max(1, len(os.sched_getaffinity(0)) // (config.num_workers_here * int(environment_number(ENGINES))))
 
 
 def process_name(launch: Launch, name: str) -> str:
@@ -267,6 +312,7 @@ class Listeners:
 
     http: socket.socket
     bootstrap: socket.socket | None
+    hosts: socket.socket | None = None  # where the other hosts of this server find it
 
     @property
     def http_port(self) -> int:
@@ -284,31 +330,41 @@ class Listeners:
         return f"[{host}]:{self.http_port}" if ":" in host else f"{host}:{self.http_port}"
 
     def close(self) -> None:
-        self.http.close()
-        if self.bootstrap is not None:
-            self.bootstrap.close()
+        for listener in (self.http, self.bootstrap, self.hosts):
+            if listener is not None:
+                listener.close()
 
 
 def bind_listeners(config: ServerConfig) -> Listeners:
     """Raises ServerFailure."""
-    http = _bind(config.host, config.port, flag="--port")
-    if config.role != "prefill":
-        return Listeners(http, None)
+    found = Listeners(_bind(config.host, config.port, flag="--port"), None)
     try:
-        return Listeners(
-            http, _bind(config.host, config.disaggregation_bootstrap_port, flag="--disaggregation-bootstrap-port")
-        )
+        if config.role == "prefill":
+            port = config.disaggregation_bootstrap_port
+            found.bootstrap = _bind(config.host, port, flag="--disaggregation-bootstrap-port")
+        if config.dist_init_addr is not None:
+            found.hosts = _bind(*meeting_place(config), flag="--dist-init-addr", host_flag="--dist-init-addr")
     except ServerFailure:
-        http.close()
+        found.close()
         raise
+    return found
 
 
-def _bind(host: str, port: int, *, flag: str) -> socket.socket:
+def meeting_place(config: ServerConfig) -> tuple[str, int]:
+    """Where the hosts of this server meet."""
+    found = None if config.dist_init_addr is None else several_hosts.address(config.dist_init_addr)
+    assert found is not None, "violations() has refused it"
+    return found
+
+
+def _bind(host: str, port: int, *, flag: str, host_flag: str = "--host") -> socket.socket:
     """Listens from here on: whoever connects early waits for us, whoever wants the same port fails."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
-        raise ServerFailure(f"--host {host} is no address of this machine ({error.strerror}); use 127.0.0.1") from error
+        raise ServerFailure(
+            f"{host_flag} {host} is no address of this machine ({error.strerror}); use 127.0.0.1"
+        ) from error
     try:
         listener = socket.create_server(
             (host, port) if family == socket.AF_INET else address[:2], family=family, backlog=2048
@@ -317,7 +373,7 @@ def _bind(host: str, port: int, *, flag: str) -> socket.socket:
         remedy = (
             f"use another {flag}, or 0 for a free one"
             if error.errno == errno.EADDRINUSE
-            else f"check --host and {flag}"
+            else f"check {' and '.join(dict.fromkeys((host_flag, flag)))}"
         )
         cause = os.strerror(error.errno) if error.errno else str(error)
         raise ServerFailure(f"cannot listen on {host} port {port} ({cause}); {remedy}") from error
@@ -329,7 +385,7 @@ def _bind(host: str, port: int, *, flag: str) -> socket.socket:
 
 def cluster_secret(config: ServerConfig) -> ClusterSecret | None:
     """What this server proves to its peers, and asks of them; None for one without peers. Raises ServerFailure."""
-    if config.role == "unified":
+    if config.role == "unified" and config.nnodes == 1:
         return None
     try:
         if config.cluster_secret_file is not None:
@@ -348,40 +404,52 @@ def new_incarnation(listeners: Listeners, dp_rank: int = 0) -> Incarnation:
 class Replicas:
     """The replicas of this server, one for each DP rank. Each start of one is another life, with its own identity."""
 
-    def __init__(self, start: Callable[[int], Children], dp_size: int) -> None:
-        """Starts all of them; `start` gets a DP rank. Call from the main thread, as `start_children`."""
+    def __init__(self, start: Callable[[int, Elsewhere | None], Children], dp_size: int) -> None:
+        """Starts so many of them; `start` gets a DP rank. Call from the main thread, as `start_children`."""
         self._start = start
-        self.children: list[Children] = []
+        self.children: dict[int, Children] = {}  # by DP rank
         try:
             for dp_rank in range(dp_size):
-                self.children.append(start(dp_rank))
+                self.restart(dp_rank)
         except OSError:
             self.kill()
             raise
 
-    def __len__(self) -> int:
-        return len(self.children)
+    def restart(self, dp_rank: int, elsewhere: Elsewhere | None = None) -> None:
+        """End this replica, whatever is left of it, and start it anew. Call from the main thread.
 
-    def restart(self, dp_rank: int) -> None:
-        """End this replica, whatever is left of it, and start it anew. Call from the main thread."""
-        self.children[dp_rank].kill()
-        self.children[dp_rank] = self._start(dp_rank)
+        elsewhere: of a server on several hosts. Its sockets belong to the children then.
+        """
+        self.end(dp_rank)
+        self.children[dp_rank] = self._start(dp_rank, elsewhere)
+
+    def end(self, dp_rank: int) -> None:
+        """What is left of this replica on this host."""
+        if dp_rank in self.children:
+            self.children[dp_rank].kill()
 
     def kill(self) -> None:
         """End them all now and collect them. Safe to call at any time."""
-        for children in self.children:
+        for children in self.children.values():
             children.kill()
 
     async def wait(self, timeout_s: float) -> None:
         """Give all of them time to end by themselves, then kill them."""
-        await asyncio.gather(*(children.wait(timeout_s) for children in self.children))
+        await asyncio.gather(*(children.wait(timeout_s) for children in self.children.values()))
 
 
 def start_replicas(launch: Launch, listeners: Listeners) -> Replicas:
-    """With DP attention their workers are one group: none of them is ever started anew."""
+    """With DP attention their workers are one group: none of them is ever started anew.
 
-    def start(dp_rank: int) -> Children:
-        own = structs.replace(launch, dp_rank=dp_rank, incarnation=new_incarnation(listeners, dp_rank))
+    On several hosts none is started yet: the other hosts have to come first.
+    """
+
+    def start(dp_rank: int, elsewhere: Elsewhere | None) -> Children:
+        own = structs.replace(launch, dp_rank=dp_rank)
+        if elsewhere is not None:
+            with contextlib.closing(elsewhere):
+                return start_children(spread(own, elsewhere), elsewhere.meeting, elsewhere.channels)
+        own = structs.replace(own, incarnation=new_incarnation(listeners, dp_rank))
         if meeting is None:
             return start_children(own)
         return start_children(meeting_at(own, meeting), meeting if dp_rank == 0 else None)
@@ -390,4 +458,13 @@ def start_replicas(launch: Launch, listeners: Listeners) -> Replicas:
         meeting = None
         if launch.config.enable_dp_attention:
             meeting = ours.enter_context(socket.create_server((GROUP_HOST, 0)))
-        return Replicas(start, launch.config.dp_size)
+        return Replicas(start, launch.config.dp_size if launch.config.nnodes == 1 else 0)
+
+
+def spread(launch: Launch, elsewhere: Elsewhere) -> Launch:
+    """Of a replica that has workers on other hosts, or may have."""
+    launch = structs.replace(launch, incarnation=elsewhere.incarnation)
+    if elsewhere.group is None:
+        return launch
+    host, port = elsewhere.group
+    return structs.replace(launch, group_host=host, group_port=port, group_own=elsewhere.group_own)

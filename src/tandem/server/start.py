@@ -3,13 +3,19 @@
 import dataclasses
 import importlib
 import os
+from functools import partial
+from pathlib import Path
 
 from tandem.config import ServerConfig
+from tandem.membership import ClusterSecret
 from tandem.server import keys
 from tandem.server.api.facts import ModelFacts
+from tandem.server.hosts.fields import fields_of
+from tandem.server.hosts.leader import Hooks, Leader, NoOtherHosts, OtherHosts
 from tandem.server.processes import (
     Launch,
     Listeners,
+    ServerFailure,
     cluster_secret,
     engine_threads,
     new_incarnation,
@@ -25,7 +31,9 @@ def with_ports(config: ServerConfig, listeners: Listeners) -> ServerConfig:
 
 def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None:
     """Until a signal comes. Raises ServerFailure."""
-    secret = cluster_secret(config)
+    members = cluster_secret(config)
+    make_hosts = partial(other_hosts, config, listeners, model, members)
+    secret = None if config.role == "unified" else members  # what is for peers
     keys.forget_environment()  # which the children inherit
     launch = Launch(
         config=dataclasses.replace(config, api_key=None, admin_api_key=None),  # clients speak to this process only
@@ -40,6 +48,20 @@ def serve(config: ServerConfig, listeners: Listeners, model: ModelFacts) -> None
     try:
         # Why not at the top: a second of imports during which the children already load the model.
         api_process = importlib.import_module("tandem.server.api.process")
-        api_process.run_api(config, replicas, listeners, model, secret)
+        api_process.run_api(config, replicas, listeners, model, secret, make_hosts)
     finally:
         replicas.kill()
+
+
+def other_hosts(
+    config: ServerConfig, listeners: Listeners, model: ModelFacts, secret: ClusterSecret | None, hooks: Hooks
+) -> OtherHosts:
+    """Raises ServerFailure."""
+    if listeners.hosts is None or secret is None:
+        return NoOtherHosts()
+    try:
+        fields = fields_of(config, Path(model.model_path))
+    except OSError as error:
+        raise ServerFailure(f"cannot read the model: {error}") from error
+    incarnations = partial(new_incarnation, listeners)
+    return Leader(config, listeners.hosts, secret, fields, new_incarnation=incarnations, hooks=hooks)

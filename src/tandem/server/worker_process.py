@@ -83,9 +83,9 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     """Pages of the KV pool. Raises ServerFailure when there is no room for one request, or less memory than asked for.
 
     Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
-    The workers of a server share the machine's memory evenly.
+    The workers of a server on one host share the machine's memory evenly.
     """
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers_here
     fitting = pages_for_memory(model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_size)
@@ -95,7 +95,8 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
                 f"GiB that are there beside the weights; at most {fitting * config.page_size} tokens fit"
             )
     else:
-        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static) // config.num_workers
+        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
+        budget_bytes //= config.num_workers_here
         budgeted = pages_for_memory(
             model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
         )
@@ -324,7 +325,7 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
             return Place(OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.Peers(launch.rank, **at)
+        peers = process_group.Peers(launch.rank, own=launch.group_own, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
     return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep)
@@ -425,7 +426,7 @@ def host_tier_pages(config: ServerConfig, loaded: Loaded) -> int:
     page_bytes = loaded.engine.kv.page_bytes
     by_size = int(config.hicache_size * 1e9) // page_bytes
     num_pages = by_size if config.hicache_size else int(loaded.num_pages * config.hicache_ratio)
-    left_bytes = machine_memory.total_bytes("cpu") // config.num_workers - loaded.num_pages * page_bytes
+    left_bytes = machine_memory.total_bytes("cpu") // config.num_workers_here - loaded.num_pages * page_bytes
     if not 0 < num_pages * page_bytes <= left_bytes:
         raise ServerFailure(
             f"host memory for {num_pages} pages of {page_bytes} bytes is not there, or too little to be of use; "
@@ -511,7 +512,9 @@ def main(load: Load = load_engine) -> int:
     name = launch.rank.name
     logs.set_up(launch.config.log_format, process=process_name(launch, name))
     channel_fd, *listener_fd = map(int, sys.argv[1:])
-    channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(socket.socket(fileno=channel_fd), wire.NodeToWorker)
+    channel: BlockingChannel[wire.NodeToWorker] = BlockingChannel(
+        socket.socket(fileno=channel_fd), wire.NodeToWorker, keys=launch.node_keys
+    )
     try:
         start(launch, channel, listener_fd[0] if listener_fd else None, load)
     except ChannelClosed:

@@ -11,7 +11,8 @@ this process hangs
                 its loop's watchdog ends it, and the kernel the children (`loop_watchdog.py`)
 a child dies    every live request of its rank ends with `worker_lost`. The only rank: exit 1 with one line that says
                 why. One of several: the others serve, it is started anew, unless they step together (DP attention):
-                then it takes all of them with it
+                then it takes all of them with it. On several hosts the only one is started anew, too, when all
+                its hosts are there
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,16 +48,17 @@ from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.client import NodeClient
 from tandem.server.api.cluster_auth import WriteGuard
 from tandem.server.api.connections import Bounds, api_bounds, raise_fd_limit
-from tandem.server.api.errors import Problem, Refusal
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.gathering import Gathering
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.loop_watchdog import LoopWatchdog, end_process
+from tandem.server.api.node_link import NodeLink
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.watchdog import Watchdog
-from tandem.server.channel import AsyncChannel, ChannelClosed, ChannelFull, MessageTooLong, open_channel
+from tandem.server.channel import open_channel
 from tandem.server.fault_records import OFF, folder_of
+from tandem.server.hosts.leader import Hooks, HostLost, OtherHosts
 from tandem.server.node.settings import delayer_settings
 from tandem.server.processes import (
     STOP_SIGNALS,
@@ -76,28 +78,9 @@ READY_POLL_S = 0.05
 RECORD_S = 2.0  # for a node that hangs, to write what it did last
 OBITUARY_S = 1.0  # until the kernel has told how a child ended
 
+MakeHosts = Callable[[Hooks], OtherHosts]
+
 logger = logging.getLogger("tandem.api")
-
-
-class NodeLink:
-    """The way to the node, for `NodeClient`."""
-
-    def __init__(self) -> None:
-        self.channel: AsyncChannel[wire.NodeToApi] | None = None
-
-    def send(self, message: wire.ApiToNode) -> None:
-        assert self.channel is not None
-        try:
-            if isinstance(message, wire.SubmitAll):
-                self.channel.send(message, max_bytes=wire.MAX_SUBMIT_BYTES)
-            else:
-                self.channel.send_always(message)
-        except ChannelClosed:
-            pass  # whoever waits learns it from the end of the channel
-        except ChannelFull as error:
-            raise Refusal(Cause.QUEUE_FULL, str(error)) from None
-        except MessageTooLong as error:
-            raise Refusal(Problem.BODY_TOO_LARGE, f"all samples together make {error}") from None
 
 
 class QuietServer(BoundedServer):
@@ -120,9 +103,11 @@ class Restart:
 class ApiProcess:
     """One life of one server, from the start of its children to their end."""
 
-    def __init__(self, config: ServerConfig, replicas: Replicas, listeners: Listeners) -> None:
+    def __init__(self, config: ServerConfig, replicas: Replicas, listeners: Listeners, make_hosts: MakeHosts) -> None:
         self._config = config
         self._replicas = replicas
+        self._hosts = make_hosts(Hooks(self._lose_elsewhere, self._drain))
+        self._farewell = ""  # what the server ends for
         self._listeners = listeners
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
@@ -163,7 +148,7 @@ class ApiProcess:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 loop.add_signal_handler(number, self._signalled)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        for dp_rank in range(len(self._replicas)):
+        for dp_rank in self._replicas.children:
             await self._meet(dp_rank)
         try:
             tokenizer = load_tokenizer(model)
@@ -176,11 +161,12 @@ class ApiProcess:
                 self._config, self._client, model, tokenizer, digest_secret=digest_secret, tracing=self._tracing
             )
             self._open(app, self._listeners.http, self._bounds())
+            await self._wait_for(self._bring_all(), self._stop.wait())
             await self._wait_for(self._ready.wait(), self._stop.wait())
             if self._ready.is_set():
                 gc.collect()
                 gc.freeze()  # what is here now stays; the collector need not look at it again
-                for dp_rank in range(len(self._replicas)):
+                for dp_rank in self._replicas.children:
                     self._watch(dp_rank)
                 self._loop_watchdog.start()
                 say(ready_line(self._config, self._listeners))
@@ -204,10 +190,24 @@ class ApiProcess:
         for wait in waits:
             wait.cancel()
         if self._loss.done():
-            reason = await self._cause_of_loss()
+            reason = self._farewell = await self._cause_of_loss()
             self._client.lose(reason)
             self._client.last_steps.write(f"the server ends: {reason}")
             raise ServerFailure(reason)
+
+    async def _bring_all(self) -> None:
+        """Start what waits for other hosts; on one host it has been started."""
+        self._hosts.open()
+        for dp_rank in range(self._config.dp_size):
+            if dp_rank in self._replicas.children:
+                continue
+            try:
+                elsewhere = await self._hosts.bring(dp_rank, timeout_s=self._config.dist_timeout)
+                self._replicas.restart(dp_rank, elsewhere)
+            except (HostLost, OSError) as error:
+                self._end_with(dp_rank, str(error))
+                break
+            await self._meet(dp_rank)
 
     async def _meet(self, dp_rank: int) -> None:
         """Open the channel to the node of this rank, which has just been started."""
@@ -232,7 +232,7 @@ class ApiProcess:
         while True:
             found = self._last_words | {
                 dp_rank: children.exit_reason()
-                for dp_rank, children in enumerate(self._replicas.children)
+                for dp_rank, children in self._replicas.children.items()
                 if children.was_killed or loop.time() >= deadline
             }
             for dp_rank, reason in found.items():
@@ -244,12 +244,14 @@ class ApiProcess:
 
     async def _reason(self, dp_rank: int, said: str) -> str:
         """What was said last, or else what the kernel knows."""
+        if said:
+            return said
         loop = asyncio.get_running_loop()
         children = self._replicas.children[dp_rank]
         deadline = loop.time() + OBITUARY_S
-        while not said and not children.exit_reason() and loop.time() < deadline:
+        while not children.exit_reason() and loop.time() < deadline:
             await asyncio.sleep(0.01)
-        return said or children.exit_reason() or "a process of this server ended without a word; see its log"
+        return children.exit_reason() or "a process of this server ended without a word; see its log"
 
     async def _end(self) -> None:
         self._loop_watchdog.stop()
@@ -266,8 +268,8 @@ class ApiProcess:
             link.send(wire.Shutdown())
         await self._replicas.wait(EXIT_GRACE_S if self._ready.is_set() else 0)
         for link in self._links:
-            if link.channel is not None:
-                link.channel.close()
+            link.close()
+        await self._hosts.close(self._farewell)
         self._tracing.close()
 
     def _bounds(self) -> Bounds:
@@ -369,7 +371,8 @@ class ApiProcess:
             return  # it has been replaced already, or ends as it was told to
         if reason:
             self._last_words.setdefault(dp_rank, reason)
-        if len(self._replicas) == 1 or self._steps_together or not self._ready.is_set():
+        ends_alone = self._config.dp_size == 1 and self._config.nnodes == 1
+        if ends_alone or self._steps_together or not self._ready.is_set():
             self._end_with(dp_rank, reason)
         elif dp_rank not in self._restarts or self._restarts[dp_rank].is_loading:
             before = self._restarts.get(dp_rank)
@@ -379,6 +382,13 @@ class ApiProcess:
             task = asyncio.get_running_loop().create_task(self._restart(dp_rank, reason, attempt))
             task.add_done_callback(partial(self._task_ended, "restart of a replica"))
             self._restarts[dp_rank] = Restart(task, attempt)
+
+    def _lose_elsewhere(self, dp_rank: int, reason: str) -> None:
+        """On another host. One that lost its worker before this replica was started is noticed by who starts it."""
+        children = self._replicas.children.get(dp_rank)
+        if children is not None:
+            children.obituary = children.obituary or reason
+            self._lose(dp_rank, reason, children)
 
     async def _restart(self, dp_rank: int, said: str, attempt: int) -> None:
         """End what is left of the replica, and start it anew unless the server is about to end."""
@@ -390,9 +400,7 @@ class ApiProcess:
             watching.cancel()
         logger.warning("DP rank %d is lost: %s", dp_rank, reason)
         self._client.last_steps.write(f"DP rank {dp_rank} is lost")
-        link = self._links[dp_rank]
-        if link.channel is not None:
-            link.channel.close()
+        self._links[dp_rank].close()
         if not await self._start_anew(dp_rank, attempt):
             return
         self._restarts[dp_rank].is_loading = True
@@ -410,10 +418,12 @@ class ApiProcess:
             await self._replicas.children[dp_rank].node_ends(RECORD_S)
             if self._stop.is_set():
                 break
+            self._replicas.end(dp_rank)
             try:
-                self._replicas.restart(dp_rank)
+                elsewhere = await self._hosts.bring(dp_rank, timeout_s=None)
+                self._replicas.restart(dp_rank, elsewhere)
                 return True
-            except OSError as error:
+            except (HostLost, OSError) as error:
                 logger.warning("DP rank %d cannot be started yet: %s", dp_rank, error)
         return False
 
@@ -428,7 +438,10 @@ class ApiProcess:
             logger.warning("second signal: ending at once")
             self._replicas.kill()
             os._exit(1)
-        logger.info("draining: at most %g s, a second signal ends it at once", self._config.drain_timeout)
+        self._drain("a second signal ends it at once")
+
+    def _drain(self, note: str) -> None:
+        logger.info("draining: at most %g s, %s", self._config.drain_timeout, note)
         self._stop.set()
 
 
@@ -456,12 +469,17 @@ def load_tokenizer(model: ModelFacts) -> Tokenizer:
 
 
 def run_api(
-    config: ServerConfig, replicas: Replicas, listeners: Listeners, model: ModelFacts, secret: ClusterSecret | None
+    config: ServerConfig,
+    replicas: Replicas,
+    listeners: Listeners,
+    model: ModelFacts,
+    secret: ClusterSecret | None,
+    make_hosts: MakeHosts,
 ) -> None:
     """Serve until a signal comes. Raises ServerFailure. Nothing is left running afterwards."""
 
     async def run() -> None:
-        await ApiProcess(config, replicas, listeners).run(model, secret)
+        await ApiProcess(config, replicas, listeners, make_hosts).run(model, secret)
 
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until `run` hears them: half an event loop cannot end well
     try:

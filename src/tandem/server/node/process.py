@@ -107,7 +107,8 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNo
     poller = Poller()
     api: PolledChannel[wire.ApiToNode] = PolledChannel(socket.socket(fileno=api_fd), wire.ApiToNode)
     workers: list[PolledChannel[wire.WorkerToNode]] = [
-        PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode) for fd in worker_fds
+        PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode, keys=launch.worker_keys.get(shard))
+        for shard, fd in enumerate(worker_fds)
     ]
     ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
     failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
