@@ -53,6 +53,8 @@ TRACED = "e2e_cpu/test_traces.py::test_"
 KV_LAW = "laws/test_kv_events_laws.py::test_replaying_the_events_gives_what_the_tree_holds_after_every_step"
 KV_SERVED = "e2e_cpu/test_kv_events.py::test_"
 KV_SENT = "unit/test_kv_publisher.py::test_"
+HOSTS = "unit/test_hosts.py::test_"
+NNODES = "ranks/test_nnodes.py::test_"
 TOGETHER = "ranks/test_dp_attention.py::test_"
 TIER = "unit/test_core_host_tier.py::test_"
 STORAGE = "unit/test_core_storage.py::test_"
@@ -734,6 +736,48 @@ OTHERS = (
         "e2e_cpu/test_router_resume.py::test_streams_go_on_with_another_decode_when_theirs_is_killed",
     ),
     Break(
+        "a_host_with_other_flags_joins",
+        "server/hosts/agreement.py",
+        "        if ours != theirs:",
+        "        if not ours:",
+        HOSTS + "the_field_that_differs_is_named",
+    ),
+    Break(
+        "two_hosts_have_one_node_rank",
+        "server/hosts/agreement.py",
+        "if join.node_rank in self.there:",
+        "if join.node_rank < 0:",
+        HOSTS + "a_host_that_fits_is_welcome_once_and_again_when_it_is_gone",
+    ),
+    Break(
+        "plans_for_workers_elsewhere_travel_in_clear",
+        "server/channel.py",
+        "        append_sealed(self._pending, message, self._sealing)",
+        "        append_sealed(self._pending, message, None)",
+        HOSTS + "a_worker_elsewhere_and_its_node_speak_as_on_one_machine",
+    ),
+    Break(
+        "workers_are_dealt_out_in_turns",
+        "several_hosts.py",
+        "return worker // (num_workers // nnodes)",
+        "return worker % nnodes",
+        HOSTS + "workers_are_spread_evenly_in_order",
+    ),
+    Break(
+        "a_host_that_is_lost_ends_nothing",
+        "server/hosts/leader.py",
+        "            if node_rank in self._ranks_by_host(dp_rank):",
+        "            if node_rank == 0:",
+        NNODES + "a_group_over_two_hosts_dies_together_and_lives_again_when_all_are_there",
+    ),
+    Break(
+        "hosts_end_well_whatever_the_server_ended_for",
+        "server/hosts/follower.py",
+        "            raise ServerFailure(reason)",
+        "            pass",
+        NNODES + "a_worker_that_dies_while_it_loads_ends_the_start_on_all_hosts",
+    ),
+    Break(
         "rooms_are_numbers_that_browsers_round",
         "core/scheduler/inspect.py",
         '            "room": None if progress.request.room is None else str(progress.request.room),',
@@ -771,8 +815,8 @@ OTHERS = (
     Break(
         "rank_that_steps_with_others_is_started_anew",
         "server/api/process.py",
-        "if len(self._replicas) == 1 or self._steps_together or not",
-        "if len(self._replicas) == 1 or not",
+        "if ends_alone or self._steps_together or not",
+        "if ends_alone or not",
         TOGETHER + "a_rank_that_is_killed_takes_all_of_them_with_it",
     ),
     Break(

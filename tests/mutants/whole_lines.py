@@ -309,8 +309,8 @@ NODE = (
     WholeBreak(
         "two_threads_write_at_once",
         "server/channel.py",
-        "            with self._sending:\n                self._sock.sendall(data)\n",
-        "            self._sock.sendall(data)\n",
+        "            with self._sending:  # sealed frames are numbered in the order in which they are sent\n",
+        "            if data is not None:\n",
         "a lock that is not taken",
     ),
     WholeBreak(

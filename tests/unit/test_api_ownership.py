@@ -19,7 +19,7 @@ from tandem.server import wire
 from tandem.server.api import app, bounds, openai
 from tandem.server.api.client import NodeClient
 from tandem.server.api.errors import Refusal
-from tandem.server.api.process import NodeLink
+from tandem.server.api.node_link import NodeLink
 from tandem.server.channel import Frames, open_channel
 
 TOO_LARGE = 10**30

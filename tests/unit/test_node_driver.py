@@ -285,8 +285,14 @@ def test_the_engines_are_ready_when_the_last_one_is_and_their_pages_are_one() ->
     assert (engines.num_pages, engines.page_bytes, len(engines.shards)) == (7, 128, 2)
 
 
-@pytest.mark.parametrize("other", [ready("another"), ready(num_pages=8)])
-def test_workers_that_have_loaded_different_things_end_the_server(other: wire.EngineReady) -> None:
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (ready("another"), " (model)"),
+        (ready(num_pages=8), ""),
+    ],
+)
+def test_workers_that_have_loaded_different_things_end_the_server(other: wire.EngineReady, named: str) -> None:
     server = Server(FakeNode(), tp_size=2)
     server.workers[0].send(ready())
     eventually(lambda: not server.inbox.workers.engines and server.inbox.workers.num_ready == 1)
@@ -295,7 +301,7 @@ def test_workers_that_have_loaded_different_things_end_the_server(other: wire.En
     assert server.loss is not None
     assert (server.loss.who, server.loss.reason) == (
         "worker TP1 PP0",
-        "worker TP1 PP0 has loaded another model than the other workers",
+        f"worker TP1 PP0 has loaded another model than the other workers{named}",
     )
 
 

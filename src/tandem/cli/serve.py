@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     model_dir = find_model(config.model)
     model = read_facts(model_dir, config)
     config = for_task(config, model)
-    logs.set_up(config.log_format, process="api")
+    logs.set_up(config.log_format, process="api" if config.node_rank == 0 else f"host {config.node_rank}")
     if model.sampling_defaults != SamplingDefaults():
         logger.info("for requests that do not say, generation_config.json does: %s", model.sampling_defaults)
     try:

@@ -36,10 +36,6 @@ class HostConnection(Generic[Incoming]):
         """The address of this host by which the other end is reached."""
         return str(self.sock.getsockname()[0])
 
-    @property
-    def other_address(self) -> str:
-        return str(self.sock.getpeername()[0])
-
     async def meet(self) -> None:
         """Exchange hellos. Raises ChannelClosed, MalformedFrame."""
         await self._write(self._session.hello)

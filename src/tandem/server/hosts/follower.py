@@ -206,7 +206,7 @@ class Follower:
         with contextlib.suppress(ChannelClosed):
             while True:
                 await asyncio.sleep(POLL_S)
-                for workers in self._replicas.values():
+                for workers in list(self._replicas.values()):
                     if not workers.is_told and not workers.is_whole:
                         workers.is_told = True
                         reason = exit_reason(workers.named)

@@ -250,21 +250,22 @@ class Leader:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, _ = await loop.sock_accept(self._listener)
+                sock, address = await loop.sock_accept(self._listener)
             except OSError:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             if len(self._unproven) >= MAX_UNPROVEN:
                 next(iter(self._unproven)).cancel()
-            task = loop.create_task(self._meet(sock))
+            task = loop.create_task(self._meet(sock, str(address[0])))
             self._unproven[task] = None
             task.add_done_callback(self._forget)
+            await asyncio.sleep(0)  # so that who came before is heard, however many wait in the kernel
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._unproven.pop(task, None)
         self._proven.discard(task)
 
-    async def _meet(self, sock: socket.socket) -> None:
+    async def _meet(self, sock: socket.socket, address: str) -> None:
         connection: HostConnection[ToLeader] = HostConnection(sock, self._secret, ToLeader, is_dialler=False)
         try:
             async with asyncio.timeout(HANDSHAKE_S):
@@ -272,7 +273,7 @@ class Leader:
                 await connection.say(Here())
                 first = await connection.hear()
         except (ChannelClosed, MalformedFrame, TimeoutError) as error:
-            logger.warning("who came to %s is no host of this server: %s", self._config.dist_init_addr, error)
+            logger.warning("who came from %s is no host of this server: %s", address, error)
             connection.close()
             return
         except asyncio.CancelledError:
@@ -286,7 +287,7 @@ class Leader:
             self._take_worker(connection, first)
         elif isinstance(first, Join):
             try:
-                await self._host(connection, first)
+                await self._host(connection, first, address)
             finally:
                 connection.close()
         else:
@@ -299,9 +300,9 @@ class Leader:
         else:
             awaited.came.set_result(Channel(*connection.release(), said))
 
-    async def _host(self, connection: HostConnection[ToLeader], join: Join) -> None:
+    async def _host(self, connection: HostConnection[ToLeader], join: Join, address: str) -> None:
         """From its welcome to its loss."""
-        node_rank, address = join.node_rank, connection.other_address
+        node_rank = join.node_rank
         answer = self._roster.admit(join, address)
         with contextlib.suppress(ChannelClosed):  # the next line that hears notices
             await connection.say(answer)

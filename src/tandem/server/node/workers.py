@@ -143,4 +143,7 @@ class Workers:
         first = next(iter(self._ready.values()))
         sizes = [(one.layout, one.num_pages, one.host_pages) for one in (ready, first)]
         if sizes[0] != sizes[1]:
-            raise LocalPeerLost(rank.name, f"{rank.name} has loaded another model than the other workers")
+            fields = first.layout_fields
+            different = [name for name, value in ready.layout_fields.items() if fields.get(name) != value]
+            why = f" ({', '.join(different)})" if different else ""
+            raise LocalPeerLost(rank.name, f"{rank.name} has loaded another model than the other workers{why}")
