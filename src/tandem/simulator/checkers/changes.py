@@ -195,7 +195,7 @@ class QueueOrder:
                 self._check_order(life, waiting, admitted)
         if queue or waiting:
             self.waiting[life.incarnation] = list(queue)
-        is_idle = not state.inflight and not state.num_slots_used and not state.host.makes_room
+        is_idle = not state.inflight and not state.num_slots_used and not state.host.copies  # which pin pages
         waits = [one for one in queue if state.requests[one].blocked_on is not WaitingFor.STORAGE]
         if waits and is_idle and not state.queues[State.DRAINING]:
             raise Violation(self.id, f"{where(life)} has nothing to do, and {len(waits)} requests wait")
