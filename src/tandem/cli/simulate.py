@@ -122,7 +122,7 @@ def whole_results(first: int, num_seeds: int, args: argparse.Namespace) -> Itera
     if args.hunt_ns:
         over_at = time.monotonic() + args.hunt_ns / SECOND
         return run_each_until(first, lambda: time.monotonic() > over_at, world.run_seed)
-    return run_each(range(first, first + num_seeds), world.run_seed)
+    return run_each(range(first, first + num_seeds), world.run_seed, are_long=True)
 
 
 def rates_text(summary: Summary, seconds: float) -> str:

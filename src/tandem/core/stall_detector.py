@@ -75,9 +75,14 @@ class Liveness:
         self._node_ticks = 0
         self._worker_ticks = 0
         self._batch_ticks = 0
+        self.longest = self._find_longest()
 
     def tick(self, pulse: ProgressReport | None) -> None:
         """A tick has gone by; None: without an answer of the node."""
+        self._count(pulse)
+        self.longest = self._find_longest()
+
+    def _count(self, pulse: ProgressReport | None) -> None:
         if pulse is None:
             self._node_ticks += 1
             return
@@ -88,8 +93,7 @@ class Liveness:
         self._worker_ticks = self._worker_ticks + 1 if has_same_echoes else 0
         self._batch_ticks = self._batch_ticks + 1 if has_same_batch else 0
 
-    @property
-    def longest(self) -> Stall:
+    def _find_longest(self) -> Stall:
         ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
         launched = 0 if self._last is None else self._last.launched
         if ticks == self._node_ticks:

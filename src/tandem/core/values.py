@@ -90,3 +90,10 @@ class Address(Struct, frozen=True, order=True):
 
 def ceil_div(amount: int, unit: int) -> int:
     return -(-amount // unit)
+
+
+def earlier(one: Nanos | None, other: Nanos | None) -> Nanos | None:
+    """Of two times, of which each may never come."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

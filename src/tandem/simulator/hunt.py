@@ -80,14 +80,17 @@ def run_all(seeds: Sequence[int], until_ns: int | None = None, *, watches: bool 
     return run_each(seeds, partial(run_seed, until_ns=until_ns, watches=watches))
 
 
-def run_each(seeds: Sequence[int], run: RunSeed) -> Iterator[SeedResult]:
-    """In the order of the seeds, from as many processes as there are cores when that pays."""
-    num_processes = min(num_cores(), len(seeds) // WORTH_A_PROCESS + 1)
-    if num_processes == 1:
+def run_each(seeds: Sequence[int], run: RunSeed, *, are_long: bool = False) -> Iterator[SeedResult]:
+    """In the order of the seeds, from as many processes as there are cores when that pays.
+
+    are_long: each takes longer than it takes to start a process, as whole clusters do
+    """
+    num_processes = min(num_cores(), len(seeds) if are_long else len(seeds) // WORTH_A_PROCESS + 1)
+    if num_processes <= 1:
         yield from map(run, seeds)
         return
     with _workers(num_processes) as pool:
-        yield from pool.imap(run, seeds, chunksize=4)
+        yield from pool.imap(run, seeds, chunksize=1 if are_long else 4)
 
 
 def run_until(first_seed: int, is_over: Callable[[], bool], *, watches: bool = False) -> Iterator[SeedResult]:

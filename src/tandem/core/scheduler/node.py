@@ -80,7 +80,7 @@ from tandem.core.scheduler.state import (
     too_long,
 )
 from tandem.core.settings import NodeSettings
-from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId
+from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId, earlier
 
 NO_VECTOR = "no vector: what was computed of the prompt is not finite"
 NO_TOKEN = "no token can be sampled: logits are not finite, or a grammar has grown beyond its bounds"
@@ -107,8 +107,7 @@ class EngineNode:
             admit(node)
         forget_command(node)
         commands, node.out = tuple(node.out), []
-        wakes = (earliest_timer(node), prefill_gate(node.settings).opens_at(node))
-        return Effects(commands, min((wake for wake in wakes if wake is not None), default=None))
+        return Effects(commands, earlier(earliest_timer(node), prefill_gate(node.settings).opens_at(node)))
 
     def snapshot(self) -> bytes:
         return self.state.encode()

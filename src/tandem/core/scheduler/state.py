@@ -37,7 +37,15 @@ from tandem.core.kv.storage_tier import Act, Operation, StorageTier
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
-from tandem.core.scheduler.request_state import LIFECYCLE, SLOT_STATES, InflightBatch, Progress, State, Trigger
+from tandem.core.scheduler.request_state import (
+    LIFECYCLE,
+    SLOT_STATES,
+    InflightBatch,
+    Progress,
+    State,
+    Trigger,
+    has_ended,
+)
 from tandem.core.settings import NodeSettings, PrefillInfo
 from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageHash, RequestId, Room, ceil_div
 
@@ -163,7 +171,7 @@ class NodeState:
 
     @property
     def num_slots_used(self) -> int:
-        return sum(len(self.queues[state]) for state in SLOT_STATES)
+        return sum(map(len, map(self.queues.__getitem__, SLOT_STATES)))
 
     def live(self, state: State) -> list[Progress]:
         """The requests in one state, in order of entry."""
@@ -524,10 +532,13 @@ def record_closed_room(node: NodeState, room: Room, answer: LastWord) -> None:
 
 def next_timer(node: NodeState, progress: Progress) -> Nanos | None:
     """When this request wants attention although nothing happens."""
-    if progress.state in (State.DRAINING, State.DONE):
+    if has_ended(progress):
         return None
-    times = (progress.load_until, node.storage.until(progress.id), *side_timers(progress))
-    return min([progress.deadline, *(time for time in times if time is not None)])
+    when = progress.deadline
+    for time in (progress.load_until, node.storage.until(progress.id), *side_timers(progress)):
+        if time is not None and time < when:
+            when = time
+    return when
 
 
 def side_timers(progress: Progress) -> tuple[Nanos | None, ...]:
@@ -578,9 +589,9 @@ def earliest_timer(node: NodeState) -> Nanos | None:
     while node.timers:
         when, request = node.timers[0]
         progress = node.requests.get(request)
-        if progress is not None and progress.timer_at == when and next_timer(node, progress) is not None:
-            return when
         if progress is not None and progress.timer_at == when:
+            if not has_ended(progress):
+                return when
             progress.timer_at = None
         heapq.heappop(node.timers)
     return None

@@ -104,17 +104,21 @@ class WorkerRequest(Sequence):
     is_broken: bool = False  # a batch with it failed: what follows is garbage that the node has to drop
 
     @classmethod
-    def of(cls, request: RequestId, script: Script, root: bytes, *, page_size: int) -> "WorkerRequest":
-        prompt = script.prompt
-        links = prompt_links(root, prompt, page_size=page_size)
+    def of(cls, request: RequestId, script: Script, prompt_hash: bytes, *, page_size: int) -> "WorkerRequest":
         return cls(
             request=request,
-            prompt_len=len(prompt),
+            prompt_len=len(script.prompt),
             page_size=page_size,
-            tokens=array("i", prompt),
-            prompt_hash=links[-1] if links else root,
+            tokens=array("i", script.prompt),
+            prompt_hash=prompt_hash,
             script=script,
         )
+
+
+def last_link(root: bytes, prompt: tuple[int, ...], *, page_size: int) -> bytes:
+    """Of the last full page of a prompt; the root where it has none."""
+    links = prompt_links(root, prompt, page_size=page_size)
+    return links[-1] if links else root
 
 
 @dataclass(slots=True)
@@ -165,9 +169,9 @@ class Executor:
     def decode_set(self) -> list[RequestId]:
         return [member.request for member in self.tables.decode_set.members]
 
-    def add(self, request: RequestId, script: Script, root: bytes) -> None:
-        """What a real worker gets as `Payload`, before the node hears of the request."""
-        self.tables.add(WorkerRequest.of(request, script, root, page_size=self.page_size))
+    def add(self, request: RequestId, script: Script, prompt_hash: bytes) -> None:
+        """What a real worker gets as `Payload`, before the node hears of the request. prompt_hash: `last_link`"""
+        self.tables.add(WorkerRequest.of(request, script, prompt_hash, page_size=self.page_size))
 
     def forget(self, requests: tuple[RequestId, ...]) -> None:
         """In its turn between the batches, as on the one socket of a real worker."""
@@ -264,8 +268,9 @@ class Executor:
         writes = [(memory.write, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
+            page, slot = divmod(position, page_size)
             for write, weight in writes:
-                write(table[position // page_size], position % page_size, content * weight)
+                write(table[page], slot, content * weight)
             kv_sum = (kv_sum + content) & MASK
             if position in wanted:
                 said.append(told_of(kv_sum))

@@ -33,7 +33,19 @@ from tandem.core.commands import (
     Tell,
     WritePages,
 )
-from tandem.core.events import Event, ReadsDrained, TransferDrained, TransferFailed
+from tandem.core.events import (
+    DrainRequested,
+    Event,
+    FlushRequested,
+    HooksChanged,
+    PeerReturned,
+    ReadsDrained,
+    RequestArrived,
+    RequestRefused,
+    SnapshotsGathered,
+    TransferDrained,
+    TransferFailed,
+)
 from tandem.core.values import Nanos, PageId, RequestId
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.kv_reader import SimulatedGrant
@@ -82,6 +94,22 @@ from tandem.simulator.checkers.stream import OneEnd, Stream, Tokens
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 
 Look = Callable[[Life, Any], None]
+
+DRAINED = (ReadsDrained, TransferDrained)
+HEARD = frozenset(  # what a checker has something to see in; most steps are told nothing of it
+    {
+        DrainRequested,
+        FlushRequested,
+        HooksChanged,
+        PeerReturned,
+        ReadsDrained,
+        RequestArrived,
+        RequestRefused,
+        SnapshotsGathered,
+        TransferDrained,
+        TransferFailed,
+    }
+)
 
 
 @dataclass(slots=True)
@@ -217,9 +245,11 @@ class Checkers:
         self._see(life, events, commands)
 
     def _see(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
-        for event in events:
-            if isinstance(event, ReadsDrained | TransferDrained):
-                self.one_verdict.drained(life, event)
+        concerns_us = not HEARD.isdisjoint(map(type, events))
+        if concerns_us:
+            for event in events:
+                if isinstance(event, DRAINED):
+                    self.one_verdict.drained(life, event)
         num_launched = num_emitted = 0
         for command in commands:
             num_launched += isinstance(command, LaunchBatch)
@@ -228,6 +258,14 @@ class Checkers:
                 look(life, command)
         if num_emitted:
             self.stream.settled(life)
+        if concerns_us:
+            self._hear(life, events, commands)
+        self.vetoes.after_step(life)
+        self.delay_bound.after_step(life, events, num_launched)
+        self.announced.after_step(life)
+
+    def _hear(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
+        """What was told, when all that is wanted was seen. Of other types than `HEARD` nobody here takes notice."""
         for event in events:
             if isinstance(event, TransferFailed):
                 self.one_verdict.failed(life, event)
@@ -236,9 +274,6 @@ class Checkers:
         self.orders.after_step(life, events)
         self.returns.after_step(life, events, commands)
         self.vetoes.heard(life, events)
-        self.vetoes.after_step(life)
-        self.delay_bound.after_step(life, events, num_launched)
-        self.announced.after_step(life)
 
     def compare_with_twin(self, life: Life, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
         self.same_after_restore.compare(life, events, now, effects)

@@ -23,6 +23,8 @@ FROM_ELSEWHERE = frozenset(Cause) - {
     Cause.WORKER_LOST,
 }
 
+NO_CHILDREN = (0, 0, 0)  # on the device, in host memory, anywhere
+
 
 class TierPages:
     """A page that comes back from host memory is the one that its hash names, in a page that waits for it; every page
@@ -86,18 +88,26 @@ def disorder(tree: PrefixTree, host: HostTier, storage: StorageTier) -> str:
         return f"{len(storing)} pages of host memory are being filled, {pool.counts[PageState.OWNED]} are owned"
     if any(pool.states[page] != PageState.CACHED for page in copies):
         return "a node's copy is no copy"
-    on_device = Counter(node.parent for node in tree.nodes.values() if node.page != NOWHERE)
-    in_host = Counter(node.parent for node in tree.nodes.values() if node.host != NOWHERE)
-    anywhere = Counter(node.parent for node in tree.nodes.values())
+    on_device = Counter([node.parent for node in tree.nodes.values() if node.page != NOWHERE])
+    in_host = Counter([node.parent for node in tree.nodes.values() if node.host != NOWHERE])
+    anywhere = Counter([node.parent for node in tree.nodes.values()])
+    num_landed = 0
     for page_hash, node in tree.nodes.items():
-        if node.is_landed and not tree.is_landed(node.parent):
-            return f"page {node.page} is on the device without the one before it"
-        counted = (node.num_children, node.num_host_children, node.num_nodes_below)
-        if counted != (on_device[page_hash], in_host[page_hash], anywhere[page_hash]):
+        if node.is_landed:
+            num_landed += 1
+            if not tree.is_landed(node.parent):
+                return f"page {node.page} is on the device without the one before it"
+        below = node.num_nodes_below
+        counted = (node.num_children, node.num_host_children, below)
+        # A leaf, as most nodes are, is in no tally: three look-ups are one.
+        found = (
+            (on_device[page_hash], in_host[page_hash], anywhere[page_hash]) if page_hash in anywhere else NO_CHILDREN
+        )
+        if counted != found:
             return f"a node counts {counted} children on the device, in host memory, anywhere"
-        if node.page == NOWHERE and node.host == NOWHERE and not node.num_nodes_below and not node.pins:
+        if not below and node.page == NOWHERE and node.host == NOWHERE and not node.pins:
             return "a node is nowhere, and nothing is below it"
-    if tree.num_landed != sum(node.is_landed for node in tree.nodes.values()):
+    if tree.num_landed != num_landed:
         return f"{tree.num_landed} nodes are not what has landed"
     return ""
 

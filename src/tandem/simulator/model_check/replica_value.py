@@ -21,7 +21,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
-from tandem.simulator.actors.executor import Executor, WorkerRequest
+from tandem.simulator.actors.executor import Executor, WorkerRequest, last_link
 from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
@@ -195,7 +195,8 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
     executor.last_iteration = value.last_iteration
     for kept in value.requests:
         script = cast.script(kept.request, is_rendered_anew=kept.is_rendered_anew)
-        sequence = WorkerRequest.of(kept.request, script, cast.root, page_size=executor.page_size)
+        prompt_hash = last_link(cast.root, script.prompt, page_size=executor.page_size)
+        sequence = WorkerRequest.of(kept.request, script, prompt_hash, page_size=executor.page_size)
         sequence.tokens = array("i", kept.tokens)
         sequence.chain, sequence.num_reported = list(kept.chain), kept.num_reported
         sequence.pages, sequence.is_broken = list(kept.pages), kept.is_broken

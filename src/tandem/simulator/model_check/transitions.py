@@ -28,10 +28,10 @@ from tandem.core.events import (
 )
 from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
-from tandem.simulator.actors.executor import digest
+from tandem.simulator.actors.executor import digest, last_link
 from tandem.simulator.model_check.reader import SHARD
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
-from tandem.simulator.oracle import Violation
+from tandem.simulator.oracle import Script, Violation
 from tandem.transfer.jobs import Trouble
 from tandem.transfer.lender import Grant
 from tandem.transfer.protocol import Status
@@ -40,7 +40,7 @@ from tandem.transfer.protocol import Status
 def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
     draft.to_come.remove(request)
     draft.halves[request] = SmallHalf(request)
-    draft.executor.add(request, draft.cast.scripts[request], draft.cast.root)
+    _give_prompt(draft, request, draft.cast.scripts[request])
     return (RequestArrived(draft.cast.requests[request]),)
 
 
@@ -49,8 +49,13 @@ def _rendered(draft: Draft, request: RequestId) -> tuple[Event, ...]:
     draft.to_render.remove(request)
     rendered, script = draft.cast.rendered[request]
     draft.halves[request] = msgspec.structs.replace(draft.halves[request], is_rendered_anew=True)
-    draft.executor.add(request, script, draft.cast.root)
+    _give_prompt(draft, request, script)
     return (PromptRendered(rendered),)
+
+
+def _give_prompt(draft: Draft, request: RequestId, script: Script) -> None:
+    prompt_hash = last_link(draft.cast.root, script.prompt, page_size=draft.executor.page_size)
+    draft.executor.add(request, script, prompt_hash)
 
 
 def _never_comes(draft: Draft, request: RequestId) -> None:
