@@ -15,10 +15,11 @@ A worker keeps more of a request than this (sampling parameters, a script of wha
 from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from tandem.core.batch import BatchPlan, Row
+from tandem.core.kv_parts import share
 from tandem.core.values import PageHash, PageId, RequestId
 from tandem.pagehash import hash_of, page_link
 
@@ -88,6 +89,30 @@ class Span(Generic[S]):
     stop: int
     samples: bool
     pools: bool = False
+
+
+def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | None:
+    """The tokens of these spans, in order, in as many equal runs as there are ranks: each rank's, as spans.
+
+    None where there is nothing to share out: one rank, or fewer tokens than ranks. Who has the last token of a span has
+    what it ends with.
+    """
+    total = sum(span.stop - span.start for span in spans)
+    if num_ranks == 1 or total < num_ranks:
+        return None
+    parts: list[list[Span[S]]] = [[] for _ in range(num_ranks)]
+    runs = [share(total, rank, num_ranks) for rank in range(num_ranks)]
+    first = 0
+    for span in spans:
+        last = first + span.stop - span.start
+        for part, run in zip(parts, runs, strict=True):
+            start, stop = max(first, run.start) - first + span.start, min(last, run.stop) - first + span.start
+            if start < stop:
+                is_end = stop == span.stop
+                samples, pools = span.samples and is_end, span.pools and is_end
+                part.append(replace(span, start=start, stop=stop, samples=samples, pools=pools))
+        first = last
+    return parts
 
 
 class DecodeSet(Protocol[S]):

@@ -13,7 +13,7 @@ from typing import Any  # values of dataclass metadata, whose shape the standard
 
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
-from tandem.core.values import MAX_SHARDS
+from tandem.core.values import MAX_SHARDS, Cut
 from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
@@ -63,9 +63,16 @@ class ServerConfig(DoorConfig):
         "stages that the layers are spread over, --tp-size workers each (pipeline parallel)",
         aliases=("--pp", "--pipeline-parallel-size"),
     )
+    attn_cp_size: int = flag(
+        1,
+        "ranks that share out the tokens of each batch of prompts and all hold their KV, --tp-size x --pp-size workers "
+        "each (context parallel); not on decode servers",
+        aliases=("--attention-context-parallel-size",),
+    )
     dp_size: int = flag(
         1,
-        "replicas of the model behind this one address, --tp-size x --pp-size workers each (data parallel)",
+        "replicas of the model behind this one address, --tp-size x --pp-size x --attn-cp-size workers each "
+        "(data parallel)",
         aliases=("--dp", "--data-parallel-size"),
     )
     enable_dp_attention: bool = flag(
@@ -262,7 +269,12 @@ class ServerConfig(DoorConfig):
     @property
     def num_workers(self) -> int:
         """Processes that compute, in all replicas."""
-        return self.replica_tp_size * self.pp_size * self.dp_size
+        return self.cut.num_shards * self.dp_size
+
+    @property
+    def cut(self) -> Cut:
+        """Of one replica."""
+        return Cut(self.replica_tp_size, self.pp_size, self.attn_cp_size)
 
     @property
     def num_workers_here(self) -> int:
@@ -290,8 +302,17 @@ RULES: tuple[Rule, ...] = (
         "--port and --disaggregation-bootstrap-port take 0 to 65535",
     ),
     Rule(
-        lambda c: min(c.tp_size, c.pp_size) < 1 or c.tp_size * c.pp_size > MAX_SHARDS,
-        f"--tp-size and --pp-size must be at least 1, and their product at most {MAX_SHARDS}",
+        lambda c: min(c.tp_size, c.pp_size, c.attn_cp_size) < 1 or c.tp_size * c.pp_size * c.attn_cp_size > MAX_SHARDS,
+        f"--tp-size, --pp-size and --attn-cp-size must be at least 1, and their product at most {MAX_SHARDS}",
+    ),
+    Rule(
+        lambda c: c.attn_cp_size > 1 and c.disaggregation_mode == "decode",
+        "--attn-cp-size shares out the tokens of prompts, which a decode server does not compute: leave it out there",
+    ),
+    Rule(
+        lambda c: c.attn_cp_size > 1 and c.is_embedding,
+        "--attn-cp-size is for models that say tokens: leave it out of an embedding server (--is-embedding, or an "
+        "encoder)",
     ),
     Rule(lambda c: not 1 <= c.dp_size <= MAX_DP_SIZE, f"--dp-size must be at least 1 and at most {MAX_DP_SIZE}"),
     Rule(
@@ -299,16 +320,17 @@ RULES: tuple[Rule, ...] = (
         "--enable-dp-attention needs a --dp-size of 2 or more and the same --tp-size: one worker attends for each rank",
     ),
     Rule(
-        lambda c: c.enable_dp_attention and c.pp_size > 1,
-        "--enable-dp-attention cannot be combined with --pp-size: ranks step together through all layers",
+        lambda c: c.enable_dp_attention and c.pp_size * c.attn_cp_size > 1,
+        "--enable-dp-attention cannot be combined with --pp-size or --attn-cp-size: its ranks step together through "
+        "all layers, each with rows of its own",
     ),
     Rule(
         lambda c: c.load_balance_method == "follow_bootstrap_room" and c.disaggregation_mode == "null",
         "--load-balance-method follow_bootstrap_room is for prefill and decode servers: others see no room",
     ),
     Rule(
-        lambda c: c.deterministic and c.tp_size * c.pp_size > 1,
-        "--deterministic is measured for one worker only: leave --tp-size and --pp-size out",
+        lambda c: c.deterministic and c.tp_size * c.pp_size * c.attn_cp_size > 1,
+        "--deterministic is measured for one worker only: leave --tp-size, --pp-size and --attn-cp-size out",
     ),
     Rule(
         lambda c: c.deterministic and c.kv_cache_dtype != "auto",
@@ -326,7 +348,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.device != "cpu" and c.num_workers > 1,
-        "--tp-size, --pp-size and --dp-size need --device cpu: on other devices a server has one worker",
+        "--tp-size, --pp-size, --attn-cp-size and --dp-size need --device cpu: elsewhere a server has one worker",
     ),
     Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),

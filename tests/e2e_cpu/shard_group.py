@@ -43,6 +43,7 @@ class ThreadGroup:
     meeting: Meeting
     num_reduced: int = 0
     num_gathered: int = 0
+    num_exchanged: int = 0
 
     @property
     def mlp(self) -> "ThreadGroup":
@@ -65,11 +66,27 @@ class ThreadGroup:
         return self._exchange(part, lambda parts: torch.cat(parts, dim=-1))
 
     def _exchange(self, part: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        self.num_exchanged += 1
         self.meeting.parts[self.shard.rank] = part
         self.meeting.barrier.wait()
         combined = combine(list(self.meeting.parts))
         self.meeting.barrier.wait()  # all have read before somebody writes his next part
         return combined
+
+
+@dataclass
+class ThreadContext:
+    """The `ContextRanks` of one thread."""
+
+    group: ThreadGroup
+
+    @property
+    def shard(self) -> Shard:
+        return self.group.shard
+
+    def all_rows(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        assert len(own) == sizes[self.shard.rank]
+        return self.group._exchange(own, torch.cat)
 
 
 @dataclass
@@ -123,6 +140,7 @@ class ThreadPipeline:
 
     rank: Rank
     mailboxes: Mailboxes
+    context: ThreadContext
     num_received: int = 0  # batches whose tokens were taken
 
     @property
@@ -139,7 +157,7 @@ class ThreadPipeline:
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        self.mailboxes["hidden", self.rank.shard + self.rank.tp_size].put(hidden)
+        self.mailboxes["hidden", self.rank.shard + self.rank.tp_size * self.rank.cp_size].put(hidden)
 
     def send_tokens(self, tokens: np.ndarray) -> None:
         for shard in range(self.rank.num_shards):
@@ -154,22 +172,25 @@ class ThreadPipeline:
 
 
 def on_every_worker(
-    tp_size: int, pp_size: int, program: Callable[[ThreadGroup, ThreadPipeline], Result]
+    tp_size: int, pp_size: int, program: Callable[[ThreadGroup, ThreadPipeline], Result], *, cp_size: int = 1
 ) -> list[Result]:
     """What the program returns on each, in order of shards. Raises what the first of them raises."""
     mailboxes: Mailboxes = defaultdict(queue.Queue)
-    ranks = all_ranks(tp_size, pp_size)
+    ranks = all_ranks(tp_size, pp_size, cp_size)
     for rank in ranks:
         mailboxes["hidden", rank.shard], mailboxes["tokens", rank.shard] = queue.Queue(), queue.Queue()
-    meetings = [Meeting(tp_size) for _ in range(pp_size)]
+    shards = {(rank.pp_rank, rank.cp_rank): Meeting(tp_size) for rank in ranks}
+    contexts = {(rank.pp_rank, rank.tp_rank): Meeting(cp_size) for rank in ranks}
 
     def run(rank: Rank) -> Result:
-        meeting = meetings[rank.pp_rank]
+        meeting, context = shards[rank.pp_rank, rank.cp_rank], contexts[rank.pp_rank, rank.tp_rank]
         try:
             group = ThreadGroup(Shard(rank.tp_rank, tp_size), meeting)
-            return program(group, ThreadPipeline(rank, mailboxes))
+            others = ThreadContext(ThreadGroup(Shard(rank.cp_rank, cp_size), context))
+            return program(group, ThreadPipeline(rank, mailboxes, others))
         except BaseException:
             meeting.barrier.abort()
+            context.barrier.abort()
             raise
 
     with ThreadPoolExecutor(len(ranks)) as pool:

@@ -5,8 +5,10 @@ All workers are threads of one process.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any  # keyword arguments
 
 import pytest
+import torch
 from engine_world import EngineWorld, prompt_of
 from shard_group import ThreadGroup, ThreadPipeline, on_every_worker
 from tiny_models import (
@@ -21,6 +23,7 @@ from tiny_models import (
     make_qwen3,
     make_qwen3_moe,
 )
+from torch import Tensor
 
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.engine.engine import Engine
@@ -78,10 +81,10 @@ def told_by_one_with_scores(where: Path, prompt: list[int]) -> tuple[int, Story]
     return request, listener.story
 
 
-def told_by_one(where: Path) -> Told:
+def told_by_one(where: Path, **options: Any) -> Told:
     """Prompts in chunks, two of them in one batch, decoding beside prompts, a retraction, a request that is forgotten
     right after its token, and one that draws with penalties."""
-    world = EngineWorld(where, num_pages=NUM_PAGES)
+    world = EngineWorld(where, num_pages=NUM_PAGES, **options)
     listener = listening_to(world)
     first, second, third = world.add(prompt_of(50)), world.add(prompt_of(9)), world.add(prompt_of(33), **SAMPLING)
     world.run((first, 0, 20))
@@ -110,6 +113,12 @@ def engine_of(where: Path, group: ThreadGroup, pipeline: ThreadPipeline) -> Engi
 
 def run_story(where: Path, story: Story, group: ThreadGroup, pipeline: ThreadPipeline) -> list[BatchOutcome]:
     engine = engine_of(where, group, pipeline)
+    outcomes = outcomes_of(engine, story)
+    engine.close()
+    return outcomes
+
+
+def outcomes_of(engine: Engine, story: Story) -> list[BatchOutcome]:
     outcomes = []
     for item in story:
         match item:
@@ -119,7 +128,6 @@ def run_story(where: Path, story: Story, group: ThreadGroup, pipeline: ThreadPip
                 outcomes.append(engine.run(item))
             case _:
                 engine.forget(item)
-    engine.close()
     return outcomes
 
 
@@ -161,6 +169,43 @@ def test_workers_together_sample_once_what_one_engine_samples(
         else:
             assert {(o.tokens, o.flags, o.hashes, o.extras) for o in outcomes} == {(b"", b"", (), ())}
     assert [samples for samples, _ in workers].index(True) == tp_size * (pp_size - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3_moe"])
+def test_ranks_that_share_out_prompts_keep_the_bits_of_one_engine_and_all_hold_its_kv(
+    tmp_path: Path, family: str, size: int, dtype: str
+) -> None:
+    """With --deterministic a row's bits depend on its own tokens only, so also not on who computes it."""
+    FAMILIES[family](tmp_path)
+    story, expected = told_by_one(tmp_path, deterministic=True, dtype=dtype)
+    alone = run_deterministic(tmp_path, dtype, story)
+
+    ranks = on_every_worker(
+        1,
+        1,
+        lambda _, pipeline: (
+            *run_deterministic(tmp_path, dtype, story, pipeline=pipeline, context=pipeline.context),
+            pipeline.context.group.num_exchanged,
+        ),
+        cp_size=size,
+    )
+
+    assert [(o.tokens, o.extras) for o in ranks[0][0]] == [(o.tokens, o.extras) for o in expected]
+    for _, kv, num_exchanged in ranks:
+        assert torch.equal(kv, alone[1])
+        assert num_exchanged > 0
+
+
+def run_deterministic(where: Path, dtype: str, story: Story, **options: Any) -> tuple[list[BatchOutcome], Tensor]:
+    """And the bytes of the KV that it leaves."""
+    model = load(where, dtype=dtype)
+    engine = Engine(model, page_size=16, num_pages=NUM_PAGES, deterministic=True, **options)
+    outcomes = outcomes_of(engine, story)
+    kv = engine.kv.tensor.view(torch.uint8).clone()
+    engine.close()
+    return outcomes, kv
 
 
 def test_prompts_of_others_begin_before_the_token_of_a_prompt_is_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tandem.core.values import Cut
 
 CELL_BYTES = 3
 
-cuts = st.builds(Cut, tp_size=st.integers(1, 6), pp_size=st.integers(1, 4))
+cuts = st.builds(Cut, tp_size=st.integers(1, 6), pp_size=st.integers(1, 4), cp_size=st.integers(1, 3))
 grids = st.builds(KvGrid, num_layers=st.integers(4, 7), num_kv_heads=st.integers(1, 6))
 
 
@@ -37,6 +37,14 @@ def test_every_head_has_holders_and_every_shard_a_head(tp_size: int, num_kv_head
     assert {head for heads in held for head in heads} == set(range(num_kv_heads))
     for head in range(num_kv_heads):
         assert holders(head, tp_size, num_kv_heads) == [rank for rank, heads in enumerate(held) if head in heads]
+
+
+@given(cut=cuts)
+def test_every_worker_has_one_place_in_its_cut(cut: Cut) -> None:
+    places = [cut.place(shard) for shard in cut.shards]
+    assert places == sorted(set(places))
+    assert [cut.shard(*place) for place in places] == list(cut.shards)
+    assert places[-1] == (cut.pp_size - 1, cut.cp_size - 1, cut.tp_size - 1)
 
 
 @given(grid=grids, source=cuts, target=cuts)
@@ -107,6 +115,8 @@ def test_where_only_heads_are_cut_a_part_is_one_run(grid: KvGrid, tp_size: int, 
         (Cut(4), Cut(8), [0, 0, 1, 1, 2, 2, 3, 3]),  # each worker of the prefill is read by as many
         (Cut(8), Cut(4), [0, 2, 4, 6]),
         (Cut(8), Cut(8), [0, 1, 2, 3, 4, 5, 6, 7]),
+        (Cut(1, 1, 2), Cut(4), [0, 1, 0, 1]),  # context-parallel ranks all have everything
+        (Cut(2, 1, 2), Cut(4), [0, 2, 1, 3]),
     ],
 )
 def test_shards_with_the_same_head_are_spread_over_those_that_have_it_there(
@@ -123,7 +133,15 @@ def test_a_part_of_some_layers_is_a_run_for_each_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cut", "can"), [(Cut(9, 2), True), (Cut(1, 3), False), (Cut(0, 1), False), (Cut(1, 0), False)]
+    ("cut", "can"),
+    [
+        (Cut(9, 2), True),
+        (Cut(1, 2, 9), True),
+        (Cut(1, 3), False),
+        (Cut(0), False),
+        (Cut(1, 0), False),
+        (Cut(1, 1, 0), False),
+    ],
 )
 def test_a_stage_needs_a_layer_and_shards_share_heads(cut: Cut, *, can: bool) -> None:
     assert KvGrid(num_layers=2, num_kv_heads=2).can_be_cut(cut) is can

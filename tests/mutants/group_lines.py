@@ -114,7 +114,7 @@ GROUP_BREAKS = (
     WholeBreak(
         "hidden_states_go_to_the_next_shard",
         COLLECTIVES,
-        "self.rank.shard + self.rank.tp_size, tag=HIDDEN",
+        "self.rank.shard + self._in_stage, tag=HIDDEN",
         "self.rank.shard + 1, tag=HIDDEN",
         "the next shard of the stage is taken for the next stage",
     ),

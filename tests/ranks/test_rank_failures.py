@@ -34,7 +34,14 @@ def error_line(server: Server) -> str:
     return line
 
 
-@pytest.mark.parametrize(("words", "shard", "name"), [(("--tp", "2"), 1, "TP1 PP0"), (("--pp", "2"), 0, "TP0 PP0")])
+WORKERS = [
+    (("--tp", "2"), 1, "TP1 PP0"),
+    (("--pp", "2"), 0, "TP0 PP0"),
+    (("--attn-cp-size", "2"), 1, "TP0 CP1 PP0"),
+]
+
+
+@pytest.mark.parametrize(("words", "shard", "name"), WORKERS)
 def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str], shard: int, name: str) -> None:
     with cluster(unified=True, flags=[*POOL, *words]) as it:
         server = it.unified
@@ -74,7 +81,8 @@ def starting(tmp_path, *flags: str) -> Iterator[Server]:
     [
         (("--tp", "16"), 1, "8 attention heads cannot be spread over 16 shards; take fewer"),
         (("--pp", "5"), 1, "4 layers cannot be spread over 5 pipeline stages; take fewer"),
-        (("--tp", "0"), 2, "--tp-size and --pp-size must be at least 1, and their product at most 256"),
+        (("--tp", "0"), 2, "--tp-size, --pp-size and --attn-cp-size must be at least 1, and their product at"),
+        (("--attn-cp-size", "2", "--disaggregation-mode", "decode"), 2, "which a decode server does not compute"),
         (("--tp", "2", "--deterministic"), 2, "--deterministic is measured for one worker only"),
     ],
 )

@@ -28,21 +28,33 @@ class Grid:
     tp: int
     pp: int
     flags: tuple[str, ...] = ()
+    cp: int = 1
 
     @property
     def words(self) -> tuple[str, ...]:
-        return ("--tp", str(self.tp), "--pp", str(self.pp), *self.flags)
+        return ("--tp", str(self.tp), "--pp", str(self.pp), "--attn-cp-size", str(self.cp), *self.flags)
 
     def __str__(self) -> str:
-        return "-".join([f"tp{self.tp}", f"pp{self.pp}", *(flag.strip("-") for flag in self.flags)])
+        context = [f"cp{self.cp}"] * (self.cp > 1)
+        return "-".join([f"tp{self.tp}", f"pp{self.pp}", *context, *(flag.strip("-") for flag in self.flags)])
 
 
 UNIFIED = (Grid(2, 1), Grid(1, 2, MIXED))
-MORE_UNIFIED = (Grid(4, 1), Grid(1, 4), Grid(2, 2), Grid(2, 2, NO_OVERLAP), Grid(1, 4, NO_OVERLAP), Grid(2, 2, MIXED))
+MORE_UNIFIED = (
+    Grid(4, 1),
+    Grid(1, 4),
+    Grid(2, 2),
+    Grid(2, 2, NO_OVERLAP),
+    Grid(1, 4, NO_OVERLAP),
+    Grid(2, 2, MIXED),
+    Grid(1, 1, MIXED, cp=2),
+    Grid(2, 2, cp=2),
+)
 PAIRS = (
     (Grid(2, 1), Grid(2, 1)),
     (Grid(1, 2, RETRY), Grid(1, 2)),
     (Grid(2, 1), Grid(1, 2)),
+    (Grid(1, 1, cp=2), Grid(1, 1)),
 )
 MORE_PAIRS = (
     (Grid(2, 2), Grid(2, 2)),
@@ -65,6 +77,12 @@ MORE_PAIRS = (
     (Grid(1, 1), Grid(2, 2)),
     (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
     (Grid(3, 1), Grid(2, 1)),
+    # The tokens of prompts are shared out.
+    (Grid(2, 1, cp=2), Grid(1, 1)),
+    (Grid(1, 2, cp=2), Grid(1, 1)),
+    (Grid(1, 1, cp=3), Grid(2, 1)),
+    (Grid(2, 2, RETRY, cp=2), Grid(1, 2)),
+    (Grid(1, 1, NO_OVERLAP, cp=2), Grid(4, 1)),
 )
 
 
@@ -100,6 +118,6 @@ def assert_idle(servers: Sequence[Server]) -> None:
 
 def assert_each_worker_counts_for_itself(it: Cluster, prefill: Grid, decode: Grid) -> None:
     for server, grid in ((it.prefills[0], prefill), (it.decodes[0], decode)):
-        ranks = {(str(tp), str(pp)) for tp in range(grid.tp) for pp in range(grid.pp)}
+        ranks = {(str(number), str(pp)) for number in range(grid.tp * grid.cp) for pp in range(grid.pp)}
         for name in ("live_rooms", "pinned_pages", "open_transfers"):
             assert worker_gauges(server, name) == dict.fromkeys(ranks, 0.0)

@@ -29,9 +29,14 @@ NUM_STORMED = 40
 FLAGS = ("--enable-fault-injection", "--max-total-tokens", "8192", "--chunked-prefill-size", "64")
 STRICT = ("--kv-load-failure-policy", "fail")  # a transfer that failed is an error, not a prompt computed again
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
-STAGES, SHARDS = ("--pp", "2"), ("--tp", "2")
-CUTS = {"pp2": (STAGES, STAGES), "tp2": (SHARDS, SHARDS), "tp2 to pp2": (SHARDS, STAGES)}
-WORKERS = r"worker (TP0 PP[01]|TP1 PP0)"  # of any of these servers
+STAGES, SHARDS, CONTEXT = ("--pp", "2"), ("--tp", "2"), ("--attn-cp-size", "2")
+CUTS = {
+    "pp2": (STAGES, STAGES),
+    "tp2": (SHARDS, SHARDS),
+    "tp2 to pp2": (SHARDS, STAGES),
+    "cp2 to tp2": (CONTEXT, SHARDS),
+}
+WORKERS = r"worker (TP0 PP[01]|TP1 PP0|TP0 CP[01] PP0)"  # of any of these servers
 rooms = count(1)
 
 

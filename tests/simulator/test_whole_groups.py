@@ -13,7 +13,7 @@ from tandem.engine.parallel import OneShard, OneStage
 from tandem.ranks import Rank, all_ranks
 from tandem.simulator.model import MASK
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.cuts import CUTS, draw_cut, draw_cuts
+from tandem.simulator.whole.cuts import CONTEXTS, CUTS, UNCUT, draw_context, draw_cut, draw_cuts
 from tandem.simulator.whole.groups import Groups, Replica
 from tandem.simulator.whole.kernel import START_NS, Process
 from tandem.simulator.whole.options import Options, draw_options
@@ -28,6 +28,7 @@ UNEQUAL = (
     9,
     99,
 )  # prefill and decode are cut differently; the second has found an attempt that was forgotten too early
+CONTEXT = (1, 124, 174, 277)  # prefills whose workers share out the tokens of prompts, in every way that is drawn
 HASH_SEED = 217  # two stages: pairs, bytes one by one, and corrupted ones
 STRIKE_NS = START_NS + 2 * SECOND
 Strike = Callable[[World, Process], None]
@@ -48,6 +49,22 @@ def test_every_request_between_sides_that_are_cut_differently_ends_as_promised(s
     assert prefill != decode
     assert not result.invariant, f"{result.line}: {result.detail}"
     assert result.num_finished > 0
+
+
+@pytest.mark.parametrize("seed", CONTEXT)
+def test_every_request_to_a_prefill_that_shares_out_tokens_ends_as_promised(seed: int) -> None:
+    result = run_seed(seed)
+    assert draw_context(seed) != UNCUT
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    assert result.num_finished > 0
+
+
+def test_prefills_share_out_tokens_in_every_way_where_nothing_else_is_cut() -> None:
+    drawn = {seed: draw_context(seed) for seed in range(1000)}
+    found = [seed for seed, cut in drawn.items() if cut != UNCUT]
+    assert {drawn[seed] for seed in found} == set(CONTEXTS)
+    assert not any(draw_cut(seed) or draw_cuts(seed)[0] != draw_cuts(seed)[1] for seed in found)
+    assert {draw_context(seed).sizes for seed in CONTEXT} >= {(1, 2, 2), (1, 1, 3), (2, 1, 2)}
 
 
 def test_the_seeds_are_of_every_kind() -> None:

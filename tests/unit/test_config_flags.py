@@ -57,7 +57,7 @@ def plain(*words: str) -> ServerConfig:
 
 def settings(config: ServerConfig) -> NodeSettings:
     launch = Launch(config, "/model", Incarnation("server", "1"), 0, 1, 0)
-    shards = (DataEndpoint("", 0),) * config.tp_size * config.pp_size
+    shards = (DataEndpoint("", 0),) * config.cut.num_shards
     return node_settings(launch, Engines(100, 4096, KvGrid(), "digest", {}, 512, shards))
 
 
@@ -183,6 +183,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--enable-dp-attention", "--dp-size", "2"], "and the same --tp-size"),
         (["--enable-dp-attention", "--dp-size", "2", "--tp-size", "4"], "and the same --tp-size"),
         (["--enable-dp-attention", "--dp", "2", "--tp", "2", "--pp", "2"], "cannot be combined with --pp-size"),
+        (["--attn-cp-size", "0"], "--attn-cp-size must be at least 1, and their product at most 256"),
+        (["--attn-cp-size", "16", "--tp", "17"], "--attn-cp-size must be at least 1, and their product at most 256"),
+        (["--attn-cp-size", "2", "--disaggregation-mode", "decode"], "which a decode server does not compute"),
+        (["--attn-cp-size", "2", "--is-embedding"], "--attn-cp-size is for models that say tokens"),
+        (["--attn-cp-size", "2", "--enable-dp-attention", "--dp", "2", "--tp", "2"], "each with rows of its own"),
         (["--enable-dp-attention", "--dp", "2", "--tp", "2", "--deterministic"], "measured for one worker only"),
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
         (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),

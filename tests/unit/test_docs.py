@@ -49,7 +49,6 @@ KINDS = {
 }
 CAPABILITIES = {
     "bootstrap registry",
-    "CP ranks",
     "CUDA graphs",
     "diffusion language models",
     "DP ranks",

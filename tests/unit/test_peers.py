@@ -703,6 +703,8 @@ def test_a_prefill_that_is_cut_otherwise_is_reached_with_all_its_workers() -> No
     [
         (Cut(pp_size=3), "is cut in a way in which this model cannot be: TP 1 x PP 3"),
         (Cut(tp_size=0), "says a greeting that is none"),
+        (Cut(cp_size=0), "says a greeting that is none"),
+        (Cut(tp_size=16, cp_size=17), "says a greeting that is none"),
         (Cut(tp_size=257), "says a greeting that is none"),
     ],
 )

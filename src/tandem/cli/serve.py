@@ -84,7 +84,8 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
     num_cores = len(os.sched_getaffinity(0))
     if config.num_workers_here <= num_cores:
         return None
-    sizes = f"--tp-size {config.replica_tp_size} x --pp-size {config.pp_size} x --dp-size {config.dp_size}"
+    context = f" x --attn-cp-size {config.attn_cp_size}" if config.attn_cp_size > 1 else ""
+    sizes = f"--tp-size {config.replica_tp_size} x --pp-size {config.pp_size}{context} x --dp-size {config.dp_size}"
     if config.nnodes > 1:
         sizes += f" / --nnodes {config.nnodes}"
     return (

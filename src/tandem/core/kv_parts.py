@@ -4,6 +4,7 @@ The KV of a page is a grid of cells, one per KV head and layer. A server that is
 tensor-parallel shards (`values.Cut`) gives each of its workers a box of them: some heads of some layers. A *part* is
 what the boxes of two workers, one on each side, have in common and one pulls from the other. Over all parts of a
 decode's worker each of its cells comes exactly once: a head that several shards of the prefill hold is read from one.
+So is what the context-parallel ranks of a prefill hold, who all have the whole KV: each of them lends to other readers.
 
 In memory a page has its heads one behind the other, and within a head its layers. So a part is a number of equal *runs*
 at equal distances, on either side others: all of it is one run where both sides have the same layers or one head.
@@ -47,7 +48,7 @@ class KvGrid(Struct, frozen=True):
 
     def can_be_cut(self, cut: Cut) -> bool:
         """Every stage needs a layer. Any number of tensor-parallel shards will do: they share heads."""
-        return cut.tp_size >= 1 and 1 <= cut.pp_size <= self.num_layers
+        return min(cut.tp_size, cut.cp_size) >= 1 and 1 <= cut.pp_size <= self.num_layers
 
 
 class Box(Struct, frozen=True):
@@ -90,7 +91,7 @@ class Runs(Struct, frozen=True):
 
 def box_of(grid: KvGrid, cut: Cut, shard: ShardId) -> Box:
     """What one worker holds."""
-    stage, tp_rank = divmod(shard, cut.tp_size)
+    stage, _, tp_rank = cut.place(shard)
     return Box(kv_heads_of(tp_rank, cut.tp_size, grid.num_kv_heads), share(grid.num_layers, stage, cut.pp_size))
 
 
@@ -108,7 +109,8 @@ def parts(grid: KvGrid, source: Cut, target: Cut) -> tuple[Part, ...]:
 def _sources(grid: KvGrid, source: Cut, target: Cut, shard: ShardId) -> list[tuple[ShardId, Box]]:
     """From whom a worker of the decode reads, and what."""
     own = box_of(grid, target, shard)
-    tp_rank = shard % target.tp_size
+    _, reader_cp, tp_rank = target.place(shard)
+    lender = (reader_cp if target.cp_size > 1 else shard) % source.cp_size  # any of them would do
     heads: dict[int, list[int]] = {}  # tensor-parallel rank of the prefill -> heads
     for head in own.heads:
         readers = holders(head, target.tp_size, grid.num_kv_heads)
@@ -122,7 +124,7 @@ def _sources(grid: KvGrid, source: Cut, target: Cut, shard: ShardId) -> list[tup
         if layers:
             for rank, mine in heads.items():  # those of one rank follow each other, as both sides have them in order
                 box = Box(range(mine[0], mine[-1] + 1), layers)
-                found.append((ShardId(stage * source.tp_size + rank), box))
+                found.append((source.shard(stage, lender, rank), box))
     return found
 
 

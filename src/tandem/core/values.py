@@ -60,17 +60,33 @@ class Incarnation(Struct, frozen=True, order=True):
 
 
 class Cut(Struct, frozen=True, order=True):
-    """Into how many workers a replica is cut: pipeline stages, each of so many tensor-parallel shards.
+    """Into how many workers a replica is cut: pipeline stages, each of so many context-parallel ranks, each of so many
+    tensor-parallel shards.
 
-    Shards are numbered stage by stage: number s is tensor-parallel rank s % tp_size of stage s // tp_size.
+    Shards are numbered stage by stage, and rank by rank within a stage. Context-parallel ranks share out the tokens of
+    prompts, and all hold the KV of all tokens: they are alike in everything else.
     """
 
     tp_size: int = 1
     pp_size: int = 1
+    cp_size: int = 1
 
     @property
     def num_shards(self) -> int:
-        return self.tp_size * self.pp_size
+        return self.tp_size * self.pp_size * self.cp_size
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tp_size, self.pp_size, self.cp_size
+
+    def place(self, shard: ShardId) -> tuple[int, int, int]:
+        """Its stage, its context-parallel rank there, and its tensor-parallel rank."""
+        rest, tp_rank = divmod(shard, self.tp_size)
+        return (*divmod(rest, self.cp_size), tp_rank)
+
+    def shard(self, stage: int, cp_rank: int, tp_rank: int) -> ShardId:
+        """The inverse of `place`."""
+        return ShardId((stage * self.cp_size + cp_rank) * self.tp_size + tp_rank)
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
@@ -78,7 +94,8 @@ class Cut(Struct, frozen=True, order=True):
 
     @property
     def name(self) -> str:
-        return f"TP {self.tp_size} x PP {self.pp_size}"
+        context = "" if self.cp_size == 1 else f" x CP {self.cp_size}"
+        return f"TP {self.tp_size} x PP {self.pp_size}{context}"
 
 
 class Address(Struct, frozen=True, order=True):

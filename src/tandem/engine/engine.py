@@ -24,11 +24,12 @@ from tandem.core.values import Nanos, RequestId
 from tandem.engine.attention.base import attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
+from tandem.engine.context_parallel import SharedPrompts
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.native import library
-from tandem.engine.parallel import DpRanks, OneRank, OneStage, Pipeline
+from tandem.engine.parallel import ContextRanks, DpRanks, OneContext, OneRank, OneStage, Pipeline
 from tandem.engine.pooling import Vectors, pooled
 from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.sampler import Sampled, sample
@@ -40,6 +41,7 @@ from tandem.sampling import Payload
 _EXTRA = msgspec.msgpack.Encoder()
 ONE_STAGE = OneStage()
 ONE_RANK = OneRank()
+ONE_CONTEXT = OneContext()
 PromptExtras = tuple[tuple[RequestId, bytes], ...]
 
 
@@ -56,6 +58,7 @@ class Engine:
         attention: str = DEFAULT_ATTENTION_BACKEND,
         pipeline: Pipeline = ONE_STAGE,
         ranks: DpRanks = ONE_RANK,
+        context: ContextRanks = ONE_CONTEXT,
         vocabulary: Vocabulary | None = None,
     ) -> None:
         """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples.
@@ -76,6 +79,8 @@ class Engine:
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
         self._pipeline = pipeline
         self._ranks = ranks
+        self._context = SharedPrompts(context, self._attention, self.kv)
+        self._is_first_context = context.shard.rank == 0
         self._vocabulary = vocabulary if pipeline.samples else None
         self._late_tokens = LateTokens(self._tables, pipeline)
 
@@ -155,17 +160,27 @@ class Engine:
             if self._ranks.meet(0):
                 model.accompany()
             return None, (), ()
-        rows = self._batches.build(batch.spans, self._decode_set if batch.decodes else None)
+        decode_set = self._decode_set if batch.decodes else None
+        rows = self._batches.build(batch.spans, decode_set)
         self._ranks.meet(len(rows.token_ids))
         self.kv.clear(rows.pages_to_clear)
-        self._attention.plan(rows)
+        shared = self._context.share(batch.spans)
+        own = rows if shared is None else self._batches.build(shared, decode_set)
+        if shared is None:
+            self._attention.plan(rows)
+        else:
+            self._context.plan_part(own, rows)
         hidden = None
         if pipeline.stage.rank > 0:
             features = self.model.config.hidden_size
-            hidden = pipeline.receive_hidden(len(rows.token_ids), features, self.model.dtype)
-        hidden = model.forward(rows, self._attention, hidden)
+            hidden = pipeline.receive_hidden(len(own.token_ids), features, self.model.dtype)
+        hidden = model.forward(own, self._attention if shared is None else self._context, hidden)
         if pipeline.stage.rank < pipeline.stage.size - 1:
             pipeline.send_hidden(hidden)
+            return None, (), ()
+        if shared is not None:
+            hidden = self._context.whole_states(own, rows, hidden)
+        if not self._is_first_context:
             return None, (), ()
         vectors = pooled(self.model, rows, hidden, batch.spans) if pipeline.samples else ()
         scores = prompt_scores(model, rows, hidden, batch.spans, is_told=pipeline.samples)

@@ -120,6 +120,29 @@ class OneRank:
         return bool(rows)
 
 
+class ContextRanks(Protocol):
+    """The ranks that share out prompt tokens (`context_parallel.py`), as one of them sees the others. Raises
+    WorkerGone.
+    """
+
+    @property
+    def shard(self) -> Shard: ...
+
+    def all_rows(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        """[n, features] of this rank to the rows of all, in order of ranks. sizes: how many each has."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OneContext:
+    """Of a worker that computes all tokens."""
+
+    shard: Shard = Shard(0, 1)
+
+    def all_rows(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        return own
+
+
 class WorkerGone(Exception):
     """Another worker of the replica does not answer any more; so this one has nothing left to do."""
 

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented
 
+from tandem.core.values import ShardId
 from tandem.engine.closed_doors import close_doors
-from tandem.engine.parallel import OneShard, Shard, WorkerGone
+from tandem.engine.parallel import OneContext, OneShard, Shard, WorkerGone
 from tandem.ranks import Rank, all_ranks
 
 JOIN_SECONDS = 300  # until all are there: the slowest has to import torch first
@@ -59,7 +60,7 @@ class TensorGroup:
         return self.all_reduce(part)
 
     def all_reduce(self, part: Tensor) -> Tensor:
-        first, *others = self._gathered(part)
+        first, *others = gathered(part, self.shard.size, self._group)
         for other in others:
             first += other
         return first
@@ -68,14 +69,33 @@ class TensorGroup:
         width = max(sizes)
         if part.shape[-1] < width:
             part = torch.nn.functional.pad(part, (0, width - part.shape[-1]))
-        parts = zip(self._gathered(part), sizes, strict=True)
+        parts = zip(gathered(part, self.shard.size, self._group), sizes, strict=True)
         return torch.cat([other[..., :size] for other, size in parts], dim=-1)
 
-    def _gathered(self, part: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.shard.size)]
-        with others_there():
-            dist.all_gather([as_bytes(one) for one in found], as_bytes(part.contiguous()), group=self._group)
-        return found
+
+class ContextGroup:
+    """The `ContextRanks` of one worker: those that have the same layers and heads."""
+
+    def __init__(self, shard: Shard, group: dist.ProcessGroup) -> None:
+        self.shard = shard
+        self._group = group
+
+    def all_rows(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        return joined_rows(own, sizes, self._group)
+
+
+def gathered(part: Tensor, size: int, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """What all `size` members have given, of one shape, in order of ranks."""
+    found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
+    with others_there():
+        dist.all_gather([as_bytes(one) for one in found], as_bytes(part.contiguous()), group=group)
+    return found
+
+
+def joined_rows(own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | None = None) -> Tensor:
+    """The rows of all members, in order of ranks, of which each has so many."""
+    padded = torch.nn.functional.pad(own, (0, 0, 0, max(sizes) - own.shape[0]))
+    return torch.cat([rows[:size] for rows, size in zip(gathered(padded, len(sizes), group), sizes, strict=True)])
 
 
 @dataclass
@@ -98,7 +118,8 @@ class ProcessPipeline:
         self.rank = rank
         self.stage = Shard(rank.pp_rank, rank.pp_size)
         self.samples = rank.samples
-        ranks = all_ranks(rank.tp_size, rank.pp_size)
+        ranks = all_ranks(*rank.cut.sizes)
+        self._in_stage = rank.tp_size * rank.cp_size
         self._others = [other.shard for other in ranks if other != rank]
         self._sampler = next(other.shard for other in ranks if other.samples)
         # Maybe not gone yet: the bytes must stay. A batch that has returned from all workers has gone through all
@@ -108,11 +129,11 @@ class ProcessPipeline:
 
     def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
         hidden = torch.empty(rows, features, dtype=dtype)
-        self._receive(hidden, self.rank.shard - self.rank.tp_size, tag=HIDDEN)
+        self._receive(hidden, self.rank.shard - self._in_stage, tag=HIDDEN)
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
-        self._send(hidden.contiguous(), self.rank.shard + self.rank.tp_size, tag=HIDDEN, sent=self._hidden_sent)
+        self._send(hidden.contiguous(), self.rank.shard + self._in_stage, tag=HIDDEN, sent=self._hidden_sent)
 
     def send_tokens(self, tokens: np.ndarray) -> None:
         values = torch.from_numpy(tokens)
@@ -196,15 +217,25 @@ class Peers:
         self._rank = rank
         self.pipeline = ProcessPipeline(rank)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
+        self.context = self._context_group() if rank.cp_size > 1 else OneContext()
         least(0)  # all have connected to all
         close_doors()
 
     def _tensor_group(self) -> TensorGroup:
-        found = None
-        for stage in range(self._rank.pp_size):  # all have to make all groups, in one order
-            first = stage * self._rank.tp_size
-            group = dist.new_group(list(range(first, first + self._rank.tp_size)))
-            if stage == self._rank.pp_rank:
-                found = group
+        rank, (_, stages, contexts) = self._rank, self._rank.cut.sizes
+        rows = [(stage, context) for stage in range(stages) for context in range(contexts)]
+        members = [[rank.cut.shard(*row, tp_rank) for tp_rank in range(rank.tp_size)] for row in rows]
+        return TensorGroup(Shard(rank.tp_rank, rank.tp_size), self._own_group(members))
+
+    def _context_group(self) -> ContextGroup:
+        rank, (shards, stages, contexts) = self._rank, self._rank.cut.sizes
+        columns = [(stage, tp_rank) for stage in range(stages) for tp_rank in range(shards)]
+        members = [[rank.cut.shard(stage, context, tp) for context in range(contexts)] for stage, tp in columns]
+        return ContextGroup(Shard(rank.cp_rank, rank.cp_size), self._own_group(members))
+
+    def _own_group(self, members: list[list[ShardId]]) -> dist.ProcessGroup:
+        """All have to make all groups, in one order."""
+        groups = [(shards, dist.new_group(list(shards))) for shards in members]
+        found = next(group for shards, group in groups if self._rank.shard in shards)
         assert isinstance(found, dist.ProcessGroup)
-        return TensorGroup(Shard(self._rank.tp_rank, self._rank.tp_size), found)
+        return found

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from tandem.core.lockstep import Lockstep
 from tandem.engine.closed_doors import close_doors
 from tandem.engine.parallel import Shard
-from tandem.engine.process_group import as_bytes, connect, least, others_there
+from tandem.engine.process_group import as_bytes, connect, gathered, joined_rows, least, others_there
 
 NO_BATCH = -1  # said instead of a number of rows
 
@@ -37,15 +36,14 @@ class RowExchange:
 
     def meet(self, rows: int | None) -> bool:
         own = torch.tensor([NO_BATCH if rows is None else rows], dtype=torch.int64)
-        said = [int(number) for number in self._gathered(own)]
+        said = [int(number) for number in gathered(own, self.shard.size)]
         self._lockstep.ran([rank for rank, number in enumerate(said) if number != NO_BATCH])
         self._sizes = [max(number, 0) for number in said]
         return any(self._sizes)
 
     def rows(self, own: Tensor) -> Tensor:
         assert own.shape[0] == self._sizes[self.shard.rank], "as many as were told when the step began"
-        padded = functional.pad(own, (0, 0, 0, max(self._sizes) - own.shape[0]))
-        return torch.cat([rows[:size] for rows, size in zip(self._gathered(padded), self._sizes, strict=True)])
+        return joined_rows(own, self._sizes)
 
     def sums(self, part: Tensor) -> Tensor:
         own, row_bytes = self._sizes[self.shard.rank], part.shape[1] * part.element_size()
@@ -61,9 +59,3 @@ class RowExchange:
         for other in others:
             total += other
         return total
-
-    def _gathered(self, part: Tensor) -> list[Tensor]:
-        found = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.shard.size)]
-        with others_there():
-            dist.all_gather([as_bytes(one) for one in found], as_bytes(part.contiguous()))
-        return found

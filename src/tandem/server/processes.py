@@ -180,7 +180,7 @@ def start_children(
     meeting: for the first worker, of a group that `launch` names already.
     channels: to the workers that run on other hosts, by their shards
     """
-    ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
+    ranks = all_ranks(*launch.config.cut.sizes)
     here = [rank for rank in ranks if rank.shard not in channels]
     environment = environment_of_workers(launch)
     started: list[subprocess.Popen[bytes]] = []

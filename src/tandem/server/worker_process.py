@@ -53,7 +53,18 @@ from tandem.engine.engine import Engine
 from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library as native
-from tandem.engine.parallel import DpRanks, Group, OneRank, OneShard, OneStage, Pipeline, Shard, WorkerGone
+from tandem.engine.parallel import (
+    ContextRanks,
+    DpRanks,
+    Group,
+    OneContext,
+    OneRank,
+    OneShard,
+    OneStage,
+    Pipeline,
+    Shard,
+    WorkerGone,
+)
 from tandem.engine.weights import LoadedModel
 from tandem.grammar import GrammarError, Vocabulary
 from tandem.host_memory import HostMemory, carry_out
@@ -293,7 +304,7 @@ class Worker:
         held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
         if self._storage is not None:
             held |= self._storage.numbers()
-        return wire.WorkerNumbers(self._rank.tp_rank, self._rank.pp_rank, self._dp_rank, held)
+        return wire.WorkerNumbers(self._rank.number_in_stage, self._rank.pp_rank, self._dp_rank, held)
 
     @property
     def _data_plane(self) -> KvTransfer:
@@ -310,6 +321,7 @@ class Place:
     least: Callable[[int], int]  # of what all of them call it with
     ranks: DpRanks
     lockstep: Lockstep
+    context: ContextRanks = OneContext()  # noqa: RUF009 - frozen
 
 
 def join_replica(launch: Launch, listener_fd: int | None) -> Place:
@@ -328,7 +340,7 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
         peers = process_group.Peers(launch.rank, own=launch.group_own, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
-    return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep)
+    return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
 
 
 def load_engine(launch: Launch, place: Place) -> Loaded:
@@ -473,6 +485,7 @@ def open_engine(
             attention=config.attention_backend,
             pipeline=place.pipeline,
             ranks=place.ranks,
+            context=place.context,
             vocabulary=vocabulary,
         )
     except OSError as error:

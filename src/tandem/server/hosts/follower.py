@@ -226,7 +226,7 @@ class Follower:
     async def _start_workers(self, own: str, start: Start) -> None:
         """own: the address of this host by which the others reach it. Raises OSError, ChannelClosed, MalformedFrame,
         TimeoutError."""
-        ranks = all_ranks(self._config.replica_tp_size, self._config.pp_size)
+        ranks = all_ranks(*self._config.cut.sizes)
         with contextlib.ExitStack() as ours:  # ends that the children have
             meeting, group = None, (start.group_host, start.group_port)
             if len(ranks) > 1 and not start.group_port:

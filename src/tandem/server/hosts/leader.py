@@ -195,7 +195,7 @@ class Leader:
     def _ranks_by_host(self, dp_rank: int) -> dict[int, list[Rank]]:
         """Those of one replica, in order of their shards."""
         config, found = self._config, dict[int, list[Rank]]()
-        ranks = all_ranks(config.replica_tp_size, config.pp_size)
+        ranks = all_ranks(*config.cut.sizes)
         for rank in ranks:
             number = dp_rank * len(ranks) + rank.shard
             host = host_of(number, num_workers=config.num_workers, nnodes=config.nnodes)

@@ -110,7 +110,7 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNo
         PolledChannel(socket.socket(fileno=fd), wire.WorkerToNode, keys=launch.worker_keys.get(shard))
         for shard, fd in enumerate(worker_fds)
     ]
-    ranks = all_ranks(launch.config.replica_tp_size, launch.config.pp_size)
+    ranks = all_ranks(*launch.config.cut.sizes)
     failures = FailedTransfers(environment_number(FAILED_TRANSFERS), int(environment_number(FAULT_SEED)))
     inbox = Inbox(poller=poller, api=api, ranks=ranks, workers=workers, clock=clock, failures=failures)
     try:

@@ -152,7 +152,7 @@ class Session:
             raise NotAMember("does not hold this cluster's secret (--cluster-secret-file)") from None
         greeting = decoded(_greetings, opened_body)
         cut = greeting.cut
-        if len(greeting.layout) > MAX_LAYOUT_CHARS or min(cut.tp_size, cut.pp_size) < 1 or cut.num_shards > MAX_SHARDS:
+        if len(greeting.layout) > MAX_LAYOUT_CHARS or min(cut.sizes) < 1 or cut.num_shards > MAX_SHARDS:
             raise MalformedFrame("says a greeting that is none")
         self._splitter.max_frame_bytes = MESSAGE_BYTES
         self.is_member = True

@@ -33,7 +33,7 @@ from tandem.core.settings import (
     TierSettings,
     WritePolicy,
 )
-from tandem.core.values import MILLISECOND, SECOND, Cut, Nanos, ceil_div
+from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
 from tandem.server.node.links import Heartbeat
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
@@ -50,7 +50,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         num_pages=engines.num_pages,
         page_size=config.page_size,
         layout=engines.layout,
-        cut=Cut(config.replica_tp_size, config.pp_size),
+        cut=config.cut,
         dp_rank=topology.effective_rank,
         prefill_info=PrefillInfo(
             topology.size, load_balance_method(config), DpConflictPolicy(config.disaggregation_dp_rank_conflict)

@@ -89,8 +89,10 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
 TIERS_ONE_IN = 6
+CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
+CONTEXTS = (Cut(cp_size=2), Cut(cp_size=3), Cut(2, 1, 2), Cut(1, 2, 2))
 SIDES = (Cut(), Cut(2, 1), Cut(3, 1), Cut(4, 1), Cut(1, 2), Cut(1, 3), Cut(2, 2))
 ALONE = PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN)  # one rank
 USUAL_ROUTER = RouterSettings()
@@ -248,7 +250,7 @@ def draw_options(seed: int) -> Options:
         options = replace(options, links=links, page_read_ns=(20_000, 400_000))
     options = with_host_tiers(options)
     options = with_storage(options)
-    return with_unequal_sides(options) if num_shards == 1 else options
+    return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
 
 
 def with_storage(options: Options) -> Options:
@@ -339,6 +341,16 @@ def with_unequal_sides(options: Options) -> Options:
         decode=structs.replace(options.decode, cut=decode),
         grid=KvGrid(num_layers, random.choice((1, 2, 3, 4))),  # where shards are more than heads some have the same
     )
+
+
+def with_context_ranks(options: Options) -> Options:
+    """In some seeds the workers of a prefill share out tokens. Whatever else a seed is like does not depend on it."""
+    random = Random(f"context ranks {options.seed}")
+    if options.grid is not None or random.randrange(CONTEXT_ONE_IN):
+        return options
+    cut = random.choice(CONTEXTS)
+    prefill = structs.replace(options.prefill, cut=cut)
+    return replace(options, prefill=prefill, grid=KvGrid(cut.pp_size, random.choice((1, 2))))
 
 
 def _with_rendezvous_timeouts(settings: NodeSettings, random: Random) -> NodeSettings:

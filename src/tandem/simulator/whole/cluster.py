@@ -89,7 +89,7 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         base_s=model.base_s,
         token_s=model.token_s,
         grid=model.grid,
-        shards=Shards(launch.rank, place.group, place.pipeline, place.ranks),
+        shards=Shards(launch.rank, place.group, place.pipeline, place.ranks, place.context),
     )
     fields = {"page_size": str(config.page_size), "model": "plain"}
     return Loaded(engine, num_pages, model.grid, known.vocab_size, fields, whole_prompts=model.looks_both_ways)

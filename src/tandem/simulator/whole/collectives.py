@@ -22,6 +22,7 @@ from tandem.simulator.whole.kernel import Process
 from tandem.simulator.whole.sockets import Machine, VirtualSocket
 
 HEAD = struct.Struct("!iI")  # tag, number of bytes
+PIECE_BYTES = 48  # with its head less than the narrowest link holds
 SHARD = struct.Struct("!I")
 AGAIN_S = 0.005  # until a worker that does not listen yet is looked for again
 WORLD = 0  # the group of all; groups are tagged with numbers below 0, so that tags of the caller are free
@@ -126,12 +127,15 @@ class Member:
         return wanted.popleft()
 
     def gather(self, group: Members, data: bytes) -> Iterator[bytes]:
-        """What all members gave, in order of ranks."""
+        """What all members gave, as much each, in order of ranks. Piece by piece: nobody reads while he sends here."""
         others = [rank for rank in group.ranks if rank != self.shard]
-        for other in others:
-            self.send(other, group.tag, data)
-        for rank in group.ranks:
-            yield data if rank == self.shard else self.receive(rank, group.tag)
+        came: dict[int, bytes] = dict.fromkeys(others, b"")
+        for start in range(0, max(1, len(data)), PIECE_BYTES):
+            for other in others:
+                self.send(other, group.tag, data[start : start + PIECE_BYTES])
+            for other in others:
+                came[other] += self.receive(other, group.tag)
+        yield from (data if rank == self.shard else came[rank] for rank in group.ranks)
 
 
 def said_by(link: VirtualSocket) -> int | None:

@@ -15,6 +15,8 @@ CUTS = ((2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (3, 1))  # tensor-parallel shard
 UNEQUAL_ONE_IN = 6  # of the other seeds
 SIDES = (Cut(), Cut(), Cut(2, 1), Cut(1, 2), Cut(2, 2), Cut(3, 1), Cut(4, 1))
 UNCUT = Cut()
+CONTEXT_ONE_IN = 9  # seeds with pairs whose sides are cut in no other way
+CONTEXTS = (Cut(cp_size=2), Cut(cp_size=3), Cut(2, 1, 2), Cut(1, 2, 2))
 TOGETHER_ONE_IN = 9  # of the seeds that are not cut
 
 
@@ -49,14 +51,25 @@ def draw_together(seed: int) -> tuple[dict[str, int], dict[str, Any]]:
     return {"dp_size": size, "tp_size": size, "enable_dp_attention": True}, delayer if random.random() < 0.6 else {}
 
 
+def draw_context(seed: int) -> Cut:
+    """Of prefill servers whose workers share out the tokens of prompts; the decodes of that seed are not cut."""
+    random = Random(f"whole context {seed}")
+    prefill, decode, _ = draw_cuts(seed)
+    if draw_cut(seed) or prefill != decode or draw_together(seed)[0] or random.randrange(CONTEXT_ONE_IN):
+        return UNCUT
+    return random.choice(CONTEXTS)
+
+
 def flags_of(cut: Cut) -> dict[str, int]:
-    return {} if cut == UNCUT else {"tp_size": cut.tp_size, "pp_size": cut.pp_size}
+    return {} if cut == UNCUT else {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "attn_cp_size": cut.cp_size}
 
 
 def grid_of(seed: int) -> KvGrid:
     """Of the model of all servers: where they are cut alike every worker has one cell."""
-    alike = draw_cut(seed)
+    alike, context = draw_cut(seed), draw_context(seed)
     prefill, decode, num_kv_heads = draw_cuts(seed)
+    if context != UNCUT:
+        return KvGrid(context.pp_size, context.tp_size)
     if alike or prefill == decode:
         return KvGrid(alike.get("pp_size", 1), alike.get("tp_size", 1))
     return KvGrid(max(prefill.pp_size, decode.pp_size), num_kv_heads)

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 
 import msgspec
@@ -272,7 +273,17 @@ class PlainEngine:
         sums = self._shards.agreed([self.kv.read(row.pages, start) for row, start, _, _ in rows], handed_on)
         if self._shards.ranks.meet(len(rows)):
             sums = self._shards.shared(sums)
-        ends = [self._write(row, start, stop, kv_sum) for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)]
+        contents = self._as_all_ranks_say(
+            [
+                self._contents(row, start, stop, kv_sum)
+                for (row, start, stop, _), kv_sum in zip(rows, sums, strict=True)
+            ],
+            num_spans=len(batch.spans),
+        )
+        ends = [
+            self._write(row, start, part, kv_sum)
+            for (row, start, _, _), part, kv_sum in zip(rows, contents, sums, strict=True)
+        ]
         self._shards.to_stage_behind(sums)
         pooled = zip(batch.spans, ends, strict=False)
         vectors = [(span.sequence.request, vector_bytes(kv_sum)) for span, kv_sum in pooled if span.pools]
@@ -294,13 +305,24 @@ class PlainEngine:
         if self._shards.ranks.meet(None):
             self._shards.shared([])
 
-    def _write(self, row: Row, start: int, stop: int, kv_sum: int) -> int:
-        """The KV of [start, stop), given the sum of all before. Returns the sum of [0, stop)."""
+    def _as_all_ranks_say(self, contents: list[list[int]], *, num_spans: int) -> list[list[int]]:
+        """What each row writes, if the context-parallel ranks have computed their parts of the prompts' rows."""
+        prompts = iter(self._shards.of_all_tokens(list(chain.from_iterable(contents[:num_spans]))))
+        return [list(islice(prompts, len(part))) for part in contents[:num_spans]] + contents[num_spans:]
+
+    def _contents(self, row: Row, start: int, stop: int, kv_sum: int) -> list[int]:
+        """Of the KV of [start, stop), given the sum of all before."""
+        found: list[int] = []
         for position in range(start, stop):
-            content = kv_content(sum_before=kv_sum, token=row.tokens[position], position=position)
+            found.append(kv_content(sum_before=kv_sum, token=row.tokens[position], position=position))
+            kv_sum = (kv_sum + found[-1]) & MASK
+        return found
+
+    def _write(self, row: Row, start: int, contents: list[int], kv_sum: int) -> int:
+        """The KV from `start` on, given the sum of all before. Returns the sum of all."""
+        for position, content in enumerate(contents, start):
             self.kv.write(row.pages, position, content)
-            kv_sum = (kv_sum + content) & MASK
-        return kv_sum
+        return (kv_sum + sum(contents)) & MASK
 
 
 def since(began: int) -> Nanos:

@@ -26,7 +26,7 @@ from tandem.simulator.whole.starvation import server_of
 
 AFTERWARDS_NS = 20 * SECOND  # until a server that hung has ended
 ENDS = {"tandem.api": (" is lost: ",), "tandem.cluster": ("ends: ",)}  # what they log then
-NAMED = re.compile(r"the (worker TP\d+ PP\d+) process |(DP rank \d+: the worker) process ")
+NAMED = re.compile(r"the (worker TP\d+(?: CP\d+)? PP\d+) process |(DP rank \d+: the worker) process ")
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from tandem.server.router.config import RouterConfig
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.cuts import draw_cut, draw_cuts, draw_together, flags_of, grid_of
+from tandem.simulator.whole.cuts import draw_context, draw_cut, draw_cuts, draw_together, flags_of, grid_of
 from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
 
 BOOTSTRAP_PORT = 8998
@@ -220,7 +220,7 @@ def draw_options(seed: int) -> Options:
     flags = _draw_flags(random)
     roles = _draw_roles(random)
     prefill_cut, decode_cut, _ = draw_cuts(seed)
-    roles["prefill"] |= flags_of(prefill_cut)
+    roles["prefill"] |= flags_of(prefill_cut) | flags_of(draw_context(seed))
     roles["decode"] |= flags_of(decode_cut)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     together, delayer = draw_together(seed)

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.engine.parallel import DpRanks, Group, OneRank, Pipeline
+from tandem.core.kv_parts import share
+from tandem.engine.parallel import ContextRanks, DpRanks, Group, OneContext, OneRank, Pipeline
 from tandem.ranks import Rank
 from tandem.simulator.model import MASK
 
 ONE_RANK = OneRank()
+ONE_CONTEXT = OneContext()
 BEFORE, HERE = 3, -2  # what the stage before has read, and what this one has; together 1
 
 
@@ -27,6 +29,7 @@ class Shards:
     group: Group
     pipeline: Pipeline
     ranks: DpRanks = ONE_RANK
+    context: ContextRanks = ONE_CONTEXT
 
     def from_stage_before(self, num_rows: int) -> list[int] | None:
         """None on the first stage. Waits. Raises WorkerGone."""
@@ -55,6 +58,18 @@ class Shards:
         others = mlp.shard.size - 1
         weight = 3 if mlp.shard.rank < others else 1 - 3 * others
         return numbers(mlp.sums(tensor([number * weight & MASK for number in numbers(mlp.rows(tensor(own)))])))
+
+    def of_all_tokens(self, computed: list[int]) -> list[int]:
+        """What the context-parallel ranks have computed of a batch's prompt tokens, each of its own. Raises WorkerGone.
+
+        computed: what this one makes of all. A real one computes its own only; here each depends on all before it.
+        """
+        total, size = len(computed), self.rank.cp_size
+        if size == 1 or total < size:
+            return computed
+        runs = [share(total, rank, size) for rank in range(size)]
+        own = runs[self.rank.cp_rank]
+        return numbers(self.context.all_rows(tensor(computed[own.start : own.stop]), [len(run) for run in runs]))
 
     def to_stage_behind(self, sums: list[int]) -> None:
         """Raises WorkerGone."""
