@@ -329,8 +329,8 @@ RULES: tuple[Rule, ...] = (
         "--load-balance-method follow_bootstrap_room is for prefill and decode servers: others see no room",
     ),
     Rule(
-        lambda c: c.deterministic and c.tp_size * c.pp_size * c.attn_cp_size > 1,
-        "--deterministic is measured for one worker only: leave --tp-size, --pp-size and --attn-cp-size out",
+        lambda c: c.deterministic and c.enable_dp_attention,
+        "--deterministic excludes --enable-dp-attention, which cuts the sums of MLPs: leave one of them out",
     ),
     Rule(
         lambda c: c.deterministic and c.kv_cache_dtype != "auto",

@@ -44,6 +44,7 @@ class ThreadGroup:
     num_reduced: int = 0
     num_gathered: int = 0
     num_exchanged: int = 0
+    is_exact: bool = False
 
     @property
     def mlp(self) -> "ThreadGroup":
@@ -95,6 +96,10 @@ class ThreadRanks:
 
     group: ThreadGroup
     sizes: list[int] = field(default_factory=list)
+    is_exact: bool = False
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        raise AssertionError("only exact groups gather inputs")
 
     @property
     def shard(self) -> Shard:

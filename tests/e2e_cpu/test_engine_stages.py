@@ -26,9 +26,11 @@ from tiny_models import (
 from torch import Tensor
 
 from tandem.core.batch import BatchOutcome, BatchPlan
+from tandem.core.kv_parts import KvGrid, box_of
+from tandem.core.values import Cut, ShardId
 from tandem.engine.engine import Engine
 from tandem.engine.model_config import ModelError
-from tandem.engine.parallel import Shard
+from tandem.engine.parallel import OneStage, Shard
 from tandem.engine.weights import load
 from tandem.sampling import Payload
 
@@ -198,9 +200,45 @@ def test_ranks_that_share_out_prompts_keep_the_bits_of_one_engine_and_all_hold_i
         assert num_exchanged > 0
 
 
-def run_deterministic(where: Path, dtype: str, story: Story, **options: Any) -> tuple[list[BatchOutcome], Tensor]:
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "cp_size", "attention"),
+    [(2, 1, 1, "native"), (3, 1, 1, "torch_native"), (1, 2, 1, "torch_native"), (2, 2, 2, "native")],
+)
+@pytest.mark.parametrize("family", ["llama", "olmo2", "mixtral"])
+def test_deterministic_workers_keep_the_bits_of_one_engine(
+    tmp_path: Path, family: str, tp_size: int, pp_size: int, cp_size: int, attention: str
+) -> None:
+    """However the model is cut: no sum is."""
+    FAMILIES[family](tmp_path)
+    story, expected = told_by_one(tmp_path, deterministic=True)
+    alone = run_deterministic(tmp_path, "float32", story, attention=attention)
+
+    def program(group: ThreadGroup, pipeline: ThreadPipeline) -> tuple[list[BatchOutcome], Tensor]:
+        group.is_exact = True
+        options = {"pipeline": pipeline, "context": pipeline.context, "attention": attention}
+        return run_deterministic(tmp_path, "float32", story, group=group, **options)
+
+    workers = on_every_worker(tp_size, pp_size, program, cp_size=cp_size)
+
+    sampled = [outcomes for outcomes, _ in workers if any(outcome.tokens for outcome in outcomes)]
+    assert [[(o.tokens, o.extras) for o in outcomes] for outcomes in sampled] == [
+        [(o.tokens, o.extras) for o in alone[0]]
+    ]
+    grid = KvGrid(alone[1].shape[2], alone[1].shape[1])
+    for shard, (_, kv) in enumerate(workers):
+        box = box_of(grid, Cut(tp_size, pp_size, cp_size), ShardId(shard))
+        own = alone[1][:, box.heads.start : box.heads.stop, box.layers.start : box.layers.stop]
+        assert torch.equal(kv, own)
+    if attention == "native":
+        assert [(o.tokens, o.extras) for o in alone[0]] == [(o.tokens, o.extras) for o in expected]
+
+
+def run_deterministic(
+    where: Path, dtype: str, story: Story, *, group: ThreadGroup | None = None, **options: Any
+) -> tuple[list[BatchOutcome], Tensor]:
     """And the bytes of the KV that it leaves."""
-    model = load(where, dtype=dtype)
+    pipeline = options.get("pipeline", OneStage())
+    model = load(where, dtype=dtype, group=group, stage=pipeline.stage)
     engine = Engine(model, page_size=16, num_pages=NUM_PAGES, deterministic=True, **options)
     outcomes = outcomes_of(engine, story)
     kv = engine.kv.tensor.view(torch.uint8).clone()

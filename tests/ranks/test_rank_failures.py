@@ -83,7 +83,7 @@ def starting(tmp_path, *flags: str) -> Iterator[Server]:
         (("--pp", "5"), 1, "4 layers cannot be spread over 5 pipeline stages; take fewer"),
         (("--tp", "0"), 2, "--tp-size, --pp-size and --attn-cp-size must be at least 1, and their product at"),
         (("--attn-cp-size", "2", "--disaggregation-mode", "decode"), 2, "which a decode server does not compute"),
-        (("--tp", "2", "--deterministic"), 2, "--deterministic is measured for one worker only"),
+        (("--tp", "2", "--dp", "2", "--enable-dp-attention", "--deterministic"), 2, "which cuts the sums of MLPs"),
     ],
 )
 def test_what_cannot_be_spread_like_that_is_refused_in_one_line(

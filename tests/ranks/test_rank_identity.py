@@ -17,6 +17,7 @@ NUM_PROMPTS = 24
 FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
 NO_OVERLAP = ("--disable-overlap-schedule",)
 MIXED = ("--enable-mixed-chunk",)
+EXACT = ("--deterministic",)
 RETRY = ("--optimistic-prefill-policy", "retry")
 RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
@@ -49,12 +50,14 @@ MORE_UNIFIED = (
     Grid(2, 2, MIXED),
     Grid(1, 1, MIXED, cp=2),
     Grid(2, 2, cp=2),
+    Grid(2, 2, EXACT),
 )
 PAIRS = (
     (Grid(2, 1), Grid(2, 1)),
     (Grid(1, 2, RETRY), Grid(1, 2)),
     (Grid(2, 1), Grid(1, 2)),
     (Grid(1, 1, cp=2), Grid(1, 1)),
+    (Grid(2, 1, EXACT), Grid(1, 1, EXACT)),
 )
 MORE_PAIRS = (
     (Grid(2, 2), Grid(2, 2)),
@@ -77,6 +80,7 @@ MORE_PAIRS = (
     (Grid(1, 1), Grid(2, 2)),
     (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
     (Grid(3, 1), Grid(2, 1)),
+    (Grid(1, 2, EXACT), Grid(2, 1, EXACT)),
     # The tokens of prompts are shared out.
     (Grid(2, 1, cp=2), Grid(1, 1)),
     (Grid(1, 2, cp=2), Grid(1, 1)),

@@ -188,7 +188,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--attn-cp-size", "2", "--disaggregation-mode", "decode"], "which a decode server does not compute"),
         (["--attn-cp-size", "2", "--is-embedding"], "--attn-cp-size is for models that say tokens"),
         (["--attn-cp-size", "2", "--enable-dp-attention", "--dp", "2", "--tp", "2"], "each with rows of its own"),
-        (["--enable-dp-attention", "--dp", "2", "--tp", "2", "--deterministic"], "measured for one worker only"),
+        (["--enable-dp-attention", "--dp", "2", "--tp", "2", "--deterministic"], "which cuts the sums of MLPs"),
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
         (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),
         (["--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0"], "leave it out"),

@@ -15,6 +15,7 @@ import tandem
 from tandem.engine import self_check
 from tandem.engine.model_config import ModelError
 from tandem.engine.native.library import OFF, SWITCH
+from tandem.engine.parallel import Shard
 from tandem.engine.self_check import CHUNKS, WHOLE, ForwardPath, proven, thread_counts
 from tandem.engine.summation import Products, cancelling
 from tandem.engine.weights import LoadedModel, load
@@ -216,6 +217,30 @@ def test_rows_that_look_aside_are_noticed(dtype: torch.dtype) -> None:
     products = Products([(48, 64)], dtype=dtype, device="cpu", product=with_a_look_aside)
 
     assert products.compare([1])[:2] == ({1}, True)
+
+
+def by_number_of_outputs(x: Tensor, weight: Tensor) -> Tensor:
+    return functional.linear(x, weight) + 1e-9 * weight.shape[0]
+
+
+@pytest.mark.parametrize(("product", "shows"), [(by_number_of_outputs, True), (functional.linear, False)])
+def test_sums_that_depend_on_how_many_outputs_are_computed_are_noticed(
+    product: Callable[[Tensor, Tensor], Tensor], *, shows: bool
+) -> None:
+    products = Products([(48, 64), (96, 32)], dtype=torch.float32, device="cpu", product=product)
+
+    assert products.parts_show([(24, 64)]) is shows
+    assert not products.parts_show([(48, 64)]), "that is the whole"
+
+
+def test_a_part_of_a_model_has_the_layout_of_the_whole(mini: LoadedModel) -> None:
+    stage = load(MINI, stage=Shard(1, 2))
+    fields = proven(mini, threads=1, may_lower=False, page_size=16).layout_fields
+
+    checked = proven(mini, threads=1, may_lower=False, page_size=16, part=stage)
+
+    assert checked.module is stage.module
+    assert checked.layout_fields == fields
 
 
 def test_each_shape_is_that_of_a_layer(mini: LoadedModel) -> None:

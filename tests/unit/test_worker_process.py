@@ -258,7 +258,7 @@ def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.Monkey
         with node, worker, pytest.raises(ModelError, match="cannot be kept"):
             start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
-    settings = {"threads": 1, "page_size": 16, "attention": "auto"}
+    settings = {"threads": 1, "page_size": 16, "attention": "auto", "part": None}
     assert asked == [{**settings, "may_lower": may_lower} for may_lower in (True, False)]
 
 

@@ -35,6 +35,11 @@ class Shard:
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size
 
+    @property
+    def all(self) -> list["Shard"]:
+        """All of this size, in order."""
+        return [Shard(rank, self.size) for rank in range(self.size)]
+
     def part(self, total: int) -> slice:
         """Of `total` things in a row, this shard's; over all ranks they are all, each once, in order."""
         own = share(total, self.rank, self.size)
@@ -47,6 +52,11 @@ class MlpGroup(Protocol):
     @property
     def shard(self) -> Shard: ...
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether sums keep the bits that they have in one worker: no sum is cut, inputs are gathered instead."""
+        ...
+
     def rows(self, own: Tensor) -> Tensor:
         """[n, features] of this worker to the rows that all compute with. They are the same on every worker."""
         ...
@@ -54,6 +64,10 @@ class MlpGroup(Protocol):
     def sums(self, part: Tensor) -> Tensor:
         """A part of each sum, of what `rows` returned, to the whole sums of this worker's own rows, [n, features].
         `part` is given away."""
+        ...
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        """What all shards gave, joined along the last dimension in order of ranks. sizes: that dimension of each."""
         ...
 
 
@@ -72,10 +86,6 @@ class Group(MlpGroup, Protocol):
         """The sum of what all shards gave, of one shape. `part` is given away."""
         ...
 
-    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
-        """What all shards gave, joined along the last dimension in order of ranks. sizes: that dimension of each."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class OneShard:
@@ -83,6 +93,7 @@ class OneShard:
 
     shard: Shard = Shard(0, 1)
     shared: MlpGroup | None = None
+    is_exact: bool = True
 
     @property
     def mlp(self) -> MlpGroup:

@@ -45,8 +45,9 @@ def others_there() -> Iterator[None]:
 class TensorGroup:
     """A `Group`: the shards of one stage."""
 
-    def __init__(self, shard: Shard, group: dist.ProcessGroup) -> None:
+    def __init__(self, shard: Shard, group: dist.ProcessGroup, *, is_exact: bool) -> None:
         self.shard = shard
+        self.is_exact = is_exact
         self._group = group
 
     @property
@@ -208,13 +209,16 @@ def least(number: int) -> int:
 class Peers:
     """What a worker needs of the others of its replica."""
 
-    def __init__(self, rank: Rank, *, host: str, port: int, listener_fd: int | None, own: str = "") -> None:
+    def __init__(
+        self, rank: Rank, *, host: str, port: int, listener_fd: int | None, own: str = "", is_exact: bool = False
+    ) -> None:
         """Returns when all are there. `listener_fd` and `own`: see `connect`.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
         connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd, own=own)
         self._rank = rank
+        self._is_exact = is_exact
         self.pipeline = ProcessPipeline(rank)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
         self.context = self._context_group() if rank.cp_size > 1 else OneContext()
@@ -225,7 +229,7 @@ class Peers:
         rank, (_, stages, contexts) = self._rank, self._rank.cut.sizes
         rows = [(stage, context) for stage in range(stages) for context in range(contexts)]
         members = [[rank.cut.shard(*row, tp_rank) for tp_rank in range(rank.tp_size)] for row in rows]
-        return TensorGroup(Shard(rank.tp_rank, rank.tp_size), self._own_group(members))
+        return TensorGroup(Shard(rank.tp_rank, rank.tp_size), self._own_group(members), is_exact=self._is_exact)
 
     def _context_group(self) -> ContextGroup:
         rank, (shards, stages, contexts) = self._rank, self._rank.cut.sizes

@@ -22,6 +22,8 @@ NO_BATCH = -1  # said instead of a number of rows
 class RowExchange:
     """The `DpRanks` of one worker, and the `MlpGroup` of its model."""
 
+    is_exact = False
+
     def __init__(self, shard: Shard, lockstep: Lockstep, *, host: str, port: int, listener_fd: int | None) -> None:
         """Returns when all are there. `listener_fd`: as `connect` has it; `lockstep`: told of every step.
 
@@ -44,6 +46,9 @@ class RowExchange:
     def rows(self, own: Tensor) -> Tensor:
         assert own.shape[0] == self._sizes[self.shard.rank], "as many as were told when the step began"
         return joined_rows(own, self._sizes)
+
+    def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
+        raise AssertionError("only exact groups gather inputs")
 
     def sums(self, part: Tensor) -> Tensor:
         own, row_bytes = self._sizes[self.shard.rank], part.shape[1] * part.element_size()

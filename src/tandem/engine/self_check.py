@@ -51,17 +51,26 @@ def proven(
     may_lower: bool,
     page_size: int,
     attention: str = DEFAULT_ATTENTION_BACKEND,
+    part: LoadedModel | None = None,
 ) -> LoadedModel:
     """The model, its layout saying what its deterministic numbers are. torch is left with the threads that may compute.
+
+    part: of it, where this worker is one of several; it is returned then. In an exact group a part computes some
+    outputs of the same products, so its numbers are those of the whole model, which is what the layout has to say.
 
     may_lower: nobody asked for so many threads: where their number shows, fewer are taken.
     Raises ModelError with cause and remedy where the promise cannot be kept.
     """
     library.use(library.best(deterministic=True))
     counts = thread_counts(model.device, threads)
-    sums, neighbours_show, digest = Products(
-        model.module.product_shapes(), dtype=model.dtype, device=model.device, product=product
-    ).compare(counts)
+    products = Products(model.module.product_shapes(), dtype=model.dtype, device=model.device, product=product)
+    sums, neighbours_show, digest = products.compare(counts)
+    if part is not None:
+        own_shapes = part.module.product_shapes()
+        own = Products(own_shapes, dtype=model.dtype, device=model.device, product=product).compare(counts)
+        sums, neighbours_show = sums & own[0], neighbours_show or own[1]
+        if products.parts_show(own_shapes):
+            raise ModelError(_cannot_be_kept("that a worker has a part of the outputs shows", model, "use --tp-size 1"))
     path = ForwardPath(model, page_size=page_size, attention=attention)
     expected = path.bits(WHOLE, threads=1)
     same = takewhile(lambda n: n in sums and path.bits(WHOLE, threads=n) == expected, counts)
@@ -76,7 +85,8 @@ def proven(
         logger.warning("%d threads show in the %s; computing with %d", threads, _sums(model), steady)
     torch.set_num_threads(steady)
     numbers = hashlib.sha256(f"{digest} {expected}".encode()).hexdigest()[:8]
-    return replace(model, layout_fields={**model.layout_fields, "deterministic": f"on, {numbers}"})
+    found = model if part is None else part
+    return replace(found, layout_fields={**found.layout_fields, "deterministic": f"on, {numbers}"})
 
 
 def thread_counts(device: str, threads: int) -> list[int]:

@@ -58,6 +58,17 @@ class Products:
                     steady.discard(threads)
         return steady, neighbours_show, digest.hexdigest()
 
+    @torch.inference_mode()
+    def parts_show(self, parts: Iterable[tuple[int, int]]) -> bool:
+        """Whether a sum changes where only `parts` of the outputs are computed: (outputs, inputs), of any of ours."""
+        for outputs, inputs in sorted(set(parts)):
+            for all_outputs in {whole for whole, width in self._shapes if width == inputs and whole > outputs}:
+                x, weight = cancelling(all_outputs, inputs, dtype=self._dtype, device=self._device)
+                whole = self._product(x, weight)[:, :outputs]
+                if not torch.equal(self._product(x, weight[:outputs]), whole):
+                    return True
+        return False
+
 
 def cancelling(outputs: int, inputs: int, *, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """x: [TILE_ROWS, inputs], weight: [outputs, inputs]; every exact sum of x @ weight.T is zero."""

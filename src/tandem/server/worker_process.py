@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -337,7 +338,7 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
             return Place(OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.Peers(launch.rank, own=launch.group_own, **at)
+        peers = process_group.Peers(launch.rank, own=launch.group_own, is_exact=launch.config.deterministic, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
     return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
@@ -347,20 +348,22 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
     """Raises ModelError, ServerFailure, OSError."""
     config = launch.config
     torch.set_num_threads(launch.cpu_threads)
-    model = weights.load(
+    load = partial(
+        weights.load,
         Path(launch.model_dir),
         dtype=config.dtype,
         device=config.device,
-        group=place.group,
-        stage=place.pipeline.stage,
         is_embedding=config.is_embedding,
         quantization=config.quantization,
         kv_is_int8=config.kv_cache_dtype == "int8",
     )
+    model = load(group=place.group, stage=place.pipeline.stage)
     num_pages = place.least(pool_pages(config, model))
     if config.deterministic:
+        is_whole = launch.rank.num_shards == 1
         model = self_check.proven(
-            model,
+            model if is_whole else load(),
+            part=None if is_whole else model,
             threads=launch.cpu_threads,
             may_lower=config.cpu_threads == 0,
             page_size=config.page_size,

@@ -5,11 +5,17 @@
     QkvLinear              three of the first kind, cut by heads
     GateUpLinear           two of the first kind
 
+With `--deterministic` a group is exact: a sum has to have the bits that it has in one worker. There a layer of the
+second kind is cut along its outputs, too, gets the whole input from the group, and gives its part of the outputs back:
+
+    GatheringLinear
+
 Weights keep their layout in the file, [out_features, in_features], because they are mapped, not loaded. So q, k and v,
 and gate and up, stay tensors of their own: joining them would copy them. Where the file has joined them (`fused`), each
 is some of its rows.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,6 +24,11 @@ from tandem.engine.layers.product import product
 from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.layers.weights import Weights
 from tandem.engine.parallel import HeadShard, MlpGroup
+
+
+def gathers(group: MlpGroup) -> bool:
+    """Whether sums are whole on one shard each, so that inputs are gathered."""
+    return group.is_exact and group.shard.size > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +59,20 @@ class RowParallelLinear:
 
     @classmethod
     def load(
-        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, group: MlpGroup
-    ) -> "RowParallelLinear":
-        """outputs, inputs: of the whole layer; part: this shard's inputs."""
+        cls,
+        weights: Weights,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        parts: Sequence[slice],
+        bias: bool,
+        group: MlpGroup,
+    ) -> "RowParallelLinear | GatheringLinear":
+        """outputs, inputs: of the whole layer; parts: every shard's inputs."""
+        if gathers(group):
+            return GatheringLinear.load(weights, name, outputs, inputs, parts=parts, bias=bias, group=group)
+        part = parts[group.shard.rank]
         weight = weights.linear(name, outputs, inputs, columns=part)
         added = weights.take(f"{name}.bias", outputs) if bias else None
         return cls(weight, added if group.shard.rank == 0 else None, group)
@@ -58,6 +80,46 @@ class RowParallelLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """[n, this shard's in_features] to [own rows, out_features]: all n, unless DP ranks share the rows"""
         return self.group.sums(product(x, self.weight, self.bias))
+
+
+@dataclass(frozen=True, slots=True)
+class GatheringLinear:
+    """Takes and gives what a `RowParallelLinear` does. Every sum is one worker's, over all inputs."""
+
+    weight: LinearWeight  # [this shard's out_features, in_features]
+    bias: Tensor | None  # [this shard's out_features]
+    group: MlpGroup
+    inputs: Sequence[int]  # of every shard
+    outputs: Sequence[int]
+
+    @classmethod
+    def load(
+        cls,
+        weights: Weights,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        parts: Sequence[slice],
+        bias: bool,
+        group: MlpGroup,
+    ) -> "GatheringLinear":
+        """As `RowParallelLinear.load` has them."""
+        own = [shard.part(outputs) for shard in group.shard.all]
+        rows = own[group.shard.rank]
+        return cls(
+            weights.linear(name, outputs, inputs, rows=rows),
+            weights.take(f"{name}.bias", outputs, rows=rows) if bias else None,
+            group,
+            [part.stop - part.start for part in parts],
+            [part.stop - part.start for part in own],
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, this shard's in_features] to [n, out_features]"""
+        return self.group.all_gather(
+            product(self.group.all_gather(x, self.inputs), self.weight, self.bias), self.outputs
+        )
 
 
 @dataclass(frozen=True, slots=True)

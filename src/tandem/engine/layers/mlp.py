@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tandem.engine.layers.activation import Activation, silu_and_mul
-from tandem.engine.layers.linear import GateUpLinear, RowParallelLinear
+from tandem.engine.layers.linear import GateUpLinear, GatheringLinear, RowParallelLinear
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
     gate_up: GateUpLinear
-    down_proj: RowParallelLinear
+    down_proj: RowParallelLinear | GatheringLinear
     activation: Activation = silu_and_mul
 
     def __call__(self, x: Tensor) -> Tensor:

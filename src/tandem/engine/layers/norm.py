@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.native import library
-from tandem.engine.parallel import Group
+from tandem.engine.parallel import Group, HeadShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,27 @@ class WidthNorms:
         sums = self.group.all_reduce(torch.stack((squares[0], squares[1] * self.adds_keys), dim=-1))
         q_mean, k_mean = sums[:, :1] / self.q_features, sums[:, 1:] / self.k_features
         return _scaled(q, q_mean, self.q), _scaled(k, k_mean, self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class GatheringWidthNorms:
+    """The same in an exact group (`linear.py`): each shard sees all heads, norms them all, and keeps its own."""
+
+    q: RMSNorm  # weights: those of all heads
+    k: RMSNorm
+    heads: HeadShard
+    heads_of_all: list[HeadShard]
+    group: Group
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """As `WidthNorms` has them."""
+        dim = q.shape[-1]
+        own_k = k.flatten(1) if self.heads.is_first else k.new_empty(k.shape[0], 0)  # each head comes once
+        all_q = self.group.all_gather(q.flatten(1), [one.num_query * dim for one in self.heads_of_all])
+        all_k = self.group.all_gather(own_k, [one.num_kv * dim * one.is_first for one in self.heads_of_all])
+        whole_q, whole_k = (norm(x).unflatten(1, (-1, dim)) for norm, x in ((self.q, all_q), (self.k, all_k)))
+        own_q, own_k = whole_q[:, self.heads.query], whole_k[:, self.heads.kv]
+        return own_q.contiguous(), own_k.contiguous()  # a row in pieces is rotated with other roundings
 
 
 def _scaled(x: Tensor, mean_square: Tensor, norm: RMSNorm) -> Tensor:

@@ -17,13 +17,16 @@ class VocabParallelEmbedding:
     scale: float = 1.0
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """[n] int64 to [n, hidden], the same on every shard: who has a token looks it up, the others add zeros."""
+        """[n] int64 to [n, hidden], the same on every shard: who has a token looks it up, the others add -0.0.
+
+        That changes no bit of anything, as +0.0 would of -0.0.
+        """
         if self.group.shard.size == 1:
             return self._scaled(functional.embedding(token_ids, self.weight))
         local = token_ids - self.first_token
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
         found = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
-        return self._scaled(self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], 0)))
+        return self._scaled(self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], -0.0)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.scale == 1.0 else x * self.scale

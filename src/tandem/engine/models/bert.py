@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.batch import Batch
-from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.linear import ColumnParallelLinear, GatheringLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.norm import LayerNorm
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding
 from tandem.engine.layers.weights import Weights
@@ -35,10 +35,10 @@ class Embeddings:
 @dataclass(frozen=True, slots=True)
 class Block:
     qkv: QkvLinear
-    o_proj: RowParallelLinear
+    o_proj: RowParallelLinear | GatheringLinear
     after_attention: LayerNorm
     up: ColumnParallelLinear
-    down: RowParallelLinear
+    down: RowParallelLinear | GatheringLinear
     after_mlp: LayerNorm
     approximates_gelu: str
 
@@ -142,21 +142,25 @@ def embeddings(config: ModelConfig, weights: Weights, group: Group) -> Embedding
 def block(config: ModelConfig, weights: Weights, group: Group, heads: HeadShard, prefix: str) -> Block:
     assert config.encoder is not None
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    own_heads, own_inner = slice(heads.query.start * dim, heads.query.stop * dim), group.mlp.shard.part(inner)
+    shards = group.shard.all
+    found = [HeadShard.of(one, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads) for one in shards]
+    all_heads = [slice(one.query.start * dim, one.query.stop * dim) for one in found]
+    all_inner = [one.part(inner) for one in group.mlp.shard.all]
+    own_heads, own_inner = slice(heads.query.start * dim, heads.query.stop * dim), all_inner[group.mlp.shard.rank]
 
     def column(name: str, outputs: int, part: slice) -> ColumnParallelLinear:
         return ColumnParallelLinear.load(weights, prefix + name, outputs, hidden, part=part, bias=True)
 
-    def row(name: str, inputs: int, part: slice, group: MlpGroup) -> RowParallelLinear:
-        return RowParallelLinear.load(weights, prefix + name, hidden, inputs, part=part, bias=True, group=group)
+    def row(name: str, inputs: int, parts: list[slice], group: MlpGroup) -> RowParallelLinear | GatheringLinear:
+        return RowParallelLinear.load(weights, prefix + name, hidden, inputs, parts=parts, bias=True, group=group)
 
     q, k, v = (column(f"attention.self.{name}", hidden, own_heads) for name in ("query", "key", "value"))
     return Block(
         qkv=QkvLinear(q, k, v, dim),
-        o_proj=row("attention.output.dense", hidden, own_heads, group),
+        o_proj=row("attention.output.dense", hidden, all_heads, group),
         after_attention=norm(config, weights, f"{prefix}attention.output.LayerNorm"),
         up=column("intermediate.dense", inner, own_inner),
-        down=row("output.dense", inner, own_inner, group.mlp),
+        down=row("output.dense", inner, all_inner, group.mlp),
         after_mlp=norm(config, weights, f"{prefix}output.LayerNorm"),
         approximates_gelu=config.encoder.approximates_gelu,
     )

@@ -6,7 +6,7 @@ the batch decides how many rows go through them together (all of them, or fixed 
 A family says of what its blocks consist, with a `Loader`; everything else is here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,9 +17,9 @@ from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
 from tandem.engine.layers.activation import Activation, silu_and_mul, soft_cap
 from tandem.engine.layers.experts import Expert, Experts
-from tandem.engine.layers.linear import GateUpLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.linear import GateUpLinear, GatheringLinear, QkvLinear, RowParallelLinear, gathers
 from tandem.engine.layers.mlp import GatedMlp
-from tandem.engine.layers.norm import HeadNorms, RMSNorm, WidthNorms
+from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, WidthNorms
 from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
@@ -34,8 +34,8 @@ class Block:
 
     before_attention: RMSNorm | None = None
     qkv: QkvLinear
-    qk_norm: HeadNorms | WidthNorms | None = None  # before the rotation
-    o_proj: RowParallelLinear
+    qk_norm: HeadNorms | WidthNorms | GatheringWidthNorms | None = None  # before the rotation
+    o_proj: RowParallelLinear | GatheringLinear
     after_attention: RMSNorm | None = None
     before_mlp: RMSNorm | None = None
     mlp: GatedMlp | Experts
@@ -142,9 +142,13 @@ class Loader:
     def head_norms(self, q_name: str, k_name: str) -> HeadNorms:
         return HeadNorms(*(self.norm(name, self.config.head_dim) for name in (q_name, k_name)))
 
-    def width_norms(self, q_name: str, k_name: str) -> WidthNorms:
+    def width_norms(self, q_name: str, k_name: str) -> WidthNorms | GatheringWidthNorms:
         config, heads = self.config, self.heads
         features = {q_name: config.num_heads * config.head_dim, k_name: config.num_kv_heads * config.head_dim}
+
+        if gathers(self.group):
+            q, k = (self.norm(name, features[name]) for name in (q_name, k_name))
+            return GatheringWidthNorms(q, k, heads, self._heads_of_all(), self.group)
 
         def part(name: str, own: slice) -> RMSNorm:
             rows = slice(own.start * config.head_dim, own.stop * config.head_dim)
@@ -167,18 +171,23 @@ class Loader:
             fused=fused,
         )
 
-    def output(self, name: str, *, bias: bool) -> RowParallelLinear:
+    def _heads_of_all(self) -> list[HeadShard]:
+        config, shards = self.config, self.group.shard.all
+        return [HeadShard.of(one, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads) for one in shards]
+
+    def output(self, name: str, *, bias: bool) -> RowParallelLinear | GatheringLinear:
         """From attention heads back to hidden states."""
-        dim, own = self.config.head_dim, self.heads.query
-        part = slice(own.start * dim, own.stop * dim)
-        return self._row_parallel(name, self.config.num_heads * dim, part, bias=bias, group=self.group)
+        dim = self.config.head_dim
+        parts = [slice(one.query.start * dim, one.query.stop * dim) for one in self._heads_of_all()]
+        return self._row_parallel(name, self.config.num_heads * dim, parts, bias=bias, group=self.group)
 
     def mlp(self, name: str, *, bias: bool, fused: bool = False, activation: Activation = silu_and_mul) -> GatedMlp:
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
-        part = self.group.mlp.shard.part(inner)
+        shard = self.group.mlp.shard
+        part, parts = shard.part(inner), [one.part(inner) for one in shard.all]
         return GatedMlp(
             GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, fused=fused),
-            self._row_parallel(f"{name}.down_proj", inner, part, bias=bias, group=self.group.mlp),
+            self._row_parallel(f"{name}.down_proj", inner, parts, bias=bias, group=self.group.mlp),
             activation,
         )
 
@@ -186,25 +195,27 @@ class Loader:
         """kinds: names of gate, up and down in an expert."""
         sizes, hidden, prefix = self.config.experts, self.config.hidden_size, self.prefix + name
         assert sizes is not None, "of this architecture the configuration says what its experts are"
-        inner, part = sizes.intermediate_size, self.group.mlp.shard.part(sizes.intermediate_size)
+        inner, group = sizes.intermediate_size, self.group.mlp
         return Experts(
             router=self.weights.take(f"{prefix}.gate.weight", sizes.num_experts, hidden),
             experts=tuple(
-                Expert.load(self.weights, f"{prefix}.experts.{index}", hidden, inner, part=part, kinds=kinds)
+                Expert.load(self.weights, f"{prefix}.experts.{index}", hidden, inner, group=group, kinds=kinds)
                 for index in range(sizes.num_experts)
             ),
             per_token=sizes.per_token,
             shares_sum_to_one=sizes.shares_sum_to_one,
-            group=self.group.mlp,
+            group=group,
         )
 
-    def _row_parallel(self, name: str, inputs: int, part: slice, *, bias: bool, group: MlpGroup) -> RowParallelLinear:
+    def _row_parallel(
+        self, name: str, inputs: int, parts: Sequence[slice], *, bias: bool, group: MlpGroup
+    ) -> RowParallelLinear | GatheringLinear:
         return RowParallelLinear.load(
             self.weights,
             self.prefix + name,
             self.config.hidden_size,
             inputs,
-            part=part,
+            parts=parts,
             bias=bias,
             group=group,
         )

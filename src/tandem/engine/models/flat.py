@@ -15,9 +15,9 @@ from torch import Tensor
 from tandem.engine.attention.native import NativeAttention
 from tandem.engine.layers.activation import silu_and_mul
 from tandem.engine.layers.experts import Experts
-from tandem.engine.layers.linear import ColumnParallelLinear, QkvLinear, RowParallelLinear
+from tandem.engine.layers.linear import ColumnParallelLinear, GatheringLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
-from tandem.engine.layers.norm import HeadNorms, RMSNorm, WidthNorms
+from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, WidthNorms
 from tandem.engine.layers.quantized import LinearWeight, QuantizedWeight
 from tandem.engine.native.library import DecoderView, LayerView, LinearView
 
@@ -30,9 +30,9 @@ class Layer(Protocol):
     @property
     def qkv(self) -> QkvLinear: ...
     @property
-    def qk_norm(self) -> HeadNorms | WidthNorms | None: ...
+    def qk_norm(self) -> HeadNorms | WidthNorms | GatheringWidthNorms | None: ...
     @property
-    def o_proj(self) -> RowParallelLinear: ...
+    def o_proj(self) -> RowParallelLinear | GatheringLinear: ...
     @property
     def after_attention(self) -> RMSNorm | None: ...
     @property
@@ -105,7 +105,9 @@ class FlatBlocks:
 def _view(block: Layer) -> LayerView | None:
     """None of a block that one call cannot run."""
     qkv, mlp, qk_norm = block.qkv, block.mlp, block.qk_norm
-    if not isinstance(mlp, GatedMlp) or mlp.activation is not silu_and_mul or isinstance(qk_norm, WidthNorms):
+    if not isinstance(mlp, GatedMlp) or mlp.activation is not silu_and_mul:
+        return None
+    if isinstance(qk_norm, WidthNorms | GatheringWidthNorms):
         return None
     if block.before_attention is None or block.before_mlp is None or block.after_attention or block.after_mlp:
         return None
