@@ -5,10 +5,13 @@ from collections import Counter
 import pytest
 
 from tandem.core.router.messages import DispatchPair, Forward, RouterCommand
+from tandem.server.router.metrics import RouterMetrics
 from tandem.simulator.actors import gateway, upstream_calls
 from tandem.simulator.hunt import run_seed
+from tandem.simulator.whole import world
 
 SEEDS = (3, 5, 33)  # in which streams are resumed
+WHOLE_SEEDS = (22, 56)
 
 
 @pytest.fixture
@@ -50,3 +53,19 @@ def test_a_stream_that_goes_on_at_another_token_is_noticed(
 
     monkeypatch.setattr(gateway.Gateway, "_dispatch", wrong)
     assert {run_seed(seed).invariant for seed in SEEDS} & {"S14", "S15"}
+
+
+def test_bytes_of_whole_clusters_go_on_with_the_right_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed = 0
+    see = RouterMetrics.see
+
+    def counted(self: RouterMetrics, command: RouterCommand) -> None:
+        nonlocal resumed
+        resumed += isinstance(command, Forward) and command.resumes
+        see(self, command)
+
+    monkeypatch.setattr(RouterMetrics, "see", counted)
+    for seed in WHOLE_SEEDS:
+        found = world.run_seed(seed)
+        assert (found.invariant, found.detail) == ("", "")
+    assert resumed >= len(WHOLE_SEEDS)
