@@ -11,6 +11,7 @@ import difflib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from directed import WORLDS
 from group_lines import GROUP_BREAKS, GROUP_KILLED_BY, GROUP_SURVIVORS
 from lines import HUNG_S, PACKAGE, broken_copy, broken_text
 from whole_lines import KILLED_BY, SURVIVORS, WHOLE_BREAKS, WholeBreak
+
+from tandem.simulator.hunt import num_cores
 
 MOST_LINES = 3
 PATIENCE = 12  # seeds from the recorded one: a change of the product may move the moment at which a bug shows
@@ -71,8 +74,15 @@ def test_a_whole_cluster_notices_the_break(it: WholeBreak, tmp_path: Path) -> No
 
 def test_what_the_breaks_are_tried_on_is_clean_without_one(tmp_path: Path) -> None:
     seeds = {by for it in TRIED if isinstance(by := NOTICED_BY[it.name], int)}
-    for by in (*sorted(seeds), *WORLDS):
-        done = noticed(tmp_path, by, 1, PACKAGE.parent)
+
+    def run(by: int | str) -> "subprocess.CompletedProcess[str]":
+        folder = tmp_path / str(by)
+        folder.mkdir()
+        return noticed(folder, by, 1, PACKAGE.parent)
+
+    with ThreadPoolExecutor(num_cores()) as pool:
+        runs = list(pool.map(run, (*sorted(seeds), *WORLDS)))
+    for done in runs:
         assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr[-2000:]
 
 

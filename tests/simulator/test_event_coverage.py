@@ -116,7 +116,7 @@ def results() -> list[SeedResult]:
 def whole_results() -> list[SeedResult]:
     first = draw_first_seed()
     drawn = range(first, first + MANY_WHOLE) if os.environ.get("TANDEM_ALL_EVENTS") else WHOLE_SEEDS
-    return list(run_each(drawn, partial(world.run_seed, watches=True)))
+    return list(run_each(drawn, partial(world.run_seed, watches=True), are_long=True))
 
 
 def everything() -> list[SeedResult]:

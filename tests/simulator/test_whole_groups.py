@@ -11,8 +11,10 @@ import pytest
 from tandem.core.values import SECOND
 from tandem.engine.parallel import OneShard, OneStage
 from tandem.ranks import Rank, all_ranks
+from tandem.simulator.hunt import run_each
 from tandem.simulator.model import MASK
 from tandem.simulator.oracle import Violation
+from tandem.simulator.report import SeedResult
 from tandem.simulator.whole.cuts import CONTEXTS, CUTS, UNCUT, draw_context, draw_cut, draw_cuts
 from tandem.simulator.whole.groups import Groups, Replica
 from tandem.simulator.whole.kernel import START_NS, Process
@@ -34,17 +36,26 @@ STRIKE_NS = START_NS + 2 * SECOND
 Strike = Callable[[World, Process], None]
 
 
+@pytest.fixture(scope="module")
+def results() -> dict[int, SeedResult]:
+    return {result.seed: result for result in run_each([*CORPUS, *UNEQUAL], run_seed, are_long=True)}
+
+
 @pytest.mark.parametrize("seed", CORPUS)
-def test_every_request_of_replicas_with_several_workers_ends_as_promised(seed: int) -> None:
-    result = run_seed(seed)
+def test_every_request_of_replicas_with_several_workers_ends_as_promised(
+    results: dict[int, SeedResult], seed: int
+) -> None:
+    result = results[seed]
     assert draw_cut(seed)
     assert not result.invariant, f"{result.line}: {result.detail}"
     assert result.num_finished > 0
 
 
 @pytest.mark.parametrize("seed", UNEQUAL)
-def test_every_request_between_sides_that_are_cut_differently_ends_as_promised(seed: int) -> None:
-    result = run_seed(seed)
+def test_every_request_between_sides_that_are_cut_differently_ends_as_promised(
+    results: dict[int, SeedResult], seed: int
+) -> None:
+    result = results[seed]
     prefill, decode, _ = draw_cuts(seed)
     assert prefill != decode
     assert not result.invariant, f"{result.line}: {result.detail}"

@@ -9,6 +9,8 @@ import pytest
 from tandem.core.commands import GatherSnapshot
 from tandem.core.values import SECOND
 from tandem.server.api.gathering import Gathering
+from tandem.simulator.hunt import run_each
+from tandem.simulator.report import SeedResult
 from tandem.simulator.whole.cuts import draw_cut, draw_cuts, draw_together
 from tandem.simulator.whole.engine import PlainEngine
 from tandem.simulator.whole.kernel import START_NS, Process
@@ -22,9 +24,14 @@ TOGETHER = {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}
 Strike = Callable[[World, Process], None]
 
 
+@pytest.fixture(scope="module")
+def results() -> dict[int, SeedResult]:
+    return {result.seed: result for result in run_each(CORPUS, run_seed, are_long=True)}
+
+
 @pytest.mark.parametrize("seed", CORPUS)
-def test_every_request_of_ranks_that_step_together_ends_as_promised(seed: int) -> None:
-    result = run_seed(seed)
+def test_every_request_of_ranks_that_step_together_ends_as_promised(results: dict[int, SeedResult], seed: int) -> None:
+    result = results[seed]
     assert draw_together(seed)[0]
     assert not result.invariant, f"{result.line}: {result.detail}"
     assert result.num_finished > 0
