@@ -302,6 +302,12 @@ def describe_command(command: Command) -> str:
             return f"announce that {len(hashes)} pages are no longer cached"
         case AnnounceCleared():
             return "announce that nothing is cached any more"
+        case StorePages() | LoadPages() | LookUpPages() | FetchPages() | WritePages():
+            return _describe_copy(command)
+
+
+def _describe_copy(command: StorePages | LoadPages | LookUpPages | FetchPages | WritePages) -> str:
+    match command:
         case StorePages(copy, _, pages, host_pages):
             return f"copy {copy}: store {_pages(pages)} in host {_pages(host_pages)}"
         case LoadPages(copy, _, host_pages, pages):
