@@ -20,6 +20,7 @@ from tandem.server import wire
 from tandem.server.api import process
 from tandem.server.api.process import ApiProcess, restart_delay_s
 from tandem.server.channel import frame
+from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.processes import Children, Replicas, ServerFailure, bind_listeners
 
 UNIFIED = msgspec.structs.replace(REPLICA, role="unified")
@@ -41,7 +42,7 @@ class Server:
     lives: list[list[Life]] = field(default_factory=lambda: [[], []])  # by DP rank
     process: ApiProcess | None = None
 
-    def start(self, dp_rank: int) -> Children:
+    def start(self, dp_rank: int, _elsewhere: object = None) -> Children:
         node, api_end = socket.socketpair()
         self.lives[dp_rank].append(Life(node, Child()))
         child = self.lives[dp_rank][-1].child
@@ -76,7 +77,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
         server = Server()
         config = ServerConfig(model="m", port=0, dp_size=2)
         listeners = bind_listeners(config)
-        server.process = ApiProcess(config, Replicas(server.start, 2), listeners)
+        server.process = ApiProcess(config, Replicas(server.start, 2), listeners, lambda _: NoOtherHosts())
         running = asyncio.create_task(server.process.run(FACTS, None))
         try:
             await story(server, running)

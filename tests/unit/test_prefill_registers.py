@@ -30,6 +30,7 @@ from tandem.server.api.cluster_auth import signed_write
 from tandem.server.api.facts import ModelFacts
 from tandem.server.api.process import ApiProcess
 from tandem.server.channel import frame
+from tandem.server.hosts.leader import NoOtherHosts
 from tandem.server.processes import Children, Listeners, Replicas, ServerFailure, bind_listeners
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
@@ -88,7 +89,7 @@ def serve(story: Callable[[Server, "asyncio.Task[None]"], Awaitable[None]]) -> N
         with node, listening() as listeners:
             child = Child()
             children = Children(child, (child,), (Rank(),), api_end)  # type: ignore[arg-type]  # `Child` has all that is asked of them
-            process = ApiProcess(config(), Replicas(lambda _: children, 1), listeners)
+            process = ApiProcess(config(), Replicas(lambda *_: children, 1), listeners, lambda _: NoOtherHosts())
             running = asyncio.create_task(process.run(FACTS, SECRET))
             async with httpx.AsyncClient(trust_env=False) as http:
                 await story(Server(process, listeners, node, child, http), running)
@@ -184,7 +185,7 @@ def test_a_rank_that_is_lost_while_it_comes_back_is_started_once_more_and_found_
     info = PrefillInfo(dp_size=2)
     nodes: list[socket.socket] = []  # our ends, of every life of every rank
 
-    def start(_dp_rank: int) -> Children:
+    def start(_dp_rank: int, _elsewhere: object = None) -> Children:
         node, api_end = socket.socketpair()
         nodes.append(node)
         child = Child()
@@ -197,7 +198,7 @@ def test_a_rank_that_is_lost_while_it_comes_back_is_started_once_more_and_found_
 
     async def story() -> None:
         with listening(dp_size=2) as listeners:
-            process = ApiProcess(config(dp_size=2), Replicas(start, 2), listeners)
+            process = ApiProcess(config(dp_size=2), Replicas(start, 2), listeners, lambda _: NoOtherHosts())
             running = asyncio.create_task(process.run(FACTS, SECRET))
             say_ready(0, 0)
             say_ready(1, 1)
