@@ -50,18 +50,24 @@ def is_written(server: Server) -> bool:
     return not state["copies"] and not state["storage"]
 
 
+def pages_of(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != "secret"]
+
+
 def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> None:
     wanted = prompts(0)
     with cluster(unified=True, flags=flags(tmp_path)) as running:
         server = running.unified
         assert server is not None
+        server.generate(wanted[0][: PAGE + 1], max_new_tokens=1)
+        eventually(lambda: is_written(server))
+        (damaged,) = pages_of(tmp_path)  # the first page of the first prompt
         first = ask(server, wanted)
         eventually(lambda: is_written(server))
         assert metric(server, "sglang:backuped_tokens_total") >= 4 * 12 * PAGE
         os.kill(server.member.process.pid, signal.SIGKILL)
-    pages = [path for path in tmp_path.iterdir() if path.name != "secret"]
-    damaged = min(pages, key=lambda path: path.stat().st_mtime_ns)  # the first page of the first prompt
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 0xFF]))
     with cluster(unified=True, flags=flags(tmp_path)) as running:
         server = running.unified
         assert server is not None

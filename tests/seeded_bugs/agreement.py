@@ -60,7 +60,7 @@ def ready_goes_to_the_prefill_that_was_learned_last() -> Iterator[None]:
         yield
 
 
-@mutant(74, "S28")
+@mutant(98, "S28")
 def slot_gate_stays_closed_when_all_fit() -> Iterator[None]:
     def slot_gate_closes(ranks, settings):
         return min(rank.num_free_slots for rank in ranks) <= delayer_policy.usual_batch(ranks)

@@ -38,7 +38,7 @@ def refusal_of_the_edge_is_not_for_the_other_half() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S13", "S2", "S3")
+@mutant(15, "S13", "S2", "S3")
 def flush_drops_pages_of_requests_that_live() -> Iterator[None]:
     original = node.handle
 
@@ -83,7 +83,7 @@ def evicted_pages_are_not_announced() -> Iterator[None]:
         yield
 
 
-@mutant(1, "S37")
+@mutant(15, "S37")
 def flush_announces_that_nothing_is_left_although_requests_read_on() -> Iterator[None]:
     def flush_cache(node_state):
         if state.evict(node_state, node_state.pool.num_pages):
