@@ -152,7 +152,10 @@ class FrameReader:
             end = self._held.find(b"\n")
             if end < 0 and len(self._held) <= MAX_HEAD_BYTES:
                 return None
-            self._head = msgspec.json.decode(bytes(self._held[: max(end, 0)]), type=Frame)
+            try:
+                self._head = msgspec.json.decode(bytes(self._held[: max(end, 0)]), type=Frame)
+            except msgspec.DecodeError as error:  # of old versions it is no ValueError
+                raise ValueError(f"no frame: {error}") from error
             if not 0 <= self._head.size <= MAX_FRAME_BYTES or len(self._head.ids) % ID_BYTES:
                 raise ValueError("a frame out of bounds")
             del self._held[: end + 1]
