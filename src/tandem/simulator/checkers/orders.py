@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from tandem.core.commands import Command, FailRequest, Tell
 from tandem.core.disagg.messages import Abort, Ready, Release
 from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, PeerSaid, TransferFailed
+from tandem.core.kv.storage_tier import Act, StorageTier
 from tandem.core.kv.tree import NOWHERE, PrefixTree
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause, Incarnation, Room
@@ -23,7 +24,8 @@ class Orders:
         if any(isinstance(event, FlushRequested) for event in events) and len(set(map(type, events))) == 1:
             left = state.tree.num_evictable  # other events may end a request, whose pages are cached from then on
             if not state.host.copies:
-                left += state.host.pool.num_pages - state.host.pool.num_free - num_pinned_copies(state.tree)
+                held = num_pinned_copies(state.tree) + num_awaited(state.storage)
+                left += state.host.pool.num_pages - state.host.pool.num_free - held
             if left:
                 raise Violation(self.id, f"{where(life)} is flushed and keeps {left} cached pages that nobody holds")
         ordered = [event.force_retry_prob for event in events if isinstance(event, HooksChanged)]
@@ -36,6 +38,11 @@ class Orders:
 def num_pinned_copies(tree: PrefixTree) -> int:
     """Of pages that somebody holds on the device, and of those above them."""
     return sum(node.host != NOWHERE and node.pins > 0 for node in tree.nodes.values())
+
+
+def num_awaited(storage: StorageTier) -> int:
+    """Pages of host memory that are being read from storage, and belong to nobody else yet."""
+    return sum(len(one.host_pages) for one in storage.operations.values() if one.act is Act.FETCH)
 
 
 class Returns:
