@@ -23,6 +23,7 @@ class Prompts:
     input_tokens: int = 0
     hit_tokens: int = 0
     counted: set[RequestId] = field(default_factory=set)
+    loading: dict[RequestId, Progress] = field(default_factory=dict)  # may be counted and end in one step, unseen
 
 
 class HitRate:
@@ -35,11 +36,17 @@ class HitRate:
 
     def moved(self, life: Life, progress: Progress, before: State | None) -> None:
         prompts = self.prompts[life.incarnation]
+        if progress.state is State.LOADING:
+            prompts.loading[progress.id] = progress
         if progress.state not in ADMITTED or progress.id in prompts.counted:
             return
+        self._count(prompts, progress, progress.inserted * life.settings.page_size)
+
+    def _count(self, prompts: Prompts, progress: Progress, hit_tokens: int) -> None:
+        prompts.loading.pop(progress.id, None)
         prompts.counted.add(progress.id)
         prompts.input_tokens += progress.request.prompt_len
-        prompts.hit_tokens += progress.inserted * life.settings.page_size
+        prompts.hit_tokens += hit_tokens
 
     def ended(self, life: Life, command: End) -> None:
         if not isinstance(command, FinishRequest) or command.retries:
@@ -56,6 +63,10 @@ class HitRate:
 
     def recount(self, life: Life) -> None:
         counters, prompts = life.node.state.counters, self.prompts[life.incarnation]
+        for progress in [one for one in prompts.loading.values() if one.id not in life.node.state.requests]:
+            del prompts.loading[progress.id]
+            if progress.is_counted and progress.id not in prompts.counted:
+                self._count(prompts, progress, progress.cached_tokens)  # it has let go of its pages
         counted, shown = (prompts.hit_tokens, prompts.input_tokens), (counters.hit_tokens, counters.input_tokens)
         if counted != shown:
             raise Violation(self.id, f"{where(life)} shows {shown[0]} of {shown[1]} tokens hit, they are {counted}")
