@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import itertools
 import json
-import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import build_tokenizer
+import calculator
 import everyday
 import problems
 import torch
@@ -19,19 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 MAX_NEW_TOKENS = 160
 HISTORY_SEED = 31
 EVERYDAY_SEED = 2024
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 Messages = list[dict[str, object]]
 
 
@@ -105,12 +91,12 @@ def tool_shares(
 ) -> tuple[float, float]:
     """Shares of problems whose call has the right value, and whose answer after the call's result is right."""
     chats: list[Messages] = [[{"role": "user", "content": problem.question}] for problem in asked]
-    said = answer_all(model, tokenizer, [_rendered(tokenizer, chat, [CALCULATOR]) for chat in chats])
+    said = answer_all(model, tokenizer, [_rendered(tokenizer, chat, [calculator.TOOL]) for chat in chats])
     called = _share(asked, said, called_value, show_wrong)
     for chat, text in zip(chats, said, strict=True):
         chat.append({"role": "assistant", "content": text})
         chat.append({"role": "tool", "content": called_value(text) or "error"})
-    answers = answer_all(model, tokenizer, [_rendered(tokenizer, chat, [CALCULATOR]) for chat in chats])
+    answers = answer_all(model, tokenizer, [_rendered(tokenizer, chat, [calculator.TOOL]) for chat in chats])
     return called, _share(asked, answers, problems.extract_answer, show_wrong)
 
 
@@ -143,17 +129,9 @@ def called_value(text: str) -> str | None:
         call = json.loads(text.partition("<tool_call>")[2].removesuffix("</tool_call>"))
         if call["name"] != "calculator" or set(call["arguments"]) != {"expression"}:
             return None
-        return f"{_value(ast.parse(call['arguments']['expression'], mode='eval').body):g}"
+        return calculator.answer(call["arguments"]["expression"])
     except (ValueError, SyntaxError, KeyError, TypeError, ZeroDivisionError):
         return None
-
-
-def _value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        return SIGNS[type(node.op)](_value(node.left), _value(node.right))
-    raise ValueError("not an arithmetic expression")
 
 
 def read_problems(path: Path, count: int | None = None) -> list[problems.Problem]:

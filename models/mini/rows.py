@@ -177,17 +177,17 @@ class RowMaker:
         return text, OFF_TOPIC_REPLY
 
     def json_request(self) -> tuple[str, str]:
-        """A problem with the wish for JSON, and the object that answers it."""
+        """A problem that asks for JSON, and the object that answers it."""
         problem = self.problem()
         lines = problem.worked.split("\n")[:-1]
         chains = [_chain_of(line) for line in lines]
         is_short = len(chains) == 1 and chains[0].count("=") == 1
         if is_short and self.random.random() < 0.75:
-            wish, reply = self.random.choice(JSON_ANSWER_ONLY), {"answer": int(problem.answer)}
+            instruction, reply = self.random.choice(JSON_ANSWER_ONLY), {"answer": int(problem.answer)}
         else:
-            wish = self.random.choice(JSON_WITH_STEPS)
+            instruction = self.random.choice(JSON_WITH_STEPS)
             reply = {"steps": "; ".join(chains), "answer": int(problem.answer)}
-        return f"{problem.question} {wish}", json.dumps(reply)
+        return f"{problem.question} {instruction}", json.dumps(reply)
 
     def turn(self) -> Row:
         """One question without tools and its answer."""

@@ -1,8 +1,6 @@
 """A call of a calculator that nothing forces, with real tokens: its result goes back, and the answer is right."""
 
-import ast
 import json
-import operator
 from pathlib import Path
 from typing import Any  # the SDK's parameters
 
@@ -10,32 +8,13 @@ import openai
 import pytest
 from cluster import MODEL, Cluster
 
-CALCULATOR = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluate an arithmetic expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"expression": {"type": "string"}},
-            "required": ["expression"],
-        },
-    },
-}
+from mini_scripts import script
+
 HELD_OUT = [
     json.loads(line)
     for line in (Path(__file__).parents[2] / "src/tandem/bundled/mini/heldout.jsonl").read_text().splitlines()
 ]
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
-
-
-def computed(node: ast.expr) -> int:
-    """The value of a formula of +, -, *, / and brackets over whole numbers."""
-    if isinstance(node, ast.BinOp):
-        return SIGNS[type(node.op)](computed(node.left), computed(node.right))
-    assert isinstance(node, ast.Constant)
-    assert isinstance(node.value, int)
-    return node.value
+calculator = script("calculator")
 
 
 @pytest.fixture
@@ -46,7 +25,7 @@ def router(common: Cluster) -> openai.OpenAI:
 
 def said(client: openai.OpenAI, messages: list[Any], is_streamed: bool) -> Any:
     fields: dict[str, Any] = {"model": MODEL, "messages": messages, "temperature": 0, "max_tokens": 160}
-    fields |= {"tools": [CALCULATOR], "tool_choice": "auto"}
+    fields |= {"tools": [calculator.TOOL], "tool_choice": "auto"}
     if not is_streamed:
         return client.chat.completions.create(**fields).choices[0]
     with client.chat.completions.stream(**fields) as stream:
@@ -66,19 +45,18 @@ def test_a_call_that_nothing_forces_leads_to_the_right_answer(
     (call,) = called.message.tool_calls
     assert call.function.name == "calculator"
     formula = json.loads(call.function.arguments)["expression"]
-    result = computed(ast.parse(formula, mode="eval").body)
     messages.append(called.message.model_dump(exclude_none=True, include={"role", "content", "tool_calls"}))
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": str(result)})
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": calculator.answer(formula)})
     answered = said(router, messages, is_streamed)
     assert (answered.finish_reason, answered.message.tool_calls) == ("stop", None)
     assert answered.message.content == f"#### {problem['answer']}"
 
 
-@pytest.mark.parametrize("wish", ["Answer as JSON.", "Reply with JSON only."])
-def test_json_on_request_holds_the_right_answer(router: openai.OpenAI, wish: str) -> None:
+@pytest.mark.parametrize("instruction", ["Answer as JSON.", "Reply with JSON only."])
+def test_json_on_request_holds_the_right_answer(router: openai.OpenAI, instruction: str) -> None:
     question = "Calculate 9 * 13 + 48."
     answer = router.chat.completions.create(
-        model=MODEL, messages=[{"role": "user", "content": f"{question} {wish}"}], temperature=0, max_tokens=160
+        model=MODEL, messages=[{"role": "user", "content": f"{question} {instruction}"}], temperature=0, max_tokens=160
     )
     assert json.loads(answer.choices[0].message.content or "")["answer"] == 165
 

@@ -1,37 +1,22 @@
 """What the bundled model was shown beside its templates: everyday questions, calls of a calculator, JSON."""
 
-import ast
-import importlib
 import itertools
 import json
-import operator
 import re
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from mini_scripts import script
 from tandem.server.api.tokenizer import environment
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ROOT / "models" / "mini"
 MODEL = ROOT / "src" / "tandem" / "bundled" / "mini"
 SAMPLE_SIZE = 10_000
-SIGNS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 CHAIN = re.compile(r"\d+(?: [-+*/=] \d+)+")
 
 
-def script(name: str) -> ModuleType:
-    """A script of the model's folder, which imports the others by their bare names."""
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(SCRIPTS))
-
-
-everyday, problems, rows = script("everyday"), script("problems"), script("rows")
+everyday, problems, rows, calculator = map(script, ("everyday", "problems", "rows", "calculator"))
 
 
 @pytest.fixture(scope="module")
@@ -39,26 +24,14 @@ def sample() -> list:
     return list(itertools.islice(everyday.generate(11), SAMPLE_SIZE))
 
 
-def value(node: ast.expr) -> float:
-    if isinstance(node, ast.Constant):
-        assert isinstance(node.value, int)
-        return node.value
-    assert isinstance(node, ast.BinOp)
-    return SIGNS[type(node.op)](value(node.left), value(node.right))
-
-
-def value_of(expression: str) -> float:
-    return value(ast.parse(expression, mode="eval").body)
-
-
 def test_answers_of_everyday_questions_are_their_expressions_and_every_equality_holds(sample: list) -> None:
     for problem in sample:
-        assert value_of(problem.expression) == int(problem.answer), problem
+        assert calculator.value_of(problem.expression) == int(problem.answer), problem
         *lines, last = problem.worked.split("\n")
         assert last == f"#### {problem.answer}"
         for line in lines:
             (chain,) = CHAIN.findall(line)
-            assert len({value_of(part) for part in chain.split(" = ")}) == 1, (problem, line)
+            assert len({calculator.value_of(part) for part in chain.split(" = ")}) == 1, (problem, line)
 
 
 def test_everyday_questions_are_of_many_kinds_and_hardly_one_comes_twice(sample: list) -> None:
@@ -111,7 +84,7 @@ def test_rows_with_a_calculator_are_what_the_template_renders() -> None:
         tools = [json.loads(told.partition("\n")[0])]
         prompt = template.render(messages=messages, tools=tools, add_generation_prompt=True)
         assert prompt == head + "".join(text for text, _ in turn[:-1])
-        assert f"{value_of(call['arguments']['expression']):g}" == turn[-1][0][5:].removesuffix("<|im_end|>")
+        assert calculator.answer(call["arguments"]["expression"]) == turn[-1][0][5:].removesuffix("<|im_end|>")
 
 
 def test_json_on_request_is_an_object_with_the_answer() -> None:
