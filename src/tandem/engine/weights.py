@@ -103,19 +103,6 @@ def load(
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
     digests = tensor_digests(checkpoint, source.taken + copies, known)
     _refuse_another_head(digests, copies)
-    fields = {
-        "model": config.architecture,
-        "dtype": str(chosen).removeprefix("torch."),
-        "layers": str(config.num_layers),
-        "kv_heads": str(config.num_kv_heads),
-        "head_dim": str(config.head_dim),
-        "config": _config_digest(config),
-        "eos_token_ids": in_short(config.eos_ids),
-        "weights": weights_digest({name: digests[name] for name in source.taken}),
-        "deterministic": "off",  # until a self-check says otherwise
-        **({"quantization": scheme.method} if scheme is not None else {}),
-        **({"kv_cache_dtype": "int8"} if kv_is_int8 else {}),
-    }
     return LoadedModel(
         config=config,
         module=module,
@@ -124,8 +111,33 @@ def load(
         device=device,
         weight_bytes=weight_bytes,
         attention=_attention_rules(config, own_layers),
-        layout_fields=fields,
+        layout_fields=_layout_fields(
+            config,
+            chosen,
+            weights_digest({name: digests[name] for name in source.taken}),
+            scheme,
+            kv_is_int8=kv_is_int8,
+        ),
     )
+
+
+def _layout_fields(
+    config: ModelConfig, dtype: torch.dtype, weights: str, scheme: Quantization | None, *, kv_is_int8: bool
+) -> dict[str, str]:
+    """What both sides of a transfer must have in common. weights: the digest of all."""
+    return {
+        "model": config.architecture,
+        "dtype": str(dtype).removeprefix("torch."),
+        "layers": str(config.num_layers),
+        "kv_heads": str(config.num_kv_heads),
+        "head_dim": str(config.head_dim),
+        "config": _config_digest(config),
+        "eos_token_ids": in_short(config.eos_ids),
+        "weights": weights,
+        "deterministic": "off",  # until a self-check says otherwise
+        **({"quantization": scheme.method} if scheme is not None else {}),
+        **({"kv_cache_dtype": "int8"} if kv_is_int8 else {}),
+    }
 
 
 def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:

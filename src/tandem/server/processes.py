@@ -104,7 +104,7 @@ class Children:
     workers: tuple[subprocess.Popen[bytes], ...]  # in order of their shards
     ranks: tuple[Rank, ...]  # of the workers
     channel: socket.socket  # to the node
-    obituary: str = ""  # of a worker on another host, as that host tells it
+    told_loss: str = ""  # of a worker on another host, as that host tells it
 
     @property
     def all(self) -> tuple[subprocess.Popen[bytes], ...]:
@@ -151,7 +151,7 @@ class Children:
     def exit_reason(self) -> str:
         """Who died of what, as far as the exit status tells; empty if nobody did."""
         named = [(rank.name, child) for rank, child in zip(self.ranks, self.workers, strict=True)]
-        return exit_reason([*named, ("node", self.node)]) or self.obituary
+        return exit_reason([*named, ("node", self.node)]) or self.told_loss
 
 
 def exit_reason(named: Sequence[tuple[str, "subprocess.Popen[bytes]"]]) -> str:

@@ -71,7 +71,15 @@ class RowParallelLinear:
     ) -> "RowParallelLinear | GatheringLinear":
         """outputs, inputs: of the whole layer; parts: every shard's inputs."""
         if gathers(group):
-            return GatheringLinear.load(weights, name, outputs, inputs, parts=parts, bias=bias, group=group)
+            own = [shard.part(outputs) for shard in group.shard.all]
+            rows = own[group.shard.rank]
+            return GatheringLinear(
+                weights.linear(name, outputs, inputs, rows=rows),
+                weights.take(f"{name}.bias", outputs, rows=rows) if bias else None,
+                group,
+                [part.stop - part.start for part in parts],
+                [part.stop - part.start for part in own],
+            )
         part = parts[group.shard.rank]
         weight = weights.linear(name, outputs, inputs, columns=part)
         added = weights.take(f"{name}.bias", outputs) if bias else None
@@ -84,36 +92,13 @@ class RowParallelLinear:
 
 @dataclass(frozen=True, slots=True)
 class GatheringLinear:
-    """Takes and gives what a `RowParallelLinear` does. Every sum is one worker's, over all inputs."""
+    """What `RowParallelLinear.load` gives an exact group: the same in and out, and every sum is one worker's, whole."""
 
     weight: LinearWeight  # [this shard's out_features, in_features]
     bias: Tensor | None  # [this shard's out_features]
     group: MlpGroup
     inputs: Sequence[int]  # of every shard
     outputs: Sequence[int]
-
-    @classmethod
-    def load(
-        cls,
-        weights: Weights,
-        name: str,
-        outputs: int,
-        inputs: int,
-        *,
-        parts: Sequence[slice],
-        bias: bool,
-        group: MlpGroup,
-    ) -> "GatheringLinear":
-        """As `RowParallelLinear.load` has them."""
-        own = [shard.part(outputs) for shard in group.shard.all]
-        rows = own[group.shard.rank]
-        return cls(
-            weights.linear(name, outputs, inputs, rows=rows),
-            weights.take(f"{name}.bias", outputs, rows=rows) if bias else None,
-            group,
-            [part.stop - part.start for part in parts],
-            [part.stop - part.start for part in own],
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, this shard's in_features] to [n, out_features]"""

@@ -387,7 +387,7 @@ class ApiProcess:
         """On another host. One that lost its worker before this replica was started is noticed by who starts it."""
         children = self._replicas.children.get(dp_rank)
         if children is not None:
-            children.obituary = children.obituary or reason
+            children.told_loss = children.told_loss or reason
             self._lose(dp_rank, reason, children)
 
     async def _restart(self, dp_rank: int, said: str, attempt: int) -> None:

@@ -188,18 +188,10 @@ def draw_options(seed: int) -> Options:
     classes = tuple(name for name in CLASSES if Random(f"{name} {seed}").random() < RARE.get(name, 0.5))
     workload = _draw_workload(random, classes)
     num_shards = random.choice((1, 1, 1, 2, 3, 4))
-    prefill = _draw_settings(random, classes, workload, num_shards)
-    decode = _draw_settings(random, classes, workload, num_shards, page_size=prefill.page_size)
     delayers = Random(f"delayer {seed}")
-    prefill = structs.replace(prefill, delayer=_draw_delayer(delayers))
-    decode = structs.replace(decode, delayer=_draw_delayer(delayers))
-    if "F25" in classes:
-        timeouts = Random(f"rendezvous timeouts {seed}")
-        prefill, decode = _with_rendezvous_timeouts(prefill, timeouts), _with_rendezvous_timeouts(decode, timeouts)
-        if prefill.delayer is not None:  # a healthy prefill may be held back for so long, and once more for a retry
-            delayer = prefill.delayer
-            least = 2 * max(delayer.max_delay_ns, delayer.max_delay_passes * delayer.pass_ns) + 3 * SECOND
-            decode = structs.replace(decode, waiting_timeout_ns=Nanos(max(decode.waiting_timeout_ns or 0, least)))
+    prefill, decode = _draw_sides(
+        random, delayers, Random(f"rendezvous timeouts {seed}"), classes, workload, num_shards
+    )
     ranks, routers = Random(f"ranks {seed}"), Random(f"routers {seed}")
     prefill_info, decode_info = _draw_info(ranks, Role.PREFILL), _draw_info(ranks, Role.DECODE)
     server_counts = (1, 2, 2, 2, 3) if prefill_info.dp_size == decode_info.dp_size == 1 else (1, 2, 2)
@@ -245,12 +237,39 @@ def draw_options(seed: int) -> Options:
         misfits=0.1 if "F25" in classes else 0.0,
         bootstrap_lanes=Random(f"bootstrap lanes {seed}").choice((1, 2, MAX_UNKNOWN)),
     )
-    if "F24" in classes and Random(f"far away {seed}").random() < 0.5:  # so that what operators do meets transfers
-        links = replace(options.links, base_ns=20 * MILLISECOND)
-        options = replace(options, links=links, page_read_ns=(20_000, 400_000))
-    options = with_host_tiers(options)
-    options = with_storage(options)
+    options = with_storage(with_host_tiers(with_far_peers(options)))
     return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
+
+
+def _draw_sides(
+    random: Random,
+    delayers: Random,
+    timeouts: Random,
+    classes: tuple[str, ...],
+    workload: WorkloadSettings,
+    num_shards: int,
+) -> tuple[NodeSettings, NodeSettings]:
+    """Of prefills, of decodes."""
+    prefill = _draw_settings(random, classes, workload, num_shards)
+    decode = _draw_settings(random, classes, workload, num_shards, page_size=prefill.page_size)
+    prefill = structs.replace(prefill, delayer=_draw_delayer(delayers))
+    decode = structs.replace(decode, delayer=_draw_delayer(delayers))
+    if "F25" not in classes:
+        return prefill, decode
+    prefill, decode = _with_rendezvous_timeouts(prefill, timeouts), _with_rendezvous_timeouts(decode, timeouts)
+    if prefill.delayer is not None:  # a healthy prefill may be held back for so long, and once more for a retry
+        delayer = prefill.delayer
+        least = 2 * max(delayer.max_delay_ns, delayer.max_delay_passes * delayer.pass_ns) + 3 * SECOND
+        decode = structs.replace(decode, waiting_timeout_ns=Nanos(max(decode.waiting_timeout_ns or 0, least)))
+    return prefill, decode
+
+
+def with_far_peers(options: Options) -> Options:
+    """In half of the seeds with operators, so that what these do meets transfers."""
+    if "F24" not in options.classes or Random(f"far away {options.seed}").random() >= 0.5:
+        return options
+    links = replace(options.links, base_ns=20 * MILLISECOND)
+    return replace(options, links=links, page_read_ns=(20_000, 400_000))
 
 
 def with_storage(options: Options) -> Options:
