@@ -134,8 +134,8 @@ def case(models: dict[str, LoadedModel], rows: int, options: argparse.Namespace)
 def step_bytes(model: LoadedModel) -> int:
     """Of the weights that a decode step reads: all linear layers and the head."""
     module = model.module
-    total = module.head.weight.numel() * module.head.weight.itemsize  # type: ignore[attr-defined]
-    for block in module.blocks:  # type: ignore[attr-defined]
+    total = module.head.weight.numel() * module.head.weight.itemsize  # type: ignore[attr-defined]  # a decoder has one
+    for block in module.blocks:  # type: ignore[attr-defined]  # a decoder has them
         linears = (block.qkv.q_proj, block.qkv.k_proj, block.qkv.v_proj, block.o_proj, block.mlp.down_proj)
         for linear in (*linears, block.mlp.gate_up.gate_proj, block.mlp.gate_up.up_proj):
             weight = linear.weight

@@ -718,3 +718,9 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert replica.worker.requests == {}
         assert replica.worker.decode_set == []
         assert replica.worker.readable == {}
+
+
+def finished(replica: Replica, request: RequestId) -> FinishRequest:
+    end = replica.ended[request]
+    assert isinstance(end, FinishRequest), end
+    return end

@@ -1,6 +1,6 @@
 """What `--hicache-storage-backend-extra-config` says: those of SGLang's keys that mean something here.
 
-prefetch_threshold                 tokens; a prompt that lacks fewer is not looked up
+prefetch_threshold                 tokens; a prompt that misses fewer is not looked up
 prefetch_timeout_base              seconds that policy `timeout` waits for any prompt
 prefetch_timeout_per_ki_token      and for each 1,024 tokens of it
 """

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, finished
 from core_scenes import ASKED, LOADING, SCENES, TIER, leave_for_host
 from tandem.core.commands import FinishRequest, LoadPages, StorePages
 from tandem.core.events import FlushRequested, PagesCopied
@@ -33,12 +33,6 @@ def run(world: World, node: Replica, *, seed: int, prompt_len: int = 200, max_ne
     return request
 
 
-def finish(node: Replica, request: RequestId) -> FinishRequest:
-    end = node.ended[request]
-    assert isinstance(end, FinishRequest)
-    return end
-
-
 def test_a_page_is_copied_when_it_is_computed_and_comes_back_after_it_has_left() -> None:
     world, node = one_node()
     run(world, node, seed=1)
@@ -46,8 +40,8 @@ def test_a_page_is_copied_when_it_is_computed_and_comes_back_after_it_has_left()
     run(world, node, seed=9, prompt_len=330)
     again = run(world, node, seed=1, max_new_tokens=4)
     assert [len(load.pages) for load in node.said(LoadPages)] == [LEFT]
-    assert finish(node, again).host_tokens == LEFT * 16
-    assert finish(node, again).cached_tokens == FULL * 16
+    assert finished(node, again).host_tokens == LEFT * 16
+    assert finished(node, again).cached_tokens == FULL * 16
     assert node.tokens[again] == expected_tokens(200, 4, seed=1)
     assert_nothing_is_held(node)
 
@@ -66,8 +60,8 @@ def test_write_back_copies_what_is_about_to_leave_and_nothing_is_lost() -> None:
     assert node.said(StorePages) == []
     run(world, node, seed=9, prompt_len=330)
     again = run(world, node, seed=1)
-    assert finish(node, again).host_tokens == LEFT * 16
-    assert finish(node, again).cached_tokens == FULL * 16
+    assert finished(node, again).host_tokens == LEFT * 16
+    assert finished(node, again).cached_tokens == FULL * 16
 
 
 def test_who_waits_for_room_that_a_copy_makes_says_so() -> None:
@@ -145,7 +139,7 @@ def test_decode_pulls_only_what_its_own_host_memory_lacks() -> None:
     scene = SCENES["decode", State.LOADING, ""]()
     scene.here.release()
     scene.world.run()
-    end = finish(scene.here, scene.request)
+    end = finished(scene.here, scene.request)
     assert end.host_tokens == LEFT * 16
     assert end.kv_pages == 1
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
-from tandem.core.commands import FetchPages, FinishRequest, LoadPages, LookUpPages, WritePages
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, finished
+from tandem.core.commands import FetchPages, LoadPages, LookUpPages, WritePages
 from tandem.core.events import PagesCopied, PagesFound
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId, ShardId
@@ -25,14 +25,8 @@ def run(world: World, node: Replica, *, seed: int = 1, max_new_tokens: int = 2) 
     return request
 
 
-def finish(node: Replica, request: RequestId) -> FinishRequest:
-    end = node.ended[request]
-    assert isinstance(end, FinishRequest)
-    return end
-
-
 def after_a_restart(**more: Any) -> tuple[World, Replica]:
-    """A server whose storage has the pages of seed 1, and nothing in its own tiers."""
+    """A server whose storage has the pages of one prompt, and nothing in its own tiers."""
     world = World()
     run(world, world.unified(**tiers(**more)))
     assert len(world.storage) == FULL
@@ -50,7 +44,7 @@ def asked(world: World, node: Replica, kept_back: type) -> RequestId:
 def test_a_conversation_comes_back_after_a_restart() -> None:
     world, node = after_a_restart()
     request = run(world, node)
-    end = finish(node, request)
+    end = finished(node, request)
     assert (end.cached_tokens, end.host_tokens, end.storage_tokens) == (FULL * 16,) * 3
     assert node.tokens[request] == expected_tokens(LENGTH, 2, seed=1)
     assert [len(fetch.hashes) for fetch in node.said(FetchPages)] == [FULL]
@@ -60,7 +54,7 @@ def test_a_conversation_comes_back_after_a_restart() -> None:
 
 def test_pages_come_some_at_a_time() -> None:
     world, node = after_a_restart(fetch_pages=5)
-    assert finish(node, run(world, node)).storage_tokens == FULL * 16
+    assert finished(node, run(world, node)).storage_tokens == FULL * 16
     assert [len(fetch.hashes) for fetch in node.said(FetchPages)] == [5, 5, 2]
 
 
@@ -89,7 +83,7 @@ def test_who_waits_says_so_is_passed_over_and_computes_in_time(policy: str, kept
     assert other in node.ended
     world.advance(6 * SECOND)
     assert node.tokens[request] == expected_tokens(LENGTH, 2, seed=1)
-    assert finish(node, request).cached_tokens == 0
+    assert finished(node, request).cached_tokens == 0
     node.release()
     world.run()
     assert_nothing_is_held(node)
@@ -107,7 +101,7 @@ def test_a_timeout_goes_by_the_length_of_the_prompt() -> None:
 def test_best_effort_does_not_wait() -> None:
     world, node = after_a_restart(policy="best_effort")
     request = asked(world, node, PagesFound)
-    assert finish(node, request).cached_tokens == 0
+    assert finished(node, request).cached_tokens == 0
     node.release()
     world.run()
     assert node.said(FetchPages) == []
@@ -125,14 +119,14 @@ def test_who_ends_meanwhile_asks_for_no_more() -> None:
     world.run()
     assert [len(fetch.hashes) for fetch in node.said(FetchPages)] == [5]
     assert_nothing_is_held(node)
-    assert finish(node, run(world, node)).host_tokens == FULL * 16
+    assert finished(node, run(world, node)).host_tokens == FULL * 16
 
 
 def test_two_who_want_the_same_fetch_it_once() -> None:
     world, node = after_a_restart(fetch_pages=5)
     both = [world.submit(node, seed=1, prompt_len=LENGTH, max_new_tokens=2) for _ in range(2)]
     world.run()
-    assert [finish(node, request).host_tokens for request in both] == [FULL * 16] * 2
+    assert [finished(node, request).host_tokens for request in both] == [FULL * 16] * 2
     assert sum(len(fetch.hashes) for fetch in node.said(FetchPages)) == FULL
 
 
@@ -142,7 +136,7 @@ def test_a_page_that_has_vanished_since_the_look_up_is_computed() -> None:
     del world.storage[node.progress(request).hashes[4]]
     node.release()
     world.run()
-    assert finish(node, request).storage_tokens == 4 * 16
+    assert finished(node, request).storage_tokens == 4 * 16
     assert node.tokens[request] == expected_tokens(LENGTH, 2, seed=1)
     assert node.state.storage.counters.lost == FULL - 4
 
@@ -170,7 +164,7 @@ def test_all_workers_have_the_same_prefix() -> None:
 def test_a_prefix_takes_half_of_host_memory_at_most() -> None:
     world, _ = after_a_restart()
     node = world.unified(life=3, **tiers(host_pages=8))
-    assert finish(node, run(world, node)).storage_tokens == 4 * 16
+    assert finished(node, run(world, node)).storage_tokens == 4 * 16
     assert_nothing_is_held(node)
 
 
@@ -178,7 +172,7 @@ def test_storage_that_costs_more_than_computing_is_left_alone() -> None:
     world, node = after_a_restart()
     node.state.storage.break_even.loaded(1, Nanos(10 * SECOND))
     node.state.storage.break_even.computed(1000, Nanos(1000))
-    assert finish(node, run(world, node)).cached_tokens == 0
+    assert finished(node, run(world, node)).cached_tokens == 0
     assert node.said(FetchPages) == []
 
 
@@ -191,8 +185,8 @@ def test_each_half_of_a_pair_serves_from_storage(role: str) -> None:
     halves = dict(zip(("prefill", "decode"), world.pair(prefill, decode, prompt_len=LENGTH, seed=1), strict=True))
     world.run()
     node = {"prefill": prefill, "decode": decode}[role]
-    assert finish(node, halves[role]).storage_tokens == FULL * 16
+    assert finished(node, halves[role]).storage_tokens == FULL * 16
     if role == "decode":
-        assert finish(decode, halves["decode"]).kv_pages == 1, "only the rest travels"
+        assert finished(decode, halves["decode"]).kv_pages == 1, "only the rest travels"
     world.advance(2 * SECOND)
     assert_nothing_is_held([prefill, decode])

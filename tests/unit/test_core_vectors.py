@@ -4,21 +4,15 @@ import re
 
 import pytest
 
-from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, expected_vector
+from core_driver import Replica, World, assert_nothing_is_held, expected_tokens, expected_vector, finished
 from tandem.core.batch import BatchKind
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
-from tandem.core.values import BatchId, Cause, RequestId
+from tandem.core.values import BatchId, Cause
 from tandem.server.logs import BatchLog, load_of
 from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens
-
-
-def finished(replica: Replica, request: RequestId) -> FinishRequest:
-    end = replica.ended[request]
-    assert isinstance(end, FinishRequest), end
-    return end
 
 
 @pytest.mark.parametrize("chunk_tokens", [16, 64, 512])

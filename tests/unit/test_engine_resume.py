@@ -34,7 +34,7 @@ class Followed:
 def sequence_of(tokens: list[int], num_said: int) -> tuple[Sequence, Followed]:
     matcher = Followed()
     payload = Payload(1, array("i", tokens).tobytes(), PARAMS, bytes(32), num_said=num_said)
-    return Sequence.of(payload, page_size=4, matcher=matcher), matcher  # type: ignore[arg-type]
+    return Sequence.of(payload, page_size=4, matcher=matcher), matcher  # type: ignore[arg-type]  # a fake one
 
 
 def test_counts_grammar_and_positions_begin_with_what_was_said() -> None:

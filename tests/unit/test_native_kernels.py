@@ -1,6 +1,5 @@
 """The native kernels against fp64: fresh random inputs, odd sizes, outputs that begin as NaN, every instruction set."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from test_engine_attention import World
 from torch import Tensor
 
+from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers.product import product
 from tandem.engine.native import library
 from tandem.engine.native.library import OFF, ONE_ORDER, SWITCH, Kernels
@@ -21,20 +21,13 @@ SHAPES = ((1, 1, 1), (1, 33, 48), (2, 7, 5), (6, 64, 96), (17, 100, 100), (33, 3
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that was not written is NaN; and threads are as before."""
-    before = torch.get_num_threads()
-    torch.use_deterministic_algorithms(True)  # which fills what `empty` returns
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(before)
-    library.use(library.best())
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture
 def draw() -> torch.Generator:
-    seed = random.SystemRandom().randrange(1 << 31)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+    return fresh_generator()
 
 
 def near(found: Tensor, exact: Tensor, dtype: torch.dtype, *, terms: int = 1) -> None:

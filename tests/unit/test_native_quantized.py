@@ -1,11 +1,11 @@
 """Weights of few bits against fp64: fresh random codes, odd sizes, outputs that begin as NaN, every instruction set."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers import product as products
 from tandem.engine.layers import quantized as weights
 from tandem.engine.layers.quantized import QuantizedWeight, quantized
@@ -20,21 +20,13 @@ SHAPES = ((1, 1, 1, 32), (1, 33, 48, 64), (2, 7, 5, 128), (6, 64, 96, 32), (7, 3
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that was not written is NaN; and threads are as before."""
-    before = torch.get_num_threads()
-    torch.use_deterministic_algorithms(True)
-    torch.set_num_threads(1)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(before)
-    library.use(library.best())
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture
 def draw() -> torch.Generator:
-    seed = random.SystemRandom().randrange(1 << 31)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+    return fresh_generator()
 
 
 def drawn(

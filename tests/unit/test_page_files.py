@@ -19,7 +19,7 @@ def page(number: int) -> bytes:
 
 
 def opened(folder: Path, *, part: str = "tp0", max_bytes: int = 1 << 20, **more: object) -> PageFiles:
-    return PageFiles(DiskFolder(folder), namespace_of({"part": part}), PAGE_BYTES, max_bytes, **more)  # type: ignore[arg-type]
+    return PageFiles(DiskFolder(folder), namespace_of({"part": part}), PAGE_BYTES, max_bytes, **more)  # type: ignore[arg-type]  # any of its fields
 
 
 def file_of(folder: Path, files: PageFiles, page_hash: bytes) -> Path:

@@ -92,7 +92,7 @@ def test_an_attempt_to_go_on_that_fails_before_its_first_byte_is_retried_and_the
     said = world.tell(HalfRejected(R, 3, P, 500))
     assert said[0] == CancelHalf(R, 3, D)
     assert cause_of(said) is RouteCause.CONNECTION_LOST
-    assert "gone" in said[-1].detail  # type: ignore[union-attr]
+    assert "gone" in said[-1].detail  # type: ignore[union-attr]  # a failure, as `cause_of` has found
 
 
 def test_a_rejection_is_no_answer_to_who_has_half_of_one() -> None:

@@ -14,7 +14,7 @@ BELOW = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file", "
 
 
 def config(**fields: object) -> ServerConfig:
-    return ServerConfig(model="tandem/mini", **fields)  # type: ignore[arg-type]
+    return ServerConfig(model="tandem/mini", **fields)  # type: ignore[arg-type]  # flags of any type
 
 
 def test_flags_become_settings() -> None:

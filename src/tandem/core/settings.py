@@ -103,7 +103,7 @@ class StorageSettings(Struct, frozen=True):
     """Storage below host memory (`kv/storage_tier.py`)."""
 
     policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT
-    min_pages: int = 16  # who lacks fewer computes them
+    min_pages: int = 16  # a request that misses fewer computes them
     timeout_base_ns: Nanos = Nanos(1 * SECOND)  # of `timeout`
     timeout_per_ki_token_ns: Nanos = Nanos(SECOND // 4)
     io_timeout_ns: Nanos = Nanos(5 * SECOND)  # nobody waits longer for one answer; then nothing new is asked
