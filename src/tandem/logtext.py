@@ -5,8 +5,13 @@ would begin a line that we never wrote, an escape sequence would have a terminal
 everything else out of sight.
 """
 
+import reprlib
+
 MAX_VALUE_CHARS = 512
 MAX_LINE_CHARS = 4096
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 def visible(text: str, *, most: int = MAX_VALUE_CHARS) -> str:
@@ -16,6 +21,11 @@ def visible(text: str, *, most: int = MAX_VALUE_CHARS) -> str:
         return shown
     half = most // 2
     return f"{_escaped(text[:half])[:half]} ...({len(text)} characters)... {_escaped(text[-half:])[-half:]}"
+
+
+def shown(value: object) -> str:
+    """A foreign value for a message: its beginning, however long or deep it is."""
+    return _short.repr(value)
 
 
 def _escaped(text: str) -> str:

@@ -213,6 +213,17 @@ def test_a_nested_schema_beyond_all_reason_is_a_400() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_json")
 
 
+def test_a_type_nested_beyond_all_reason_is_a_400_and_not_repeated_whole() -> None:
+    kind: dict = {}
+    for _ in range(900):
+        kind = {"a": kind}
+    with world().http() as http:
+        response = http.post("/v1/chat/completions", json=CHAT | {"response_format": {"type": kind}})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert len(error["message"]) < 300
+
+
 def test_another_servers_names_are_refused_with_ours() -> None:
     asked = {
         "/v1/chat/completions": {

@@ -14,7 +14,8 @@ from typing import Any  # safetensors ships no types for its handle
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tandem.engine.documents import UNREADABLE, ModelError, describe, parse_json, read_json, shown
+from tandem.engine.documents import UNREADABLE, ModelError, describe, parse_json, read_json
+from tandem.logtext import shown
 
 INDEX_BYTES = 16 << 20
 HEADER_BYTES = 16 << 20

@@ -7,18 +7,16 @@ of one line; nothing here hangs, recurses or takes memory without limit.
 import json
 import math
 import os
-import reprlib
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
+from tandem.logtext import shown
+
 CONFIG_BYTES = 4 << 20
 MOST_MESSAGE_CHARS = 2000
 UNREADABLE = (OSError, ValueError, RecursionError, MemoryError)  # what reading and parsing foreign bytes may raise
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxlong = _short.maxother = 60
 
 
 class ModelError(Exception):
@@ -27,11 +25,6 @@ class ModelError(Exception):
     def __init__(self, text: str) -> None:
         line = "".join(char if char.isprintable() else "?" for char in text)
         super().__init__(line if len(line) <= MOST_MESSAGE_CHARS else line[:MOST_MESSAGE_CHARS] + "...")
-
-
-def shown(value: object) -> str:
-    """A foreign value for a message: its beginning, however long or deep it is."""
-    return _short.repr(value)
 
 
 def read_json(path: Path, *, optional: bool = False, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:

@@ -9,7 +9,8 @@ silent      training and bookkeeping, as of the others (`model_config.py`), and 
 
 from dataclasses import dataclass
 
-from tandem.engine.documents import Fields, ModelError, shown
+from tandem.engine.documents import Fields, ModelError
+from tandem.logtext import shown
 
 MOST_TYPES = 1 << 10
 MOST_LABELS = 1 << 16

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
-from tandem.engine.documents import Fields, ModelError, read_json, shown
+from tandem.engine.documents import Fields, ModelError, read_json
 from tandem.engine.encoder_config import EncoderConfig, read_encoder
 from tandem.engine.eos import eos_ids, tokenizer_eos
 from tandem.engine.experts_config import ExpertsConfig, read_experts
@@ -30,6 +30,7 @@ from tandem.engine.models.table import FAMILIES, Family
 from tandem.engine.pooling_config import Pooling, read_pooling
 from tandem.engine.quantization import Quantization, read_quantization
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
+from tandem.logtext import shown
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
 

@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
-from tandem.engine.documents import Fields, ModelError, parse_json, read_json, read_regular, shown
+from tandem.engine.documents import Fields, ModelError, parse_json, read_json, read_regular
+from tandem.logtext import shown
 
 MODULES_BYTES = 1 << 16
 DEFAULT_FOLDER = "1_Pooling"

@@ -10,8 +10,9 @@ Whatever of these is not computed is refused here, by name.
 from dataclasses import dataclass
 from typing import Any  # values of JSON documents
 
-from tandem.engine.documents import Fields, ModelError, shown
+from tandem.engine.documents import Fields, ModelError
 from tandem.engine.quantization_names import MADE_HERE, QUANTIZATIONS, STORED_METHODS
+from tandem.logtext import shown
 
 MOST_GROUP = 1 << 20
 LEAST_GROUP = 32  # inputs that the kernels take at once

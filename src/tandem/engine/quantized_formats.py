@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
-from tandem.engine.documents import ModelError, shown
+from tandem.engine.documents import ModelError
 from tandem.engine.layers.quantized import LEAST_GROUP, QuantizedWeight
 from tandem.engine.quantization import GPTQ, PACKED, Quantization
+from tandem.logtext import shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
 FLOATS = ("F32", "BF16", "F16")

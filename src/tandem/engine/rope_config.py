@@ -16,7 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Any  # parameters of the kinds: numbers, a list of them, and one switch
 
-from tandem.engine.documents import Fields, ModelError, shown
+from tandem.engine.documents import Fields, ModelError
+from tandem.logtext import shown
 
 MOST_THETA = 1e18
 MOST_FACTOR = 1e6

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
-from tandem.engine.documents import ModelError, shown
+from tandem.engine.documents import ModelError
 from tandem.engine.layers.quantized import GROUPS, LinearWeight, quantized
 from tandem.engine.layers.weights import WHOLE
 from tandem.engine.quantization import Quantization
 from tandem.engine.quantized_formats import StoredTensors, read_quantized, refuse_cut_groups
+from tandem.logtext import shown
 
 STORED = ("F32", "BF16", "F16")
 

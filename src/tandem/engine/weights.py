@@ -16,7 +16,7 @@ from tandem.engine import digest_cache, machine_memory
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
-from tandem.engine.documents import ModelError, shown
+from tandem.engine.documents import ModelError
 from tandem.engine.kv_memory import KvShape
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
@@ -25,6 +25,7 @@ from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.quantization import Quantization, quantization_of
 from tandem.engine.weight_source import STORED, WeightSource
 from tandem.engine.weights_digest import tensor_digests, weights_digest
+from tandem.logtext import shown
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE_CHARS = 64  # a field of a layout is short

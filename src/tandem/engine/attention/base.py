@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tandem.engine.attention.table import ATTENTION_BACKENDS, BOTH_WAYS
 from tandem.engine.batch import Batch
-from tandem.engine.documents import ModelError, shown
+from tandem.engine.documents import ModelError
 from tandem.engine.kv_memory import KvMemory
+from tandem.logtext import shown
 
 
 @dataclass(frozen=True, slots=True)

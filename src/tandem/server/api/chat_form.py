@@ -12,6 +12,7 @@ from typing import Any  # messages and schemas of tools are JSON
 from tandem import grammar
 from tandem.config import ServerConfig
 from tandem.grammar import GrammarError
+from tandem.logtext import shown
 from tandem.server.api import reasoning
 from tandem.server.api.body import ChatBody, unsupported
 from tandem.server.api.bounds import LOOP_CHAT_BYTES
@@ -238,7 +239,7 @@ def tools_of(body: ChatBody) -> list[Tool]:
     for index, tool in enumerate(body.tools or ()):
         function = tool.get("function")
         if tool.get("type", "function") != "function":
-            raise unsupported("tools", f" with type {tool.get('type')!r}; only functions")
+            raise unsupported("tools", f" with type {shown(tool.get('type'))}; only functions")
         if not isinstance(function, dict):
             raise invalid("tools", f"tools[{index}] needs a function")
         name = function.get("name")
@@ -294,7 +295,7 @@ def flat_message(message: dict[str, Any]) -> dict[str, Any]:
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise unsupported("messages", f" with content of type {kind!r}; only text")
+            raise unsupported("messages", f" with content of type {shown(kind)}; only text")
         texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any  # blocks and schemas of tools are JSON
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm
@@ -173,12 +174,12 @@ def strange(block: Any, place: str) -> Exception:
     param = place.partition("[")[0]
     if kind in ("text", "tool_result", "tool_use", "thinking"):
         return invalid(param, f"{place} has a block of type {kind!r} that is not one, or is not in its place")
-    return unsupported(param, f" with a block of type {str(kind)[:40]!r}; only text, thoughts and tools")
+    return unsupported(param, f" with a block of type {shown(kind)}; only text, thoughts and tools")
 
 
 def tool_of(tool: dict[str, Any], place: str) -> dict[str, Any]:
     if tool.get("type") not in (None, "custom"):
-        raise unsupported("tools", f" with type {str(tool['type'])[:40]!r}; only the client's own")
+        raise unsupported("tools", f" with type {shown(tool['type'])}; only the client's own")
     if not isinstance(tool.get("input_schema"), dict):
         raise invalid("tools", f"{place}.input_schema must be an object")
     function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}

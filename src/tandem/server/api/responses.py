@@ -13,6 +13,7 @@ from typing import Annotated, Any  # items and schemas of tools are JSON
 
 from msgspec import Meta, Raw, Struct, structs
 
+from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, SamplingFields, unsupported
 from tandem.server.api.bounds import (
     LOOP_BYTES,
@@ -149,7 +150,7 @@ def refuse_values(body: ResponsesBody) -> None:
         ("service_tier", body.service_tier, (None, "auto", "default")),
     ):
         if value not in usual:
-            raise unsupported(param, f" with {str(value)[:40]!r}")
+            raise unsupported(param, f" with {shown(value)}")
 
 
 # items
@@ -215,7 +216,10 @@ def thought_of(item: dict[str, Any], place: str) -> dict[str, Any]:
     if item.get("encrypted_content"):
         raise unsupported("input", f": {place} has encrypted_content, which this server cannot read")
     texts: list[str] = []
-    for part in item.get("content") or ():
+    content = item.get("content") or []
+    if not isinstance(content, list):
+        raise invalid("input", f"{place} has content that is no list")
+    for part in content:
         match part:
             case {"type": "reasoning_text", "text": str(text)}:
                 texts.append(text)
@@ -232,9 +236,7 @@ def other_turn(item: dict[str, Any], place: str) -> dict[str, Any]:
         case {"type": "function_call_output"}:
             raise invalid("input", f"{place} is a function_call_output that lacks call_id or output")
         case {"type": kind} if kind != "message":
-            raise unsupported(
-                "input", f" with items of type {str(kind)[:40]!r}; only messages, reasoning and functions"
-            )
+            raise unsupported("input", f" with items of type {shown(kind)}; only messages, reasoning and functions")
         case {"role": str(role), "content": content} if role in ROLES:
             return {"role": ROLES[role], "content": text_of(content, place)}
         case _:
@@ -278,7 +280,7 @@ def joined(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def tool_of(tool: dict[str, Any], place: str) -> dict[str, Any]:
     """A function, which is flat here."""
     if tool.get("type") != "function":
-        raise unsupported("tools", f" with type {str(tool.get('type'))[:40]!r}; only functions")
+        raise unsupported("tools", f" with type {shown(tool.get('type'))}; only functions")
     if not isinstance(tool.get("name"), str):
         raise invalid("tools", f"{place}.name must be a text")
     names = ("name", "description", "parameters", "strict")

@@ -8,6 +8,7 @@ from typing import Any  # nodes
 
 from tandem import grammar
 from tandem.grammar import GrammarError
+from tandem.logtext import shown
 
 Node = dict[str, Any]
 
@@ -54,7 +55,7 @@ class TagGrammar:
         }
         kind = node.get("type")
         if not isinstance(kind, str) or kind not in kinds:
-            raise GrammarError(f"at {at}: there is no type {kind!r}; there are {', '.join(kinds)}")
+            raise GrammarError(f"at {at}: there is no type {shown(kind)}; there are {', '.join(kinds)}")
         return kinds[kind](node, at)
 
     def _json_schema(self, node: Node, at: str) -> str:

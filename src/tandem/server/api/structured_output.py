@@ -12,6 +12,7 @@ import msgspec
 
 from tandem import grammar
 from tandem.grammar import GrammarError
+from tandem.logtext import shown
 from tandem.server.api.body import OpenAIBody, SamplingFields, StructuredOutputs, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, MAX_GRAMMAR_CHARS
 from tandem.server.api.errors import invalid
@@ -102,7 +103,7 @@ def format_constraints(format: dict[str, Any]) -> Iterator[Constraint]:
         case "structural_tag":
             yield tag_constraint("response_format", format)
         case kind:
-            raise unsupported("response_format", f" with type {kind!r}")
+            raise unsupported("response_format", f" with type {shown(kind)}")
 
 
 def vllm_constraints(outputs: StructuredOutputs, prefix: str) -> Iterator[Constraint]:
