@@ -23,6 +23,9 @@ MOST_NESTED = 64  # levels of a schema
 MOST_COMPILED = 64  # grammars that a process keeps
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
+# Integers that fp64 rounds to -2**63: as a value in a schema they end the process, inside llguidance.
+ENDS_THE_PROCESS = re.compile(r"-9223372036854775(?:29[6-9]|[3-7][0-9]{2}|80[0-8])(?![0-9])")
+BEYOND_INTEGERS = "an integer next to -2**63 cannot be followed"
 
 
 class GrammarError(ValueError):
@@ -110,6 +113,8 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str:
         """What `check` would raise, of a grammar that nobody will use; empty when nothing is wrong."""
+        if ENDS_THE_PROCESS.search(grammar):
+            return BEYOND_INTEGERS
         return in_one_line(LLMatcher.validate_grammar(grammar, self._tokenizer))
 
     def matcher(self, grammar: str, *, eos_ids: Iterable[int], ignores_eos: bool = False) -> "Matcher":
@@ -123,6 +128,8 @@ class Vocabulary:
             if found is not None:
                 self._compiled.move_to_end(grammar)
                 return found
+        if ENDS_THE_PROCESS.search(grammar):
+            raise GrammarError(BEYOND_INTEGERS)
         made = LLMatcher(self._tokenizer, grammar, log_level=0)
         with self._lock:
             self._compiled[grammar] = made

@@ -180,3 +180,18 @@ def test_a_part_may_have_parts_of_its_own() -> None:
     it = matcher(grammar.from_parts('start: "a" @answer', {"answer": inner}))
     follow(it, "a<7>")
     assert it.is_finished
+
+
+@pytest.mark.parametrize("value", [-(1 << 63), -(1 << 63) + 1, -9223372036854775296])
+def test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands(value: int) -> None:
+    """In a process of its own the library has a segmentation fault instead."""
+    schema = {"items": {"enum": ["x", value]}}
+    for made in (grammar.from_json_schema(schema), grammar.from_lark(f"start: %json {json.dumps(schema)}")):
+        with pytest.raises(GrammarError, match="next to"):
+            vocabulary().check(made)
+        assert "next to" in vocabulary().complaint(made)
+
+
+@pytest.mark.parametrize("value", [-9223372036854775295, (1 << 63) - 1, -922337203685477580])
+def test_other_large_integers_compile(value: int) -> None:
+    vocabulary().check(grammar.from_json_schema({"const": value}))
