@@ -69,7 +69,7 @@ def test_a_worker_that_declines_gets_no_more_requests_but_is_not_silent() -> Non
     probe(fleet, ProbeResult.OK, 0)
     assert probe(fleet, ProbeResult.DECLINED, 100)
     assert fleet.live(Role.DECODE) == []
-    assert fleet.silent_since(W) is None
+    assert W not in fleet.silent()
 
 
 def test_a_refused_connection_is_death_at_once() -> None:
@@ -77,7 +77,7 @@ def test_a_refused_connection_is_death_at_once() -> None:
     probe(fleet, ProbeResult.OK, 0)
     fleet.refused(W, Nanos(50))
     assert fleet.health(W) is Health.DEAD
-    assert fleet.silent_since(W) == 50
+    assert fleet.silent() == {W: 50}
     assert fleet.wake_at() == 60
 
 

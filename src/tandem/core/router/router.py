@@ -210,7 +210,7 @@ class Router:
         self, worker: WorkerId, result: ProbeResult, now: Nanos, models: tuple[str, ...] | None = None
     ) -> list[RouterCommand]:
         has_died = self.registry.probed(worker, result, now, models)
-        if self.registry.silent_since(worker) is None:
+        if worker not in self.registry.silent():
             self._lost.pop(worker, None)
         if not has_died or result is ProbeResult.DECLINED:
             return []  # a worker that drains still answers what it has
@@ -228,13 +228,10 @@ class Router:
     def _give_up_lost(self, now: Nanos) -> list[RouterCommand]:
         """Once per silence: whoever still waits for a worker that has been silent for `lost_ns` waits no more."""
         commands: list[RouterCommand] = []
-        for worker in self.registry.workers():
-            since = self.registry.silent_since(worker.id)
-            if since is None or now < since + self._settings.lost_ns or self._lost.get(worker.id) == since:
-                continue
-            self._lost[worker.id] = since
-            give_up = partial(self._give_up, worker.id, now)
-            commands += self._each_at(worker.id, give_up, now)
+        for worker, since in self.registry.silent().items():
+            if now >= since + self._settings.lost_ns and self._lost.get(worker) != since:
+                self._lost[worker] = since
+                commands += self._each_at(worker, partial(self._give_up, worker, now), now)
         return commands
 
     def _give_up(self, worker: WorkerId, now: Nanos, exchange: RoutedRequest) -> list[RouterCommand]:
@@ -259,9 +256,8 @@ class Router:
         times = [Nanos(now + IDLE_NS) if (probe_at := self.registry.wake_at()) is None else probe_at]
         if self._wakes:
             times.append(self._wakes[0][0])
-        for worker in self.registry.workers():
-            since = self.registry.silent_since(worker.id)
-            if since is not None and self._lost.get(worker.id) != since:
+        for worker, since in self.registry.silent().items():
+            if self._lost.get(worker) != since:
                 times.append(Nanos(since + self._settings.lost_ns))
         return max(min(times), now)
 

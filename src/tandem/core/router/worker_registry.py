@@ -142,10 +142,13 @@ class Registry:
         """None: it has left."""
         return None if (entry := self._entries.get(worker)) is None else entry.health
 
-    def silent_since(self, worker: WorkerId) -> Nanos | None:
-        """Since when a dead worker answers nothing, None for others: one that declines still serves what it has."""
-        entry = self._entries.get(worker)
-        return entry.silent_since if entry is not None and entry.health is Health.DEAD else None
+    def silent(self) -> dict[WorkerId, Nanos]:
+        """Dead workers that answer nothing, and since when: one that declines still serves what it has."""
+        return {
+            entry.worker.id: entry.silent_since
+            for entry in self._entries.values()
+            if entry.health is Health.DEAD and entry.silent_since is not None
+        }
 
     def live(self, role: Role, model: str | None = None) -> list[Worker]:
         """Workers that may get requests, in order of their ids. model: None: whichever they serve."""
