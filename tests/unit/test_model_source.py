@@ -17,7 +17,7 @@ from tandem.cli.model_source import find_model
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        ("model-Q4_K_M.gguf", "has model-Q4_K_M.gguf and no safetensors: GGUF files are not read"),
+        ("model-Q4_K_M.gguf", "has model-Q4_K_M.gguf and no safetensors: give that file itself"),
         ("pytorch_model.bin", "has pytorch_model.bin and no safetensors: pickled weights are not read"),
     ],
 )
@@ -29,13 +29,17 @@ def test_weights_in_another_format_are_named(tmp_path: Path, file: str, reason: 
     assert find_model(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_gguf_file_is_not_taken_for_a_hub_name(tmp_path: Path, is_there: bool, monkeypatch: Any) -> None:
+def test_a_gguf_file_that_is_not_there_is_no_hub_name(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    if is_there:
-        Path("model.gguf").touch()
-    with pytest.raises(CommandFailed, match=r"model.gguf: GGUF files are not read; give the Hugging Face checkpoint"):
+    with pytest.raises(CommandFailed, match=r"model.gguf does not exist"):
         find_model("model.gguf")
+
+
+def test_one_part_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    part = tmp_path / "model-00001-of-00003.gguf"
+    part.touch()
+    with pytest.raises(CommandFailed, match="one of several parts; join them first"):
+        find_model(str(part))
 
 
 def answer(status: int) -> Any:

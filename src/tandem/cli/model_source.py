@@ -3,25 +3,28 @@
 import re
 from pathlib import Path
 
+from tandem.cli import gguf_source
 from tandem.cli.failure import CommandFailed
 
 BUNDLED = "tandem/mini"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-NO_GGUF = "GGUF files are not read; give the Hugging Face checkpoint (safetensors) that it was made from"
+NAME_IT = "give that file itself, there may be several"
 NO_PICKLES = "pickled weights are not read, for they can run code; give a checkpoint in safetensors"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
 
 def find_model(name: str) -> Path:
-    """A local directory, the bundled model, or a hub name, which is fetched. Raises CommandFailed."""
+    """A local directory, the bundled model, what is made of a GGUF file, or a hub name, which is fetched. Raises
+    CommandFailed.
+    """
     if name == BUNDLED:
         return Path(__file__).parent.parent / "bundled" / "mini"
     path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not path.is_dir():
+        return gguf_source.directory_of(path)
     if path.is_dir():
         refuse_other_formats(path)
         return path
-    if path.suffix == ".gguf":
-        raise CommandFailed(f"{name}: {NO_GGUF}")
     if path.exists():
         raise CommandFailed(f"{name} is a file; give the Hugging Face checkpoint directory it lies in")
     if not HUB_NAME.fullmatch(name) or name.startswith("tandem/"):
@@ -34,7 +37,7 @@ def refuse_other_formats(folder: Path) -> None:
     names = sorted(entry.name for entry in folder.iterdir())
     if any(name.endswith(".safetensors") for name in names):
         return
-    for ending, reason in ((".gguf", NO_GGUF), (".bin", NO_PICKLES), (".pth", NO_PICKLES)):
+    for ending, reason in ((".gguf", NAME_IT), (".bin", NO_PICKLES), (".pth", NO_PICKLES)):
         if found := next((name for name in names if name.endswith(ending)), None):
             raise CommandFailed(f"{folder} has {found} and no safetensors: {reason}")
 
@@ -49,7 +52,8 @@ def _fetch(name: str) -> Path:
         raise CommandFailed(f"no directory {name}, and {_why_not(name, error)}; or serve {BUNDLED}") from error
     if not any(folder.glob("*.safetensors")):
         raise CommandFailed(
-            f"{name} has no safetensors on the hub (only GGUF or other formats); give the model that it was made from"
+            f"{name} has no safetensors on the hub; give a GGUF file of it, if there is one, or the model that it was "
+            "made from"
         )
     return folder
 

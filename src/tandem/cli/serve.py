@@ -28,7 +28,8 @@ logger = logging.getLogger("tandem.serve")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory or hub name; tandem/mini is bundled")
+    what = "Hugging Face directory, hub name or GGUF file; tandem/mini is bundled"
+    parser.add_argument("model", metavar="MODEL", help=what)
     add_flags(parser)
 
 

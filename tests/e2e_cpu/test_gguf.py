@@ -1,0 +1,142 @@
+"""GGUF files are served, from a directory that is made of each of them once."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, cluster
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tandem.cli.failure import CommandFailed
+from tandem.cli.model_source import BUNDLED, find_model
+from tandem.engine.model_config import read_config
+
+MINI = find_model(BUNDLED)
+TENSORS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+}
+QUESTIONS = ("Calculate 9 * 13 + 48.", "Hello!", "Tom has 3 apples and buys 4 more. How many?")
+
+
+def write(file: Path, kinds: dict[str, Kind]) -> None:
+    """The bundled model as llama.cpp has it. kinds: of tensors by the end of their GGUF name; float32 is usual."""
+    config = json.loads((MINI / "config.json").read_text())
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    add_tokenizer(writer)
+    for name, tensor in load_file(MINI / "model.safetensors").items():
+        place, values = gguf_name(name), tensor.float().numpy()
+        heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+        if num := heads.get(place.split(".")[-2]):  # there, the two numbers that turn together lie side by side
+            values = values.reshape(num, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        kind = next((kind for end, kind in kinds.items() if place.endswith(end)), Kind.F32)
+        if kind is Kind.Q4_K:  # which the package reads and does not write
+            writer.add_tensor(place, q4_k(values.shape), raw_dtype=kind)
+        elif kind is Kind.F32:
+            writer.add_tensor(place, np.ascontiguousarray(values))
+        else:
+            writer.add_tensor(place, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    tokenizer = json.loads((MINI / "tokenizer.json").read_text())
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    texts = sorted(Tokenizer.from_file(str(MINI / "tokenizer.json")).get_vocab().items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([text for text, _ in texts])
+    writer.add_token_types([gguf.TokenType.CONTROL if id in special else gguf.TokenType.NORMAL for _, id in texts])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(json.loads((MINI / "tokenizer_config.json").read_text())["chat_template"])
+
+
+def gguf_name(name: str) -> str:
+    place = name.removesuffix(".weight")
+    if place in TENSORS:
+        return f"{TENSORS[place]}.weight"
+    _, _, layer, rest = place.split(".", 3)
+    return f"blk.{layer}.{TENSORS[rest]}.weight"
+
+
+def q4_k(shape: tuple[int, ...]) -> np.ndarray:
+    """Any bytes, with two scales per 256 weights that are numbers."""
+    random = np.random.default_rng(1)
+    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, 144), dtype=np.uint8)
+    blocks[..., :4] = np.frombuffer(np.array([1e-4, 1e-3], np.float16).tobytes(), np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tandem" / "gguf"
+
+
+def test_a_pair_that_serves_a_file_says_what_the_checkpoint_it_was_made_from_says(
+    common: Cluster, tmp_path: Path, own_cache: Path
+) -> None:
+    file = tmp_path / "mini.gguf"
+    write(file, {})
+    with cluster(prefills=1, decodes=1, model=str(file), flags=["--deterministic"]) as it:
+        for question in QUESTIONS:
+            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+            answers = [server.call("POST", "/v1/chat/completions", body) for server in (it.router, common.unified)]
+            assert answers[0]["choices"] == answers[1]["choices"]
+            assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+    (made,) = [entry for entry in own_cache.iterdir() if entry.is_dir()]
+    assert find_model(str(file)) == made  # it was there, and was not made again
+    file.write_bytes(b"GGUF, but not really")
+    with pytest.raises(CommandFailed, match=r"mini\.gguf cannot be read: "):
+        find_model(str(file))
+    assert [entry for entry in own_cache.iterdir() if entry.is_dir()] == [made]
+
+
+def test_quantised_tensors_are_those_that_the_file_means(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "mini-mixed.gguf"
+    write(file, {"ffn_down.weight": Kind.Q4_K, "attn_v.weight": Kind.Q4_0, "ffn_up.weight": Kind.Q8_0})
+    made = find_model(str(file))
+    found, plain = load_file(made / "model.safetensors"), load_file(MINI / "model.safetensors")
+    tensors = gguf.GGUFReader(file).tensors
+    meant = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+    for name, tensor in found.items():
+        place = gguf_name(name)
+        expected = plain[name] if place.endswith(("attn_q.weight", "attn_k.weight")) else torch.tensor(meant[place])
+        torch.testing.assert_close(tensor.float(), expected.float(), rtol=1e-3, atol=1e-6)
+    ours, theirs = read_config(made), read_config(MINI)
+    for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    assert ours.norm_eps == pytest.approx(theirs.norm_eps)  # 32 bits there
