@@ -30,6 +30,7 @@ POLICY_FLAGS = {
 FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", "64")
 CODES = {code.value for code in RULES}
 NUM_PROMPTS = 24
+NUM_SAMPLES, PAGE_SIZE = 6, 16
 NUM_PROBLEMS = 20  # tests/e2e_cpu/test_bundled_model.py asks more, of a pair that nothing happens to
 RIDS = (f"pd-{number}" for number in count())
 
@@ -144,6 +145,23 @@ def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed
             half.close()
     eventually(prefill.is_idle, what=prefill.state)
     assert gauge(prefill, "num_prefill_bootstrap_queue_reqs") == 0
+
+
+def test_samples_of_a_prompt_come_from_one_prefill(pair: tuple[str, Cluster], unified: Server) -> None:
+    """Each but the first computes what is behind the last full page."""
+    _, it = pair
+    assert it.router is not None
+    prompt, sampling = list(range(30, 180)), {"n": NUM_SAMPLES, "temperature": 2.0, "sampling_seed": 7}
+    said: list[list[list[int]]] = []
+    for server, flushed in ((it.router, it.servers), (unified, [unified])):
+        for one in flushed:
+            one.open("POST", "/flush_cache").close()
+        answers: Any = server.generate(prompt, max_new_tokens=12, sampling_params=sampling)
+        cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+        assert sorted(cached) == [0, *[len(prompt) // PAGE_SIZE * PAGE_SIZE] * (NUM_SAMPLES - 1)]
+        said.append([answer["output_ids"] for answer in answers])
+    assert said[0] == said[1]
+    assert len({tuple(ids) for ids in said[0]}) > 1
 
 
 @pytest.mark.parametrize("forced", [0.0, 0.1, 1.0])

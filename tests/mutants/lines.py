@@ -605,13 +605,6 @@ BREAKS = (
         "unit/test_grammar.py::test_no_token_but_those_of_the_model_ends_an_answer",
     ),
     Break(
-        "integers_that_end_the_process_are_compiled",
-        "grammar.py",
-        "            raise GrammarError(BEYOND_INTEGERS)",
-        "            pass",
-        "unit/test_grammar.py::test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands",
-    ),
-    Break(
         "grammar_is_compiled_for_nobody",
         "server/api/structured_output.py",
         "await asyncio.to_thread(vocabulary.check, made)",
@@ -664,6 +657,22 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # a prompt that others are computing already (decision 027)
+    Break(
+        "samples_compute_their_prompt_each",
+        "core/scheduler/shared_prefix.py",
+        "            if 2 * shared >= pages_for(node, progress.length) - first:",
+        "            if not shared:",
+        "unit/test_core_shared_prefix.py::test_samples_of_a_prompt_are_forked_from_one_prefill",
+    ),
+    # integers over which the library of the grammars would end
+    Break(
+        "integers_that_end_the_process_are_no_complaint",
+        "grammar.py",
+        "            return BEYOND_INTEGERS",
+        '            return ""',
+        "unit/test_grammar.py::test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands",
+    ),
     # streams that go on with another decode (decision 022)
     Break(
         "counts_of_penalties_are_lost_with_the_decode",

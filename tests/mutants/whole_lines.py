@@ -470,7 +470,7 @@ KILLED_BY: dict[str, int | str] = {
     "digests_are_not_flushed": 85,
     "drained_is_said_while_readers_are_there": 1330,
     "end_of_a_cancelled_job_says_nothing": 51,
-    "end_of_a_channel_is_not_told": 901,
+    "end_of_a_channel_is_not_told": 1141,
     "end_of_a_lease_is_not_flushed": 1330,
     "end_of_a_request_wakes_nobody": 85,
     "every_command_takes_a_turn": 2056,

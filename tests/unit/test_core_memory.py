@@ -57,11 +57,13 @@ def test_without_a_prefix_cache_nothing_is_kept() -> None:
 
 def test_two_requests_that_compute_the_same_page_at_once_keep_one_copy_of_it() -> None:
     world = World()
-    node = world.unified(chunk_tokens=128)
-    ids = [world.submit(node, prompt_len=48, max_new_tokens=3) for _ in range(2)]
+    node = world.unified(chunk_tokens=256)
+    # The longer prompt lacks more than it would share, and does not wait.
+    ids = [world.submit(node, prompt_len=length, max_new_tokens=3) for length in (48, 128)]
     world.run()
-    assert len({tuple(node.tokens[request]) for request in ids}) == 1
-    assert len(node.state.tree.nodes) == node.state.pool.counts[PageState.CACHED] == 3
+    assert [row.start for plan in node.plans() for row in plan.rows] == [0, 0]
+    assert [node.tokens[it] for it in ids] == [expected_tokens(length, 3, seed=1) for length in (48, 128)]
+    assert len(node.state.tree.nodes) == node.state.pool.counts[PageState.CACHED] == 8
     assert_nothing_is_held(node)
 
 

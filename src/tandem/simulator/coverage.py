@@ -235,6 +235,9 @@ def of_queue(queue: Iterable[Progress], rows: dict[RequestId, int]) -> Iterator[
         if is_behind and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
             yield "no result slot is left, with a READY one behind"
         is_behind = is_behind or progress.blocked_on is WaitingFor.METADATA_SLOT
+        waits = progress.blocked_on is WaitingFor.PREFIX
+        if waits and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
+            yield "who is READY waits for a prefix that another computes"
 
 
 def of_request(life: Life, progress: Progress) -> Iterator[str]:

@@ -7,6 +7,7 @@ from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
 from tandem.core.scheduler.prefetch import awaits_storage
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
+from tandem.core.scheduler.shared_prefix import awaits_prefix, computes_shareable
 from tandem.core.scheduler.state import (
     NodeState,
     enter,
@@ -27,9 +28,9 @@ def admit(node: NodeState) -> None:
 
     Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
     row of the result table is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
-    So is one whose prefix is on its way from storage, for as long as the policy has it. The same with one that starts
-    early: nobody waits for it, so neither does it push parked requests out, nor keep back those behind it whose decode
-    is READY. Other early ones do not overtake it.
+    So is one whose prefix is on its way from storage, for as long as the policy has it, and one whose prefix another
+    request is computing. The same with one that starts early: nobody waits for it, so neither does it push parked
+    requests out, nor keep back those behind it whose decode is READY. Other early ones do not overtake it.
     """
     queue = node.queues[State.QUEUED]
     if not queue:
@@ -40,6 +41,7 @@ def admit(node: NodeState) -> None:
     reserve = Reserve.of(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.inflight))
     backlog = sum(uncomputed(progress) for state in (State.COMPUTING, State.LOADING) for progress in node.live(state))
+    computing = [progress for progress in node.live(State.COMPUTING) if computes_shareable(node, progress)]
     early_lacks: WaitingFor | None = None  # of the first that would have started early
     for request in candidates(node):
         progress = node.requests[request]
@@ -51,6 +53,9 @@ def admit(node: NodeState) -> None:
             continue
         if isinstance(progress.side, DecodeSide) and decode_side.prefers_local(node, progress, backlog):
             decode_side.compute_here(node, progress, progress.side)
+        if awaits_prefix(node, progress, computing):
+            progress.blocked_on = WaitingFor.PREFIX
+            continue
         if not isinstance(progress.side, DecodeSide) and backlog >= enough:
             progress.blocked_on = WaitingFor.WINDOW
             return
@@ -66,6 +71,8 @@ def admit(node: NodeState) -> None:
         reserve.tokens += expected_tokens(node, progress)
         if progress.state in (State.COMPUTING, State.LOADING):
             backlog += uncomputed(progress)
+        if computes_shareable(node, progress):
+            computing.append(progress)
 
 
 def uncomputed(progress: Progress) -> int:

@@ -164,6 +164,7 @@ def flow(node: EngineNode, now: Nanos) -> list[dict[str, object]]:
 
 # Of this server; everything else is its node's.
 OWN_WAITS = {
+    WaitingFor.PREFIX: "worker",
     WaitingFor.WINDOW: "worker",
     WaitingFor.TIER: "worker",
     WaitingFor.STORAGE: "worker",

@@ -105,6 +105,7 @@ class WaitingFor(StrEnum):
     SLOT = "slot"
     METADATA_SLOT = "metadata_slot"
     GATE = "gate"  # the prefill delayer
+    PREFIX = "prefix"  # pages that another request is computing
     WINDOW = "window"  # its batch
     LANDING = "landing"  # the peer's pages
     TIER = "tier"  # pages of host memory

@@ -531,14 +531,17 @@ class CompletionReply:
 
 
 def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
-    """Prompts count once, however many samples they have."""
-    prompts = {sample.ask.prompt_index: sample for sample in samples}
-    prompt_tokens = sum(len(sample.ask.prompt.tokens) for sample in prompts.values())
+    """Prompts count once, however many samples they have, and as cached what no sample of them has computed."""
+    prompts = {sample.ask.prompt_index: len(sample.ask.prompt.tokens) for sample in samples}
+    cached = dict(prompts)
+    for sample in samples:
+        cached[sample.ask.prompt_index] = min(cached[sample.ask.prompt_index], sample.cached_tokens)
+    prompt_tokens = sum(prompts.values())
     completion_tokens = sum(sample.text.num_tokens for sample in samples)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(sample.cached_tokens for sample in prompts.values())},
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }

@@ -169,11 +169,14 @@ class PingPong:
                 )
 
 
+PASSED_OVER = (WaitingFor.METADATA_SLOT, WaitingFor.STORAGE, WaitingFor.PREFIX)
+
+
 class QueueOrder:
     """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
 
-    Overtaken may be who lacks a row of the result table, since those behind it may not need one; and who would start
-    before its decode is READY, but not by another such.
+    Overtaken may be who lacks a row of the result table, since those behind it may not need one; whose prefix is on its
+    way from storage or computed by another; and who would start before its decode is READY, but not by another such.
     """
 
     id = "L4"
@@ -213,7 +216,7 @@ class QueueOrder:
             if progress is None or progress.state is not State.QUEUED or progress.entered_at == state.now:
                 continue
             is_passed = is_early(progress) and not any(is_early(state.requests[other]) for other in behind)
-            if progress.blocked_on not in (WaitingFor.METADATA_SLOT, WaitingFor.STORAGE) and not is_passed:
+            if progress.blocked_on not in PASSED_OVER and not is_passed:
                 raise Violation(
                     self.id, f"{where(life, request)} lacks {progress.blocked_on}, and those behind it are admitted"
                 )
