@@ -21,13 +21,13 @@ from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.server.api.errors import RULES
 
 HELD_OUT = Path(tandem.__file__).parent / "bundled" / "mini" / "heldout.jsonl"
-RETRIES = 2
+RETRIES, CHUNK = 2, 64
 POLICY_FLAGS = {
     "off": ("--optimistic-prefill-policy", "off"),
     "retry": ("--optimistic-prefill-retries", str(RETRIES)),
     "park": ("--optimistic-prefill-policy", "park"),
 }
-FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", "64")
+FLAGS = ("--deterministic", "--enable-fault-injection", "--chunked-prefill-size", str(CHUNK))
 CODES = {code.value for code in RULES}
 NUM_PROMPTS = 24
 NUM_SAMPLES, PAGE_SIZE = 6, 16
@@ -148,8 +148,9 @@ def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed
 
 
 def test_samples_of_a_prompt_come_from_one_prefill(pair: tuple[str, Cluster], unified: Server) -> None:
-    """Each but the first computes what is behind the last full page."""
-    _, it = pair
+    """Each but the first computes what is behind the last full page. Where a prefill that decode is not ready for
+    gives its pages back at a chunk's end, the next one goes on from there."""
+    policy, it = pair
     assert it.router is not None
     prompt, sampling = list(range(30, 180)), {"n": NUM_SAMPLES, "temperature": 2.0, "sampling_seed": 7}
     said: list[list[list[int]]] = []
@@ -157,8 +158,12 @@ def test_samples_of_a_prompt_come_from_one_prefill(pair: tuple[str, Cluster], un
         for one in flushed:
             one.open("POST", "/flush_cache").close()
         answers: Any = server.generate(prompt, max_new_tokens=12, sampling_params=sampling)
-        cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
-        assert sorted(cached) == [0, *[len(prompt) // PAGE_SIZE * PAGE_SIZE] * (NUM_SAMPLES - 1)]
+        first, *others = sorted(answer["meta_info"]["cached_tokens"] for answer in answers)
+        most = len(prompt) // PAGE_SIZE * PAGE_SIZE
+        ends = {most} if server is unified or policy != "retry" else {*range(CHUNK, most, CHUNK), most}
+        assert first == 0
+        assert len(others) == NUM_SAMPLES - 1
+        assert set(others) <= ends
         said.append([answer["output_ids"] for answer in answers])
     assert said[0] == said[1]
     assert len({tuple(ids) for ids in said[0]}) > 1

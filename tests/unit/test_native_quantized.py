@@ -64,7 +64,8 @@ def test_products_are_those_of_fp64_and_have_the_bits_of_the_plain_weight(
             found = kernels.linear(x, weight, bias)
             assert torch.equal(found, kernels.linear(x, plain, bias)), "as if it were plain"
             sums = x.double() @ plain.double().T + (0 if bias is None else bias.double())
-            scale = sums.abs().max().item() + 1e-30
+            added = x.double().abs() @ plain.double().abs().T + (0 if bias is None else bias.double().abs())
+            scale = added.max().item()  # a sum may be next to nothing; its rounding is that of what is added
             assert (found.double() - sums).abs().max().item() <= TOLERANCE[dtype] * scale * (1 + inputs / 1000)
             torch.set_num_threads(2)
             assert torch.equal(kernels.linear(x, weight, bias), found), "threads do not show"
