@@ -85,8 +85,9 @@ def test_a_subscriber_gets_topic_number_and_batch_and_missed_ones_again() -> Non
     chosen, port, replay_port = config(topic="kv-events")
     publishing = publisher(chosen, dp_rank=0)
     try:
+        with Subscriber(port, replay_port=replay_port) as early:
+            list(early.replay())  # the first batch has been sent, so who comes now has missed it
         with Subscriber(port, replay_port=replay_port, topic="kv-events") as subscriber:
-            list(subscriber.replay())  # the thread is there
             number = 0
             while not subscriber.sub.poll(10):  # until the subscription has reached it
                 publishing.publish([REMOVED])
