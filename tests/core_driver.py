@@ -170,6 +170,7 @@ class Worker:
         self.stopped_pulls: set[tuple[RequestId, int]] = set()
         self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
         self.breaks_copies = False  # from here on nothing can be copied
+        self.token_ns = 0  # that a prompt token takes
 
     def forget_first(self) -> None:
         while self.orders and isinstance(self.orders[0], ForgetRequests):
@@ -208,7 +209,9 @@ class Worker:
         told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
         vectors = tuple((span.sequence.request, self.vector(span.sequence)) for span in spans if span.pools)
         vectors = tuple((request, vector) for request, vector in vectors if vector)
-        return BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), prompt_extras=told, vectors=vectors)
+        took_ns = Nanos(self.token_ns * sum(span.stop - span.start for span in spans))
+        outcome = BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), duration_ns=took_ns)
+        return msgspec.structs.replace(outcome, prompt_extras=told, vectors=vectors)
 
     def vector(self, one: WorkerRequest) -> bytes:
         """Of the whole prompt; empty: there is none."""

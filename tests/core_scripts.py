@@ -245,6 +245,7 @@ lives = st.fixed_dictionaries(
         "chunk_tokens": st.sampled_from([16, 48, 64]),
         "window_depth": st.sampled_from([1, 2, 3]),
         "mixed_chunk": st.booleans(),
+        "prefill_stall": st.sampled_from([None, {"max_ns": SECOND // 100, "min_tokens": 1}]),
         "prefix_cache": st.booleans(),
         "conservativeness": st.sampled_from([0.0, 0.3]),
         "metadata_slots": st.sampled_from([1, 2, 64]),

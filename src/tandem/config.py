@@ -105,6 +105,9 @@ class ServerConfig(DoorConfig):
     max_queued_requests: int = flag(2048, "requests beyond that are refused with 503")
     chunked_prefill_size: int = flag(512, "prompt tokens computed in one batch")
     enable_mixed_chunk: bool = flag(False, "decode rows ride along with prompt chunks")
+    max_prefill_stall_ms: int = flag(
+        250, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
+    )
     disable_radix_cache: bool = flag(False, "keep no prefix cache")
     enable_hierarchical_cache: bool = flag(
         False, "pages that leave the KV pool go to host memory, and come back where that is cheaper than computing them"
@@ -385,6 +388,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.enable_hierarchical_cache and c.kv_events_config is not None,
         "--kv-events-config tells of the KV pool only, so it excludes --enable-hierarchical-cache",
     ),
+    Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
     Rule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",

@@ -39,6 +39,7 @@ ROLES: dict[str, Only] = {
     "--disaggregation-transfer-backend": PAIRED,
     "--enable-fault-injection": Only((PREFILL, DECODE), "the test hooks concern pairs"),
     "--enable-mixed-chunk": DECODES,
+    "--max-prefill-stall-ms": DECODES,
     "--num-reserved-decode-tokens": DECODES,
     "--schedule-conservativeness": DECODES,
     "--enable-prefill-delayer": Only(
@@ -71,6 +72,7 @@ class Need:
 GENERATES = (  # flags that say something of how tokens are made, or become answers
     "--enable-mixed-chunk",
     "--enable-prefill-delayer",
+    "--max-prefill-stall-ms",
     "--max-stored-responses",
     "--num-reserved-decode-tokens",
     "--reasoning-parser",

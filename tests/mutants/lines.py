@@ -659,6 +659,34 @@ BREAKS = (
 OTHERS = (
     # a prompt that others are computing already (decision 027)
     Break(
+        "prompts_stall_those_who_decode",
+        "core/scheduler/batch_planner.py",
+        "rows = prompt_rows(node, budget, may_begin=may_begin)",
+        "rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=may_begin)",
+        "unit/test_core_plans.py::test_prompts_take_as_long_as_those_who_decode_may_wait",
+    ),
+    Break(
+        "what_was_launched_for_prompts_is_forgotten",
+        "core/scheduler/chunk_budget.py",
+        "self.num_launched = 0 if decodes else self.num_launched + num_tokens",
+        "self.num_launched = 0",
+        "unit/test_core_plans.py::test_prompts_take_as_long_as_those_who_decode_may_wait",
+    ),
+    Break(
+        "what_prompts_cost_is_not_learned",
+        "core/scheduler/chunk_budget.py",
+        "        self.took_ns = Nanos(self.took_ns + duration_ns)",
+        "        self.took_ns = ZERO_NS",
+        "unit/test_core_plans.py::test_prompts_take_as_long_as_those_who_decode_may_wait",
+    ),
+    Break(
+        "prompts_are_cut_small_where_nobody_decodes",
+        "core/scheduler/batch_planner.py",
+        "    if not others_wait:",
+        "    if False:",
+        "unit/test_core_plans.py::test_where_nobody_decodes_chunks_are_whole",
+    ),
+    Break(
         "samples_compute_their_prompt_each",
         "core/scheduler/shared_prefix.py",
         "            if 2 * shared >= pages_for(node, progress.length) - first:",
@@ -1547,7 +1575,7 @@ OTHERS = (
     Break(
         "loads_are_not_weighed",
         "core/kv/load_policy.py",
-        "if load_ns <= compute_ns or not self.token_compute_ns:",
+        "if self.page_load_ns * num_pages <= token_ns * num_tokens or not token_ns:",
         "if True:",
         TIER + "a_load_is_worth_what_it_has_cost",
     ),

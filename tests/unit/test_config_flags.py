@@ -21,6 +21,7 @@ from tandem.core.settings import (
     NodeSettings,
     OptimisticPolicy,
     PrefillInfo,
+    PrefillStall,
     Role,
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
@@ -336,6 +337,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         chunk_tokens=64,
         window_depth=1,
         mixed_chunk=True,
+        prefill_stall=PrefillStall(Nanos(250 * MILLISECOND)),
         prefix_cache=False,
         reserved_decode_tokens=9,
         conservativeness=0.5,
@@ -344,6 +346,12 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         stall_timeout_ns=2 * SECOND,
         prefill_info=PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN),
     )
+
+
+def test_prompts_stall_nobody_where_nobody_decodes() -> None:
+    assert settings(parse("--max-prefill-stall-ms", "40")).prefill_stall == PrefillStall(Nanos(40 * MILLISECOND))
+    assert settings(parse("--max-prefill-stall-ms", "0")).prefill_stall is None
+    assert settings(parse(*PREFILL)).prefill_stall is None
 
 
 def test_the_hook_of_forced_retries_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from tandem.core.events import FlushRequested, PagesCopied
 from tandem.core.kv.load_policy import BreakEven
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import WritePolicy
-from tandem.core.values import SECOND, Nanos, RequestId, ShardId
+from tandem.core.values import SECOND, ZERO_NS, Nanos, RequestId, ShardId
 
 FULL = 12  # full pages of the prompt of ASKED: 200 tokens
 LEFT = 9  # of them have left the device for those of another prompt
@@ -158,12 +158,12 @@ def test_a_flush_drops_the_copies_too_also_those_under_way() -> None:
 
 
 def test_a_load_is_worth_what_it_has_cost() -> None:
-    known = BreakEven()
-    assert known.is_worth(10, 160)
-    known.computed(100, Nanos(100_000))
+    known, token_ns = BreakEven(), Nanos(1000)
+    assert known.is_worth(10, 160, token_ns)
     known.loaded(10, Nanos(1_000_000))
-    assert not known.is_worth(10, 160 // 2)
-    assert known.is_worth(10, 2000)
+    assert known.is_worth(10, 80, ZERO_NS), "what a token costs is not known yet"
+    assert not known.is_worth(10, 80, token_ns)
+    assert known.is_worth(10, 2000, token_ns)
     for _ in range(100):
-        known.is_worth(10, 80)
-    assert known.is_worth(10, 80), "it is tried again some time"
+        known.is_worth(10, 80, token_ns)
+    assert known.is_worth(10, 80, token_ns), "it is tried again some time"

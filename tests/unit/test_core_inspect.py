@@ -102,6 +102,14 @@ def test_pages_and_result_rows_are_shown_by_their_owner(name: tuple[str, State, 
     assert shown["result_rows"]["by_request"] == scene.here.state.results.owners
 
 
+def test_what_prompts_and_loads_have_cost_is_shown() -> None:
+    node = World().unified()
+    node.state.chunk_budget.learn(10, Nanos(30_000))
+    node.state.host.break_even.loaded(2, Nanos(8000))
+    costs = {"prompt_token_us": 3.0, "load_page_from_host_us": 4.0, "load_page_from_storage_us": 0.0}
+    assert inspect.state(node.node)["costs"] == costs
+
+
 @pytest.mark.parametrize(
     ("name", "counter"),
     [

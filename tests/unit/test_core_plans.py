@@ -1,14 +1,17 @@
 """What a node launches, and what it makes of results: chunks, overlap, iteration numbers, ends."""
 
+from typing import Any
+
 import pytest
 
 from core_driver import World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, ForgetRequests, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, FlushRequested, StopMatched
+from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.node import learn_hashes
 from tandem.core.scheduler.request_state import State
-from tandem.core.values import SECOND, Cause, RequestId
+from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
 
 
 def spans(plans: list[BatchPlan], request: RequestId) -> list[tuple[int, int]]:
@@ -88,6 +91,65 @@ def test_prompts_do_not_starve_decode_rows() -> None:
     kinds = "".join(plan.kind[0] for plan in node.plans()[before:])
     assert "ppp" not in kinds
     assert "pp" in kinds
+
+
+def between_decodes(plans: list[BatchPlan]) -> list[int]:
+    """Prompt tokens that are launched between two batches with decode rows, or with them."""
+    sums = [0]
+    for plan in plans:
+        sums[-1] += sum(row.stop - row.start for row in plan.rows)
+        if plan.decodes:
+            sums.append(0)
+    return sums
+
+
+def prompts_beside_one_who_decodes(token_ms: int, **settings: Any) -> list[int]:
+    """Four prompts of 200 tokens come while one request decodes. Of which the prompt has shown what tokens cost."""
+    world = World()
+    node = world.unified(num_pages=256, **settings)
+    node.worker.token_ns = token_ms * MILLISECOND
+    first = world.submit(node, prompt_len=64, max_new_tokens=150)
+    world.run_until(lambda: node.state_of(first) is State.RUNNING)
+    before = len(node.plans())
+    others = [world.submit(node, prompt_len=200, max_new_tokens=4, seed=seed) for seed in range(2, 6)]
+    world.run()
+    assert [node.tokens[one] for one in others] == [expected_tokens(200, 4, seed=seed) for seed in range(2, 6)]
+    sums = between_decodes(node.plans()[before:])
+    assert sum(sums) == 4 * 200
+    return sums
+
+
+@pytest.mark.parametrize("mixed_chunk", [False, True])
+def test_prompts_take_as_long_as_those_who_decode_may_wait(mixed_chunk: bool) -> None:
+    stall = {"max_ns": 40 * MILLISECOND, "min_tokens": 1}
+    usual = {"mixed_chunk": mixed_chunk, "prefill_streak": 3}
+    assert max(prompts_beside_one_who_decodes(1, **usual)) >= 64
+    for token_ms, allowed in ((1, 40), (2, 20)):
+        most = max(prompts_beside_one_who_decodes(token_ms, **usual, prefill_stall=stall))
+        assert allowed // 16 * 16 <= most <= allowed, "whole pages, and the end of a prompt"
+    assert max(prompts_beside_one_who_decodes(9, **usual, prefill_stall=stall)) == 16, "a page comes always"
+    assert max(prompts_beside_one_who_decodes(9, **usual, prefill_stall={"max_ns": 1, "min_tokens": 48})) == 48
+
+
+def test_where_nobody_decodes_chunks_are_whole() -> None:
+    world = World()
+    node = world.unified(num_pages=256, prefill_stall={"max_ns": 1, "min_tokens": 1})
+    node.worker.token_ns = MILLISECOND
+    for seed in (1, 2):
+        request = world.submit(node, prompt_len=200, max_new_tokens=1, seed=seed)
+        world.run()
+        assert spans(node.plans(), request) == [(0, 64), (64, 128), (128, 192), (192, 200)]
+
+
+def test_what_a_prompt_token_costs_is_known_from_the_last_ones_however_they_came() -> None:
+    budget = ChunkBudget()
+    budget.learn(512, Nanos(512 * 1000))
+    for _ in range(20):
+        budget.learn(1, Nanos(10_000))  # what the prefix cache lacks of a prompt
+    assert budget.token_ns < 1400
+    for _ in range(40):
+        budget.learn(512, Nanos(512 * 3000))
+    assert budget.token_ns >= 2990, "what has become slower"
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ def test_a_prefix_takes_half_of_host_memory_at_most() -> None:
 def test_storage_that_costs_more_than_computing_is_left_alone() -> None:
     world, node = after_a_restart()
     node.state.storage.break_even.loaded(1, Nanos(10 * SECOND))
-    node.state.storage.break_even.computed(1000, Nanos(1000))
+    node.state.chunk_budget.learn(1000, Nanos(1000))
     assert finished(node, run(world, node)).cached_tokens == 0
     assert node.said(FetchPages) == []
 

@@ -19,8 +19,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("kv_load_failure_policy", "strict_remote"),
     ),
     "memory and batches": (
-        *("max_total_tokens", "page_size", "chunked_prefill_size", "enable_mixed_chunk", "max_queued_requests"),
-        *("max_active_requests", "disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
+        *("max_total_tokens", "page_size", "chunked_prefill_size", "enable_mixed_chunk", "max_prefill_stall_ms"),
+        *("max_queued_requests", "max_active_requests"),
+        *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
         *("cpu_threads", "device", "quantization", "kv_cache_dtype", "attention_backend", "deterministic"),
     ),
     "when prompts wait for those who decode": (

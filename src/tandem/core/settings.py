@@ -125,6 +125,13 @@ class TierSettings(Struct, frozen=True):
         return 2 if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
 
 
+class PrefillStall(Struct, frozen=True):
+    """How long prompts may keep those who decode from their next token (`scheduler/chunk_budget.py`)."""
+
+    max_ns: Nanos
+    min_tokens: int = 64  # whatever they cost: a batch reads all weights, however few tokens it has
+
+
 class NodeSettings(Struct, frozen=True):
     role: Role
     incarnation: Incarnation
@@ -141,6 +148,7 @@ class NodeSettings(Struct, frozen=True):
     window_depth: int = 2  # launched batches; 1 is no overlap
     mixed_chunk: bool = False
     prefill_streak: int = 4  # prompt batches in a row while decode rows wait
+    prefill_stall: PrefillStall | None = None  # and how long they take together; None: as long as they take
     delayer: DelayerSettings | None = None  # None: prompts never wait for decode rows
     # The model's attention looks both ways (an encoder): a token's state depends on those behind it, so a prompt is
     # computed in one batch or refused, and no prefix of it can be another one's.

@@ -146,7 +146,13 @@ class HostTier:
     # --- and back ---
 
     def worth_loading(
-        self, tree: PrefixTree, below: Sequence[PageHash], page_size: int, device_pages: int, now: Nanos
+        self,
+        tree: PrefixTree,
+        below: Sequence[PageHash],
+        page_size: int,
+        device_pages: int,
+        token_ns: Nanos,
+        now: Nanos,
     ) -> int:
         """How many leading ones of `below` to wait for. What is on its way is waited for whatever it costs."""
         on_their_way = 0
@@ -157,7 +163,11 @@ class HostTier:
         under_way = sum(len(copy.pages) for copy in self.copies.values() if copy.is_load)
         most = max(1, device_pages // LOAD_SHARE) - under_way
         num_pages = min(len(below) - on_their_way, max(0, most))
-        if num_pages and not self.is_stuck(now) and self.break_even.is_worth(num_pages, num_pages * page_size):
+        if (
+            num_pages
+            and not self.is_stuck(now)
+            and self.break_even.is_worth(num_pages, num_pages * page_size, token_ns)
+        ):
             return on_their_way + num_pages
         return on_their_way
 

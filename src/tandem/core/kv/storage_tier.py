@@ -171,7 +171,7 @@ class StorageTier:
         operation.answers.setdefault(shard, min(num_pages, len(operation.hashes)))
         return self.operations.pop(number) if len(operation.answers) == len(shards) else None
 
-    def finish_look_up(self, operation: Operation, page_size: int) -> None:
+    def finish_look_up(self, operation: Operation, page_size: int, token_ns: Nanos) -> None:
         num_there = operation.num_whole
         self.counters.hits += num_there > 0
         self.counters.misses += num_there == 0
@@ -179,7 +179,7 @@ class StorageTier:
         if operation.request is None or prefetch is None:
             return
         prefetch.num_there, prefetch.until = num_there, None
-        if not num_there or not self.break_even.is_worth(num_there, num_there * page_size):
+        if not num_there or not self.break_even.is_worth(num_there, num_there * page_size, token_ns):
             self.release(operation.request)
 
     def finish_fetch(self, tree: PrefixTree, host: HostTier, operation: Operation, now: Nanos) -> int:

@@ -1,4 +1,4 @@
-"""What the next batch is: prompt chunks first, else one token for every running request.
+"""What the next batch is: prompt chunks first, as long as others may wait, else one token for every running request.
 
 Plans are made before the results of the batches in flight are known. A decode row refers to 'the last token of this
 request', so that costs nothing but one useless row when the token before turns out to be the last.
@@ -44,15 +44,16 @@ def plan(node: NodeState) -> bool:
         wants_decode = any_decodable(node)
         may_begin = True
         rows: tuple[Row, ...] = ()
-        if not wants_decode or node.consecutive_prefills < node.settings.prefill_streak:
+        budget = prompt_budget(node, others_wait=wants_decode)
+        if budget:
             may_begin = gate.may_begin(node, len(node.decode_set))
-            rows = prompt_rows(node, may_begin=may_begin)
+            rows = prompt_rows(node, budget, may_begin=may_begin)
             gate.note(node, len(rows))
         grow: tuple[Grow, ...] | None = None
         if wants_decode and (not rows or node.settings.mixed_chunk):
             grow = decode_rows(node)
         if not may_begin and not rows and grow is None and not node.inflight:  # nobody decodes after all
-            rows = prompt_rows(node, may_begin=gate.may_begin(node, 0))
+            rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
             gate.note(node, len(rows))
         if not rows and grow is None:
             break
@@ -65,6 +66,7 @@ def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None
     decodes = grow is not None
     node.forward_ct += 1
     node.consecutive_prefills = node.consecutive_prefills + 1 if rows and not decodes else 0
+    node.chunk_budget.launch(sum(row.stop - row.start for row in rows), decodes=decodes)
     members = tuple(node.decode_set) if decodes else ()
     for request in members:
         progress = node.requests[request]
@@ -89,9 +91,18 @@ def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None
     node.out.append(LaunchBatch(batch))
 
 
-def prompt_rows(node: NodeState, *, may_begin: bool) -> tuple[Row, ...]:
-    """Spans of known tokens, oldest request first, until the chunk budget is used up. What has begun goes on."""
-    budget = node.settings.chunk_tokens
+def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
+    """Prompt tokens that the next batch may have."""
+    settings = node.settings
+    if not others_wait:
+        return settings.chunk_tokens
+    if node.consecutive_prefills >= settings.prefill_streak:
+        return 0
+    return node.chunk_budget.tokens_while_others_wait(settings.prefill_stall, settings.chunk_tokens, settings.page_size)
+
+
+def prompt_rows(node: NodeState, budget: int, *, may_begin: bool) -> tuple[Row, ...]:
+    """Spans of known tokens, oldest request first, until the budget is used up. What has begun goes on."""
     rows: list[Row] = []
     for progress in node.live(State.COMPUTING):
         if budget <= 0:

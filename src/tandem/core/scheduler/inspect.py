@@ -199,6 +199,11 @@ def state(node: EngineNode) -> dict[str, object]:
         "host_pages": {page_state.name.lower(): own.host.pool.counts[page_state] for page_state in PageState},
         "copies": {number: "load" if copy.is_load else "store" for number, copy in own.host.copies.items()},
         "storage": {number: str(operation.act) for number, operation in own.storage.operations.items()},
+        "costs": {
+            "prompt_token_us": own.chunk_budget.token_ns / 1000,
+            "load_page_from_host_us": own.host.break_even.page_load_ns / 1000,
+            "load_page_from_storage_us": own.storage.break_even.page_load_ns / 1000,
+        },  # as measured here; 0: not yet
         "result_rows": {
             "total": own.results.num_rows,
             "free": len(own.results.free_rows),

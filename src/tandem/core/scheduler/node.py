@@ -303,10 +303,8 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
 
 def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
     """What a prompt token costs, from batches of nothing else."""
-    if node.host.is_there and flight.rows and not flight.members:
-        num_tokens = sum(row.stop - row.start for row in flight.rows)
-        node.host.break_even.computed(num_tokens, outcome.duration_ns)
-        node.storage.break_even.computed(num_tokens, outcome.duration_ns)
+    if flight.rows and not flight.members:
+        node.chunk_budget.learn(sum(row.stop - row.start for row in flight.rows), outcome.duration_ns)
 
 
 class Emission:

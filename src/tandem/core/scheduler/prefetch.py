@@ -34,7 +34,7 @@ def begin_prefetch(node: NodeState, progress: Progress) -> None:
 def on_found(node: NodeState, event: PagesFound) -> None:
     operation = node.storage.hear(event.number, event.shard, event.num_pages, node.settings.shards)
     if operation is not None and operation.act is Act.LOOK_UP:
-        node.storage.finish_look_up(operation, node.settings.page_size)
+        node.storage.finish_look_up(operation, node.settings.page_size, node.chunk_budget.token_ns)
         go_on(node)
 
 

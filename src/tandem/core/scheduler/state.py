@@ -36,6 +36,7 @@ from tandem.core.kv.pool import PagePool
 from tandem.core.kv.storage_tier import Act, Operation, StorageTier
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.request import Request
+from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
 from tandem.core.scheduler.request_state import (
     LIFECYCLE,
@@ -129,6 +130,7 @@ class NodeState:
     forward_ct: int = 0
     attempts: int = 0  # transfers begun; never used twice, so an old OFFER of a room that is used again is told apart
     consecutive_prefills: int = 0  # prompt batches in a row
+    chunk_budget: ChunkBudget = field(default_factory=ChunkBudget)
     decode_set: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
     joins: dict[RequestId, Join] = field(default_factory=dict[RequestId, Join])  # not told to the workers yet
     leaves: list[RequestId] = field(default_factory=list[RequestId])
@@ -277,7 +279,8 @@ def worth_loading(node: NodeState, progress: Progress, hashes: Sequence[PageHash
     if not node.host.is_there or not node.settings.prefix_cache or progress.computes_all:
         return ()
     below, num_pages = node.tree.match_below(hashes), node.pool.num_pages
-    return below[: node.host.worth_loading(node.tree, below, node.settings.page_size, num_pages, node.now)]
+    token_ns = node.chunk_budget.token_ns
+    return below[: node.host.worth_loading(node.tree, below, node.settings.page_size, num_pages, token_ns, node.now)]
 
 
 def is_loading(node: NodeState, progress: Progress) -> bool:

@@ -28,6 +28,7 @@ from tandem.core.settings import (
     OptimisticPolicy,
     PrefetchPolicy,
     PrefillInfo,
+    PrefillStall,
     Role,
     StorageSettings,
     TierSettings,
@@ -61,6 +62,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         chunk_tokens=config.chunked_prefill_size,
         window_depth=1 if config.disable_overlap_schedule else config.pp_size + 1,
         mixed_chunk=config.enable_mixed_chunk,
+        prefill_stall=prefill_stall(config),
         delayer=delayer_settings(config, topology) if config.enable_prefill_delayer else None,
         whole_prompts=engines.whole_prompts,
         prefix_cache=keeps_prefixes(config) and not engines.whole_prompts,
@@ -83,6 +85,13 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         else LoadFailurePolicy(config.kv_load_failure_policy),
         stall_timeout_ns=Nanos(int(config.stall_timeout * SECOND)),
     )
+
+
+def prefill_stall(config: ServerConfig) -> PrefillStall | None:
+    """None where nobody decodes, too."""
+    if not config.max_prefill_stall_ms or config.role == "prefill":
+        return None
+    return PrefillStall(Nanos(config.max_prefill_stall_ms * MILLISECOND))
 
 
 def tier_settings(config: ServerConfig, host_pages: int) -> TierSettings:

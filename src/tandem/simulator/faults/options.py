@@ -42,6 +42,7 @@ from tandem.core.settings import (
     OptimisticPolicy,
     PrefetchPolicy,
     PrefillInfo,
+    PrefillStall,
     Role,
     StorageSettings,
     TierSettings,
@@ -89,6 +90,7 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 
 TIERS_ONE_IN = 6
+STALLS_ONE_IN = 6
 CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
@@ -237,7 +239,7 @@ def draw_options(seed: int) -> Options:
         misfits=0.1 if "F25" in classes else 0.0,
         bootstrap_lanes=Random(f"bootstrap lanes {seed}").choice((1, 2, MAX_UNKNOWN)),
     )
-    options = with_storage(with_host_tiers(with_far_peers(options)))
+    options = with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options))))
     return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
 
 
@@ -308,6 +310,19 @@ def _with_storage(settings: NodeSettings, random: Random) -> NodeSettings:
     if settings.host_tier is None or random.random() < 0.2:
         return settings
     return structs.replace(settings, host_tier=structs.replace(settings.host_tier, storage=storage))
+
+
+def with_prefill_stalls(options: Options) -> Options:
+    """In some seeds prompts take little time at once while others decode. Nothing else of a seed depends on it."""
+    random = Random(f"prefill stalls {options.seed}")
+    if random.randrange(STALLS_ONE_IN):
+        return options
+    stall = PrefillStall(Nanos(random.choice((1, 20)) * MILLISECOND), min_tokens=random.choice((1, 16)))
+    return replace(
+        options,
+        prefill=structs.replace(options.prefill, prefill_stall=stall),
+        decode=structs.replace(options.decode, prefill_stall=stall),
+    )
 
 
 def with_host_tiers(options: Options) -> Options:

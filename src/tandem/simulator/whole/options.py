@@ -36,6 +36,7 @@ DECODER, ENCODER = "decoder", "encoder"
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
+STALLS_ONE_IN = 6
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -188,6 +189,12 @@ def _draw_flags(random: Random) -> dict[str, Any]:
     return flags
 
 
+def draw_stall(seed: int) -> dict[str, Any]:
+    """How long prompts may keep others from decoding, where it is not the default. From randomness of its own, too."""
+    random = Random(f"whole prefill stalls {seed}")
+    return {} if random.randrange(STALLS_ONE_IN) else {"max_prefill_stall_ms": random.choice((0, 1, 20))}
+
+
 def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Host memory below few pages, in some seeds. Whatever else a seed is like does not depend on it."""
     random = Random(f"whole host tiers {seed}")
@@ -228,6 +235,9 @@ def draw_options(seed: int) -> Options:
     tier = {} if vectors else _draw_tier(seed, flags)
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
+    if not vectors:
+        of_decoders = flags if is_unified else roles["decode"]
+        of_decoders |= draw_stall(seed)
     if formed:
         flags["max_total_tokens"] = max(FORMED_TOKENS, flags["max_total_tokens"])
     has_faults = random.random() < 0.8

@@ -1,0 +1,47 @@
+"""How many prompt tokens the next batch takes: a chunk, but while others decode only what their tokens can wait for.
+
+A chunk that a GPU computes in milliseconds takes a large model on a CPU seconds, and whoever decodes stands still
+meanwhile. So what is launched of prompts between two decode batches is bounded by time: by what a prompt token has cost
+in batches of nothing else on this node. Until that is known a batch is as large as it may be. Fewer than `min_tokens`
+are not worth a batch.
+"""
+
+from dataclasses import dataclass
+
+from tandem.core.settings import PrefillStall
+from tandem.core.values import ZERO_NS, Nanos
+
+REMEMBERED = 4096  # prompt tokens, at most
+
+
+@dataclass(slots=True)
+class ChunkBudget:
+    """Sums of tokens and times, not a mean of batches: ends of cached prompts are many and say little."""
+
+    num_measured: int = 0  # tokens
+    took_ns: Nanos = ZERO_NS
+    num_launched: int = 0  # prompt tokens since the last batch with decode rows
+
+    @property
+    def token_ns(self) -> Nanos:
+        """What a prompt token costs; 0: not known yet."""
+        return Nanos(self.took_ns // self.num_measured) if self.num_measured else ZERO_NS
+
+    def learn(self, num_tokens: int, duration_ns: Nanos) -> None:
+        """A batch of nothing but prompts has returned."""
+        self.num_measured += num_tokens
+        self.took_ns = Nanos(self.took_ns + duration_ns)
+        if self.num_measured > REMEMBERED:
+            self.num_measured //= 2
+            self.took_ns = Nanos(self.took_ns // 2)
+
+    def launch(self, num_tokens: int, *, decodes: bool) -> None:
+        self.num_launched = 0 if decodes else self.num_launched + num_tokens
+
+    def tokens_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
+        """0: it is the turn of those who decode."""
+        token_ns = self.token_ns
+        if stall is None or not token_ns:
+            return most
+        allowed = max(stall.max_ns // token_ns, stall.min_tokens, page_size) - self.num_launched
+        return min(most, allowed) if allowed >= page_size else 0
