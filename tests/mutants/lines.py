@@ -659,6 +659,13 @@ BREAKS = (
 OTHERS = (
     # a prompt that others are computing already (decision 027)
     Break(
+        "what_follows_a_thought_counts_as_one",
+        "server/api/reasoning.py",
+        "        if self._splitter.is_over:",
+        "        if False:",
+        "unit/test_api_tools.py::test_usage_tells_the_tokens_of_thoughts",
+    ),
+    Break(
         "prompts_stall_those_who_decode",
         "core/scheduler/batch_planner.py",
         "rows = prompt_rows(node, budget, may_begin=may_begin)",

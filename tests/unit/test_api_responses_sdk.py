@@ -141,6 +141,7 @@ def test_thoughts_are_items_of_their_own(ask: Any) -> None:
     assert thought["type"] == "reasoning"
     assert "2 + 2" in thought["content"][0]["text"]
     assert text["content"][0]["text"].strip() == "Four."
+    assert response.usage.output_tokens_details.reasoning_tokens == len(ids("<think>\n2 + 2\n</think>"))
 
 
 def test_the_events_of_a_stream_are_all_there_in_their_order() -> None:

@@ -156,6 +156,26 @@ def test_thoughts_are_told_from_the_answer(get: Any) -> None:
     assert (late["message"]["reasoning_content"], late["message"]["content"]) == ("Hm.", "Yes.")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "thought", "fields"),
+    [
+        ("<think>\nHm.\n</think>\n\nYes.", "<think>\nHm.\n</think>", {}),
+        ("Hm.</think>Yes.", "Hm.</think>", {"chat_template_kwargs": {"opens": True}}),
+        (" <think>Hm", " <think>Hm", {"max_tokens": 10}),
+        ("Yes, <think> is a mark and </think> too.", "", {}),
+        ("<think>Hm.</think>Yes.", "", {"separate_reasoning": False}),
+        ("<think>Hm.</think>Yes.", "<think>Hm.</think>", {"stop": ["k>Y", "s."]}),
+    ],
+)
+def test_usage_tells_the_tokens_of_thoughts(answer: str, thought: str, fields: dict[str, Any], stream: bool) -> None:
+    body = {"messages": USER, "stream": stream, "stream_options": {"include_usage": True} if stream else None} | fields
+    with tool_world(answer, THINKS).http() as http:
+        response = http.post("/v1/chat/completions", json=body)
+    usage = sse(response.text)[-1]["usage"] if stream else response.json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(ids(thought))}
+
+
 def test_the_flags_win_over_the_template() -> None:
     choice = asked(tool_world('{"name": "add", "parameters": {"a": 2}}', tool_call_parser="llama3"))
     assert calls_of(choice) == [("add", '{"a": 2}')]

@@ -437,6 +437,7 @@ class Endpoints:
             stop_tokens=eos | frozenset(ask.sampling.stop_token_ids),
             keeps_stop=ask.params.keeps_stop,
             min_tokens=ask.sampling.min_tokens,
+            thinking=ask.params.thinking,
         )
 
     def _shape(

@@ -18,7 +18,7 @@ from tandem.server.api.body import ChatBody, unsupported
 from tandem.server.api.bounds import LOOP_CHAT_BYTES
 from tandem.server.api.errors import invalid
 from tandem.server.api.off_loop import off_loop
-from tandem.server.api.reasoning import ReasoningSplitter
+from tandem.server.api.reasoning import ReasoningSplitter, Thinking
 from tandem.server.api.resume import made_name
 from tandem.server.api.structured_output import check_grammar, check_size, read_grammar
 from tandem.server.api.tokenizer import Tokenizer
@@ -99,7 +99,7 @@ class AnswerForm:
         what the model thinks first. size: bytes of the body. Raises `Refusal`."""
         answer = await read_grammar(body, tokenizer, size=size)
         calls = self.must_call or any(tool.is_strict for tool in self.tools) or (bool(self.tools) and answer)
-        if not calls and (not answer or self._thinking(prompt) == ""):
+        if not calls and (not answer or not self.thinking(prompt)):
             return answer
         made = await off_loop(size, LOOP_CHAT_BYTES, self._grammar, tokenizer, prompt, answer, calls=bool(calls))
         await check_grammar(made, tokenizer, "tools" if calls else "response_format")
@@ -148,20 +148,19 @@ class AnswerForm:
         rules.append(up_to("opening", "TEXT", literal(self.format.opener)))
         return "(opening calls)? TEXT"
 
-    def _thinking(self, prompt: str) -> str:
-        """Whether the answer begins with a thought: `inside`, `maybe`, or not at all."""
+    def thinking(self, prompt: str) -> Thinking:
         if self.reasoning == NONE or reasoning.is_over(prompt):
-            return ""
-        return "inside" if reasoning.begins_inside(self.reasoning, prompt) else "maybe"
+            return Thinking.NEVER
+        return Thinking.INSIDE if reasoning.begins_inside(self.reasoning, prompt) else Thinking.MAYBE
 
     def _thought(self, prompt: str, literal: Literal, rules: list[str]) -> str:
-        state = self._thinking(prompt)
+        state = self.thinking(prompt)
         if not state:
             return ""
         rules += [r"THOUGHT: /(.|\n)*/", r"SPACES: /[ \t\r\n]*/"]
         rules.append(up_to("thought", "THOUGHT", literal(reasoning.CLOSER)))
         opener = literal(reasoning.OPENER)
-        return "thought SPACES" if state == "inside" else f"({opener} thought SPACES)?"
+        return "thought SPACES" if state is Thinking.INSIDE else f"({opener} thought SPACES)?"
 
 
 def up_to(rule: str, text: str, mark: str) -> str:
@@ -175,9 +174,8 @@ class AnswerSplitter:
     def __init__(self, form: AnswerForm, prompt: str, nonce: str) -> None:
         self._nonce = nonce
         self._thoughts: ReasoningSplitter | None = None
-        if form.reasoning != NONE and not reasoning.is_over(prompt):
-            is_inside = reasoning.begins_inside(form.reasoning, prompt)
-            self._thoughts = ReasoningSplitter(is_inside=is_inside)
+        if thinking := form.thinking(prompt):
+            self._thoughts = ReasoningSplitter(is_inside=thinking is Thinking.INSIDE)
         self._tools = form.format.parser() if form.tools else None
         self._form = form
         self._held: list[str] = []  # of a thought that is shown as a whole

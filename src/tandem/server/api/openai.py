@@ -53,6 +53,7 @@ async def read_chat(
         top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=await answer.read_grammar(body, tokenizer, chat.text, size),
     )
+    params = structs.replace(params, thinking=answer.thinking(chat.text))
     if answer.shows_special_tokens(tokenizer):
         params = structs.replace(params, skip_special_tokens=False)
     prompt = await read_text(chat.text, tokenizer, limits, "messages", add_special_tokens=False)
@@ -543,5 +544,5 @@ def usage_of(samples: Sequence[Sample]) -> dict[str, object]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(sample.text.num_thought_tokens for sample in samples)},
     }

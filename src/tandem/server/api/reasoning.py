@@ -4,10 +4,19 @@ A prompt may end inside: templates of some models open the thought themselves. T
 """
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from tandem.server.api.tool_parsers.base import SPACES, Piece, Reasoning, Text, undecided
 
 OPENER, CLOSER = "<think>", "</think>"
+
+
+class Thinking(StrEnum):
+    """Whether an answer begins with a thought."""
+
+    NEVER = ""
+    MAYBE = "maybe"  # as it likes
+    INSIDE = "inside"  # the prompt has opened one
 
 
 def parser_for(name: str, templates: Sequence[str]) -> str:
@@ -35,6 +44,12 @@ class ReasoningSplitter:
         self._text = ""
         self._pieces: list[Piece] = []
         self._state = self._before
+        self.has_begun = False  # there is a thought
+
+    @property
+    def is_over(self) -> bool:
+        """What comes now is text."""
+        return self._state in (self._gap, self._outside)
 
     def feed(self, text: str) -> list[Piece]:
         self._text += text
@@ -57,11 +72,11 @@ class ReasoningSplitter:
         text = self._text.lstrip(SPACES)
         if text.startswith(OPENER):
             self._text = text.removeprefix(OPENER)
-            self._state = self._opened
+            self._state, self.has_begun = self._opened, True
         elif OPENER.startswith(text):
             return False
         else:
-            self._state = self._opened if self._is_inside else self._outside
+            self._state, self.has_begun = (self._opened, True) if self._is_inside else (self._outside, False)
         return True
 
     def _opened(self) -> bool:
@@ -93,3 +108,21 @@ class ReasoningSplitter:
         self._pieces.append(Text(self._text))
         self._text = ""
         return False
+
+
+class ThoughtCounter:
+    """How many tokens of an answer are its thought, marks and all. Given a token at a time, it is always the same."""
+
+    __slots__ = ("_splitter", "num_tokens")
+
+    def __init__(self, *, is_inside: bool) -> None:
+        self._splitter = ReasoningSplitter(is_inside=is_inside)
+        self.num_tokens = 0
+
+    def feed(self, text: str, num_tokens: int) -> None:
+        """num_tokens: of the answer so far, with the one whose text this is."""
+        if self._splitter.is_over:
+            return
+        self._splitter.feed(text)
+        if self._splitter.has_begun:
+            self.num_tokens = num_tokens

@@ -222,6 +222,6 @@ def usage_of(sample: Sample) -> dict[str, Any]:
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": sample.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": sample.text.num_thought_tokens},
         "total_tokens": num_input + num_output,
     }

@@ -7,6 +7,7 @@ the tokens were grouped: the stop string that is complete first wins, of two the
 from collections.abc import Iterable, Sequence
 
 from tandem.server.api.detokenizer import Detokenizer
+from tandem.server.api.reasoning import Thinking, ThoughtCounter
 
 
 class StopScanner:
@@ -68,6 +69,7 @@ class TextStream:
         "_scanner",
         "_stop_token",
         "_stop_tokens",
+        "_thought",
         "matched",
         "num_tokens",
     )
@@ -80,12 +82,14 @@ class TextStream:
         stop_tokens: frozenset[int],
         keeps_stop: bool,
         min_tokens: int = 0,
+        thinking: Thinking = Thinking.NEVER,
     ) -> None:
         self._detokenizer = detokenizer
         self._stop_tokens = stop_tokens
         self._keeps = keeps_stop
         self._min_tokens = min_tokens
         self._scanner = StopScanner(stops, keeps=keeps_stop) if stops else None
+        self._thought = ThoughtCounter(is_inside=thinking is Thinking.INSIDE) if thinking else None
         self._stop_token: int | None = None
         self.matched: str | int | None = None  # the stop string, or after `finish` the stop token
         self.num_tokens = 0  # that belong to the sample; those after a stop string do not
@@ -94,6 +98,10 @@ class TextStream:
     def holds_stop_token(self) -> bool:
         """The last token was one."""
         return self._stop_token is not None
+
+    @property
+    def num_thought_tokens(self) -> int:
+        return 0 if self._thought is None else self._thought.num_tokens
 
     def feed(self, tokens: Iterable[int]) -> str:
         """Take tokens in order; text that is certain now. After a stop string has matched the rest is ignored."""
@@ -125,7 +133,10 @@ class TextStream:
         return text if self._scanner is None else text + self._scanner.finish()
 
     def _show(self, token: int) -> str:
-        return self._scan(self._detokenizer.add(token))
+        text = self._detokenizer.add(token)
+        if self._thought is not None:
+            self._thought.feed(text, self.num_tokens)
+        return self._scan(text)
 
     def _scan(self, text: str) -> str:
         if self._scanner is None or not text or self.num_tokens < self._min_tokens:

@@ -36,6 +36,7 @@ from tandem.server.api.bounds import (
 )
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.hosts import without_brackets
+from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
 from tandem.server.api.tokenizer import Tokenizer
 
@@ -94,6 +95,7 @@ class GenerationParams(Struct, frozen=True):
     keeps_stop: bool  # the text includes the stop string or token that ended it
     skip_special_tokens: bool
     vector: VectorParams | None = None  # no token is wanted
+    thinking: Thinking = Thinking.NEVER
 
 
 class Pair(Struct, frozen=True):
