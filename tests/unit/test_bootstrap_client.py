@@ -2,8 +2,10 @@
 
 import asyncio
 import gzip
+import socket
+import threading
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from ipaddress import ip_network
 from typing import Any
 
@@ -339,6 +341,27 @@ def test_a_question_that_nobody_reads_ends_too() -> None:
         listening.close()
 
     asyncio.run(story())
+
+
+def test_who_answers_before_the_question_was_sent_is_heard() -> None:
+    """And closes with bytes unread, which resets the connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def refuse() -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(b"HTTP/1.1 413 Content Too Large\r\nContent-Length: 2\r\n\r\n{}")
+
+    threading.Thread(target=refuse, daemon=True).start()
+    port = listener.getsockname()[1]
+    for _ in range(50):
+        answer = asyncio.run(exchange("127.0.0.1", port, "PUT", "/x", body=b"x" * (2 << 20), timeout_s=20))
+        assert (answer.status, answer.body) == (413, b"{}")
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
 
 
 def test_a_host_that_is_a_name_is_not_looked_up_here() -> None:
