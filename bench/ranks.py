@@ -173,26 +173,12 @@ def measure_servers(repetitions: int, tell: Callable[[dict[str, Any]], None]) ->
             spread = {name: urls[name] for name in SPREAD}
             replicas = {name: urls[name] for name in REPLICAS}
             for length in PROMPTS:
-                found = in_turns(
-                    spread,
-                    lambda url, length=length: ttft_ms(client, url, body(rng, length, 1, is_streamed=True)),
-                    repetitions=repetitions,
-                    rng=rng,
-                )
-                for name in spread:
-                    ideal = ideal_ttft(length, *SPREAD[name])
-                    tell(line("ttft", f"{length} prompt tokens", name, found, unit="ms") | {"ideal": round(ideal, 3)})
+                for row in ttft_rows(client, spread, length, repetitions=repetitions, rng=rng):
+                    ideal = ideal_ttft(length, *SPREAD[row["server"]])
+                    tell(row | {"ideal": round(ideal, 3)})
             for streams in STREAMS:
-                found = in_turns(
-                    spread,
-                    lambda url, streams=streams: step_ms(
-                        client, url, [body(rng, 16, STREAMED_TOKENS, is_streamed=True) for _ in range(streams)]
-                    ),
-                    repetitions=repetitions,
-                    rng=rng,
-                )
-                for name in spread:
-                    tell(line("step", f"{streams} streams", name, found, unit="ms"))
+                for row in step_rows(client, spread, streams, repetitions=repetitions, rng=rng):
+                    tell(row)
             for clients in CLIENTS:
                 found = in_turns(
                     replicas,
@@ -206,6 +192,30 @@ def measure_servers(repetitions: int, tell: Callable[[dict[str, Any]], None]) ->
                 )
                 for name in replicas:
                     tell(line("requests", f"{clients} clients", name, found, unit="1/s"))
+
+
+def ttft_rows(
+    client: httpx.Client, urls: Mapping[str, str], length: int, *, repetitions: int, rng: random.Random
+) -> list[dict[str, Any]]:
+    """Of every server, for prompts of `length` tokens."""
+
+    def sample(url: str) -> float:
+        return ttft_ms(client, url, body(rng, length, 1, is_streamed=True))
+
+    found = in_turns(urls, sample, repetitions=repetitions, rng=rng)
+    return [line("ttft", f"{length} prompt tokens", name, found, unit="ms") for name in urls]
+
+
+def step_rows(
+    client: httpx.Client, urls: Mapping[str, str], streams: int, *, repetitions: int, rng: random.Random
+) -> list[dict[str, Any]]:
+    """Of every server, for so many streams together."""
+
+    def sample(url: str) -> float:
+        return step_ms(client, url, [body(rng, 16, STREAMED_TOKENS, is_streamed=True) for _ in range(streams)])
+
+    found = in_turns(urls, sample, repetitions=repetitions, rng=rng)
+    return [line("step", f"{streams} streams", name, found, unit="ms") for name in urls]
 
 
 def line(what: str, load: str, name: str, found: Mapping[str, list[float]], *, unit: str) -> dict[str, Any]:

@@ -28,6 +28,8 @@ import httpx
 from conditions import conditions
 
 from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.core.values import ceil_div
+from tandem.pagehash import prompt_hashes
 
 MODEL, PAGE = "tandem/mini", 16
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -131,7 +133,7 @@ def prompts_of(trace: Path, count: int) -> list[list[int]]:
         requests = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
     return [
         [token for block in request["hash_ids"] for token in drawn(PAGE, Random(block))][
-            : -(-request["input_length"] * PAGE // BLOCK)
+            : ceil_div(request["input_length"] * PAGE, BLOCK)
         ]
         for request in requests
     ]
@@ -139,7 +141,7 @@ def prompts_of(trace: Path, count: int) -> list[list[int]]:
 
 def pages_of(prompts: list[list[int]]) -> int:
     """Of all that is not in common, each full page once."""
-    return len({tuple(prompt[:end]) for prompt in prompts for end in range(PAGE, len(prompt) + 1, PAGE)})
+    return len({page for prompt in prompts for page in prompt_hashes(b"", prompt, page_size=PAGE)})
 
 
 def replay(prompts: list[list[int]], pool: int) -> list[dict[str, Any]]:

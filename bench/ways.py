@@ -20,7 +20,7 @@ from typing import Any  # a row: text and numbers
 
 from conditions import conditions
 
-from ranks import CHUNK, MODEL, ONE, SEED, STREAMED_TOKENS, STREAMS, body, in_turns, line, new_client, step_ms, ttft_ms
+from ranks import CHUNK, MODEL, ONE, SEED, STREAMS, new_client, step_rows, ttft_rows
 from tandem.cli.fleet import Fleet, free_ports, serve_words
 
 WAYS: dict[str, tuple[str, ...]] = {
@@ -47,23 +47,9 @@ def measure(repetitions: int) -> list[dict[str, Any]]:
             urls[name] = fleet.start(f"server-{port}", words, port=port).url
         fleet.wait_ready(timeout_s=240)
         for length in PROMPTS:
-            found = in_turns(
-                urls,
-                lambda url, length=length: ttft_ms(client, url, body(rng, length, 1, is_streamed=True)),
-                repetitions=repetitions,
-                rng=rng,
-            )
-            rows += [line("ttft", f"{length} prompt tokens", name, found, unit="ms") for name in urls]
+            rows += ttft_rows(client, urls, length, repetitions=repetitions, rng=rng)
         for streams in STREAMS:
-            found = in_turns(
-                urls,
-                lambda url, streams=streams: step_ms(
-                    client, url, [body(rng, 16, STREAMED_TOKENS, is_streamed=True) for _ in range(streams)]
-                ),
-                repetitions=repetitions,
-                rng=rng,
-            )
-            rows += [line("step", f"{streams} streams", name, found, unit="ms") for name in urls]
+            rows += step_rows(client, urls, streams, repetitions=repetitions, rng=rng)
     return rows
 
 
