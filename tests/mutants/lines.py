@@ -659,6 +659,13 @@ BREAKS = (
 OTHERS = (
     # a prompt that others are computing already (decision 027)
     Break(
+        "questions_are_sent_before_answers_are_read",
+        "server/api/http_exchange.py",
+        "            return await _read(reader)  # meanwhile",
+        "            return await writer.drain() or await _read(reader)  # meanwhile",
+        "unit/test_bootstrap_client.py::test_who_answers_before_the_question_was_sent_is_heard",
+    ),
+    Break(
         "what_follows_a_thought_counts_as_one",
         "server/api/reasoning.py",
         "        if self._splitter.is_over:",
