@@ -104,7 +104,7 @@ def between_decodes(plans: list[BatchPlan]) -> list[int]:
 
 
 def prompts_beside_one_who_decodes(token_ms: int, **settings: Any) -> list[int]:
-    """Four prompts of 200 tokens come while one request decodes. Of which the prompt has shown what tokens cost."""
+    """Four prompts of 200 tokens come while one request decodes, whose own prompt has shown what tokens cost."""
     world = World()
     node = world.unified(num_pages=256, **settings)
     node.worker.token_ns = token_ms * MILLISECOND
@@ -145,7 +145,7 @@ def test_what_a_prompt_token_costs_is_known_from_the_last_ones_however_they_came
     budget = ChunkBudget()
     budget.learn(512, Nanos(512 * 1000))
     for _ in range(20):
-        budget.learn(1, Nanos(10_000))  # what the prefix cache lacks of a prompt
+        budget.learn(1, Nanos(10_000))  # a prompt that is cached but for its end
     assert budget.token_ns < 1400
     for _ in range(40):
         budget.learn(512, Nanos(512 * 3000))

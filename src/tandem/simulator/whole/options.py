@@ -236,8 +236,7 @@ def draw_options(seed: int) -> Options:
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
     if not vectors:
-        of_decoders = flags if is_unified else roles["decode"]
-        of_decoders |= draw_stall(seed)
+        (flags if is_unified else roles["decode"]).update(draw_stall(seed))
     if formed:
         flags["max_total_tokens"] = max(FORMED_TOKENS, flags["max_total_tokens"])
     has_faults = random.random() < 0.8
