@@ -4,6 +4,10 @@ The KV of a position is a 64-bit number made of its token, its position and the 
 token is made of the sum of all KV of its row. So one wrong, stale or foreign slot anywhere in the pages of a request
 changes every token after it, and a sum over whole pages is enough to read them.
 
+A page also holds that sum as it was behind the last token that was written into it: its state, as a model with
+state-space layers has one. Who goes on behind a page reads both, so one that was copied without its state shows, and so
+does a token that was computed twice.
+
 A cell of the KV (one head and layer: `core/kv_parts.py`) holds the content times its weight (1, 3, 5, ...): what
 belongs into one cell is nonsense in another. Odd numbers have an inverse modulo 2^64, so every cell gives the content
 back, and one that is wrong shows.

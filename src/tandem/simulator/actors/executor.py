@@ -23,9 +23,16 @@ from tandem.simulator.oracle import Script, Violation, told_of
 WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
 
 
+def empty_page(page_size: int) -> tuple[int, ...]:
+    """What `ShardMemory.copy_out` says of one cell of a page that nobody has written."""
+    return (0,) * (page_size + 1)
+
+
 @dataclass(slots=True)
 class PageMemory:
-    """The KV of one cell (`core/kv_parts.py`): `page_size` slots of 64 bits per page, and their sum."""
+    """The KV of one cell (`core/kv_parts.py`): `page_size` slots of 64 bits per page, and their sum; and a slot for the
+    state behind the last of them that was written (`model.py`).
+    """
 
     num_pages: int
     page_size: int
@@ -33,7 +40,7 @@ class PageMemory:
     sums: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = [[0] * self.page_size for _ in range(self.num_pages)]
+        self.slots = [list(empty_page(self.page_size)) for _ in range(self.num_pages)]
         self.sums = [0] * self.num_pages
 
     def write(self, page: PageId, slot: int, content: int) -> None:
@@ -42,18 +49,25 @@ class PageMemory:
         self.sums[page] += content - row[slot]
         row[slot] = content
 
+    def leave(self, page: PageId, state: int) -> None:
+        self.slots[page][self.page_size] = state & MASK
+
     def read(self, table: list[PageId], length: int) -> int:
-        """Sum of the slots of positions [0, length)."""
+        """Sum of the slots of positions [0, length); another number where the state behind them is none of theirs."""
         num_full, rest = divmod(length, self.page_size)
         total = sum(map(self.sums.__getitem__, table[:num_full]))
-        return total + sum(self.slots[table[num_full]][:rest]) if rest else total
+        if rest:
+            total += sum(self.slots[table[num_full]][:rest])
+        if length and self.slots[table[(length - 1) // self.page_size]][self.page_size] != total & MASK:
+            return total + 1
+        return total
 
     def copy_out(self, page: PageId) -> list[int]:
         return self.slots[page].copy()
 
     def copy_in(self, page: PageId, contents: list[int]) -> None:
         self.slots[page] = contents.copy()
-        self.sums[page] = sum(contents)
+        self.sums[page] = sum(contents[: self.page_size])
 
 
 class ShardMemory:
@@ -66,12 +80,13 @@ class ShardMemory:
         self._in_order = list(self.cells.values())
 
     def copy_out(self, page: PageId, runs: Runs = WHOLE) -> list[int]:
-        """The slots of these cells; runs of cells, not of bytes."""
+        """The slots of these cells, each cell's state behind its last one; runs of cells, not of bytes."""
         return [content for memory in self._picked(runs) for content in memory.slots[page]]
 
     def copy_in(self, page: PageId, contents: list[int], runs: Runs = WHOLE) -> None:
+        width = self.page_size + 1
         for at, memory in enumerate(self._picked(runs)):
-            memory.copy_in(page, contents[at * self.page_size : (at + 1) * self.page_size])
+            memory.copy_in(page, contents[at * width : (at + 1) * width])
 
     def first_cell(self, page: PageId) -> list[int]:
         return self._in_order[0].copy_out(page)
@@ -261,17 +276,22 @@ class Executor:
         self.guard(sequence.request, table, start // page_size, (stop - 1) // page_size + 1)
         kv_sum = self._read(table, start)
         if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
-            raise Violation("S5", f"request {sequence.request}: KV of [0, {start}) is not what its tokens make")
+            raise Violation(
+                "S5", f"request {sequence.request}: KV or state of [0, {start}) is not what its tokens make"
+            )
         first = sequence.script.logprobs_from
         wanted = range(0) if first is None else range(max(first, start), min(stop, sequence.prompt_len - 1))
         said: list[bytes] = []
-        writes = [(memory.write, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
+        writes = [(memory.write, memory.leave, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
         for position in range(start, stop):
             content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
             page, slot = divmod(position, page_size)
-            for write, weight in writes:
-                write(table[page], slot, content * weight)
             kv_sum = (kv_sum + content) & MASK
+            is_last = slot == page_size - 1 or position == stop - 1
+            for write, leave, weight in writes:
+                write(table[page], slot, content * weight)
+                if is_last:
+                    leave(table[page], kv_sum * weight)
             if position in wanted:
                 said.append(told_of(kv_sum))
         if said:

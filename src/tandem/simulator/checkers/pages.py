@@ -127,7 +127,8 @@ class SentPages:
         script = half.script
         page_size = life.settings.page_size
         expected = script.page(index, page_size=page_size, length=len(script.prompt))
-        if contents[: len(expected)] != expected:
+        stop = index * page_size + len(expected)
+        if contents[: len(expected)] != expected or contents[page_size] != script.kv_sum(stop):
             raise Violation(
                 self.id, f"{where(life, grant.request)}: page {page} is sent and is not page {index} of the prompt"
             )

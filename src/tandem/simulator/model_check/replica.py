@@ -19,7 +19,7 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator import checkers
-from tandem.simulator.actors.executor import Executor
+from tandem.simulator.actors.executor import Executor, empty_page
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
 from tandem.simulator.model_check.forks import Forks
@@ -101,7 +101,7 @@ class Stage:
         node = EngineNode(msgspec.structs.replace(settings, incarnation=life))
         node.step((), START)
         fork, _ = self.forks.keep(node, None)
-        empty = ((0,) * settings.page_size,) * settings.num_pages
+        empty = (empty_page(settings.page_size),) * settings.num_pages
         return self.known.number(SmallReplica(life, fork, WorkerValue(empty), to_come))
 
     def replica(self, index: int) -> SmallReplica:

@@ -114,17 +114,19 @@ class Row(Tokens):
 
 
 class PlainKv:
-    """`num_pages` pages, each of which has for every cell of this shard (`core/kv_parts.py`) `page_size` slots."""
+    """`num_pages` pages, each of which has for every cell of this shard (`core/kv_parts.py`) `page_size` slots, and
+    one more for the state behind the last that was written (`simulator/model.py`).
+    """
 
     def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank) -> None:
         box = box_of(grid, rank.cut, rank.shard)
-        self.cell_bytes = page_size * SLOT_BYTES
+        self.cell_bytes = (page_size + 1) * SLOT_BYTES
         self.page_bytes = box.num_cells * self.cell_bytes
         self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
         self._slots = self.buffer.cast("Q")
-        self._page_size, self._page_slots = page_size, box.num_cells * page_size
+        self._page_size, self._page_slots = page_size, box.num_cells * (page_size + 1)
         self._cells = [  # where each begins in a page, and its number in the whole model
-            (at * page_size, layer * grid.num_kv_heads + head) for at, (head, layer) in enumerate(box.cells())
+            (at * (page_size + 1), layer * grid.num_kv_heads + head) for at, (head, layer) in enumerate(box.cells())
         ]
 
     def write(self, pages: Sequence[int], position: int, content: int) -> None:
@@ -133,11 +135,20 @@ class PlainKv:
         for start, cell in self._cells:
             self._slots[first + start] = content * cell_weight(cell) & MASK
 
+    def leave(self, pages: Sequence[int], position: int, kv_sum: int) -> None:
+        """The state behind this position, in its page."""
+        state = pages[position // self._page_size] * self._page_slots + self._page_size
+        for start, cell in self._cells:
+            self._slots[state + start] = kv_sum * cell_weight(cell) & MASK
+
     def read(self, pages: Sequence[int], stop: int) -> int:
-        """The sum of [0, stop), as all cells have it; nonsense where they differ."""
+        """The sum of [0, stop), as all cells have it and as their states say; nonsense where they differ."""
         slots, size, page_slots = self._slots, self._page_size, self._page_slots
         places = [pages[position // size] * page_slots + position % size for position in range(stop)]
         found = [content_of(sum(slots[place + start] for place in places), cell) for start, cell in self._cells]
+        if stop:
+            state = pages[(stop - 1) // size] * page_slots + size
+            found += [content_of(slots[state + start], cell) for start, cell in self._cells]
         return found[0] if len(set(found)) == 1 else sum(found) + 1 & MASK
 
 
@@ -322,7 +333,9 @@ class PlainEngine:
         """The KV from `start` on, given the sum of all before. Returns the sum of all."""
         for position, content in enumerate(contents, start):
             self.kv.write(row.pages, position, content)
-        return (kv_sum + sum(contents)) & MASK
+            kv_sum = (kv_sum + content) & MASK
+            self.kv.leave(row.pages, position, kv_sum)
+        return kv_sum
 
 
 def since(began: int) -> Nanos:
