@@ -25,10 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.core.batch import BatchKind, BatchPlan, Join
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine.engine import Engine
+from tandem.engine.model_config import page_tokens
 from tandem.engine.native import library
 from tandem.engine.weights import LoadedModel, load
 
-PAGE_SIZE = 16
 STEPS = 4
 TORCH = library.OFF
 Times = tuple[float, float]  # ms on the clock, ms of CPU
@@ -109,8 +109,9 @@ def timed(function: object, *args: object) -> Times:
 
 def decode(model: LoadedModel, rows: int, context: int) -> Times:
     """Median of some steps."""
-    pages = ceil_div(context + STEPS + 2, PAGE_SIZE)
-    engine = Engine(model, page_size=PAGE_SIZE, num_pages=rows * pages)
+    page_size = page_tokens(model.config)
+    pages = ceil_div(context + STEPS + 2, page_size)
+    engine = Engine(model, page_size=page_size, num_pages=rows * pages)
     joins = []
     for row in range(rows):
         table = tuple(PageId(row * pages + index) for index in range(pages))
@@ -127,8 +128,9 @@ def decode(model: LoadedModel, rows: int, context: int) -> Times:
 
 
 def prompt(model: LoadedModel, tokens: int) -> Times:
-    pages = ceil_div(tokens + 1, PAGE_SIZE)
-    engine = Engine(model, page_size=PAGE_SIZE, num_pages=pages)
+    page_size = page_tokens(model.config)
+    pages = ceil_div(tokens + 1, page_size)
+    engine = Engine(model, page_size=page_size, num_pages=pages)
     add_prompt(engine, 0, tokens, 0.0)
     times = timed(prefill, engine, 0, tokens, tuple(PageId(index) for index in range(pages)))
     engine.close()

@@ -33,12 +33,13 @@ ENGINE_CONFIG = (
     "experts_config",
     "encoder_config",
     "pooling_config",
+    "state_space_config",
     "generation_config",
     "model_config",
     "quantization",
     "models.table",
 )
-ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler")
+ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler", "recurrent_states")
 # What the server decides and says without a socket, thread or clock: the simulator drives it too.
 SERVER_MACHINES = (
     *("wire", "frames", "api.errors", "api.live_requests", "api.bootstrap_questions", "api.question_lanes"),
@@ -60,7 +61,7 @@ EDGES: dict[str, set[str]] = {
     "leaf": {"core.base"},
     "ports": CORE,
     "config": {"leaf", *CORE},
-    "engine.config": {"leaf"},
+    "engine.config": {"leaf", "core.base"},
     "engine.batch": {"engine.config", "leaf", "core.base"},
     "engine.native": set(),
     "engine.layers": {"engine.native", "engine.config", "engine.batch"},

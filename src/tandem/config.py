@@ -13,7 +13,7 @@ from typing import Any  # values of dataclass metadata, whose shape the standard
 
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
-from tandem.core.values import MAX_SHARDS, Cut
+from tandem.core.values import MAX_SHARDS, PAGE_TOKENS, Cut
 from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
@@ -96,7 +96,11 @@ class ServerConfig(DoorConfig):
         choices=("auto", "round_robin", "follow_bootstrap_room", "total_requests", "total_tokens"),
     )
     context_length: int | None = flag(None, "longest prompt plus output (default: the model's)", metavar="TOKENS")
-    page_size: int = flag(16, "tokens per KV page")
+    page_size: int | None = flag(
+        None,
+        f"tokens per KV page (default: {PAGE_TOKENS}; more where the model has states, of which each page has one)",
+        metavar="TOKENS",
+    )
     max_total_tokens: int | None = flag(
         None, "KV pool in tokens (default: from --mem-fraction-static)", metavar="TOKENS"
     )
@@ -285,6 +289,11 @@ class ServerConfig(DoorConfig):
         return max(1, self.num_workers // self.nnodes)
 
     @property
+    def page_tokens(self) -> int:
+        """`page_size`, or what it is where nothing says it."""
+        return PAGE_TOKENS if self.page_size is None else self.page_size
+
+    @property
     def replica_tp_size(self) -> int:
         """Workers of one replica that share its attention."""
         return self.tp_size // self.dp_size if self.enable_dp_attention else self.tp_size
@@ -292,8 +301,11 @@ class ServerConfig(DoorConfig):
 
 RULES: tuple[Rule, ...] = (
     *DOOR_RULES,
-    Rule(lambda c: c.page_size < 1 or c.page_size & (c.page_size - 1) != 0, "--page-size must be a power of two"),
-    Rule(lambda c: c.chunked_prefill_size < c.page_size, "--chunked-prefill-size must be at least one page"),
+    Rule(lambda c: c.page_tokens < 1 or c.page_tokens & (c.page_tokens - 1) != 0, "--page-size must be a power of two"),
+    Rule(
+        lambda c: c.chunked_prefill_size < c.page_tokens,
+        "--chunked-prefill-size must be at least one page (--page-size)",
+    ),
     Rule(
         lambda c: not 1 <= c.max_running_requests <= MOST_RUNNING,
         f"--max-running-requests must be at least 1 and at most {MOST_RUNNING}",

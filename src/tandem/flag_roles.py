@@ -168,6 +168,18 @@ ENCODERS: dict[str, str] = {
 }
 
 
+STATES: dict[str, str] = {
+    "--attn-cp-size": "shares out the tokens of a prompt, and a state-space layer needs them one after the other",
+    "--deterministic": "cannot be kept: what a state-space layer sums depends on how a prompt is cut into chunks",
+}
+
+
+def impossible_with_states(config: ServerConfig) -> list[str]:
+    """What a model with state-space layers cannot do."""
+    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
+    return [f"{name} {reason}: leave it out" for name, reason in STATES.items() if name in given]
+
+
 def without_effect_on_encoders(config: ServerConfig) -> list[str]:
     """As `without_effect`, of a server whose model is one; what that is, is known later."""
     given = {name for name, field in flags() if getattr(config, field.name) != field.default}

@@ -20,6 +20,7 @@ from tandem.engine.batch import Batch
 from tandem.engine.engine import Engine
 from tandem.engine.models.base import Model
 from tandem.engine.parallel import Group
+from tandem.engine.recurrent_states import RecurrentStates
 from tandem.engine.weights import load
 from tandem.grammar import Vocabulary
 from tandem.sampling import Payload, SamplingParams
@@ -42,8 +43,14 @@ class RecordingModule:
     module: Model
     batches: list[Tensor] = field(default_factory=list)
 
-    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
-        return self.module.forward(batch, attention, hidden)
+    def forward(
+        self,
+        batch: Batch,
+        attention: AttentionBackend,
+        hidden: Tensor | None = None,
+        states: RecurrentStates | None = None,
+    ) -> Tensor:
+        return self.module.forward(batch, attention, hidden, states)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         self.batches.append(self.module.logits(batch, hidden).clone())

@@ -11,6 +11,7 @@ from shard_group import ThreadGroup, on_every_shard
 from tiny_models import (
     make_gemma2,
     make_gemma3,
+    make_granite,
     make_llama,
     make_mistral,
     make_mixtral,
@@ -79,6 +80,18 @@ CASES: dict[str, tuple[Callable[[Path], object], tuple[int, int], tuple[int, int
     "olmo2_with_a_kv_head_on_two_shards": (lambda where: make_olmo2(where), (1, 1), (1, 1, 1, 1)),
     "gemma2": (lambda where: make_gemma2(where, num_attention_heads=8, num_key_value_heads=4), (2, 2), (1, 1, 1, 1)),
     "gemma3_untied": (lambda where: make_gemma3(where, tie_word_embeddings=False), (1, 1), (1, 1, 1, 1)),
+    "granite_hybrid": (
+        lambda where: make_granite(where, num_attention_heads=8, num_key_value_heads=4, mamba_n_heads=8),
+        (2, 2),
+        (1, 1, 1, 1),
+    ),
+    "granite_hybrid_with_a_group_on_two_shards": (
+        lambda where: make_granite(
+            where, num_attention_heads=8, num_key_value_heads=4, mamba_n_groups=2, mamba_proj_bias=True
+        ),
+        (2, 2),
+        (1, 1, 1, 1),
+    ),
     "mixtral": (lambda where: make_mixtral(where), (1, 1), (1, 1, 1, 1)),
 }
 

@@ -14,6 +14,7 @@ from shard_group import ThreadGroup, ThreadPipeline, on_every_worker
 from tiny_models import (
     make_gemma2,
     make_gemma3,
+    make_granite,
     make_llama,
     make_mistral,
     make_mixtral,
@@ -144,6 +145,13 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "gemma2": lambda where: make_gemma2(where, num_hidden_layers=4),
     "gemma3": lambda where: make_gemma3(where, num_hidden_layers=7, layer_types=None),
     "mixtral": lambda where: make_mixtral(where, num_hidden_layers=4),
+    "granite_hybrid": lambda where: make_granite(
+        where,
+        layer_types=["mamba"] * 3 + ["attention"] * 2 + ["mamba"],
+        num_hidden_layers=6,
+        num_key_value_heads=6,
+        mamba_n_heads=12,
+    ),
 }
 
 

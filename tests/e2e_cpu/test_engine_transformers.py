@@ -13,6 +13,7 @@ from tiny_models import (
     longrope,
     make_gemma2,
     make_gemma3,
+    make_granite,
     make_llama,
     make_mistral,
     make_mixtral,
@@ -120,6 +121,17 @@ CHECKPOINTS: dict[str, Maker] = {
     "gemma3_window_that_ends_in_the_output": lambda where: make_gemma3(where, sliding_window=155),
     "gemma3_window_beyond_the_context": lambda where: make_gemma3(where, sliding_window=512),
     "gemma3_by_its_pattern": lambda where: make_gemma3(where, num_hidden_layers=7, layer_types=None),
+    "granite_hybrid": lambda where: make_granite(where),
+    "granite_hybrid_that_turns_with_groups_and_biases": lambda where: make_granite(
+        where,
+        position_embedding_type="rope",
+        mamba_n_groups=2,
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mamba_d_conv=3,
+        tie_word_embeddings=True,
+    ),
+    "granite_hybrid_that_only_attends": lambda where: make_granite(where, layer_types=["attention"] * 4),
     "mixtral": lambda where: make_mixtral(where),
     "mixtral_tied_with_a_window": lambda where: make_mixtral(
         where, tie_word_embeddings=True, sliding_window=24, head_dim=10, intermediate_size=37
@@ -128,7 +140,7 @@ CHECKPOINTS: dict[str, Maker] = {
 
 MAKERS: tuple[Maker, ...] = (
     *(make_llama, make_qwen2, make_qwen3, make_mistral, make_qwen3_moe, make_mixtral, make_phi3, make_olmo2),
-    *(make_gemma2, make_gemma3),
+    *(make_gemma2, make_gemma3, make_granite),
 )
 
 

@@ -15,6 +15,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -103,6 +105,33 @@ def make_mixtral(where: Path, *, seed: int = 0, **changes: object) -> PreTrained
     torch.manual_seed(seed)
     model = MixtralForCausalLM(MixtralConfig(**{**LLAMA, "num_local_experts": 5, **changes}))
     model.set_experts_implementation("eager")
+    return _save(model, where, "50GB")
+
+
+GRANITE = {
+    "num_hidden_layers": 4,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "shared_intermediate_size": 80,
+    "num_local_experts": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "position_embedding_type": "nope",
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+}
+
+
+def make_granite(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """Granite 4, hybrid: three of four layers are Mamba 2 with four heads of 24, the other one attends."""
+    torch.manual_seed(seed)
+    model = GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**{**LLAMA, **GRANITE, **changes}))
+    for name, parameter in model.named_parameters():
+        if name.endswith(("A_log", "dt_bias", "mamba.D", "norm.weight")):
+            torch.nn.init.uniform_(parameter, -1.5, 1.5)  # as they are made they hide what is missing
+        if "conv1d" in name:
+            torch.nn.init.uniform_(parameter, -0.7, 0.7)
     return _save(model, where, "50GB")
 
 

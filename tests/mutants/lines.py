@@ -715,6 +715,49 @@ OTHERS = (
         '            return ""',
         "unit/test_grammar.py::test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands",
     ),
+    # states of state-space layers (decision 029)
+    Break(
+        "a_chunk_goes_on_from_its_own_page",
+        "engine/recurrent_states.py",
+        "        source = int(chunk.pages[(chunk.start - 1) // size]) if chunk.start else NO_PAGE",
+        "        source = int(chunk.pages[chunk.start // size]) if chunk.start else NO_PAGE",
+        "e2e_cpu/test_engine_states.py::test_a_request_goes_on_behind_the_cached_pages_of_another",
+    ),
+    Break(
+        "a_row_that_begins_a_page_begins_anew",
+        "engine/recurrent_states.py",
+        "        sources, targets = (rows.tables[places, at // self._page_size] for at in (ends - 1, ends))",
+        "        sources, targets = (rows.tables[places, at // self._page_size] for at in (ends, ends))",
+        "e2e_cpu/test_engine_states.py::test_neither_pages_nor_chunks_show",
+    ),
+    Break(
+        "a_full_page_has_no_state",
+        "engine/recurrent_states.py",
+        "            stop = min(chunk.stop, (at // size + 1) * size)",
+        "            stop = chunk.stop",
+        "e2e_cpu/test_engine_states.py::test_a_request_goes_on_behind_the_cached_pages_of_another",
+    ),
+    Break(
+        "states_are_no_part_of_what_a_page_takes",
+        "engine/kv_memory.py",
+        "        state_bytes = 4 * self.state.numbers if self.state is not None else 0",
+        "        state_bytes = 0",
+        "e2e_cpu/test_engine_states.py::test_the_bytes_of_a_page_are_those_of_keys_values_and_states",
+    ),
+    Break(
+        "states_are_cut_as_layers_are",
+        "engine/kv_memory.py",
+        "        self.cell_bytes = cell_bytes if shape.state is None else self.num_cells * cell_bytes",
+        "        self.cell_bytes = cell_bytes",
+        "ranks/test_states_over_ranks.py::test_a_pair_says_what_transformers_says",
+    ),
+    Break(
+        "what_states_cannot_do_is_accepted",
+        "cli/serve.py",
+        "    if model.has_states:",
+        "    if False:",
+        "e2e_cpu/test_state_space.py::test_what_states_do_not_allow_is_refused_by_name",
+    ),
     # streams that go on with another decode (decision 022)
     Break(
         "counts_of_penalties_are_lost_with_the_decode",

@@ -6,7 +6,6 @@ Some of it runs with TANDEM_ALL_RANKS=1 only (`make ranks`).
 
 import os
 import re
-import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +15,9 @@ from pathlib import Path
 
 import pytest
 from cluster import Server, Stream, children_of, cluster, eventually, is_running
-from reference import MINI, NEAR_TIE, parting_of, real_prompts, use_one_thread
+from reference import NEAR_TIE, parting_of, real_prompts
 from reference import model as reference_model
+from served_models import SIZES, served
 from tiny_models import make_mixtral, make_qwen3_moe
 from transformers import PreTrainedModel
 
@@ -28,18 +28,11 @@ OUTPUT = 24
 RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
 
-def served(where: Path, model: PreTrainedModel) -> PreTrainedModel:
-    use_one_thread()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MINI / name, where / name)
-    return model.eval()
-
-
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     """Seven experts, whose 22 features two workers share; the first layer is dense."""
     where = tmp_path_factory.mktemp("moe")
-    sizes = {"vocab_size": 512, "max_position_embeddings": 2048, "num_hidden_layers": 3, "mlp_only_layers": [0]}
+    sizes = {**SIZES, "num_hidden_layers": 3, "mlp_only_layers": [0]}
     return where, served(where, make_qwen3_moe(where, **sizes))
 
 
@@ -94,8 +87,7 @@ def test_dense_mlps_are_shared_alike() -> None:
 @pytest.mark.parametrize("decode", [TOGETHER, *[("--tp", "2")] * RUNS_ALL], ids=lambda flags: flags[-1].strip("-"))
 def test_prefill_and_decode_may_step_together_each(tmp_path: Path, decode: tuple[str, ...]) -> None:
     """The rooms tell the rank of a prefill; what decode pulls is cut by its own shards, not by those of the experts."""
-    sizes = {"vocab_size": 512, "max_position_embeddings": 2048}
-    model, prompts = served(tmp_path, make_mixtral(tmp_path, **sizes)), real_prompts(16)
+    model, prompts = served(tmp_path, make_mixtral(tmp_path, **SIZES)), real_prompts(16)
     with cluster(
         prefills=1, decodes=1, model=str(tmp_path), flags=POOL, prefill_flags=TOGETHER, decode_flags=decode
     ) as it:

@@ -238,7 +238,7 @@ def world(
         architectures=["ToyForCausalLM"],
         model_type="toy",
         context_length=context_length,
-        page_size=config.page_size,
+        page_size=config.page_tokens,
         vocab_size=(tokenizer or default_tokenizer()).vocab_size,
         eos_token_ids=frozenset({END}),
         dtype="float32",

@@ -14,6 +14,7 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -49,6 +50,15 @@ GEMMA3 = {
 PHI3 = {**CONFIG, "architectures": ["Phi3ForCausalLM"], "head_dim": 8}
 OLMO2 = {**CONFIG, "architectures": ["Olmo2ForCausalLM"]}
 MIXTRAL = {**CONFIG, "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+GRANITE = {
+    **CONFIG,
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "shared_intermediate_size": 16,
+    "num_local_experts": 0,
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -138,7 +148,7 @@ def test_a_switch_is_true_or_false(name: str, value: Any) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "exactly one is needed"),
         (
             {"architectures": ["MambaForCausalLM"]},
-            "known are Gemma2ForCausalLM, Gemma3ForCausalLM, LlamaForCausalLM, MistralForCausalLM, MixtralForCausalLM",
+            "known are Gemma2ForCausalLM, Gemma3ForCausalLM, GraniteMoeHybridForCausalLM, LlamaForCausalLM",
         ),
         ({"architectures": ["x\ny" * 1000]}, "is not supported"),
     ],
@@ -405,6 +415,59 @@ def test_experts_that_cannot_be_are_refused_by_name(base: dict, changes: dict, n
     assert named in refused(base, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": None}, "layer_types is None, 2 times mamba, linear_attention, attention, full_attention"),
+        ({"layer_types": ["mamba", "conv"]}, "layer_types is ['mamba', 'conv']"),
+        ({"layer_types": [["mamba"], {}]}, "layer_types is [['mamba'], {}]"),
+        ({"layer_types": ["mamba"]}, "layer_types is ['mamba']"),
+        ({"mamba_n_heads": 3}, "3 heads of 5 are not the 16 features of a state-space layer"),
+        ({"mamba_d_head": 3}, "4 heads of 3 are not the 16 features of a state-space layer"),
+        ({"mamba_n_heads": 16, "num_key_value_heads": 4, "mamba_n_groups": 3}, "16 heads of state-space layers"),
+        (
+            {"mamba_n_heads": 2, "num_key_value_heads": 4},
+            "2 heads of state-space layers cannot be spread evenly over 4 KV heads",
+        ),
+        ({"mamba_n_heads": None}, "mamba_n_heads is None"),
+        ({"mamba_d_state": 0}, "mamba_d_state is 0"),
+        ({"mamba_d_conv": 1}, "mamba_d_conv is 1, a whole number from 2 to 64 is needed"),
+        ({"mamba_expand": "2"}, "mamba_expand is '2'"),
+        ({"time_step_limit": [0.0, 1.0]}, "time_step_limit is [0.0, 1.0], none is needed"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', rope or nope is needed"),
+        ({"num_local_experts": 4}, "num_local_experts is 4"),
+        ({"num_local_experts": None}, "num_local_experts is 8"),
+        ({"attention_multiplier": 0}, "attention_multiplier is 0"),
+        ({"residual_multiplier": "half"}, "residual_multiplier is 'half'"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_state_space_layers_that_cannot_be_are_refused_by_name(changes: dict, named: str) -> None:
+    assert named in refused(GRANITE, **changes)
+
+
+def test_both_spellings_of_layers_say_the_same_and_multipliers_are_read() -> None:
+    older = parsed(GRANITE, time_step_limit=[0.0, None], mamba_d_head="auto", attention_multiplier=0.25)
+    newer = parsed(
+        GRANITE,
+        layer_types=["linear_attention", "full_attention"],
+        time_step_limit=[0.0, {"__float__": "Infinity"}],
+        mamba_d_head=4,
+        attention_multiplier=0.25,
+    )
+    assert older == newer
+    assert older.state_space is not None
+    assert (older.state_space.layers, older.attention_layers) == ((0,), (1,))
+    assert older.score_divisor == 16.0
+    assert older.turns_nothing
+    assert parsed(GRANITE, position_embedding_type="rope").turns_nothing is None
+    assert parsed(GRANITE, layer_types=["attention"] * 2).state_space is None
+    assert refused(residual_multiplier=2.0) == (
+        "config.json: residual_multiplier is 2.0, which is not supported; choose another checkpoint"
+    )
+
+
 COMPUTED = {
     *SIZES,
     "architectures",
@@ -413,6 +476,8 @@ COMPUTED = {
     "attention_bias",
     "mlp_bias",
     "rope_parameters",
+    *("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias", "shared_intermediate_size"),
     *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
     *("decoder_sparse_step", "mlp_only_layers", "original_max_position_embeddings"),
@@ -424,6 +489,7 @@ DECIDED = {
     "sliding_window",
     "use_sliding_window",
     "eos_token_id",
+    "time_step_limit",
     *UNSUPPORTED,
 }
 # Training and bookkeeping. `max_window_layers` says which layers have a window.
@@ -437,13 +503,14 @@ SILENT = {
     "max_window_layers",
 }
 SILENT |= {"_sliding_window_pattern", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"}
+SILENT |= {"mamba_chunk_size"}  # of kernels elsewhere
 SILENT |= {"pad_token_id", "bos_token_id", "rope_theta", "rope_scaling"}
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        *(Gemma2Config, Gemma3TextConfig),
+        *(Gemma2Config, Gemma3TextConfig, GraniteMoeHybridConfig),
         *(LlamaConfig, MistralConfig, MixtralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config, Qwen3MoeConfig),
     ],
 )
@@ -459,6 +526,7 @@ def test_what_transformers_writes_by_itself_is_taken() -> None:
     written_by = {
         "Gemma2ForCausalLM": Gemma2Config(),
         "Gemma3ForCausalLM": Gemma3TextConfig(),
+        "GraniteMoeHybridForCausalLM": GraniteMoeHybridConfig(num_local_experts=0, num_key_value_heads=8),
         "LlamaForCausalLM": LlamaConfig(),
         "MistralForCausalLM": MistralConfig(),
         "MixtralForCausalLM": MixtralConfig(),

@@ -38,6 +38,11 @@ SYNONYMS: dict[str, str] = {
     "--guided-decoding-backend": "not needed: grammars are always followed by llguidance",
     "--structured-outputs-config": "not needed: grammars are always followed by llguidance",
     "--grammar-backend": "not needed: grammars are always followed by llguidance",
+    **dict.fromkeys(
+        ("--mamba-radix-cache", "--mamba-scheduler-strategy", "--mamba-full-memory-ratio", "--max-mamba-cache-size"),
+        "not needed: states of state-space layers are part of each page, see --page-size",
+    ),
+    "--mamba-ssm-dtype": "there is no such flag: states are float32",
     "--enforce-eager": "not needed: there are no CUDA graphs",
     "--disable-cuda-graph": "not needed: there are no CUDA graphs",
     "--model": "the model is the first word: tandem serve MODEL",

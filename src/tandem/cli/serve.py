@@ -13,8 +13,8 @@ from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig, violations
 from tandem.engine.generation_config import read_sampling_defaults
-from tandem.engine.model_config import ModelConfig, ModelError, read_config, read_json
-from tandem.flag_roles import without_effect, without_effect_on_encoders
+from tandem.engine.model_config import ModelConfig, ModelError, page_tokens, read_config, read_json
+from tandem.flag_roles import impossible_with_states, without_effect, without_effect_on_encoders
 from tandem.sampling import SamplingDefaults
 from tandem.server import keys, logs
 from tandem.server.api.facts import ModelFacts
@@ -97,12 +97,13 @@ def more_workers_than_cores(config: ServerConfig) -> str | None:
 
 def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
     """As it is with what the model can do. Raises CommandFailed for flags that do not go with that."""
-    if model.task is Task.TOKENS or (config.is_embedding and not model.is_encoder):
-        return config
-    config = dataclasses.replace(config, is_embedding=True)
+    makes_vectors = config.is_embedding or model.task is not Task.TOKENS
+    config = dataclasses.replace(config, is_embedding=makes_vectors, page_size=model.page_size)
     complaints = [*violations(config), *without_effect(config)]
     if model.is_encoder:
         complaints += without_effect_on_encoders(config)
+    if model.has_states:
+        complaints += impossible_with_states(config)
     if complaints:
         raise CommandFailed("; ".join(complaints), is_wrong_usage=True)
     return config
@@ -134,7 +135,7 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         architectures=[model.architecture],
         model_type=str(raw.get("model_type", "")),
         context_length=context,
-        page_size=config.page_size,
+        page_size=config.page_size if config.page_size is not None else page_tokens(model),
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_ids),
         dtype=config.dtype if config.dtype != "auto" else str(model.stored_dtype or "auto"),
@@ -142,4 +143,5 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         task=task_of(model),
         dimensions=model.hidden_size,
         is_encoder=model.encoder is not None,
+        has_states=model.state_space is not None,
     )

@@ -15,6 +15,7 @@ Nanos = NewType("Nanos", int)  # integer nanoseconds on the injected monotonic c
 PageHash = bytes  # 16 bytes: keyed chain over (parent, tenant, tokens of the page); made outside the core
 
 ZERO_NS = Nanos(0)
+PAGE_TOKENS = 16  # of KV, unless told
 MAX_SHARDS = 256  # of one replica
 MAX_RENDERED_AT = 253_402_300_799  # Unix seconds: where the calendar of every server ends, with the year 9999
 MILLISECOND = 1_000_000

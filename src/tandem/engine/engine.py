@@ -32,6 +32,7 @@ from tandem.engine.native import library
 from tandem.engine.parallel import ContextRanks, DpRanks, OneContext, OneRank, OneStage, Pipeline
 from tandem.engine.pooling import Vectors, pooled
 from tandem.engine.prompt_scores import prompt_scores
+from tandem.engine.recurrent_states import RecurrentStates
 from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.weights import LoadedModel
@@ -74,6 +75,8 @@ class Engine:
         kernels = library.best(deterministic=deterministic) if model.dtype in library.DTYPES else None
         self._kernels = library.use(kernels)
         self._attention = open_attention(self.kv, rules=model.attention, deterministic=deterministic)
+        state = model.kv_shape.state
+        self._states = RecurrentStates(self.kv, state) if state is not None else None
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
         self._decode_set = DecodeSet()
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
@@ -164,6 +167,8 @@ class Engine:
         rows = self._batches.build(batch.spans, decode_set)
         self._ranks.meet(len(rows.token_ids))
         self.kv.clear(rows.pages_to_clear)
+        if self._states is not None:
+            self._states.plan(rows)
         shared = self._context.share(batch.spans)
         own = rows if shared is None else self._batches.build(shared, decode_set)
         if shared is None:
@@ -174,7 +179,7 @@ class Engine:
         if pipeline.stage.rank > 0:
             features = self.model.config.hidden_size
             hidden = pipeline.receive_hidden(len(own.token_ids), features, self.model.dtype)
-        hidden = model.forward(own, self._attention if shared is None else self._context, hidden)
+        hidden = model.forward(own, self._attention if shared is None else self._context, hidden, self._states)
         if pipeline.stage.rank < pipeline.stage.size - 1:
             pipeline.send_hidden(hidden)
             return None, (), ()

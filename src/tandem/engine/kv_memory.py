@@ -8,6 +8,10 @@ On another device it is a plain tensor there: `fd` and `buffer` are None and a t
 Rule: slots of a page that were never written hold zeros. Attention masks them, but 0 x NaN is NaN, and what another
 request left there must not reach this one. So a page is cleared when its first slot is written (`clear`).
 
+Behind the layers of attention, each head has the state of the state-space layers that go with it, as fp32: what they
+know after the last token that was written into the page. So a page is all that it takes to go on behind it, and whoever
+keeps, sends or drops pages need not know that there is a state (decision 029).
+
 int8: a row of a token and head is `head_dim` codes and the four bytes of its fp32 scale, so wherever pages go the
 scales go with them. Zeros are zeros there, too.
 """
@@ -20,25 +24,67 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem.core.values import ceil_div
+
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class KvShape:
-    """What one token leaves behind, on one shard. An encoder's leave nothing: no layers."""
+class StateShape:
+    """What state-space layers (Mamba 2) know of all tokens so far, on one shard: of each layer and KV head."""
 
     num_layers: int
+    num_heads: int  # of the state, with one KV head
+    head_dim: int
+    state_size: int
+    conv_width: int
+    group_features: int  # of the vectors that all heads of a layer share; each KV head has a copy
+
+    @property
+    def scanned(self) -> int:
+        """Numbers of one layer that the scan goes on from."""
+        return self.num_heads * self.head_dim * self.state_size
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of one layer that the convolution goes on from."""
+        return (self.conv_width - 1) * (self.num_heads * self.head_dim + self.group_features)
+
+    @property
+    def numbers(self) -> int:
+        """Of all layers, fp32."""
+        return self.num_layers * (self.scanned + self.convolved)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """What a page holds on one shard. An encoder's tokens leave nothing behind: no layers."""
+
+    num_layers: int  # of attention
     num_kv_heads: int
     head_dim: int
     is_int8: bool = False  # whatever type is computed with
+    state: StateShape | None = None
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Of one token and head, key or value. dtype: that is computed with."""
         return self.head_dim + SCALE_BYTES if self.is_int8 else self.head_dim * dtype.itemsize
 
+    def cell_bytes(self, *, page_size: int, dtype: torch.dtype) -> int:
+        """Of one page, head and layer: keys and values."""
+        return 2 * page_size * self.row_bytes(dtype)
+
+    def num_cells(self, *, page_size: int, dtype: torch.dtype) -> int:
+        """Of one page and head: one for each layer of attention, and as many as the state takes."""
+        state_bytes = 4 * self.state.numbers if self.state is not None else 0
+        return self.num_layers + ceil_div(state_bytes, self.cell_bytes(page_size=page_size, dtype=dtype))
+
 
 class KvMemory:
-    """tensor: [num_pages, num_kv_heads, num_layers, 2 (key, value), page_size, elements of a row]"""
+    """tensor: [num_pages, num_kv_heads, num_cells, 2 (key, value), page_size, elements of a row]: a cell for each layer
+    of attention, and those that the state takes
+    states: [num_pages, num_kv_heads, numbers] fp32, in the cells behind those of attention; no numbers without a state
+    """
 
     def __init__(
         self, shape: KvShape, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
@@ -46,17 +92,19 @@ class KvMemory:
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_kv_heads = shape.num_kv_heads
-        self.num_layers = shape.num_layers
+        self.num_cells = shape.num_cells(page_size=page_size, dtype=dtype)
         self.head_dim = shape.head_dim
         self.is_int8 = shape.is_int8
         self.dtype = dtype  # of the keys and values that come and go
         stored = torch.int8 if shape.is_int8 else dtype
         row = shape.row_bytes(dtype) // stored.itemsize
-        self.cell_bytes = 2 * page_size * shape.row_bytes(dtype)
+        cell_bytes = shape.cell_bytes(page_size=page_size, dtype=dtype)
+        # A state is of all layers of the stage, so what goes to somebody else is all that a head has of a page.
+        self.cell_bytes = cell_bytes if shape.state is None else self.num_cells * cell_bytes
         self.page_bytes = page_bytes(shape, page_size=page_size, dtype=dtype)
         self.fd: int | None = None
         self.buffer: memoryview | None = None
-        sizes = (num_pages, shape.num_kv_heads, shape.num_layers, 2, page_size, row)
+        sizes = (num_pages, shape.num_kv_heads, self.num_cells, 2, page_size, row)
         if device == "cpu" and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
@@ -66,6 +114,11 @@ class KvMemory:
             self.tensor = torch.zeros(sizes, dtype=stored, device=device)
         self.token_rows: Tensor = self.tensor.view(-1, row)
         self.page_rows: Tensor = self.tensor.view(-1, page_size * row)
+        in_attention = shape.num_layers * cell_bytes // 4
+        numbers = shape.state.numbers if shape.state is not None else 0
+        of_head = self.num_cells * 2 * page_size * row
+        by_head = self.tensor.view(num_pages, shape.num_kv_heads, of_head).view(torch.float32)
+        self.states: Tensor = by_head[..., in_attention : in_attention + numbers]
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, writable. Valid as long as this object is."""
@@ -85,7 +138,8 @@ class KvMemory:
 
 
 def page_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
-    return shape.num_kv_heads * shape.num_layers * 2 * page_size * shape.row_bytes(dtype)
+    cells = shape.num_cells(page_size=page_size, dtype=dtype)
+    return shape.num_kv_heads * cells * shape.cell_bytes(page_size=page_size, dtype=dtype)
 
 
 def to_int8(values: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ Whatever would change the mathematics and is not implemented is refused here, ne
 configurations of these architectures (`models/table.py`) fall into four kinds:
 
     computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`;
-                sliding_window and layer_types; experts (`experts_config.py`), soft caps and scales, of architectures
-                that have them
+                sliding_window and layer_types; experts (`experts_config.py`), state-space layers
+                (`state_space_config.py`), soft caps and scales, of architectures that have them
     refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, hidden_activation; layer_types and
                 a window of some layers, where an architecture has the same in all
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any  # values of JSON documents
 
+from tandem.core.values import PAGE_TOKENS
 from tandem.engine.documents import Fields, ModelError, read_json
 from tandem.engine.encoder_config import EncoderConfig, read_encoder
 from tandem.engine.eos import eos_ids, tokenizer_eos
@@ -30,6 +31,7 @@ from tandem.engine.models.table import FAMILIES, Family
 from tandem.engine.pooling_config import Pooling, read_pooling
 from tandem.engine.quantization import Quantization, read_quantization
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
+from tandem.engine.state_space_config import StateSpaceConfig, read_state_space
 from tandem.logtext import shown
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
@@ -39,6 +41,7 @@ MOST_FEATURES = 1 << 20
 MOST_LAYERS = 1 << 12
 MOST_HEADS = 1 << 14
 MOST_HEAD_DIM = 1 << 13
+MOST_PAGE_TOKENS = 512  # that a page has unless told
 WHERE = "config.json"
 HEADLESS, WITH_HEAD = "Model", "ForCausalLM"  # how architectures are named without a head, and with one
 NO_ROPE = RopeConfig("none", 1.0, {})  # of an encoder
@@ -102,6 +105,16 @@ class ModelConfig:
     pooling: Pooling | None = None  # how a prompt becomes a vector, where that is what the model is for
     quantization: Quantization | None = None  # of the checkpoint
     is_headless: bool | None = None  # the checkpoint has no weights that tokens could be scored with
+    state_space: StateSpaceConfig | None = None  # of some layers, which do not attend
+    turns_nothing: bool | None = None  # attention knows no positions
+    embedding_scale: float | None = None  # of what the embedding says
+    residual_scale: float | None = None  # of what attention, state-space layer or MLP add
+    logit_divisor: float | None = None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        scans = self.state_space.layers if self.state_space is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in scans)
 
     def window_of(self, layer: int) -> int | None:
         return self.sliding_window if self._slides(layer) else None
@@ -146,15 +159,16 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         _check_pairs(each, head_dim)
     vocab_size = config.integer("vocab_size", most=MOST_VOCAB)
     num_layers = config.integer("num_hidden_layers", most=MOST_LAYERS)
+    num_kv_heads = _kv_heads(config, heads)
     attention_cap, logit_cap = (_soft_cap(config, name) for name in SOFT_CAPS)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=config.integer("intermediate_size", most=MOST_FEATURES),
+        intermediate_size=config.integer(family.mlp_size, most=MOST_FEATURES),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=_kv_heads(config, heads),
+        num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=config.number("rms_norm_eps", least=1e-30, most=1, default=1e-6),
         tied_embeddings=config.flag("tie_word_embeddings", default=False),
@@ -168,12 +182,36 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
         experts=_experts(config, family, num_layers),
         sliding_layers=_sliding_layers(config, family, num_layers),
         local_rope=local_rope,
-        score_divisor=_score_divisor(config, head_dim),
+        score_divisor=_score_divisor(config, family, head_dim),
         attention_cap=attention_cap,
         logit_cap=logit_cap,
         quantization=read_quantization(config),
         is_headless=True if raw["architectures"] != [architecture] else None,
+        state_space=(
+            read_state_space(config, num_layers=num_layers, num_kv_heads=num_kv_heads, hidden=hidden)
+            if family.may_scan
+            else None
+        ),
+        turns_nothing=True if _turns_nothing(config, family) else None,
+        embedding_scale=_scale(config, family, "embedding_multiplier"),
+        residual_scale=_scale(config, family, "residual_multiplier"),
+        logit_divisor=_scale(config, family, "logits_scaling"),
     )
+
+
+def page_tokens(config: ModelConfig) -> int:
+    """Tokens of a page, unless told. Where a model has states each page has one: pages are as large as it takes for
+    keys and values to be as many numbers, but not larger than a usual chunk of a prompt.
+    """
+    if config.state_space is None:
+        return PAGE_TOKENS
+    sizes = config.state_space
+    state = len(sizes.layers) * sizes.inner_size * sizes.state_size
+    each = len(config.attention_layers) * 2 * config.num_kv_heads * config.head_dim
+    tokens = PAGE_TOKENS
+    while tokens < MOST_PAGE_TOKENS and tokens * each < state:
+        tokens *= 2
+    return tokens
 
 
 def _encoder(raw: dict[str, Any], architecture: str, family: Family, tokenizer_eos: int | None) -> ModelConfig:
@@ -307,9 +345,27 @@ def _sliding_layers(config: Fields, family: Family, num_layers: int) -> tuple[in
     return tuple(layer for layer, kind in enumerate(named) if kind == "sliding_attention")
 
 
-def _score_divisor(config: Fields, head_dim: int) -> float | None:
-    divisor = config.number("query_pre_attn_scalar", least=1e-3, most=1e9, default=head_dim)
+def _score_divisor(config: Fields, family: Family, head_dim: int) -> float | None:
+    if "attention_multiplier" in family.computes:  # of scores themselves; absent it is 1
+        divisor = config.number("attention_multiplier", least=1e-6, most=1e6, default=1.0) ** -2
+    else:
+        divisor = config.number("query_pre_attn_scalar", least=1e-3, most=1e9, default=head_dim)
     return divisor if divisor != head_dim else None
+
+
+def _scale(config: Fields, family: Family, name: str) -> float | None:
+    """None where it changes nothing. Of other architectures it is refused, unless it does not."""
+    factor = config.number(name, least=1e-6, most=1e6, default=1.0) if name in family.computes else 1.0
+    return factor if factor != 1.0 else None
+
+
+def _turns_nothing(config: Fields, family: Family) -> bool:
+    if "position_embedding_type" not in family.computes:
+        return False
+    named = config.text("position_embedding_type", default="nope")
+    if named not in ("nope", "rope"):
+        raise config.wrong("position_embedding_type", "rope or nope is needed")
+    return named == "nope"
 
 
 def _soft_cap(config: Fields, name: str) -> float | None:
@@ -349,7 +405,7 @@ def _refuse_unsupported(config: Fields, family: Family) -> None:
         value = config.values.get(name)
         if name not in family.computes and not any(_is_same(value, other) for other in harmless):
             raise _unsupported(name, value)
-    if family.full_layer_every is not None:
+    if family.full_layer_every is not None or family.may_scan:
         return
     layer_types = config.values.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):

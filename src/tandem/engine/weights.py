@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
+from tandem.core.kv_parts import KvGrid
 from tandem.engine import digest_cache, machine_memory
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
 from tandem.engine.documents import ModelError
-from tandem.engine.kv_memory import KvShape
+from tandem.engine.kv_memory import KvShape, StateShape
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
 from tandem.engine.models.table import FAMILIES
@@ -45,6 +46,7 @@ class LoadedModel:
     config: ModelConfig
     module: Model
     kv_shape: KvShape
+    kv_grid: KvGrid  # of the whole model
     dtype: torch.dtype
     device: str
     weight_bytes: int  # in memory; mapped ones come there as they are used
@@ -107,7 +109,8 @@ def load(
     return LoadedModel(
         config=config,
         module=module,
-        kv_shape=KvShape(len(own_layers) if config.encoder is None else 0, heads.num_kv, config.head_dim, kv_is_int8),
+        kv_shape=_kv_shape(config, own_layers, heads, is_int8=kv_is_int8),
+        kv_grid=KvGrid(config.num_layers if config.state_space is None else stage.size, config.num_kv_heads),
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
@@ -118,12 +121,36 @@ def load(
             weights_digest({name: digests[name] for name in source.taken}),
             scheme,
             kv_is_int8=kv_is_int8,
+            stages=stage.size,
         ),
     )
 
 
+def _kv_shape(config: ModelConfig, layers: range, heads: HeadShard, *, is_int8: bool) -> KvShape:
+    if config.encoder is not None:
+        return KvShape(0, heads.num_kv, config.head_dim, is_int8)
+    num_attending = sum(layer in config.attention_layers for layer in layers)
+    sizes, state = config.state_space, None
+    if sizes is not None:
+        state = StateShape(
+            num_layers=len(layers) - num_attending,
+            num_heads=sizes.num_heads // config.num_kv_heads,
+            head_dim=sizes.head_dim,
+            state_size=sizes.state_size,
+            conv_width=sizes.conv_width,
+            group_features=sizes.group_features,
+        )
+    return KvShape(num_attending, heads.num_kv, config.head_dim, is_int8, state)
+
+
 def _layout_fields(
-    config: ModelConfig, dtype: torch.dtype, weights: str, scheme: Quantization | None, *, kv_is_int8: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    weights: str,
+    scheme: Quantization | None,
+    *,
+    kv_is_int8: bool,
+    stages: int,
 ) -> dict[str, str]:
     """What both sides of a transfer must have in common. weights: the digest of all."""
     return {
@@ -138,13 +165,14 @@ def _layout_fields(
         "deterministic": "off",  # until a self-check says otherwise
         **({"quantization": scheme.method} if scheme is not None else {}),
         **({"kv_cache_dtype": "int8"} if kv_is_int8 else {}),
+        **({"pp_size": str(stages)} if config.state_space is not None else {}),  # a state is not cut by layers
     }
 
 
 def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
     divisor = config.head_dim if config.score_divisor is None else config.score_divisor
     return AttentionRules(
-        windows=tuple(config.window_of(layer) for layer in layers),
+        windows=tuple(config.window_of(layer) for layer in layers if layer in config.attention_layers),
         scale=divisor**-0.5,
         soft_cap=config.attention_cap,
         looks_both_ways=config.encoder is not None,

@@ -98,26 +98,26 @@ def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
     The workers of a server on one host share the machine's memory evenly.
     """
     left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers_here
-    fitting = pages_for_memory(model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=left_bytes)
+    fitting = pages_for_memory(model.kv_shape, page_size=config.page_tokens, dtype=model.dtype, budget_bytes=left_bytes)
     if config.max_total_tokens is not None:
-        num_pages = ceil_div(config.max_total_tokens, config.page_size)
+        num_pages = ceil_div(config.max_total_tokens, config.page_tokens)
         if num_pages > fitting:
             raise ServerFailure(
                 f"--max-total-tokens {config.max_total_tokens} needs more memory than the {left_bytes / (1 << 30):.1f} "
-                f"GiB that are there beside the weights; at most {fitting * config.page_size} tokens fit"
+                f"GiB that are there beside the weights; at most {fitting * config.page_tokens} tokens fit"
             )
     else:
         budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
         budget_bytes //= config.num_workers_here
         budgeted = pages_for_memory(
-            model.kv_shape, page_size=config.page_size, dtype=model.dtype, budget_bytes=budget_bytes
+            model.kv_shape, page_size=config.page_tokens, dtype=model.dtype, budget_bytes=budget_bytes
         )
         context = config.context_length or model.max_context
-        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_size)
+        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_tokens)
         num_pages = min(useful, budgeted, fitting)
     if num_pages < 2:
         raise ServerFailure(
-            f"the KV pool has {num_pages} pages of {config.page_size} tokens; "
+            f"the KV pool has {num_pages} pages of {config.page_tokens} tokens; "
             "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
         )
     return num_pages
@@ -127,7 +127,7 @@ def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
     """What two servers must have in common before KV may travel between them."""
     return {
         "protocol": f"{CONTROL_PROTOCOL}.{DATA_PROTOCOL}",
-        "page_size": str(config.page_size),
+        "page_size": str(config.page_tokens),
         **model.layout_fields,
     }
 
@@ -366,18 +366,17 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
             part=None if is_whole else model,
             threads=launch.cpu_threads,
             may_lower=config.cpu_threads == 0,
-            page_size=config.page_size,
+            page_size=config.page_tokens,
             attention=config.attention_backend,
         )
     vocabulary = open_vocabulary(Path(launch.model_dir), model) if place.pipeline.samples else None
     engine = open_engine(config, model, place, num_pages, vocabulary)
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
     logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
-    grid = KvGrid(model.config.num_layers, model.config.num_kv_heads)
     return Loaded(
         engine,
         num_pages,
-        grid,
+        model.kv_grid,
         model.config.vocab_size,
         layout_fields(config, model),
         whole_prompts=model.config.encoder is not None,
@@ -482,7 +481,7 @@ def open_engine(
     try:
         return Engine(
             model,
-            page_size=config.page_size,
+            page_size=config.page_tokens,
             num_pages=num_pages,
             deterministic=config.deterministic,
             attention=config.attention_backend,
@@ -493,7 +492,7 @@ def open_engine(
         )
     except OSError as error:
         raise ServerFailure(
-            f"no memory for a KV pool of {num_pages * config.page_size} tokens ({error.strerror}); "
+            f"no memory for a KV pool of {num_pages * config.page_tokens} tokens ({error.strerror}); "
             "lower --max-total-tokens or --mem-fraction-static"
         ) from error
 

@@ -45,7 +45,7 @@ class NativeAttention:
         self.kv = kv
         self.kernels = kernels
         self.view = BatchView()  # of all layers, where they see alike; else of no token
-        self._windows = [window or 0 for window in rules.windows[: kv.num_layers]]
+        self._windows = [window or 0 for window in rules.windows[: kv.num_cells]]
         self._views: dict[int, BatchView] = {}  # by window
         self._arrays: tuple[np.ndarray, ...] = ()  # which the views point to
         self._torch = None if deterministic else TorchSdpa(kv, rules=rules, deterministic=False)

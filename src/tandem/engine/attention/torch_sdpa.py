@@ -74,7 +74,7 @@ class TorchSdpa:
         self.needs_tiles = deterministic
         self._kv = kv
         self._page_size = kv.page_size
-        self._windows = rules.windows[: kv.num_layers]
+        self._windows = rules.windows[: kv.num_cells]
         self._rules = rules
         self._deterministic = deterministic
         self._device = kv.tensor.device
@@ -117,7 +117,7 @@ class TorchSdpa:
         if window is not None:
             ends, tables = self._within_window(ends, tables, window=window)
         num_pages = np.maximum.accumulate((ends // self._page_size + 1)[::-1])[::-1]  # sorted even behind a window
-        bytes_per_page = self._kv.page_bytes // (2 * self._kv.num_layers)
+        bytes_per_page = self._kv.page_bytes // (2 * self._kv.num_cells)
         calls: list[Call] = []
         begin = 0
         while begin < len(ends):
@@ -183,12 +183,12 @@ class TorchSdpa:
         return ends - unseen * self._page_size, np.take_along_axis(tables, columns, axis=1)
 
     def _token_rows(self, slots: np.ndarray) -> Tensor:
-        rows = (slots[:, None] // self._page_size * self._kv.num_kv_heads + self._heads) * (2 * self._kv.num_layers)
+        rows = (slots[:, None] // self._page_size * self._kv.num_kv_heads + self._heads) * (2 * self._kv.num_cells)
         return self._tensor((rows * self._page_size + slots[:, None] % self._page_size).reshape(-1))
 
     def _page_rows(self, tables: np.ndarray) -> Tensor:
         """tables: [n, pages]; returns [n * num_kv_heads * pages]"""
-        rows = (tables[:, None, :] * self._kv.num_kv_heads + self._heads[:, None]) * (2 * self._kv.num_layers)
+        rows = (tables[:, None, :] * self._kv.num_kv_heads + self._heads[:, None]) * (2 * self._kv.num_cells)
         return self._tensor(rows.reshape(-1))
 
     def _additive(self, masked: Tensor) -> Tensor:

@@ -161,17 +161,23 @@ class GateUpLinear:
 
     @classmethod
     def load(
-        cls, weights: Weights, name: str, outputs: int, inputs: int, *, part: slice, bias: bool, fused: bool = False
+        cls,
+        weights: Weights,
+        name: str,
+        outputs: int,
+        inputs: int,
+        *,
+        part: slice,
+        bias: bool,
+        kinds: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> "GateUpLinear":
-        """outputs: of either. fused: the file has one tensor `gate_up_proj`, gate before up."""
-        if fused:
-            parts = (part, slice(outputs + part.start, outputs + part.stop))
-            names, outputs = ("gate_up_proj", "gate_up_proj"), 2 * outputs
-        else:
-            parts, names = (part, part), ("gate_proj", "up_proj")
+        """outputs: of either. kinds: names of gate and up; one and the same where the file has them in one tensor."""
+        parts = (part, part)
+        if kinds[0] == kinds[1]:
+            parts, outputs = (part, slice(outputs + part.start, outputs + part.stop)), 2 * outputs
         gate, up = (
             ColumnParallelLinear.load(weights, f"{name}.{kind}", outputs, inputs, part=own, bias=bias)
-            for kind, own in zip(names, parts, strict=True)
+            for kind, own in zip(kinds, parts, strict=True)
         )
         return cls(gate, up)
 

@@ -1,4 +1,4 @@
-"""Norms: of the root mean square, and BERT's of layers."""
+"""Norms: of the root mean square, BERT's of layers, and a factor where others have one."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,16 @@ class RMSNorm:
         if self.weight.dtype == torch.float32:
             return functional.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
         return functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A factor in the place of a norm."""
+
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 @dataclass(frozen=True, slots=True)

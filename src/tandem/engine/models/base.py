@@ -15,16 +15,24 @@ from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.parallel import Group, Shard
+from tandem.engine.recurrent_states import RecurrentStates
 
 
 class Model(Protocol):
     """One shard of one stage of a model."""
 
-    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        attention: AttentionBackend,
+        hidden: Tensor | None = None,
+        states: RecurrentStates | None = None,
+    ) -> Tensor:
         """Hidden states [n, hidden] of all rows behind this stage's layers, the same on every shard of it.
 
         hidden: what the stage before has returned; None on the first stage, which begins with the tokens.
         `attention` has planned this batch, and is told every layer once, in order: so all KV of the batch is written.
+        states: of a model that has them; has planned this batch, too.
         """
         ...
 

@@ -17,6 +17,7 @@ from tandem.engine.layers.vocabulary import VocabParallelEmbedding
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
+from tandem.engine.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,13 @@ class Encoder:
     blocks: tuple[Block, ...]
     classifier: Classifier | None
 
-    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        attention: AttentionBackend,
+        hidden: Tensor | None = None,
+        states: RecurrentStates | None = None,
+    ) -> Tensor:
         x = self.embeddings(batch) if hidden is None else hidden
         for layer, block in enumerate(self.blocks):
             x = block(x, attention, layer=layer)

@@ -1,11 +1,13 @@
 """The decoder-only transformer that several families share: blocks of attention and an MLP, each with norms.
 
 A block is two functions of rows with attention between them: `project` and `finish` look at one token at a time, so
-the batch decides how many rows go through them together (all of them, or fixed tiles: see `rows.py`).
+the batch decides how many rows go through them together (all of them, or fixed tiles: see `rows.py`). In some models
+some blocks have a state instead of attention.
 
 A family says of what its blocks consist, with a `Loader`; everything else is here.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,17 +17,20 @@ from torch import Tensor
 from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
+from tandem.engine.documents import ModelError
 from tandem.engine.layers.activation import Activation, silu_and_mul, soft_cap
 from tandem.engine.layers.experts import Expert, Experts
 from tandem.engine.layers.linear import GateUpLinear, GatheringLinear, QkvLinear, RowParallelLinear, gathers
+from tandem.engine.layers.mamba2 import Mamba2
 from tandem.engine.layers.mlp import GatedMlp
-from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, WidthNorms
+from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, Scale, WidthNorms
 from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.models.flat import FlatBlocks
 from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
+from tandem.engine.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,17 +41,26 @@ class Block:
     qkv: QkvLinear
     qk_norm: HeadNorms | WidthNorms | GatheringWidthNorms | None = None  # before the rotation
     o_proj: RowParallelLinear | GatheringLinear
-    after_attention: RMSNorm | None = None
+    after_attention: RMSNorm | Scale | None = None
     before_mlp: RMSNorm | None = None
     mlp: GatedMlp | Experts
-    after_mlp: RMSNorm | None = None
+    after_mlp: RMSNorm | Scale | None = None
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [n, hidden]; returns q [n, heads, head_dim], k and v [n, kv_heads, head_dim], q and k rotated."""
+    def forward(self, x: Tensor, step: "Step", angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
+        """x: [n, hidden]; layer: among those that attend."""
+        rows = step.batch.rows
+        q, k, v = rows.apply(self.project, x, *angles)
+        attended = step.attention.forward(rows.tokens(q), rows.tokens(k), rows.tokens(v), layer=layer)
+        return rows.apply(self.finish, x, rows.padded(attended.flatten(1), num_rows=x.shape[0]))
+
+    def project(self, x: Tensor, *angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [n, hidden], angles: cosine and sine of each row, if it knows positions; returns q [n, heads, head_dim],
+        k and v [n, kv_heads, head_dim], q and k rotated.
+        """
         q, k, v = self.qkv(_normed(x, self.before_attention))
         if self.qk_norm is not None:
             q, k = self.qk_norm(q, k)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return (rotate(q, *angles), rotate(k, *angles), v) if angles else (q, k, v)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """x: [n, hidden], attended: [n, heads * head_dim]; returns the block's output [n, hidden]."""
@@ -59,7 +73,37 @@ class Block:
         return [*((linear.weight.shape[0], linear.weight.shape[1]) for linear in linears), *self.mlp.product_shapes()]
 
 
-def _normed(x: Tensor, norm: RMSNorm | None) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBlock:
+    """Its mixer has a state. `before` and `after` as of `Block`."""
+
+    before_mixer: RMSNorm
+    mixer: Mamba2
+    after_mixer: Scale | None = None
+    before_mlp: RMSNorm
+    mlp: GatedMlp
+    after_mlp: Scale | None = None
+
+    def forward(self, x: Tensor, step: "Step", angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
+        """x: [n, hidden]; layer: among those with a state."""
+        assert step.states is not None, "of a model with states the engine keeps them"
+        x = x + _normed(self.mixer(self.before_mixer(x), step.states, layer=layer), self.after_mixer)
+        return x + _normed(self.mlp(self.before_mlp(x)), self.after_mlp)
+
+    def product_shapes(self) -> list[tuple[int, int]]:
+        return [*self.mixer.product_shapes(), *self.mlp.product_shapes()]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What all blocks of one forward pass share."""
+
+    batch: Batch
+    attention: AttentionBackend
+    states: RecurrentStates | None
+
+
+def _normed(x: Tensor, norm: RMSNorm | Scale | None) -> Tensor:
     return x if norm is None else norm(x)
 
 
@@ -68,27 +112,43 @@ class Decoder:
     """A `Model`. On a stage that is not the first, or not the last, the embedding, or norm and head, are empty."""
 
     embedding: VocabParallelEmbedding
-    rotary: tuple[RotaryTable, ...]  # of each block; one object for those that turn alike
-    blocks: tuple[Block, ...]
+    rotary: tuple[
+        RotaryTable | None, ...
+    ]  # of each block; one object for those that turn alike, None: it turns nothing
+    blocks: tuple[Block | StateBlock, ...]
     norm: RMSNorm
     head: VocabParallelHead | None  # None: it is asked for vectors only
     logit_cap: float | None = None
+    logit_divisor: float | None = None
     flat: FlatBlocks | None = field(init=False, repr=False)  # of `blocks`, where one call can run them
 
     def __post_init__(self) -> None:
-        flat = FlatBlocks.of(self.blocks, rotary_dim=self.rotary[0].width) if len(set(self.rotary)) == 1 else None
-        object.__setattr__(self, "flat", flat)
+        object.__setattr__(self, "flat", self._flat())
 
-    def forward(self, batch: Batch, attention: AttentionBackend, hidden: Tensor | None = None) -> Tensor:
-        rows = batch.rows
+    def _flat(self) -> FlatBlocks | None:
+        attending = [block for block in self.blocks if isinstance(block, Block)]
+        table = self.rotary[0]
+        if len(attending) < len(self.blocks) or table is None or len(set(self.rotary)) > 1:
+            return None
+        return FlatBlocks.of(attending, rotary_dim=table.width)
+
+    def forward(
+        self,
+        batch: Batch,
+        attention: AttentionBackend,
+        hidden: Tensor | None = None,
+        states: RecurrentStates | None = None,
+    ) -> Tensor:
         x = self.embedding(batch.token_ids) if hidden is None else hidden
+        table = self.rotary[0]
         if self.flat is not None and isinstance(attention, NativeAttention) and self.flat.fits(x, attention):
-            return self.flat.forward(x, *self.rotary[0].up_to(batch.last_position), attention)
-        angles = {table: table.at(batch.positions, last_position=batch.last_position) for table in set(self.rotary)}
-        for layer, (block, table) in enumerate(zip(self.blocks, self.rotary, strict=True)):
-            q, k, v = rows.apply(block.project, x, *angles[table])
-            attended = attention.forward(rows.tokens(q), rows.tokens(k), rows.tokens(v), layer=layer)
-            x = rows.apply(block.finish, x, rows.padded(attended.flatten(1), num_rows=x.shape[0]))
+            assert table is not None, "flat blocks turn"
+            return self.flat.forward(x, *table.up_to(batch.last_position), attention)
+        angles = {table: _angles(table, batch) for table in set(self.rotary)}
+        step, number_of = Step(batch, attention, states), Counter[type]()
+        for block, table in zip(self.blocks, self.rotary, strict=True):
+            x = block.forward(x, step, angles[table], layer=number_of[type(block)])
+            number_of[type(block)] += 1
         return x
 
     def accompany(self) -> None:
@@ -110,6 +170,8 @@ class Decoder:
     def _score(self, x: Tensor) -> Tensor:
         assert self.head is not None, "of a model that makes vectors no token is sampled"
         scores = self.head(self.norm(x)).float()
+        if self.logit_divisor is not None:
+            scores /= self.logit_divisor
         return scores if self.logit_cap is None else soft_cap(scores, self.logit_cap)
 
     def first_layers(self, count: int) -> "Decoder":
@@ -119,6 +181,10 @@ class Decoder:
         shapes = [shape for block in self.blocks for shape in block.product_shapes()]
         head = self.head.weight.shape if self.head is not None else None
         return shapes if head is None else [*shapes, (head[0], head[1])]
+
+
+def _angles(table: RotaryTable | None, batch: Batch) -> tuple[Tensor, ...]:
+    return table.at(batch.positions, last_position=batch.last_position) if table is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +247,48 @@ class Loader:
         parts = [slice(one.query.start * dim, one.query.stop * dim) for one in self._heads_of_all()]
         return self._row_parallel(name, self.config.num_heads * dim, parts, bias=bias, group=self.group)
 
-    def mlp(self, name: str, *, bias: bool, fused: bool = False, activation: Activation = silu_and_mul) -> GatedMlp:
+    def mamba2(self, name: str) -> Mamba2:
+        config, shards = self.config, self.group.shard.all
+        assert config.state_space is not None, "of this layer the configuration says what it is"
+        if len(shards) > config.num_kv_heads:
+            raise ModelError(
+                f"{config.num_kv_heads} KV heads, with which states go, cannot be spread over {len(shards)} shards; "
+                "take fewer"
+            )
+        each = config.state_space.num_heads // config.num_kv_heads
+        heads = [slice(one.kv.start * each, one.kv.stop * each) for one in self._heads_of_all()]
+        return Mamba2.load(
+            self.weights,
+            self.prefix + name,
+            config.hidden_size,
+            config.state_space,
+            own_heads=heads[self.group.shard.rank],
+            heads_per_kv=each,
+            heads_of_all=heads,
+            norm_eps=config.norm_eps,
+            group=self.group,
+        )
+
+    def residual_scale(self) -> Scale | None:
+        """Of what is added to the hidden states."""
+        factor = self.config.residual_scale
+        return Scale(factor) if factor is not None else None
+
+    def mlp(
+        self,
+        name: str,
+        *,
+        bias: bool,
+        kinds: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        activation: Activation = silu_and_mul,
+    ) -> GatedMlp:
+        """kinds: names of gate, up and down; gate and up have the same where the file has one tensor."""
         inner, hidden = self.config.intermediate_size, self.config.hidden_size
         shard = self.group.mlp.shard
         part, parts = shard.part(inner), [one.part(inner) for one in shard.all]
         return GatedMlp(
-            GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, fused=fused),
-            self._row_parallel(f"{name}.down_proj", inner, parts, bias=bias, group=self.group.mlp),
+            GateUpLinear.load(self.weights, self.prefix + name, inner, hidden, part=part, bias=bias, kinds=kinds[:2]),
+            self._row_parallel(f"{name}.{kinds[2]}", inner, parts, bias=bias, group=self.group.mlp),
             activation,
         )
 
@@ -226,7 +327,7 @@ def build_decoder(
     weights: Weights,
     group: Group,
     stage: Shard,
-    block: Callable[[Loader], Block],
+    block: Callable[[Loader], Block | StateBlock],
     *,
     norms_add_one: bool = False,
     embedding_scale: float = 1.0,
@@ -260,10 +361,13 @@ def build_decoder(
         norm=(here if is_last else there).norm("model.norm"),
         head=VocabParallelHead(head, config.vocab_size, group) if has_head else None,
         logit_cap=config.logit_cap,
+        logit_divisor=config.logit_divisor,
     )
 
 
-def _rotary_tables(config: ModelConfig, layers: range, weights: Weights) -> tuple[RotaryTable, ...]:
+def _rotary_tables(config: ModelConfig, layers: range, weights: Weights) -> tuple[RotaryTable | None, ...]:
+    if config.turns_nothing:
+        return (None,) * len(layers)
     made = [
         (rope, RotaryTable(rope, head_dim=config.head_dim, dtype=weights.dtype, device=weights.device))
         for rope in (config.rope, config.local_rope)

@@ -16,5 +16,5 @@ def block(layer: Loader) -> Block:
         qkv=layer.qkv("self_attn", bias=False, fused=True),
         o_proj=layer.output("self_attn.o_proj", bias=False),
         before_mlp=layer.norm("post_attention_layernorm"),
-        mlp=layer.mlp("mlp", bias=False, fused=True),
+        mlp=layer.mlp("mlp", bias=False, kinds=("gate_up_proj", "gate_up_proj", "down_proj")),
     )

@@ -30,6 +30,8 @@ class Family:
     may_turn_a_part: bool = False  # of each head: `partial_rotary_factor`
     outgrows_float16: bool = False  # hidden states do, in published checkpoints
     theta: float = 10_000.0  # of rotary positions, where nothing names it
+    mlp_size: str = "intermediate_size"  # the field with that of the MLP
+    may_scan: bool = False  # some layers are state-space layers (`state_space_config.py`)
     is_encoder: bool = False  # attention looks both ways, and there is no next token (`encoder_config.py`)
     scores: bool = False  # of an encoder: it has a classifier on top
 
@@ -72,6 +74,19 @@ FAMILIES: dict[str, Family] = {
         full_layer_every=6,
         local_theta=1e4,
         theta=1e6,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granitemoehybrid",
+        {"num_local_experts": 8},
+        fixed={"mlp_bias": False},
+        computes=frozenset(
+            {
+                *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"),
+                "position_embedding_type",
+            }
+        ),
+        mlp_size="shared_intermediate_size",
+        may_scan=True,
     ),
     "LlamaForCausalLM": Family("llama"),
     "MistralForCausalLM": Family("mistral", {"num_key_value_heads": 8}, 4096, computes_window=True, fixed=_NO_BIAS),

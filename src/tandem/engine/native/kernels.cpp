@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "decoder.h"
+#include "scan.h"
 
 using namespace tandem;
 
@@ -99,6 +100,18 @@ void tandem_attention(int is_bf16, void* kv, int kv_is_int8, int64_t page_size, 
 // x: [tokens, hidden]: what goes into the first of these layers, and what comes out of the last
 void tandem_layers(int is_bf16, const Decoder* model, const BatchView* batch, void* x, int threads) {
     with_type(is_bf16, [&](auto kind) { run_layers(*model, *batch, (decltype(kind)*)x, threads); });
+}
+
+// The state-space part of one layer. own: [tokens, heads * dim], shared: [tokens, 2 * groups * size], dt: [tokens, heads];
+// out: fp32 [tokens, heads * dim]. begins: [count + 1], see `scan_all`.
+void tandem_scan(int is_bf16, const Scan* scan, const States* states, const Stretch* stretches, const int64_t* begins,
+                 int64_t count, const void* own, const void* shared, const void* dt, float* out, int64_t tokens,
+                 int threads) {
+    with_type(is_bf16, [&](auto kind) {
+        using T = decltype(kind);
+        const Seen<T> seen{(const T*)own, (const T*)shared};
+        scan_all(*scan, *states, stretches, begins, count, seen, (const T*)dt, out, tokens, threads);
+    });
 }
 
 }  // extern "C"

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,6 +109,21 @@ class BatchView(Structure):
     ]
 
 
+class ScanView(Structure):
+    """Sizes and weights of one layer of Mamba 2: see `scan.h`. The tensors have to outlive it."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("heads", "heads_per_kv", "dim", "size", "groups", "width")),
+        *((name, c_void_p) for name in ("conv_weight", "conv_bias", "decay", "dt_bias", "skip", "group")),
+    ]
+
+
+class StatesView(Structure):
+    """Where the states of one layer are: see `scan.h`."""
+
+    _fields_ = [("at", c_void_p), *((name, c_int64) for name in ("page_stride", "head_stride", "scanned", "convolved"))]
+
+
 class Kernels:
     """One library. Every call takes as many threads as torch would."""
 
@@ -124,6 +140,7 @@ class Kernels:
         self._silu_and_mul = _function(library.tandem_silu_and_mul, "ippqqi")
         self._attention = _function(library.tandem_attention, "ipiqqqqpqqppppi")
         self._layers = _function(library.tandem_layers, "ipppi")
+        self._scan = _function(library.tandem_scan, "ippppqppppqi")
         self._spin = _function(library.tandem_spin, "q")
         self.set_spin(SPIN_NS)
 
@@ -191,6 +208,35 @@ class Kernels:
             *map(_address, (q, k, v, out)),
             torch.get_num_threads(),
         )
+
+    def scan(
+        self,
+        layer: ScanView,
+        states: StatesView,
+        stretches: np.ndarray,
+        begins: np.ndarray,
+        own: Tensor,
+        shared: Tensor,
+        dt: Tensor,
+    ) -> Tensor:
+        """What `layer` makes of the tokens; their states are left where the stretches say.
+
+        stretches: [s, 4] int64, begins: [r + 1] int64, of r requests; own: [n, heads * dim], shared: [n, 2 * groups *
+        size], dt: [n, heads]; returns fp32 [n, heads * dim].
+        """
+        out = own.new_empty(own.shape, dtype=torch.float32)
+        self._scan(
+            _is_bf16(own),
+            byref(layer),
+            byref(states),
+            stretches.ctypes.data,
+            begins.ctypes.data,
+            len(begins) - 1,
+            *map(_address, (own, shared, dt, out)),
+            own.shape[0],
+            torch.get_num_threads(),
+        )
+        return out
 
     def layers(self, model: DecoderView, batch: BatchView, x: Tensor) -> None:
         """All layers of a decoder over x [tokens, hidden], in place."""

@@ -30,6 +30,7 @@ class ModelFacts(Struct):
     task: Task = Task.TOKENS
     dimensions: int = 0  # of an embedding
     is_encoder: bool = False
+    has_states: bool = False  # of state-space layers
 
 
 def page_secret(config: ServerConfig) -> bytes:

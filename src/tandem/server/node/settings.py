@@ -49,7 +49,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         role=Role(config.role),
         incarnation=launch.incarnation,
         num_pages=engines.num_pages,
-        page_size=config.page_size,
+        page_size=config.page_tokens,
         layout=engines.layout,
         cut=config.cut,
         dp_rank=topology.effective_rank,
@@ -101,7 +101,7 @@ def tier_settings(config: ServerConfig, host_pages: int) -> TierSettings:
     extra = storage_config.read(config.hicache_storage_backend_extra_config)
     storage = StorageSettings(
         PrefetchPolicy(config.hicache_storage_prefetch_policy),
-        min_pages=ceil_div(extra.prefetch_threshold, config.page_size),
+        min_pages=ceil_div(extra.prefetch_threshold, config.page_tokens),
         timeout_base_ns=Nanos(int(extra.prefetch_timeout_base * SECOND)),
         timeout_per_ki_token_ns=Nanos(int(extra.prefetch_timeout_per_ki_token * SECOND)),
     )

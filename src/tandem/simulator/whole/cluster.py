@@ -80,10 +80,10 @@ def children(model: PlainModel) -> Mapping[str, Program]:
 def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loaded:
     config, known = launch.config, facts(launch.config)
     assert config.max_total_tokens is not None
-    num_pages = place.least(ceil_div(config.max_total_tokens, config.page_size))
+    num_pages = place.least(ceil_div(config.max_total_tokens, config.page_tokens))
     engine = PlainEngine(
         num_pages=num_pages,
-        page_size=config.page_size,
+        page_size=config.page_tokens,
         vocab_size=known.vocab_size,
         tokenizer=MODEL / "tokenizer.json",
         base_s=model.base_s,
@@ -91,7 +91,7 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         grid=model.grid,
         shards=Shards(launch.rank, place.group, place.pipeline, place.ranks, place.context),
     )
-    fields = {"page_size": str(config.page_size), "model": "plain"}
+    fields = {"page_size": str(config.page_tokens), "model": "plain"}
     return Loaded(engine, num_pages, model.grid, known.vocab_size, fields, whole_prompts=model.looks_both_ways)
 
 
@@ -102,7 +102,7 @@ def facts(config: ServerConfig) -> ModelFacts:
         architectures=[model.architecture],
         model_type="plain",
         context_length=config.context_length or model.max_context,
-        page_size=config.page_size,
+        page_size=config.page_tokens,
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(model.eos_ids),
         dtype="float32",
