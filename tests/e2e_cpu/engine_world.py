@@ -15,12 +15,10 @@ from torch import Tensor
 
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Grow, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
-from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.batch import Batch
 from tandem.engine.engine import Engine
-from tandem.engine.models.base import Model
+from tandem.engine.models.base import Model, Step
 from tandem.engine.parallel import Group
-from tandem.engine.recurrent_states import RecurrentStates
 from tandem.engine.weights import load
 from tandem.grammar import Vocabulary
 from tandem.sampling import Payload, SamplingParams
@@ -43,14 +41,8 @@ class RecordingModule:
     module: Model
     batches: list[Tensor] = field(default_factory=list)
 
-    def forward(
-        self,
-        batch: Batch,
-        attention: AttentionBackend,
-        hidden: Tensor | None = None,
-        states: RecurrentStates | None = None,
-    ) -> Tensor:
-        return self.module.forward(batch, attention, hidden, states)
+    def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
+        return self.module.forward(step, hidden)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
         self.batches.append(self.module.logits(batch, hidden).clone())

@@ -28,6 +28,7 @@ from tandem.engine.context_parallel import SharedPrompts
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
+from tandem.engine.models.base import Step
 from tandem.engine.native import library
 from tandem.engine.parallel import ContextRanks, DpRanks, OneContext, OneRank, OneStage, Pipeline
 from tandem.engine.pooling import Vectors, pooled
@@ -179,7 +180,8 @@ class Engine:
         if pipeline.stage.rank > 0:
             features = self.model.config.hidden_size
             hidden = pipeline.receive_hidden(len(own.token_ids), features, self.model.dtype)
-        hidden = model.forward(own, self._attention if shared is None else self._context, hidden, self._states)
+        attention = self._attention if shared is None else self._context
+        hidden = model.forward(Step(own, attention, self._states), hidden)
         if pipeline.stage.rank < pipeline.stage.size - 1:
             pipeline.send_hidden(hidden)
             return None, (), ()

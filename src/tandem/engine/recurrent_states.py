@@ -4,8 +4,8 @@ So nobody else keeps, counts or moves them. A row reads the state behind the tok
 page, and leaves one in every page that it comes through: in one that it fills, what is known at its end, from where
 whoever has the same beginning goes on; in its last one, what the request's next row goes on from.
 
-A page that is cached or on offer is full, so its state is never written again. A token that is computed twice makes
-another state: who computes again begins at the border of a page, as everybody here does.
+A cached page is full, and one on offer belongs to a prompt that is whole, so neither's state is written again. A token
+that is computed twice makes another state: who computes again begins at the border of a page, as everybody here does.
 """
 
 from dataclasses import dataclass

@@ -29,6 +29,7 @@ from tandem.engine.batch import BatchBuilder
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.layers.product import product
 from tandem.engine.model_config import ModelError
+from tandem.engine.models.base import Step
 from tandem.engine.native import library
 from tandem.engine.sequence import Sequence
 from tandem.engine.summation import Products, pattern
@@ -159,7 +160,7 @@ class ForwardPath:
             batch = builder.build(spans, None)
             kv.clear(batch.pages_to_clear)
             attention.plan(batch)
-            logits = self._module.logits(batch, self._module.forward(batch, attention))
+            logits = self._module.logits(batch, self._module.forward(Step(batch, attention)))
             start = stop
         return logits[-1]
 

@@ -5,6 +5,7 @@ requests. KV is kept by the attention backend that is handed to `forward`, so th
 """
 
 import importlib
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -18,21 +19,23 @@ from tandem.engine.parallel import Group, Shard
 from tandem.engine.recurrent_states import RecurrentStates
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass, and where what it keeps goes. Both have planned the batch."""
+
+    batch: Batch
+    attention: AttentionBackend
+    states: RecurrentStates | None = None  # of a model that has them
+
+
 class Model(Protocol):
     """One shard of one stage of a model."""
 
-    def forward(
-        self,
-        batch: Batch,
-        attention: AttentionBackend,
-        hidden: Tensor | None = None,
-        states: RecurrentStates | None = None,
-    ) -> Tensor:
+    def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
         """Hidden states [n, hidden] of all rows behind this stage's layers, the same on every shard of it.
 
         hidden: what the stage before has returned; None on the first stage, which begins with the tokens.
-        `attention` has planned this batch, and is told every layer once, in order: so all KV of the batch is written.
-        states: of a model that has them; has planned this batch, too.
+        The step's attention is told every layer once, in order: so all KV of the batch is written.
         """
         ...
 

@@ -16,8 +16,8 @@ from tandem.engine.layers.norm import LayerNorm
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.base import Step
 from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
-from tandem.engine.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,10 @@ class Encoder:
     blocks: tuple[Block, ...]
     classifier: Classifier | None
 
-    def forward(
-        self,
-        batch: Batch,
-        attention: AttentionBackend,
-        hidden: Tensor | None = None,
-        states: RecurrentStates | None = None,
-    ) -> Tensor:
-        x = self.embeddings(batch) if hidden is None else hidden
+    def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
+        x = self.embeddings(step.batch) if hidden is None else hidden
         for layer, block in enumerate(self.blocks):
-            x = block(x, attention, layer=layer)
+            x = block(x, step.attention, layer=layer)
         return x
 
     def accompany(self) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.base import AttentionBackend
 from tandem.engine.attention.native import NativeAttention
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError
@@ -28,9 +27,9 @@ from tandem.engine.layers.rotary import RotaryTable, rotate
 from tandem.engine.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from tandem.engine.layers.weights import Weights
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.models.base import Step
 from tandem.engine.models.flat import FlatBlocks
 from tandem.engine.parallel import Group, HeadShard, MlpGroup, Shard, layers_of
-from tandem.engine.recurrent_states import RecurrentStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +45,7 @@ class Block:
     mlp: GatedMlp | Experts
     after_mlp: RMSNorm | Scale | None = None
 
-    def forward(self, x: Tensor, step: "Step", angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
+    def forward(self, x: Tensor, step: Step, angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
         """x: [n, hidden]; layer: among those that attend."""
         rows = step.batch.rows
         q, k, v = rows.apply(self.project, x, *angles)
@@ -84,7 +83,7 @@ class StateBlock:
     mlp: GatedMlp
     after_mlp: Scale | None = None
 
-    def forward(self, x: Tensor, step: "Step", angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
+    def forward(self, x: Tensor, step: Step, angles: tuple[Tensor, ...], *, layer: int) -> Tensor:
         """x: [n, hidden]; layer: among those with a state."""
         assert step.states is not None, "of a model with states the engine keeps them"
         x = x + _normed(self.mixer(self.before_mixer(x), step.states, layer=layer), self.after_mixer)
@@ -92,15 +91,6 @@ class StateBlock:
 
     def product_shapes(self) -> list[tuple[int, int]]:
         return [*self.mixer.product_shapes(), *self.mlp.product_shapes()]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What all blocks of one forward pass share."""
-
-    batch: Batch
-    attention: AttentionBackend
-    states: RecurrentStates | None
 
 
 def _normed(x: Tensor, norm: RMSNorm | Scale | None) -> Tensor:
@@ -132,20 +122,15 @@ class Decoder:
             return None
         return FlatBlocks.of(attending, rotary_dim=table.width)
 
-    def forward(
-        self,
-        batch: Batch,
-        attention: AttentionBackend,
-        hidden: Tensor | None = None,
-        states: RecurrentStates | None = None,
-    ) -> Tensor:
+    def forward(self, step: Step, hidden: Tensor | None = None) -> Tensor:
+        batch, attention = step.batch, step.attention
         x = self.embedding(batch.token_ids) if hidden is None else hidden
         table = self.rotary[0]
         if self.flat is not None and isinstance(attention, NativeAttention) and self.flat.fits(x, attention):
             assert table is not None, "flat blocks turn"
             return self.flat.forward(x, *table.up_to(batch.last_position), attention)
         angles = {table: _angles(table, batch) for table in set(self.rotary)}
-        step, number_of = Step(batch, attention, states), Counter[type]()
+        number_of = Counter[type]()
         for block, table in zip(self.blocks, self.rotary, strict=True):
             x = block.forward(x, step, angles[table], layer=number_of[type(block)])
             number_of[type(block)] += 1
