@@ -98,11 +98,31 @@ def test_a_flight_record_is_opened(pair: Cluster, page: Page, record: Path) -> N
     page.open(f"{router.url}/debug/pd")
     for path in flown():  # one of each half
         page.choose_file("#file", path)
-        page.eventually("document.querySelector('#who').textContent.includes('a flight record')")
+        page.eventually(f"document.querySelector('#who').textContent.includes('a flight record: {path.name}')")
         page.eventually(f"{ROWS} && [...document.querySelectorAll('#rows td.name')].some((it) => it.title === 'flown')")
         assert page.run(BARS)
     page.run("document.querySelector('#back').click()")
     page.eventually("document.querySelector('#who').textContent.includes('prefill')")
+
+
+def test_a_file_whose_reading_ends_after_the_reader_went_back_is_not_shown(
+    pair: Cluster, page: Page, tmp_path: Path
+) -> None:
+    page.open(f"{router_of(pair).url}/debug/pd")
+    page.run("""
+        const read = Blob.prototype.arrayBuffer, held = new Promise((release) => { window.release = release; });
+        Blob.prototype.arrayBuffer = async function () {
+          await held;
+          const bytes = await read.call(this);
+          window.isRead = true;
+          return bytes;
+        }""")
+    (tmp_path / "file").write_bytes(b"hello")
+    page.choose_file("#file", tmp_path / "file")
+    page.run("document.querySelector('#back').click(); window.release()")
+    page.eventually("window.isRead")
+    page.eventually("document.querySelector('#who').textContent.includes('prefill')")
+    assert page.run("document.querySelector('#trouble').textContent") == ""
 
 
 def test_the_trace_of_a_simulation_is_opened_and_looked_at_from_its_start(
