@@ -1,6 +1,7 @@
 # From a clean clone `make demo` or `make test` is enough: the first of them makes .venv, the next ones find it done.
 #   make demo     one prompt through prefill and decode workers, compared with one engine
-#   make test     the whole test suite
+#   make test     the test suite, without what takes long
+#   make slow     what make test leaves out of it, but for ranks
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
@@ -45,7 +46,7 @@ LOWEST_TESTS := $(filter-out %_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wi
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test lowest check hunt chaos ranks sanitize fuzz load clients setup
+.PHONY: demo test slow lowest check hunt chaos ranks sanitize fuzz load clients setup
 
 setup: $(INSTALLED)
 
@@ -62,7 +63,10 @@ demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -m "not slow"
+
+slow: $(INSTALLED)
+	@$(BIN)/python -m pytest -m slow --ignore tests/ranks
 
 # Old packages have no wheels for new Pythons, and compiling them is not what this is about.
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest_versions.py $(INSTALLED)
@@ -91,6 +95,7 @@ hunt: $(INSTALLED)
 	@TANDEM_ALL_LINES=1 TANDEM_ALL_MUTANTS=1 $(BIN)/python -m pytest tests/mutants/test_lines.py tests/mutants/test_real_server.py \
 	  tests/mutants/test_whole_lines.py
 	@TANDEM_ALL_EVENTS=1 $(BIN)/python -m pytest tests/simulator/test_event_coverage.py
+	@$(BIN)/python -m tandem.simulator.model_check.exhaustive --world "tiers and both"
 	@$(BIN)/tandem simulate --whole --for $(HUNT_SECONDS)s $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
@@ -98,7 +103,7 @@ chaos: $(INSTALLED)
 	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -s
 
 ranks: $(INSTALLED)
-	@TANDEM_ALL_RANKS=1 $(BIN)/python -m pytest tests/ranks
+	@$(BIN)/python -m pytest tests/ranks
 
 # The package once more, with kernels that check themselves; the interpreter itself is not what is looked at.
 SANITIZED := build/sanitized

@@ -20,7 +20,8 @@ from pathlib import Path
 import httpx
 from conditions import conditions
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 PROMPT, CACHED = 4096, 3264  # tokens; a whole number of pages is cached
 POLICIES = ("off", "retry", "park")

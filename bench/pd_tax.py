@@ -19,7 +19,8 @@ from pathlib import Path
 import httpx
 from conditions import conditions
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words, start_pd
+from tandem.cli.fleet import Fleet, serve_words, start_pd
+from tandem.cli.ports import free_ports
 
 LENGTHS = (16, 64, 256, 1024, 4096)
 VOCABULARY = 500

@@ -20,7 +20,8 @@ from bench.conditions import conditions
 from bench.peers import checkpoint, load
 from bench.peers.load import Address, Served
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 CLIENTS, REQUESTS, PROMPT, ANSWER = 16, 32, 128, 64  # as bench.peers
 WHOLE_CHUNKS = 0

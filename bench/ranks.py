@@ -38,7 +38,8 @@ from typing import Any  # a row: text and numbers
 import httpx
 from conditions import conditions
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.core.commands import FailRequest
 from tandem.core.dp_dispatch import Dispatched, Loads, Newcomer, RankLoad, dispatch
 from tandem.core.request import Request

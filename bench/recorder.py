@@ -29,7 +29,8 @@ import httpx
 from conditions import conditions
 from step import WARM_UP, Bench
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.core.commands import LaunchBatch
 from tandem.core.values import Nanos
 from tandem.server.node.last_steps import LastSteps

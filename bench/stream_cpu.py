@@ -21,7 +21,8 @@ from pathlib import Path
 import httpx
 from conditions import conditions
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 BARE_APP = """
 import asyncio, sys, uvicorn

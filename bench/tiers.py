@@ -27,7 +27,8 @@ from typing import Any
 import httpx
 from conditions import conditions
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.core.values import ceil_div
 from tandem.pagehash import prompt_hashes
 

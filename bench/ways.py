@@ -21,7 +21,8 @@ from typing import Any  # a row: text and numbers
 from conditions import conditions
 
 from ranks import CHUNK, MODEL, ONE, SEED, STREAMS, new_client, step_rows, ttft_rows
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 WAYS: dict[str, tuple[str, ...]] = {
     ONE: (),

@@ -37,7 +37,7 @@ from bench.peers import checkpoint, load
 from bench.peers.load import Address, Unanswered
 from bench.peers.peers import PEERS, NotInstalled, Peer, install, variables
 
-from tandem.cli.fleet import free_ports
+from tandem.cli.ports import free_ports
 
 ENVIRONMENTS = Path(".venv-peers")
 READY_S = 600.0

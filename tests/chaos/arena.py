@@ -29,7 +29,8 @@ from cluster import START_S, Server, child_named, children_of
 from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.core.values import Incarnation
 from tandem.membership import user_secret
 

@@ -29,11 +29,12 @@ from cluster import START_S, Server, eventually, show_logs
 from oracle import Case, record
 
 import tandem
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.server.http_pool import KEEPALIVE_SECONDS
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
-SECONDS = float(os.environ.get("CHAOS_SECONDS", "25"))
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
 SEED = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(1 << 31))
 NUM_CASES = 64
 MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 6, 4, 100, 0.95

@@ -20,7 +20,8 @@ from typing import Any  # JSON documents
 
 from tandem.cli.demo import events
 from tandem.cli.failure import CommandFailed
-from tandem.cli.fleet import Fleet, Member, free_ports, serve_words, start_pd
+from tandem.cli.fleet import Fleet, Member, serve_words, start_pd
+from tandem.cli.ports import free_ports
 
 MODEL = "tandem/mini"
 START_S = 90.0

@@ -11,7 +11,7 @@ from typing import Any  # JSON documents
 
 from cluster import Cluster, HttpError, Server, eventually
 
-from tandem.cli.fleet import free_ports
+from tandem.cli.ports import free_ports
 
 REGISTERED_S = 60.0
 

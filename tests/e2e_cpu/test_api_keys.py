@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from cluster import MODEL, START_S, children_of, show_logs
 
-from tandem.cli.fleet import Fleet, Member, free_ports, start_pd
+from tandem.cli.fleet import Fleet, Member, start_pd
+from tandem.cli.ports import free_ports
 
 USERS = ("first-user-5ecret", "second-user-5ecret")
 ADMIN = "admin-5ecret"

@@ -17,7 +17,8 @@ import pytest
 from cluster import MODEL, START_S, HttpError, Server, bootstrap_port, eventually, halves, show_logs
 
 from attackers import OTHER_SECRET, dialled, framed, nested
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.core.values import Incarnation
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"

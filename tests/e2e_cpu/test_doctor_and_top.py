@@ -5,12 +5,14 @@ import re
 import subprocess
 import sys
 
+import pytest
 from cluster import Cluster
 from terminal import CTRL_C, Terminal
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 
 
+@pytest.mark.slow
 def test_the_doctor_has_a_pair_answer() -> None:
     done = subprocess.run([*TANDEM, "doctor"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cluster import Server, children_of, eventually, is_open, is_running
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 FOREVER = {"ignore_eos": True}

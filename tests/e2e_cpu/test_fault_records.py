@@ -67,6 +67,7 @@ def test_a_node_that_loses_its_worker_leaves_a_record(folder: Path, capsys: pyte
             check_replays(record_of(folder, machine), server, capsys)
 
 
+@pytest.mark.slow
 def test_a_node_that_hangs_leaves_a_record(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with alone("--watchdog-timeout", "2") as server:
         server.generate(PROMPT)
@@ -142,6 +143,7 @@ def test_a_request_that_ends_so_in_a_pair_is_on_record_with_its_router_too(
         assert PROMPT.encode() not in b"".join(path.read_bytes() for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_servers_that_end_as_they_are_told_leave_nothing(folder: Path) -> None:
     with cluster(prefills=1, decodes=1, flags=FLAGS) as it:
         assert it.router is not None

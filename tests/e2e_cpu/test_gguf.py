@@ -105,6 +105,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "tandem" / "gguf"
 
 
+@pytest.mark.slow
 def test_a_pair_that_serves_a_file_says_what_the_checkpoint_it_was_made_from_says(
     common: Cluster, tmp_path: Path, own_cache: Path
 ) -> None:

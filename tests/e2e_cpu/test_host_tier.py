@@ -47,7 +47,14 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "write_through",
+        pytest.param("write_through_selective", marks=pytest.mark.slow),
+        pytest.param("write_back", marks=pytest.mark.slow),
+    ],
+)
 def test_pages_that_left_the_pool_come_back_from_host_memory(policy: str) -> None:
     with cluster(unified=True, flags=[*FLAGS, "--hicache-write-policy", policy]) as running:
         server = running.unified

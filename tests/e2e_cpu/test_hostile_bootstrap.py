@@ -147,6 +147,7 @@ def refused(decode: Server, **fields: Any) -> tuple[int, dict[str, Any]]:
     return error.value.status, error.value.error
 
 
+@pytest.mark.slow
 def test_decode_lives_on_whatever_a_bootstrap_server_answers(pair: tuple[Server, Server]) -> None:
     prefill, decode = pair
     before, num_lines = processes(decode), len(decode.log.splitlines())

@@ -85,6 +85,7 @@ def test_a_pair_says_what_one_server_says_with_prefixes_from_pool_and_host_and_a
     assert sum(each["meta_info"]["cached_tokens_details"]["host"] for each in again) > 0
 
 
+@pytest.mark.slow
 def test_two_shards_send_to_one() -> None:
     prompts = real_prompts(30)[20:28]
     with cluster(prefills=1, decodes=1, unified=True, flags=INT8, prefill_flags=("--tp-size", "2")) as running:

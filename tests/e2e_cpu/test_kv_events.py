@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from cluster import Server, bootstrap_port, children_of, cluster, eventually, halves, is_open
 
 from kv_subscriber import AllBlocksCleared, Subscriber, pages_of
-from tandem.cli.fleet import Fleet, Member, free_ports
+from tandem.cli.fleet import Fleet, Member
+from tandem.cli.ports import free_ports
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 PROMPT = list(range(100, 180))
@@ -77,6 +79,7 @@ def test_events_follow_the_cache_of_a_server_through_use_pressure_and_flush() ->
         assert last.data_parallel_rank == 0
 
 
+@pytest.mark.slow
 def test_each_dp_rank_publishes_at_a_port_of_its_own() -> None:
     port, replay_port = free_run(2), free_run(2)
     flags = ["--dp-size", "2", "--kv-events-config", flag_for(port, replay_port)]
@@ -106,6 +109,7 @@ def kill_worker(server: Server, dp_rank: int) -> None:
     os.kill([pid for pid, command in commands.items() if "worker_process" in command][dp_rank], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_up_publishes_what_prefill_and_decode_hold(tmp_path: Path) -> None:
     """Prefill has the prompt; decode has what it pulled, and what it has said itself."""
     (router_port,) = free_ports(1)
@@ -135,6 +139,7 @@ def test_up_publishes_what_prefill_and_decode_hold(tmp_path: Path) -> None:
         up.wait()
 
 
+@pytest.mark.slow
 def test_a_server_whose_endpoint_is_taken_does_not_start(tmp_path: Path) -> None:
     port, replay_port, http = free_ports(3)
     flags = ["--kv-events-config", flag_for(port, replay_port)]

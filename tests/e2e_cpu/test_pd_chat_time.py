@@ -20,7 +20,8 @@ import pytest
 from cluster import START_S, Server, eventually, show_logs
 
 import tandem
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 BUNDLED = Path(tandem.__file__).parent / "bundled" / "mini"
 CLOCK = "<|im_start|>system\nIt is {{ strftime_now('%Y-%m-%d %H:%M:%S') }}.<|im_end|>\n"

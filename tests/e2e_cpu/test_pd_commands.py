@@ -15,7 +15,7 @@ import pytest
 from cluster import Cluster, children_of, eventually, is_open, is_running
 
 from tandem.cli import demo
-from tandem.cli.fleet import free_ports
+from tandem.cli.ports import free_ports
 
 TANDEM = [sys.executable, "-m", "tandem.cli.main"]
 SLOW_IMPORTS = """
@@ -128,6 +128,7 @@ def test_a_command_that_is_told_to_end_while_it_starts_leaves_nothing_running(
     eventually(lambda: not any(map(is_running, everybody)), within_s=20)
 
 
+@pytest.mark.slow
 def test_up_that_is_told_twice_to_end_says_what_that_costs(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     output = tmp_path / "up.log"

@@ -60,7 +60,7 @@ def accuracy_alone(unified: Server) -> float:
     return accuracy(unified)
 
 
-@pytest.fixture(scope="module", params=POLICY_FLAGS)
+@pytest.fixture(scope="module", params=["park", *(pytest.param(it, marks=pytest.mark.slow) for it in ("off", "retry"))])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[str, Cluster]]:
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=POLICY_FLAGS[request.param]) as it:
         yield request.param, it

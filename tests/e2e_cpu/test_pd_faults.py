@@ -75,6 +75,7 @@ def test_a_prefill_that_came_back_is_used_again(it: Cluster, router: Server) -> 
     eventually(lambda: serves(router))
 
 
+@pytest.mark.slow
 def test_a_prefill_whose_node_hangs_is_lost_and_decode_computes_the_prompt(it: Cluster) -> None:
     prefill, decode = it.prefills[0], it.decodes[0]
     bootstrap = int(prefill.get("/server_info")["disaggregation_bootstrap_port"])

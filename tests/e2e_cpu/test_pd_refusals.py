@@ -15,7 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 import tandem
 from tandem.cli.failure import CommandFailed
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 from tandem.membership import ClusterSecret, user_secret
 from tandem.server.api.cluster_auth import signed_write
 

@@ -122,7 +122,14 @@ def test_what_is_before_comes_from_the_cache(servers: dict[str, Server]) -> None
         assert (meta["cached_tokens"] > 0) is (start != 0)
 
 
-@pytest.mark.parametrize("flags", [["--tp-size", "2"], ["--pp-size", "2"], ["--disaggregation-local-prefill", "auto"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--tp-size", "2"], marks=pytest.mark.slow),
+        pytest.param(["--pp-size", "2"], marks=pytest.mark.slow),
+        ["--disaggregation-local-prefill", "auto"],
+    ],
+)
 def test_pairs_of_several_workers_and_a_decode_that_computes_it_itself_tell_the_same(flags: list[str]) -> None:
     sides: dict[str, Any] = {"decode_flags" if "local" in flags[0] else "flags": flags}
     with cluster(prefills=1, decodes=1, **sides) as it:

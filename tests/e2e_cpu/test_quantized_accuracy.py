@@ -14,7 +14,10 @@ BENCH = Path(__file__).parents[2] / "bench"
 SAMPLE = 50
 
 
-@pytest.mark.parametrize(("kind", "kv_is_int8", "most_lost"), [("int8", False, 1), ("int4", False, 3), (None, True, 1)])
+@pytest.mark.parametrize(
+    ("kind", "kv_is_int8", "most_lost"),
+    [pytest.param("int8", False, 1, marks=pytest.mark.slow), ("int4", False, 3), (None, True, 1)],
+)
 def test_few_answers_are_lost(
     kind: str | None, kv_is_int8: bool, most_lost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
-from cluster import HttpError, Server, eventually, free_ports
+from cluster import HttpError, Server, eventually
 from router_fakes import FakeWorker, Fleet, fleet
 from router_fakes import eventually as soon
 
 from tandem.cli import fleet as processes
 from tandem.cli.fleet import listen, serve_words
+from tandem.cli.ports import free_ports
 
 CLIENT = httpx.Client(timeout=20)  # making one takes longer than a request
 MESSAGES = [{"role": "user", "content": "x"}]

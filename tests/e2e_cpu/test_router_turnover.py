@@ -1,8 +1,10 @@
 """Real processes: a decode is added to a router that runs, the first one leaves and finishes what it has."""
 
-from cluster import Cluster, Server, cluster, eventually, free_ports
+import pytest
+from cluster import Cluster, Server, cluster, eventually
 
 from tandem.cli.fleet import serve_words
+from tandem.cli.ports import free_ports
 
 TOKENS = 24
 PROMPT = list(range(20, 50))
@@ -16,6 +18,7 @@ def start_decode(made: Cluster) -> Server:
     return server
 
 
+@pytest.mark.slow
 def test_a_decode_joins_and_the_first_one_leaves_with_its_answer_whole() -> None:
     with cluster(prefills=1, decodes=1) as made:
         router, (first,) = made.router, made.decodes

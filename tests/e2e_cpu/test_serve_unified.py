@@ -27,7 +27,8 @@ from cluster import (
     is_running,
 )
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 FOREVER = {"ignore_eos": True}

@@ -135,6 +135,7 @@ def test_a_cable_that_is_pulled_and_put_back_while_a_stream_decodes_changes_no_t
     recovers(pair)
 
 
+@pytest.mark.slow
 def test_a_prefill_that_no_cable_reaches_is_done_without_or_named_and_comes_back(pair: Pair) -> None:
     prefill = pair.hosts["prefill"]
     with unplugged(prefill, pair.hosts["decode"]), unplugged(prefill, pair.hosts["router"]):
@@ -144,6 +145,7 @@ def test_a_prefill_that_no_cable_reaches_is_done_without_or_named_and_comes_back
     recovers(pair)
 
 
+@pytest.mark.slow
 def test_whatever_a_bad_cable_does_every_request_ends_with_its_tokens_or_a_cause(pair: Pair) -> None:
     def ask(prompt: str) -> list[int] | str:
         with pair.hosts["router"].inside():

@@ -55,7 +55,7 @@ def prompts_of(count: int, *, salt: int) -> list[list[int]]:
     return [[3 + salt, 20 + i, *text[i * LENGTH : (i + 1) * LENGTH - 2]] for i in range(count)]
 
 
-@pytest.mark.parametrize("policy", ["park", "retry"])
+@pytest.mark.parametrize("policy", ["park", pytest.param("retry", marks=pytest.mark.slow)])
 def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(
     granite: tuple[Path, PreTrainedModel], policy: str
 ) -> None:
@@ -75,6 +75,7 @@ def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(
             eventually(server.is_idle, what=server.states)
 
 
+@pytest.mark.slow
 def test_states_come_back_from_host_memory_and_requests_that_were_pushed_back_go_on(
     granite: tuple[Path, PreTrainedModel],
 ) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from cluster import Cluster, Server, cluster, eventually
 from reference import NEAR_TIE, PAGE, parting, real_prompts
 
@@ -81,6 +82,7 @@ def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> 
         eventually(server.is_idle)
 
 
+@pytest.mark.slow
 def test_both_halves_of_a_pair_serve_from_storage_and_only_the_rest_travels(tmp_path: Path) -> None:
     wanted = prompts(1)
     answers: list[list[dict]] = []

@@ -12,7 +12,7 @@ import pytest
 from cluster import Cluster, Server, bootstrap_port, cluster, eventually, generate_body
 
 from collector import CLIENT, ERROR, INTERNAL, SERVER, Collector, SeenSpan, grpc_collector, http_collector
-from tandem.cli.fleet import free_ports
+from tandem.cli.ports import free_ports
 
 PROMPT = list(range(100, 180))
 CALLER = "b7ad6b7169203331"
@@ -185,6 +185,7 @@ def test_an_abort_is_recorded_with_its_reason_wherever_it_happens(traced: tuple[
     assert "answers 400" in {call.events.get("abort", {}).get("reason") for call in calls.values()}
 
 
+@pytest.mark.slow
 def test_a_server_alone_tells_a_collector_that_speaks_grpc() -> None:
     trace_id = "7" * 32
     with environment(**SOON), grpc_collector() as collector:
@@ -198,6 +199,7 @@ def test_a_server_alone_tells_a_collector_that_speaks_grpc() -> None:
         assert "prefill_forward" in parts_up_to_the_first_token(collector, found["tandem-unified"])
 
 
+@pytest.mark.slow
 def test_a_dead_collector_costs_a_line_in_the_log_and_no_request() -> None:
     (nobody,) = free_ports(1)
     with environment(**SOON), cluster(unified=True, flags=flags_for(f"http://127.0.0.1:{nobody}/v1/traces")) as it:

@@ -164,6 +164,7 @@ def test_an_embedding_model_ranks_by_the_product_of_vectors(qwen: Served) -> Non
     assert [one["document"]["text"] for one in ranked["results"]] == [documents[index] for index in order]
 
 
+@pytest.mark.slow
 def test_a_cross_encoder_cut_into_four_workers_scores_as_transformers(cross: Served) -> None:
     query, documents = text_of(9), [text_of(length, seed=3) for length in (1, 4, 20, 70, 110)]
     expected = [pair_score(cross.theirs, query, document) for document in documents]

@@ -67,7 +67,9 @@ def exit_reason(server: Server) -> str:
     return line
 
 
-@pytest.mark.parametrize(("who", "module"), [("node", "node.process"), ("worker", "worker_process")])
+@pytest.mark.parametrize(
+    ("who", "module"), [pytest.param("node", "node.process", marks=pytest.mark.slow), ("worker", "worker_process")]
+)
 def test_health_turns_before_a_server_with_a_hanging_process_ends_with_the_cause(
     who: str, module: str, tmp_path: Path
 ) -> None:
@@ -91,6 +93,7 @@ def test_health_turns_before_a_server_with_a_hanging_process_ends_with_the_cause
         assert replayed.steps > 0
 
 
+@pytest.mark.slow
 def test_a_server_that_was_frozen_as_a_whole_goes_on(server: Server) -> None:
     tokens = server.generate(PROMPT)["output_ids"]
     pids = [server.member.process.pid, *children_of(server.member.process.pid)]
@@ -122,6 +125,7 @@ def test_a_request_that_waits_for_a_hanging_worker_ends_with_that_cause(server: 
     assert health(server, "/health_generate")[0] in (0, 503)
 
 
+@pytest.mark.slow
 def test_partners_of_a_server_with_a_hanging_worker_end_with_a_named_cause() -> None:
     with cluster(prefills=1, decodes=1, flags=FLAGS, decode_flags=["--kv-load-failure-policy", "fail"]) as it:
         assert it.router is not None

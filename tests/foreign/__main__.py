@@ -23,8 +23,9 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from bench.peers import peers  # noqa: E402
 from table import NOT_RUN, PINNED_ON, PROGRAMS, Program  # noqa: E402
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words, start_pd, temporary_fleet  # noqa: E402
+from tandem.cli.fleet import Fleet, serve_words, start_pd, temporary_fleet  # noqa: E402
 from tandem.cli.model_source import BUNDLED, find_model  # noqa: E402
+from tandem.cli.ports import free_ports  # noqa: E402
 
 ENVIRONMENTS, PEER_ENVIRONMENTS = ROOT / ".venv-clients", ROOT / ".venv-peers"
 INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0

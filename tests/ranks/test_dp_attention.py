@@ -1,7 +1,7 @@
 """DP attention: ranks that attend each to its own requests, and compute the experts together. Real processes.
 
 The models are small random Qwen3-MoE and Mixtral with the tokenizer of the bundled one; the reference is transformers.
-Some of it runs with TANDEM_ALL_RANKS=1 only (`make ranks`).
+Some of it is in `make ranks` only.
 """
 
 import os
@@ -25,7 +25,6 @@ POOL = ("--max-total-tokens", "16384", "--chunked-prefill-size", "128")
 TOGETHER = ("--dp-size", "2", "--tp-size", "2", "--enable-dp-attention")
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 OUTPUT = 24
-RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +83,9 @@ def test_dense_mlps_are_shared_alike() -> None:
         assert_same(reference_model(), prompts, ask_ranks(it.unified, prompts), path="unified")
 
 
-@pytest.mark.parametrize("decode", [TOGETHER, *[("--tp", "2")] * RUNS_ALL], ids=lambda flags: flags[-1].strip("-"))
+@pytest.mark.parametrize(
+    "decode", [TOGETHER, pytest.param(("--tp", "2"), marks=pytest.mark.slow)], ids=lambda flags: flags[-1].strip("-")
+)
 def test_prefill_and_decode_may_step_together_each(tmp_path: Path, decode: tuple[str, ...]) -> None:
     """The rooms tell the rank of a prefill; what decode pulls is cut by its own shards, not by those of the experts."""
     model, prompts = served(tmp_path, make_mixtral(tmp_path, **SIZES)), real_prompts(16)
@@ -139,7 +140,7 @@ def delayer_outcomes(server: Server) -> Counter[tuple[int, str, str]]:
     return found
 
 
-@pytest.mark.parametrize("what", ["worker_process", *["node.process"] * RUNS_ALL])
+@pytest.mark.parametrize("what", ["worker_process", pytest.param("node.process", marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_takes_all_of_them_with_it(what: str) -> None:
     with cluster(unified=True, flags=[*POOL, *TOGETHER]) as it:
         server = it.unified

@@ -17,10 +17,11 @@ from cluster import MODEL, START_S, Server, children_of, eventually, is_running,
 from rank_gauges import worker_gauges
 from reference import CHUNK, ask_all, assert_same_tokens, real_prompts
 from test_rank_failures import workers_of
-from test_rank_identity import RUNS_ALL
+from test_rank_identity import slow
 from two_hosts import TwoHosts, ends, error_line, host_words, start_hosts, two_hosts
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 FLAGS = ("--chunked-prefill-size", str(CHUNK))
@@ -36,7 +37,7 @@ CUTS = [("--tp", "2")]
 MORE_CUTS = [("--pp", "2"), ("--dp", "2"), ("--tp", "2", "--pp", "2"), ("--dp", "2", "--tp", "2")]
 
 
-@pytest.mark.parametrize("cut", CUTS + MORE_CUTS * RUNS_ALL, ids="".join)
+@pytest.mark.parametrize("cut", [*CUTS, *slow(*MORE_CUTS)], ids="".join)
 def test_a_server_on_two_hosts_says_what_transformers_says(
     tmp_path: Path, prompts: list[list[int]], cut: Sequence[str]
 ) -> None:
@@ -95,6 +96,7 @@ def loses(it: TwoHosts, process: int) -> str:
     return error["message"]
 
 
+@pytest.mark.slow
 def test_a_group_over_two_hosts_dies_together_and_lives_again_when_all_are_there(tmp_path: Path) -> None:
     with two_hosts(tmp_path, "--pp", "2") as it:
         tokens = answer(it)
@@ -163,6 +165,7 @@ def test_a_host_that_finds_nobody_ends_at_its_deadline(tmp_path: Path) -> None:
         assert error_line(server).startswith(line)
 
 
+@pytest.mark.slow
 def test_a_leader_to_whom_nobody_comes_ends_at_its_deadline_and_is_not_healthy_until_then(tmp_path: Path) -> None:
     port, meeting = free_ports(2)
     with Fleet(tmp_path, engines=1) as fleet:
@@ -193,6 +196,7 @@ def test_flags_that_differ_between_hosts_are_named_and_the_leader_waits_for_who_
         eventually(it.leader.is_ready, within_s=START_S, what=lambda: it.leader.log)
 
 
+@pytest.mark.slow
 def test_two_hosts_with_one_node_rank_are_told(tmp_path: Path) -> None:
     with two_hosts(tmp_path, "--tp", "2") as it:
         second = Server(it.fleet.start("second", host_words(1, it.meeting, 0, ("--tp", "2")), port=0))

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import pytest
 from cluster import MODEL, Server, children_of, cluster, eventually, is_running
 
-from tandem.cli.fleet import Fleet, free_ports, serve_words
+from tandem.cli.fleet import Fleet, serve_words
+from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 POOL = ("--max-total-tokens", "8192")

@@ -1,12 +1,12 @@
 """However a model is spread over workers, it says the same tokens: tensor and pipeline parallel, alone and in pairs.
 
-Real processes with the bundled model; the reference is transformers. A sample of the combinations runs always, all of
-them with TANDEM_ALL_RANKS=1 (`make ranks`).
+Real processes with the bundled model; the reference is transformers. A sample of the combinations is in `make test`,
+all of them are in `make ranks`.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from cluster import Cluster, Server, cluster, eventually
@@ -19,7 +19,6 @@ NO_OVERLAP = ("--disable-overlap-schedule",)
 MIXED = ("--enable-mixed-chunk",)
 EXACT = ("--deterministic",)
 RETRY = ("--optimistic-prefill-policy", "retry")
-RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,12 @@ class Grid:
         return "-".join([f"tp{self.tp}", f"pp{self.pp}", *context, *(flag.strip("-") for flag in self.flags)])
 
 
+def slow(*values: object) -> list[Any]:  # pytest does not name the type
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 UNIFIED = (Grid(2, 1), Grid(1, 2, MIXED))
-MORE_UNIFIED = (
+MORE_UNIFIED = slow(
     Grid(4, 1),
     Grid(1, 4),
     Grid(2, 2),
@@ -53,13 +56,13 @@ MORE_UNIFIED = (
     Grid(2, 2, EXACT),
 )
 PAIRS = (
-    (Grid(2, 1), Grid(2, 1)),
     (Grid(1, 2, RETRY), Grid(1, 2)),
     (Grid(2, 1), Grid(1, 2)),
     (Grid(1, 1, cp=2), Grid(1, 1)),
     (Grid(2, 1, EXACT), Grid(1, 1, EXACT)),
 )
-MORE_PAIRS = (
+MORE_PAIRS = slow(
+    (Grid(2, 1), Grid(2, 1)),
     (Grid(2, 2), Grid(2, 2)),
     (Grid(4, 1), Grid(4, 1)),
     (Grid(1, 4), Grid(1, 4)),
@@ -95,7 +98,7 @@ def prompts() -> list[list[int]]:
     return real_prompts(NUM_PROMPTS)
 
 
-@pytest.mark.parametrize("grid", UNIFIED + MORE_UNIFIED * RUNS_ALL, ids=str)
+@pytest.mark.parametrize("grid", [*UNIFIED, *MORE_UNIFIED], ids=str)
 def test_one_engine_of_several_workers_says_what_transformers_says(prompts: list[list[int]], grid: Grid) -> None:
     with cluster(unified=True, flags=[*FLAGS, *grid.words]) as it:
         assert it.unified is not None
@@ -103,7 +106,7 @@ def test_one_engine_of_several_workers_says_what_transformers_says(prompts: list
         assert_idle([it.unified])
 
 
-@pytest.mark.parametrize("pair", PAIRS + MORE_PAIRS * RUNS_ALL, ids=lambda pair: "--".join(map(str, pair)))
+@pytest.mark.parametrize("pair", [*PAIRS, *MORE_PAIRS], ids=lambda pair: "--".join(map(str, pair)))
 def test_a_pair_of_several_workers_each_says_what_transformers_says(
     prompts: list[list[int]], pair: tuple[Grid, Grid]
 ) -> None:

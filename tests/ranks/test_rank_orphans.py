@@ -40,7 +40,10 @@ WORKERS = r"worker (TP0 PP[01]|TP1 PP0|TP0 CP[01] PP0)"  # of any of these serve
 rooms = count(1)
 
 
-@pytest.fixture(scope="module", params=CUTS)
+@pytest.fixture(
+    scope="module",
+    params=["pp2", "tp2 to pp2", *(pytest.param(it, marks=pytest.mark.slow) for it in ("tp2", "cp2 to tp2"))],
+)
 def it(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     prefill, decode = CUTS[request.param]
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill, decode_flags=[*STRICT, *decode]) as it:

@@ -1,10 +1,9 @@
 """State-space layers over several workers: each has the states of its heads and of its stage's layers, and sends them.
 
 The model is a small random Granite 4 with the tokenizer of the bundled one; the reference is transformers. Most of it
-runs with TANDEM_ALL_RANKS=1 only (`make ranks`).
+is in `make ranks` only.
 """
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,8 +18,8 @@ from transformers import PreTrainedModel
 POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128", "--max-total-tokens", "16384")
 ONE, TP2, PP2, BOTH = (), ("--tp", "2"), ("--pp", "2"), ("--tp", "2", "--pp", "2")
 TOGETHER = ("--dp", "2", "--tp", "2", "--enable-dp-attention")
-RUNS_ALL = os.environ.get("TANDEM_ALL_RANKS") == "1"
-PAIRS = [(TP2, ONE), *[(PP2, PP2), (BOTH, BOTH), (ONE, TP2), (BOTH, PP2), (TOGETHER, ONE)] * RUNS_ALL]
+MORE_PAIRS = [(PP2, PP2), (BOTH, BOTH), (ONE, TP2), (BOTH, PP2), (TOGETHER, ONE)]
+PAIRS = [(TP2, ONE), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS)]
 OUTPUT = 24
 
 
@@ -54,7 +53,7 @@ def test_a_pair_says_what_transformers_says(
         assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"
 
 
-@pytest.mark.skipif(not RUNS_ALL, reason="make ranks")
+@pytest.mark.slow
 def test_sides_with_other_stages_are_refused_and_the_field_is_named(granite: tuple[Path, PreTrainedModel]) -> None:
     flags = {"prefill_flags": PP2, "decode_flags": ("--strict-remote",)}
     with cluster(prefills=1, decodes=1, model=str(granite[0]), flags=POOL, **flags) as running:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from cluster import MODEL, START_S, Server, eventually, show_logs
 
-from tandem.cli.fleet import Fleet, Member, free_ports, serve_words
+from tandem.cli.fleet import Fleet, Member, serve_words
+from tandem.cli.ports import free_ports
 
 POOL = ("--max-total-tokens", "8192")
 ADDRESSES = ("127.0.0.1", "127.0.0.2")

@@ -10,7 +10,8 @@ import zmq
 
 from kv_subscriber import AllBlocksCleared, BlockRemoved, BlockStored, Subscriber
 from tandem.cli.failure import CommandFailed
-from tandem.cli.fleet import KvEventsFlags, free_ports
+from tandem.cli.fleet import KvEventsFlags
+from tandem.cli.ports import free_ports
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceRemoved,

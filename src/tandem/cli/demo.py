@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any  # JSON documents
 
 from tandem.cli.failure import CommandFailed
-from tandem.cli.fleet import Member, free_ports, serve_words, start_pd, temporary_fleet
+from tandem.cli.fleet import Member, serve_words, start_pd, temporary_fleet
+from tandem.cli.ports import free_ports
 
 MODEL = "tandem/mini"
 PROMPT = (  # of a kind that the bundled model has learned, and answers rightly

@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import http.client
 import os
-import random
 import shutil
 import signal
 import socket
@@ -27,27 +26,13 @@ import msgspec
 from tandem import kv_events_config
 from tandem.cli.failure import WRONG_USAGE, CommandFailed
 from tandem.cli.flags import add_flags
+from tandem.cli.ports import free_ports
 from tandem.server.processes import describe_exit, end_with_parent
 
-PORTS = range(20_000, 32_000)  # below what the kernel gives to outgoing connections
 POLL_S = 0.02
 PROBE_S = 1.0
 BACKLOG = 2048  # connections that wait for a router
 ERROR_MARK = "tandem: error: "
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nobody uses now. Drawn, so that two fleets that start together hardly meet."""
-    ports: list[int] = []
-    while len(ports) < count:
-        port = random.choice(PORTS)
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-        except OSError:
-            continue
-        if port not in ports:
-            ports.append(port)
-    return ports
 
 
 @dataclass(slots=True)

@@ -13,7 +13,15 @@ from tandem.cli.flags import add_flags, config_of
 from tandem.cli.model_source import find_model
 from tandem.config import ServerConfig, violations
 from tandem.engine.generation_config import read_sampling_defaults
-from tandem.engine.model_config import ModelConfig, ModelError, page_tokens, read_config, read_json
+from tandem.engine.model_config import (
+    ModelConfig,
+    ModelError,
+    check_heads,
+    check_layers,
+    page_tokens,
+    read_config,
+    read_json,
+)
 from tandem.flag_roles import impossible_with_states, without_effect, without_effect_on_encoders
 from tandem.sampling import SamplingDefaults
 from tandem.server import keys, logs
@@ -120,6 +128,8 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
     try:
         raw = read_json(model_dir / "config.json")
         model = read_config(model_dir, is_embedding=config.is_embedding)
+        check_heads(model.num_heads, 1 if config.enable_dp_attention else config.tp_size)
+        check_layers(model.num_layers, config.pp_size)
         takes_models = config.sampling_defaults == "model"
         defaults = read_sampling_defaults(model_dir) if takes_models else SamplingDefaults()
     except ModelError as error:

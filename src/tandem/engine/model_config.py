@@ -199,6 +199,18 @@ def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_e
     )
 
 
+def check_heads(num_heads: int, num_shards: int) -> None:
+    """Raises ModelError where a shard would have no attention head."""
+    if num_shards > num_heads:
+        raise ModelError(f"{num_heads} attention heads cannot be spread over {num_shards} shards; take fewer")
+
+
+def check_layers(num_layers: int, num_stages: int) -> None:
+    """Raises ModelError where a stage would have no layer."""
+    if num_stages > num_layers:
+        raise ModelError(f"{num_layers} layers cannot be spread over {num_stages} pipeline stages; take fewer")
+
+
 def page_tokens(config: ModelConfig) -> int:
     """Tokens of a page, unless told. Where a model has states each page has one: pages are as large as it takes for
     keys and values to be as many numbers, but not larger than a usual chunk of a prompt.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.kv_parts import holders, kv_heads_of, share
-from tandem.engine.documents import ModelError
+from tandem.engine.model_config import check_heads, check_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +221,7 @@ class HeadShard:
         """Whole groups of query heads go with their KV head where there are enough KV heads; else several shards
         have the same KV head and each a part of its query heads. Raises ModelError for more shards than heads.
         """
-        if shard.size > num_heads:
-            raise ModelError(f"{num_heads} attention heads cannot be spread over {shard.size} shards; take fewer")
+        check_heads(num_heads, shard.size)
         heads_per_group = num_heads // num_kv_heads
         kv = kv_heads_of(shard.rank, shard.size, num_kv_heads)
         if shard.size <= num_kv_heads:
@@ -246,6 +245,5 @@ class HeadShard:
 
 def layers_of(stage: Shard, num_layers: int) -> range:
     """The layers of one pipeline stage. Raises ModelError for more stages than layers."""
-    if stage.size > num_layers:
-        raise ModelError(f"{num_layers} layers cannot be spread over {stage.size} pipeline stages; take fewer")
+    check_layers(num_layers, stage.size)
     return range(num_layers)[stage.part(num_layers)]

@@ -41,7 +41,7 @@ from tandem.simulator.model_check.world import (
     is_calm,
     spend,
 )
-from tandem.simulator.model_check.worlds import SMALL_WORLDS
+from tandem.simulator.model_check.worlds import LARGE_WORLDS, SMALL_WORLDS
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import trace_step
 
@@ -284,9 +284,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tandem.simulator.model_check.exhaustive", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--depth", type=int, metavar="N", help="moves from the beginning (default: each world's own)")
-    parser.add_argument("--world", choices=[small.name for small in SMALL_WORLDS], help="only this one")
+    worlds = {small.name: small for small in (*SMALL_WORLDS, *LARGE_WORLDS)}
+    parser.add_argument("--world", choices=worlds, help="only this one (default: all that are small)")
     args = parser.parse_args(arguments)
-    founds = explore_all([small for small in SMALL_WORLDS if args.world in (None, small.name)], args.depth)
+    founds = explore_all(SMALL_WORLDS if args.world is None else [worlds[args.world]], args.depth)
     print(report(founds))
     return 1 if any(found.violation for found in founds) else 0
 

@@ -3,11 +3,27 @@
 All but the two with a depth below are searched to their very end: every interleaving, every fault at every point.
 """
 
+from msgspec import structs
+
 from tandem.core.settings import OptimisticPolicy
 from tandem.core.values import SECOND, Nanos
 from tandem.simulator.model_check.world import Fault, Small
 
 TO_THE_END = 200
+
+TIERS = Small(
+    "tiers",
+    TO_THE_END,
+    prompts=(5, 5, 5),
+    stories=(1, 2, 1),
+    in_turn=True,
+    max_new_tokens=1,
+    prefix_cache=True,
+    prefill_pages=2,
+    decode_pages=2,
+    host_pages=2,
+    faults=((Fault.ABORT, 1),),
+)
 
 SMALL_WORLDS = (
     # Two requests, and any half of them leaves, or never comes, at any moment.
@@ -99,21 +115,14 @@ SMALL_WORLDS = (
     Small("overlap", TO_THE_END, prompts=(4, 4), window_depth=2, max_new_tokens=3),
     # The same beginning twice: decode holds the whole second prompt, prefill a part of it, and pages are evicted.
     Small("cached", TO_THE_END, prompts=(5, 4), same_prompt=True, prefix_cache=True, prefill_pages=3, decode_pages=3),
-    # The first prompt comes again when the second has pushed it out to host memory: it is loaded, on both sides, or a
-    # copy fails, or whoever waits for it leaves.
-    Small(
-        "tiers",
-        TO_THE_END,
-        prompts=(5, 5, 5),
-        stories=(1, 2, 1),
-        in_turn=True,
-        max_new_tokens=1,
-        prefix_cache=True,
-        prefill_pages=2,
-        decode_pages=2,
-        host_pages=2,
-        faults=((Fault.ABORT, 1), (Fault.FAILURE, 1)),
-    ),
+    # The first prompt comes again when the second has pushed it out to host memory: it is loaded, on both sides, or
+    # whoever waits for it leaves ...
+    TIERS,
+    # ... or a copy, a batch or a pull fails.
+    structs.replace(TIERS, name="tiers and failures", faults=((Fault.FAILURE, 1),)),
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )
+
+# Searched where there is time, in `make hunt`.
+LARGE_WORLDS = (structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),)
