@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cluster import Server, bootstrap_port, children_of, cluster, eventually, halves, is_open
+from cluster import Server, bootstrap_port, children_of, cluster, eventually, halves
 
 from kv_subscriber import AllBlocksCleared, Subscriber, pages_of
 from tandem.cli.fleet import Fleet, Member
@@ -25,9 +25,9 @@ OTHER = list(range(300, 341))
 def free_run(count: int) -> int:
     """The first of so many free ports in a row."""
     while True:
-        (first,) = free_ports(1)
-        if not any(map(is_open, range(first + 1, first + count))):
-            return first
+        ports = free_ports(count)
+        if ports == list(range(ports[0], ports[0] + count)):
+            return ports[0]
 
 
 def flag_for(port: int, replay_port: int, **more: object) -> str:
