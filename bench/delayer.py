@@ -144,7 +144,7 @@ class ModelledWorker:
 
     def run(self, plan: BatchPlan) -> tuple[BatchOutcome, int]:
         outcome = self.executor.run(plan)
-        return outcome, self.costs.batch_ns(plan, len(self.executor.decode_set))
+        return outcome, self.costs.batch_ns(plan, len(self.executor.decoding))
 
     def close(self) -> None:
         pass

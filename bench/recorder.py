@@ -63,7 +63,7 @@ class Recorded(Bench):
 
     def start(self) -> LastSteps:
         self.arrive(1, self.num_rows)
-        while len(self.node.state.decode_set) < self.num_rows or self.node.state.joins:
+        while self.node.state.micro_batches.num_members < self.num_rows or self.node.state.micro_batches.joining:
             self.turn()
         kept = LastSteps(Path("never-written"), self.node.state.settings, self.node)
         self.observers = (kept,)

@@ -109,7 +109,7 @@ class Bench:
     def run(self) -> dict[str, float]:
         """Milliseconds per step, every row decoding in each."""
         self.arrive(1, self.num_rows)
-        while len(self.node.state.decode_set) < self.num_rows or self.node.state.joins:
+        while self.node.state.micro_batches.num_members < self.num_rows or self.node.state.micro_batches.joining:
             self.turn()
         self.arrive(self.num_rows + 1, self.num_waiting)
         for _ in range(WARM_UP):
@@ -117,7 +117,7 @@ class Bench:
         gc.collect()
         gc.freeze()
         wall, cpu = map(sorted, zip(*(self.turn() for _ in range(self.num_steps)), strict=True))
-        assert len(self.node.state.decode_set) == self.num_rows
+        assert self.node.state.micro_batches.num_members == self.num_rows
         gc.unfreeze()
         half, most = self.num_steps // 2, self.num_steps * 99 // 100
         found = {"p50_ms": wall[half], "p99_ms": wall[most], "cpu_p50_ms": cpu[half], "cpu_p99_ms": cpu[most]}

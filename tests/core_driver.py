@@ -13,6 +13,7 @@ After every step the books of the node are recounted (`check`).
 import hashlib
 import struct
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -163,7 +164,7 @@ class Worker:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.tables: BatchTables[WorkerRequest] = BatchTables(PlainDecodeSet())
+        self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet))
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
         self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
@@ -186,24 +187,24 @@ class Worker:
         return self.tables.sequences
 
     @property
-    def decode_set(self) -> list[RequestId]:
-        return [member.request for member in self.tables.decode_set.members]
+    def decoding(self) -> list[RequestId]:
+        return [member.request for decode_set in self.tables.decode_sets.values() for member in decode_set.members]
 
     def break_off(self, plan: BatchPlan) -> None:
         """The forward pass raised: sets and tables have changed, nothing was sampled."""
         for span in self.tables.apply(plan):
             span.sequence.is_broken = True
-        for member in self.tables.decode_set.members if plan.decodes else ():
+        for member in self.tables.members(plan):
             member.is_broken = True
 
     def run(self, plan: BatchPlan) -> BatchOutcome:
         spans = self.tables.apply(plan)
         for span in spans:
             self.forward(span.sequence, span.start, span.stop)
-        for member in self.tables.decode_set.members if plan.decodes else ():
+        for member in self.tables.members(plan):
             self.forward(member, len(member.tokens) - 1, len(member.tokens))
-        out = [self.sample(sequence) for sequence in self.tables.sampling(spans, decodes=plan.decodes)]
-        hashes = self.tables.finish(spans, [token for token, _ in out], decodes=plan.decodes)
+        out = [self.sample(sequence) for sequence in self.tables.sampling(plan, spans)]
+        hashes = self.tables.finish(plan, spans, [token for token, _ in out])
         tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
         flags = bytes(flags for _, flags in out)
         told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
@@ -661,8 +662,9 @@ def check(replica: Replica) -> None:
             assert replica.wake_at <= progress.deadline
         else:
             assert progress.in_flight or progress.drains
-    assert all(node.requests[request].state is State.RUNNING for request in node.decode_set)
-    assert all(request in node.decode_set for request in node.joins)
+    assert all(node.requests[request].state is State.RUNNING for request in node.micro_batches.members)
+    assert all(one.joins.keys() <= one.members.keys() for one in node.micro_batches.each)
+    assert len(set(node.micro_batches.members)) == node.micro_batches.num_members, "each in one of them"
     assert all(node.requests[request].request.room == room for room, request in node.rooms.items())
     rows = node.results
     assert sorted([*rows.free_rows, *rows.owners.values()]) == list(range(rows.num_rows))
@@ -694,7 +696,7 @@ def check_pages(replica: Replica) -> None:
 
 def check_tables(replica: Replica, plan: BatchPlan) -> None:
     """The page tables with which a batch has just run are beginnings of the node's."""
-    members = replica.worker.decode_set if plan.decodes else ()
+    members = [member.request for member in replica.worker.tables.members(plan)]
     for request in [*(row.request for row in plan.rows), *members]:
         table = replica.worker.requests[request].pages
         assert table == replica.progress(request).pages[: len(table)]
@@ -710,7 +712,8 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert node.inflight == []
         assert node.timers == []
         assert replica.wake_at is None
-        assert (node.decode_set, node.joins, node.leaves, node.forgotten) == ({}, {}, [], [])
+        assert node.forgotten == []
+        assert all((one.members, one.joins, one.leaves) == ({}, {}, []) for one in node.micro_batches.each)
         assert node.pool.counts[PageState.OWNED] == node.pool.counts[PageState.QUARANTINED] == 0
         assert node.tree.num_pinned == 0
         assert node.host.copies == node.storage.prefetches == node.storage.operations == {}
@@ -719,7 +722,7 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         replica.worker.forget_first()
         assert replica.worker.orders == []
         assert replica.worker.requests == {}
-        assert replica.worker.decode_set == []
+        assert replica.worker.decoding == []
         assert replica.worker.readable == {}
 
 

@@ -244,6 +244,8 @@ lives = st.fixed_dictionaries(
         "max_running": st.sampled_from([1, 2, 4, 32]),
         "chunk_tokens": st.sampled_from([16, 48, 64]),
         "window_depth": st.sampled_from([1, 2, 3]),
+        "num_micro_batches": st.sampled_from([1, 2, 3]),
+        "min_micro_batch": st.sampled_from([1, 2]),
         "mixed_chunk": st.booleans(),
         "prefill_stall": st.sampled_from([None, {"max_ns": SECOND // 100, "min_tokens": 1}]),
         "prefix_cache": st.booleans(),

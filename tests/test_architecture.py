@@ -83,7 +83,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.disagg.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
     ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
-    *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state", "chunk_budget")),
+    *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state", "chunk_budget", "micro_batches")),
     *((f"core.disagg.{name}", "core.sides") for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering")),
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),

@@ -2,18 +2,18 @@
 
 `core/batch.py` says what a plan means; here it is done in exactly that order. Who computes the forward pass calls
 
-    spans = tables.apply(plan)                            leave, join, grow, then page tables and tokens of the rows
-    ...                                                   the forward pass, one token per `tables.sampling(...)`
-    hashes = tables.finish(spans, tokens, decodes=...)    the sampled tokens, and the pages that are full since
+    spans = tables.apply(plan)                      leave, join, grow, then page tables and tokens of the rows
+    ...                                             the forward pass, one token per `tables.sampling(...)`
+    hashes = tables.finish(plan, spans, tokens)     the sampled tokens, and the pages that are full since
 
 A forward pass that fails is not finished: tables and sets have changed, nothing was sampled.
 
 A worker keeps more of a request than this (sampling parameters, a script of what to say): it derives its class from
-`Sequence`. The decode set is a port, because the engine keeps its numbers as arrays.
+`Sequence`. A decode set is a port, because the engine keeps its numbers as arrays.
 """
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
@@ -116,7 +116,7 @@ def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | 
 
 
 class DecodeSet(Protocol[S]):
-    """The requests that get one token from every decoding batch, in join order."""
+    """The requests of one micro-batch: each gets a token from every batch that decodes it, in join order."""
 
     @property
     def members(self) -> Collection[S]: ...
@@ -169,8 +169,9 @@ class PlainDecodeSet(Generic[S]):
 class BatchTables(Generic[S]):
     """Owns the sequences of a worker. Raises PlanError; the requests of that batch are then in an unknown state."""
 
-    def __init__(self, decode_set: DecodeSet[S]) -> None:
-        self.decode_set = decode_set
+    def __init__(self, decode_sets: Mapping[int, DecodeSet[S]]) -> None:
+        """decode_sets: by micro-batch; one that is asked for is there, a `defaultdict` for example"""
+        self.decode_sets = decode_sets
         self.sequences: dict[RequestId, S] = {}
 
     def add(self, sequence: S) -> None:
@@ -178,29 +179,33 @@ class BatchTables(Generic[S]):
 
         A second time replaces it: its prompt was rendered anew, and no plan that named it is to come or under way.
         """
-        assert sequence.request not in self.decode_set, "a request that decodes keeps its prompt"
+        assert not any(sequence.request in of for of in self.decode_sets.values()), (
+            "a request that decodes keeps its prompt"
+        )
         self.sequences[sequence.request] = sequence
 
     def forget(self, requests: Iterable[int]) -> None:
         """Drop tokens and tables, and the place in the decode set. Unknown requests are ignored."""
         gone = set(requests)
-        self.decode_set.leave(gone)
+        for decode_set in self.decode_sets.values():
+            decode_set.leave(gone)
         for request in gone:
             self.sequences.pop(RequestId(request), None)
 
     def apply(self, plan: BatchPlan) -> list[Span[S]]:
         """Everything of a plan that comes before the forward pass. Returns what its rows are about, in order."""
+        decode_set = self.decode_sets[plan.micro_batch]
         if plan.leave:
-            self.decode_set.leave(set(plan.leave))
+            decode_set.leave(set(plan.leave))
         for join in plan.join:
             sequence = self._known(join.request)
             _extend(sequence, join.token)
             sequence.set_pages(join.first_page, join.pages)
-            self.decode_set.join(sequence)
+            decode_set.join(sequence)
         for grow in plan.grow:
             sequence = self._known(grow.request)
             sequence.set_pages(grow.first_page, grow.pages)
-            self.decode_set.refresh_table(sequence)
+            decode_set.refresh_table(sequence)
         return [self._span(row) for row in plan.rows]
 
     def _span(self, row: Row) -> Span[S]:
@@ -217,24 +222,34 @@ class BatchTables(Generic[S]):
             raise PlanError(f"request {request} is not known")
         return sequence
 
-    def sampling(self, spans: Values[Span[S]], *, decodes: bool) -> list[S]:
-        """Whose token comes when: one entry per row of the outcome."""
-        return [*(span.sequence for span in spans if span.samples), *(self.decode_set.members if decodes else ())]
+    def decoding(self, plan: BatchPlan) -> DecodeSet[S] | None:
+        """Who gets a token from this batch without a row of its plan. None: it has no decode rows."""
+        return self.decode_sets[plan.micro_batch] if plan.decodes else None
 
-    def finish(self, spans: Values[Span[S]], tokens: Values[int], *, decodes: bool) -> list[tuple[RequestId, PageHash]]:
+    def members(self, plan: BatchPlan) -> Collection[S]:
+        """Of the decode set, where the batch decodes it."""
+        decode_set = self.decoding(plan)
+        return () if decode_set is None else decode_set.members
+
+    def sampling(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[S]:
+        """Whose token comes when: one entry per row of the outcome."""
+        return [*(span.sequence for span in spans if span.samples), *self.members(plan)]
+
+    def finish(self, plan: BatchPlan, spans: Values[Span[S]], tokens: Values[int]) -> list[tuple[RequestId, PageHash]]:
         """The forward pass is done: `tokens` in the order of `sampling`. Returns pages with output that are full now.
 
         In row order. After a retraction spans run over pages that were told before: those are not told again.
         """
         ends = [(span.sequence, span.stop) for span in spans]
-        members = self.decode_set.members if decodes else ()
+        decode_set = self.decoding(plan)
+        members = () if decode_set is None else decode_set.members
         ends += [(member, len(member.tokens)) for member in members if len(member.tokens) % member.page_size == 0]
         hashes = [(sequence.request, h) for sequence, stop in ends for h in sequence.take_hashes(stop)]
         samplers = [span.sequence for span in spans if span.samples]
         for sequence, token in zip(samplers, tokens, strict=False):
             sequence.append(token)
-        if decodes:
-            self.decode_set.append(tokens[len(samplers) :])
+        if decode_set is not None:
+            decode_set.append(tokens[len(samplers) :])
         return hashes
 
 

@@ -63,6 +63,11 @@ class ServerConfig(DoorConfig):
         "stages that the layers are spread over, --tp-size workers each (pipeline parallel)",
         aliases=("--pp", "--pipeline-parallel-size"),
     )
+    pp_min_micro_batch_size: int = flag(
+        16,
+        "running requests that are worth a micro-batch of their own: as long as there are fewer for each stage they "
+        "decode in fewer micro-batches",
+    )
     attn_cp_size: int = flag(
         1,
         "ranks that share out the tokens of each batch of prompts and all hold their KV, --tp-size x --pp-size workers "
@@ -400,6 +405,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.enable_hierarchical_cache and c.kv_events_config is not None,
         "--kv-events-config tells of the KV pool only, so it excludes --enable-hierarchical-cache",
     ),
+    Rule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
     Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
     Rule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,

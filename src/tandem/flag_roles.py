@@ -40,6 +40,7 @@ ROLES: dict[str, Only] = {
     "--enable-fault-injection": Only((PREFILL, DECODE), "the test hooks concern pairs"),
     "--enable-mixed-chunk": DECODES,
     "--max-prefill-stall-ms": DECODES,
+    "--pp-min-micro-batch-size": DECODES,
     "--num-reserved-decode-tokens": DECODES,
     "--schedule-conservativeness": DECODES,
     "--enable-prefill-delayer": Only(
@@ -75,6 +76,7 @@ GENERATES = (  # flags that say something of how tokens are made, or become answ
     "--max-prefill-stall-ms",
     "--max-stored-responses",
     "--num-reserved-decode-tokens",
+    "--pp-min-micro-batch-size",
     "--reasoning-parser",
     "--sampling-defaults",
     "--schedule-conservativeness",
@@ -93,6 +95,11 @@ NEEDS: tuple[Need, ...] = (
         "--cluster-secret-file",
         lambda c: c.role != "unified" or c.nnodes > 1,
         "is for prefill and decode servers, and for servers on several hosts: others have no peers",
+    ),
+    Need(
+        "--pp-min-micro-batch-size",
+        lambda c: c.pp_size > 1 and not c.disable_overlap_schedule,
+        "needs several pipeline stages and batches that overlap: give --pp-size",
     ),
     Need("--dist-timeout", lambda c: c.nnodes > 1, "is for servers on several hosts: give --nnodes"),
     Need("--load-balance-method", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),

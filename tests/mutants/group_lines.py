@@ -93,15 +93,15 @@ GROUP_BREAKS = (
     WholeBreak(
         "steady_batch_runs_ahead_of_its_tokens",
         LATE,
-        "if plan.decodes or plan.join or",
-        "if plan.join or",
+        "[batch.shares_decode_set(plan) or batch.touches(requests) for batch",
+        "[batch.touches(requests) for batch",
         "a worker decodes on without the tokens that another one has sampled",
     ),
     WholeBreak(
         "prompt_runs_ahead_of_its_own_token",
         LATE,
-        "return not any(row.request in sampled for row in plan.rows)",
-        "return True",
+        "[batch.shares_decode_set(plan) or batch.touches(requests) for batch",
+        "[batch.shares_decode_set(plan) for batch",
         "a prompt that runs again does not wait for the token of its first time",
     ),
     WholeBreak(

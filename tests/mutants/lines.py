@@ -35,6 +35,7 @@ class Break(Edit):
 OPTIMISTIC = "unit/test_core_optimistic.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
+MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
 SERVED = "e2e_cpu/test_serve_unified.py::test_"
 ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
@@ -657,6 +658,56 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # Micro-batches
+    Break(
+        "stages_share_one_micro_batch",
+        "server/node/settings.py",
+        "num_micro_batches=1 if config.disable_overlap_schedule else config.pp_size",
+        "num_micro_batches=1",
+        FLAGS + "each_pipeline_stage_has_a_micro_batch_unless_nothing_overlaps",
+    ),
+    Break(
+        "few_requests_are_divided_all_the_same",
+        "core/scheduler/micro_batches.py",
+        "count >= (found + 1) * least",
+        "count > found",
+        MICRO_BATCHES + "there_is_another_micro_batch_where_each_has_as_many_members_as_are_worth_it",
+    ),
+    Break(
+        "members_stay_when_others_have_left",
+        "core/scheduler/micro_batches.py",
+        "if self.num_open > before or self._difference >= UNEVEN:",
+        "if self.num_open > before:",
+        MICRO_BATCHES + "members_move_when_others_have_left_and_say_the_same_tokens",
+    ),
+    Break(
+        "one_micro_batch_has_all_turns",
+        "core/scheduler/micro_batches.py",
+        "self.next = (index + 1) % len(self.each)",
+        "self.next = index",
+        MICRO_BATCHES + "requests_are_shared_out_evenly_and_take_turns",
+    ),
+    Break(
+        "prompts_go_on_when_one_micro_batch_had_its_turn",
+        "core/scheduler/micro_batches.py",
+        "max((one.num_prompt_batches for one in self.each if one.members), default=0)",
+        "min((one.num_prompt_batches for one in self.each if one.members), default=0)",
+        MICRO_BATCHES + "prompts_let_every_micro_batch_have_its_turn",
+    ),
+    Break(
+        "who_waits_for_pages_keeps_the_other_micro_batch_waiting",
+        "core/scheduler/batch_planner.py",
+        "        if grow is not None:\n            return DecodeTurn(index, grow)\n    return None",
+        "        return None if grow is None else DecodeTurn(index, grow)\n    return None",
+        MICRO_BATCHES + "a_micro_batch_that_waits_for_pages_does_not_keep_the_other_waiting",
+    ),
+    Break(
+        "a_stage_waits_for_the_tokens_of_another_micro_batch",
+        "engine/late_tokens.py",
+        "self.plan.decodes and self.plan.micro_batch == plan.micro_batch and bool(changes)",
+        "self.plan.decodes and bool(changes)",
+        "unit/test_late_tokens.py::test_a_micro_batch_runs_ahead_of_the_tokens_of_another_one",
+    ),
     # a prompt that others are computing already (decision 027)
     Break(
         "questions_are_sent_before_answers_are_read",

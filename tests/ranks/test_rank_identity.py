@@ -18,6 +18,7 @@ FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
 NO_OVERLAP = ("--disable-overlap-schedule",)
 MIXED = ("--enable-mixed-chunk",)
 EXACT = ("--deterministic",)
+DIVIDED = ("--pp-min-micro-batch-size", "1")  # two who decode are in two micro-batches
 RETRY = ("--optimistic-prefill-policy", "retry")
 
 
@@ -43,20 +44,21 @@ def slow(*values: object) -> list[Any]:  # pytest does not name the type
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-UNIFIED = (Grid(2, 1), Grid(1, 2, MIXED))
+UNIFIED = (Grid(2, 1), Grid(1, 2, (*MIXED, *DIVIDED)))
 MORE_UNIFIED = slow(
     Grid(4, 1),
     Grid(1, 4),
-    Grid(2, 2),
+    Grid(1, 4, DIVIDED),
+    Grid(2, 2, DIVIDED),
     Grid(2, 2, NO_OVERLAP),
     Grid(1, 4, NO_OVERLAP),
     Grid(2, 2, MIXED),
     Grid(1, 1, MIXED, cp=2),
     Grid(2, 2, cp=2),
-    Grid(2, 2, EXACT),
+    Grid(2, 2, (*EXACT, *DIVIDED)),
 )
 PAIRS = (
-    (Grid(1, 2, RETRY), Grid(1, 2)),
+    (Grid(1, 2, RETRY), Grid(1, 2, DIVIDED)),
     (Grid(2, 1), Grid(1, 2)),
     (Grid(1, 1, cp=2), Grid(1, 1)),
     (Grid(2, 1, EXACT), Grid(1, 1, EXACT)),
@@ -65,9 +67,9 @@ MORE_PAIRS = slow(
     (Grid(2, 1), Grid(2, 1)),
     (Grid(2, 2), Grid(2, 2)),
     (Grid(4, 1), Grid(4, 1)),
-    (Grid(1, 4), Grid(1, 4)),
+    (Grid(1, 4), Grid(1, 4, DIVIDED)),
     (Grid(1, 2), Grid(1, 2, NO_OVERLAP)),
-    (Grid(2, 2, RETRY), Grid(2, 2, MIXED)),
+    (Grid(2, 2, RETRY), Grid(2, 2, (*MIXED, *DIVIDED))),
     # Cut differently: split and joined by heads, by layers, by both; and with heads that several workers have.
     (Grid(1, 1), Grid(2, 1)),
     (Grid(2, 1), Grid(1, 1)),
@@ -104,6 +106,21 @@ def test_one_engine_of_several_workers_says_what_transformers_says(prompts: list
         assert it.unified is not None
         assert_same_tokens(prompts, ask_each(it.unified, prompts), path="unified")
         assert_idle([it.unified])
+
+
+def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_each_says_alone() -> None:
+    prompts = [f"Tom has {n} apples and buys {n + 3} more. How many apples does he have?" for n in range(6)]
+    sampling = {"ignore_eos": True}
+    with cluster(unified=True, flags=[*FLAGS, "--pp", "2", *DIVIDED, *EXACT]) as it:
+        server = it.unified
+        assert server is not None
+        assert server.state()["micro_batches"] == [0, 0]
+        alone = [server.generate(one, max_new_tokens=300, sampling_params=sampling)["output_ids"] for one in prompts]
+        streams = [server.stream(one, max_new_tokens=300, sampling_params=sampling) for one in prompts]
+        eventually(lambda: server.state()["micro_batches"] == [3, 3], what=server.state)
+        together = [stream.rest()[-1]["output_ids"] for stream in streams]
+        assert together == alone
+        assert_idle([server])
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, *MORE_PAIRS], ids=lambda pair: "--".join(map(str, pair)))

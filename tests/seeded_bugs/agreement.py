@@ -16,9 +16,9 @@ from tandem.core.values import ShardId
 def batch_number_is_skipped() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
+    def launch(node_state, rows, decode):
         node_state.forward_ct += node_state.forward_ct % 50 == 49
-        original(node_state, rows, grow)
+        original(node_state, rows, decode)
 
     with replaced(batch_planner, "launch", launch):
         yield
@@ -28,8 +28,8 @@ def batch_number_is_skipped() -> Iterator[None]:
 def node_takes_its_decode_set_for_sorted() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
-        original(node_state, rows, grow)
+    def launch(node_state, rows, decode):
+        original(node_state, rows, decode)
         flight = node_state.inflight[-1]
         flight.members = tuple(sorted(flight.members))
 

@@ -1,6 +1,7 @@
 """Seeded bugs of plans and of what comes back."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from msgspec import structs
 
@@ -14,10 +15,10 @@ from tandem.core.worker_group import WorkerGroup
 def iteration_is_used_twice() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
-        if node_state.forward_ct and grow is not None:
+    def launch(node_state, rows, decode):
+        if node_state.forward_ct and decode is not None:
             node_state.forward_ct -= 1
-        original(node_state, rows, grow)
+        original(node_state, rows, decode)
 
     with replaced(batch_planner, "launch", launch):
         yield
@@ -27,8 +28,8 @@ def iteration_is_used_twice() -> Iterator[None]:
 def iteration_of_a_mixed_window_is_that_of_the_batch_before() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
-        original(node_state, rows, grow)
+    def launch(node_state, rows, decode):
+        original(node_state, rows, decode)
         if len(node_state.inflight) > 1 and rows:
             plan = node_state.out[-1].plan
             node_state.out[-1] = LaunchBatch(structs.replace(plan, iteration=plan.iteration - 1))
@@ -42,9 +43,10 @@ def iteration_of_a_mixed_window_is_that_of_the_batch_before() -> Iterator[None]:
 def leaving_the_decode_set_is_not_told() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
-        node_state.leaves = []
-        original(node_state, rows, grow)
+    def launch(node_state, rows, decode):
+        for micro_batch in node_state.micro_batches.each:
+            micro_batch.leaves = []
+        original(node_state, rows, decode)
 
     with replaced(batch_planner, "launch", launch):
         yield
@@ -54,8 +56,8 @@ def leaving_the_decode_set_is_not_told() -> Iterator[None]:
 def grown_page_is_not_told() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
-        original(node_state, rows, grow and grow[1:])
+    def launch(node_state, rows, decode):
+        original(node_state, rows, decode and replace(decode, grow=decode.grow[1:]))
 
     with replaced(batch_planner, "launch", launch):
         yield

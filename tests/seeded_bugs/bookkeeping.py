@@ -106,7 +106,9 @@ def snapshot_forgets_the_streak() -> Iterator[None]:
 
     def restore(cls, snapshot):
         restored = original(cls, snapshot)
-        restored.stash, restored.consecutive_prefills = {}, 0
+        restored.stash = {}
+        for micro_batch in restored.micro_batches.each:
+            micro_batch.num_prompt_batches = 0
         return restored
 
     with replaced(state.NodeState, "decode", classmethod(restore)):

@@ -66,9 +66,9 @@ def drained_request_is_never_forgotten() -> Iterator[None]:
 def forget_comes_after_the_next_batch() -> Iterator[None]:
     original = batch_planner.launch
 
-    def launch(node_state, rows, grow):
+    def launch(node_state, rows, decode):
         waiting, node_state.forgotten = node_state.forgotten, []
-        original(node_state, rows, grow)
+        original(node_state, rows, decode)
         node_state.forgotten = waiting
 
     with replaced(batch_planner, "launch", launch):
@@ -78,7 +78,7 @@ def forget_comes_after_the_next_batch() -> Iterator[None]:
 @mutant(3, "L6")
 def running_request_ends_as_soon_as_pages_are_short() -> Iterator[None]:
     def preempt_for_pages(node_state, num_pages):
-        batch_planner.fail_for_lack_of_pages(node_state, node_state.requests[next(iter(node_state.decode_set))])
+        batch_planner.fail_for_lack_of_pages(node_state, node_state.requests[node_state.micro_batches.members[0]])
         return True
 
     with replaced(batch_planner, "preempt_for_pages", preempt_for_pages):

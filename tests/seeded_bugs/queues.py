@@ -49,7 +49,7 @@ def resumed_request_gives_way_at_once() -> Iterator[None]:
 
     def settle_prompt_row(node_state, one, emitted, is_last, token, flags, extra):
         is_resumed = is_last and one.retractions and isinstance(one.side, Local) and one.state is State.COMPUTING
-        if is_resumed and node_state.decode_set:
+        if is_resumed and node_state.micro_batches.members:
             state.enter(node_state, one, request_state.Trigger.RUN)
             preemption.retract(node_state, one)
         else:

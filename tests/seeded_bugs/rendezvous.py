@@ -9,7 +9,8 @@ from seeded_bugs.base import mutant, replaced
 from tandem.core.commands import Tell
 from tandem.core.disagg import decode_side, optimistic_prefill, prefill_lookup, prefill_side, shard_progress, sides
 from tandem.core.disagg.messages import Release
-from tandem.core.scheduler import node, preemption, state
+from tandem.core.scheduler import node, preemption
+from tandem.core.scheduler.micro_batches import MicroBatches
 
 
 @mutant(4, "S4", "S5", "S19")
@@ -87,13 +88,13 @@ def retracted_request_waits_for_its_peer_again() -> Iterator[None]:
 
 @mutant(3, "S5")
 def first_token_of_a_retracted_request_is_lost() -> Iterator[None]:
-    original = state.leave_decode_set
+    original = MicroBatches.leave
 
-    def leave_decode_set(node_state, one):
-        original(node_state, one)
+    def leave(micro_batches, one):
+        original(micro_batches, one)
         one.untold_token = b""
 
-    with replaced(state, "leave_decode_set", leave_decode_set):
+    with replaced(MicroBatches, "leave", leave):
         yield
 
 

@@ -10,8 +10,9 @@ from tandem.simulator.model import MASK, cell_weight, content_of
 from tandem.simulator.oracle import Violation
 
 
-def plan(number: int, *, decodes: bool = False) -> BatchPlan:
-    return BatchPlan(BatchId(number), number, BatchKind.DECODE if decodes else BatchKind.PREFILL, decodes=decodes)
+def plan(number: int, *, decodes: bool = False, of: int = 0) -> BatchPlan:
+    kind = BatchKind.DECODE if decodes else BatchKind.PREFILL
+    return BatchPlan(BatchId(number), number, kind, decodes=decodes, micro_batch=of)
 
 
 TWO = Cut(tp_size=2)
@@ -42,17 +43,17 @@ def test_a_batch_has_returned_when_the_last_worker_has_returned_it() -> None:
     assert workers.is_idle
 
 
-def test_who_does_not_sample_runs_ahead_with_prompts_and_waits_for_tokens() -> None:
+def test_who_does_not_sample_runs_ahead_and_waits_for_the_tokens_of_its_own_micro_batch() -> None:
     workers, first, second = two_workers()
-    for order in (plan(1), plan(2), plan(3, decodes=True)):
+    for order in (plan(1), plan(2, decodes=True), plan(3), plan(4, decodes=True, of=1), plan(5, decodes=True)):
         workers.tell(order)
-    run(workers, second)
-    run(workers, second)
-    assert workers.next_batch(second) is None, "batch 2 has not been sampled"
+    for _ in range(4):
+        run(workers, second)
+    assert workers.next_batch(second) is None, "the batch before of that micro-batch has not been sampled"
     run(workers, first)
     assert workers.next_batch(second) is None
     run(workers, first)
-    assert workers.next_batch(second) == plan(3, decodes=True)
+    assert workers.next_batch(second) == plan(5, decodes=True)
 
 
 def test_workers_that_return_different_batches_are_a_violation() -> None:

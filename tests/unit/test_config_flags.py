@@ -305,6 +305,18 @@ def test_the_overlap_switch_reaches_the_node_of_every_role(mode: str) -> None:
     assert depths == [2, 1]
 
 
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+def test_each_pipeline_stage_has_a_micro_batch_unless_nothing_overlaps(mode: str) -> None:
+    words = ("--disaggregation-mode", mode, "--pp-size", "3")
+    made = [settings(parse(*words, *switch)) for switch in SWITCHES]
+    assert [(one.num_micro_batches, one.window_depth) for one in made] == [(3, 4), (1, 1)]
+    assert settings(parse("--disaggregation-mode", mode)).num_micro_batches == 1
+
+
+def test_the_size_of_micro_batches_reaches_the_node() -> None:
+    assert settings(parse("--pp-size", "2", "--pp-min-micro-batch-size", "3")).min_micro_batch == 3
+
+
 SWITCHES = ((), ("--disable-overlap-schedule",))
 
 

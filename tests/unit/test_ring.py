@@ -200,7 +200,7 @@ def test_no_secret_of_a_grant_is_in_the_records_of_a_pair() -> None:
 def handed_over(node: EngineNode) -> set[bytes]:
     """First tokens that a node knows."""
     found = [progress.untold_token for progress in node.state.requests.values()]
-    found += [join.token for join in node.state.joins.values()]
+    found += [join.token for one in node.state.micro_batches.each for join in one.joins.values()]
     for progress in node.state.requests.values():
         result = getattr(progress.side, "result", None) or getattr(
             getattr(progress.side, "arrival", None), "result", None

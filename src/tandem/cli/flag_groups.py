@@ -7,7 +7,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("max_running_requests", "mem_fraction_static", "tp_size", "disaggregation_mode", "policy"),
     ),
     "several workers": (
-        *("pp_size", "attn_cp_size", "dp_size", "enable_dp_attention", "load_balance_method"),
+        *("pp_size", "pp_min_micro_batch_size", "attn_cp_size"),
+        *("dp_size", "enable_dp_attention", "load_balance_method"),
         *("nnodes", "node_rank", "dist_init_addr", "dist_timeout"),
     ),
     "prefill and decode servers": (

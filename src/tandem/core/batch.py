@@ -1,8 +1,10 @@
 """One forward pass: what to run (`BatchPlan`) and what came of it (`BatchOutcome`). Both immutable, integers only.
 
-A worker keeps, per request, its tokens and its page table, and the ordered *decode set*: the requests that get one
-token from every batch with `decodes=True`. A plan carries changes, never the running set. It is applied in this
-order: `leave`, `join`, `grow`, then the forward pass over `rows` and, when `decodes`, over the decode set.
+A worker keeps, per request, its tokens and its page table, and the ordered *decode sets*: the requests that get one
+token from every batch with `decodes=True`, in as many micro-batches as the replica has pipeline stages, so that each
+stage has one to compute while the tokens of another are sampled. A plan speaks of one of these sets, and carries
+changes, never the set. It is applied in this order: `leave`, `join`, `grow`, then the forward pass over `rows` and,
+when `decodes`, over the decode set.
 
     page table    Row, Join and Grow say `first_page`: the table is cut to that length, then `pages` are appended.
     vectors       a row with `pools` ends its request: no token is sampled behind it, and the outcome brings what the
@@ -63,6 +65,7 @@ class BatchPlan(Struct, frozen=True, gc=False):
     kind: BatchKind
     rows: tuple[Row, ...] = ()
     decodes: bool = False
+    micro_batch: int = 0  # whose decode set it is that this batch changes and decodes
     join: tuple[Join, ...] = ()
     leave: tuple[RequestId, ...] = ()  # out of the decode set; tokens and page table are kept
     grow: tuple[Grow, ...] = ()

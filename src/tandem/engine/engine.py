@@ -1,18 +1,20 @@
 """Runs `BatchPlan`s: one worker's part of the model, one thread, synchronous. Decides nothing.
 
-What a plan does to tokens, page tables and the decode set is in `batch_tables.py`; here is the forward pass. A plan
-that speaks of pages or tokens that the engine does not have is a bug of the caller and raises; the requests of that
+What a plan does to tokens, page tables and decode sets is in `batch_tables.py`; here is the forward pass. A plan that
+speaks of pages or tokens that the engine does not have is a bug of the caller and raises; the requests of that
 batch are then in an unknown state, all others are untouched.
 
 deterministic=True: the logits of a row depend on its own tokens only (see `rows.py`), provided that the libraries
 below do their part, which needs an environment (`determinism.py`) and is measured at start (`self_check.py`).
 
 Of several workers all run the same plans in the same order, and one samples. The others take its tokens as late as
-they can (`late_tokens.py`): a batch of prompts that had no part in the batch before begins while that one is on later
-stages. So the chunks of a prompt follow each other through the pipeline, and nothing is asked of anybody on the way.
+they can (`late_tokens.py`): a batch whose requests had no part in the batch before begins while that one is on later
+stages. So the chunks of a prompt and the micro-batches of those who decode follow each other through the pipeline, and
+nothing is asked of anybody on the way.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
@@ -79,8 +81,8 @@ class Engine:
         state = model.kv_shape.state
         self._states = RecurrentStates(self.kv, state) if state is not None else None
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
-        self._decode_set = DecodeSet()
-        self._tables: BatchTables[Sequence] = BatchTables(self._decode_set)
+        self._decode_sets: defaultdict[int, DecodeSet] = defaultdict(DecodeSet)  # by micro-batch
+        self._tables: BatchTables[Sequence] = BatchTables(self._decode_sets)
         self._pipeline = pipeline
         self._ranks = ranks
         self._context = SharedPrompts(context, self._attention, self.kv)
@@ -107,8 +109,9 @@ class Engine:
 
     def forget(self, requests: Iterable[int]) -> None:
         """Drop tokens and tables, and the place in the decode set. Unknown requests are ignored."""
-        self._late_tokens.settle()
-        self._tables.forget(requests)
+        gone = set(requests)
+        self._late_tokens.before_forgetting(gone)
+        self._tables.forget(gone)
 
     @property
     def kernels(self) -> str:
@@ -129,7 +132,7 @@ class Engine:
         library.use(self._kernels)
         self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
-        batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
+        batch = RunBatch(plan, spans, self._tables.sampling(plan, spans))
         sampled, scores, vectors = self._forward(batch)
         if batch.samplers and sampled is None:
             self._late_tokens.wait_for(batch)
@@ -137,7 +140,7 @@ class Engine:
         sampled = sampled if sampled is not None else sample(torch.empty(0, 1), [], eos_ids=())
         if batch.samplers:
             self._pipeline.send_tokens(sampled.tokens)
-        hashes = self._tables.finish(spans, sampled.tokens.tolist(), decodes=plan.decodes)
+        hashes = self._tables.finish(plan, spans, sampled.tokens.tolist())
         return BatchOutcome(
             batch=plan.id,
             iteration=plan.iteration,
@@ -164,7 +167,7 @@ class Engine:
             if self._ranks.meet(0):
                 model.accompany()
             return None, (), ()
-        decode_set = self._decode_set if batch.decodes else None
+        decode_set = self._decode_sets[batch.plan.micro_batch] if batch.plan.decodes else None
         rows = self._batches.build(batch.spans, decode_set)
         self._ranks.meet(len(rows.token_ids))
         self.kv.clear(rows.pages_to_clear)

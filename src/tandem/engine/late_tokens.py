@@ -1,11 +1,13 @@
 """When a worker takes the tokens that another one samples: as late as it can.
 
-All workers of a replica run the same batches in the same order, and one samples. Another one begins a batch of prompts
-that had no part in the batches before without their tokens, and takes these when it cannot go on without them. What a
-simulation puts in the place of an engine follows the same rules, by this file.
+All workers of a replica run the same batches in the same order, and one samples. Another one begins a batch whose
+requests have no part in the batches before (prompts, another micro-batch of those who decode) without their tokens, and
+takes these when it cannot go on without them. What a simulation puts in the place of an engine follows the same rules,
+by this file.
 """
 
 from collections import deque
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,9 +31,18 @@ class TokenSource(Protocol):
 class RunBatch(Generic[S]):
     """What a forward pass was about."""
 
+    plan: BatchPlan
     spans: list[Span[S]]
     samplers: list[S]
-    decodes: bool
+
+    def touches(self, requests: Set[int]) -> bool:
+        """Whether it samples a token for one of them."""
+        return any(sequence.request in requests for sequence in self.samplers)
+
+    def shares_decode_set(self, plan: BatchPlan) -> bool:
+        """Whether the other plan changes or decodes the set that this batch decodes."""
+        changes = plan.decodes or plan.join or plan.leave or plan.grow
+        return self.plan.decodes and self.plan.micro_batch == plan.micro_batch and bool(changes)
 
 
 class LateTokens(Generic[S]):
@@ -48,19 +59,18 @@ class LateTokens(Generic[S]):
 
     def before(self, plan: BatchPlan) -> None:
         """Take what this batch cannot begin without. Raises WorkerGone."""
-        if not self._runs_ahead(plan):
-            self.settle()
+        requests = {row.request for row in plan.rows} | {join.request for join in plan.join}
+        wanted = [batch.shares_decode_set(plan) or batch.touches(requests) for batch in self._unsettled]
+        self._settle(wanted)
 
-    def settle(self) -> None:
-        """Take the tokens of all batches that have run. Raises WorkerGone."""
-        while self._unsettled:
+    def before_forgetting(self, requests: Set[int]) -> None:
+        """Take the tokens of those who are about to be dropped: their places tell whose the others are."""
+        self._settle([batch.touches(requests) for batch in self._unsettled])
+
+    def _settle(self, wanted: list[bool]) -> None:
+        """Up to the last batch that is wanted; and one, where there are too many."""
+        count = max((number for number, is_wanted in enumerate(wanted, 1) if is_wanted), default=0)
+        for _ in range(max(count, len(wanted) + 1 - MOST_UNSETTLED)):
             batch = self._unsettled.popleft()
             tokens = self._source.receive_tokens(len(batch.samplers))
-            self._tables.finish(batch.spans, tokens.tolist(), decodes=batch.decodes)
-
-    def _runs_ahead(self, plan: BatchPlan) -> bool:
-        """Whether this batch can begin without the tokens of those before it."""
-        if plan.decodes or plan.join or plan.leave or plan.grow or len(self._unsettled) == MOST_UNSETTLED:
-            return False
-        sampled = {sequence.request for batch in self._unsettled for sequence in batch.samplers}
-        return not any(row.request in sampled for row in plan.rows)
+            self._tables.finish(batch.plan, batch.spans, tokens.tolist())

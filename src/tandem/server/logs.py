@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
@@ -170,7 +171,7 @@ class BatchLog:
     decode_interval: int = DECODE_INTERVAL
     _forward_count: int = 0
     _launched: dict[BatchId, _Launched] = field(default_factory=dict)
-    _decode_set: set[RequestId] = field(default_factory=set)
+    _decode_sets: defaultdict[int, set[RequestId]] = field(default_factory=lambda: defaultdict(set))  # by micro-batch
     _known: dict[RequestId, int] = field(default_factory=dict)  # where the KV written so far by rows ends
     _num_decodes: int = 0
     _generated: int = 0  # tokens since the last decode line ...
@@ -194,7 +195,8 @@ class BatchLog:
                 case LaunchBatch(plan):
                     self._launch(plan, now)
                 case ForgetRequests(requests):
-                    self._decode_set.difference_update(requests)
+                    for decode_set in self._decode_sets.values():
+                        decode_set.difference_update(requests)
                     for request in requests:
                         self._known.pop(request, None)
                 case _:
@@ -204,8 +206,9 @@ class BatchLog:
         if not self._launched:
             self._busy_since = now
         self._forward_count = plan.iteration
-        self._decode_set.difference_update(plan.leave)
-        self._decode_set.update(join.request for join in plan.join)
+        decode_set = self._decode_sets[plan.micro_batch]
+        decode_set.difference_update(plan.leave)
+        decode_set.update(join.request for join in plan.join)
         cached = 0
         for row in plan.rows:
             cached += max(0, row.start - self._known.get(row.request, 0))  # KV that no row of ours has written
@@ -215,7 +218,7 @@ class BatchLog:
             new_tokens=sum(row.stop - row.start for row in plan.rows),
             cached_tokens=cached,
         )
-        self._launched[plan.id] = _Launched(plan, figures, len(self._decode_set) if plan.decodes else 0)
+        self._launched[plan.id] = _Launched(plan, figures, len(decode_set) if plan.decodes else 0)
 
     def _returned(self, outcome: BatchOutcome, now: Nanos) -> None:
         launched = self._launched.pop(outcome.batch, None)

@@ -563,7 +563,7 @@ class World:
         for worker in life.workers:
             plan = life.workers.next_batch(worker)
             if plan is not None:
-                num_decode_rows = len(worker.executor.tables.decode_set.members) + len(plan.join) if plan.decodes else 0
+                num_decode_rows = len(worker.executor.tables.members(plan)) + len(plan.join)
                 life.cost.slowdown = life.replica.slowdown
                 random = self.random if worker is life.workers.sampling else worker.random
                 duration_ns = life.cost.batch_ns(plan, num_decode_rows, random)

@@ -1,11 +1,15 @@
 """What the next batch is: prompt chunks first, as long as others may wait, else one token for every running request.
 
+Where the replica has several pipeline stages, those who run are divided into as many micro-batches, which take turns.
 Plans are made before the results of the batches in flight are known. A decode row refers to 'the last token of this
 request', so that costs nothing but one useless row when the token before turns out to be the last.
 """
 
+from dataclasses import dataclass
+
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
 from tandem.core.commands import LaunchBatch
+from tandem.core.scheduler.micro_batches import MicroBatch
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
@@ -15,11 +19,10 @@ from tandem.core.scheduler.state import (
     end,
     failure,
     forget_command,
-    leave_decode_set,
     make_room,
     pages_for,
 )
-from tandem.core.values import BatchId, Cause
+from tandem.core.values import BatchId, Cause, RequestId
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
 GIVING_BACK = (
@@ -46,49 +49,59 @@ def plan(node: NodeState) -> bool:
         rows: tuple[Row, ...] = ()
         budget = prompt_budget(node, others_wait=wants_decode)
         if budget:
-            may_begin = gate.may_begin(node, len(node.decode_set))
+            may_begin = gate.may_begin(node, node.micro_batches.num_members)
             rows = prompt_rows(node, budget, may_begin=may_begin)
             gate.note(node, len(rows))
-        grow: tuple[Grow, ...] | None = None
+        decode: DecodeTurn | None = None
         if wants_decode and (not rows or node.settings.mixed_chunk):
-            grow = decode_rows(node)
-        if not may_begin and not rows and grow is None and not node.inflight:  # nobody decodes after all
+            decode = next_decode(node)
+        if not may_begin and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
             gate.note(node, len(rows))
-        if not rows and grow is None:
+        if not rows and decode is None:
             break
-        launch(node, rows, grow)
+        launch(node, rows, decode)
     return len(node.queues[State.RUNNING]) < num_running
 
 
-def launch(node: NodeState, rows: tuple[Row, ...], grow: tuple[Grow, ...] | None) -> None:
-    """`grow` is None for a batch without decode rows. The iteration is frozen here, in plan and flight alike."""
-    decodes = grow is not None
+@dataclass(frozen=True, slots=True)
+class DecodeTurn:
+    """A micro-batch that can get its next tokens, and the pages that some of its members need for that."""
+
+    index: int
+    grow: tuple[Grow, ...]
+
+
+def launch(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) -> None:
+    """The iteration is frozen here, in plan and flight alike."""
     node.forward_ct += 1
-    node.consecutive_prefills = node.consecutive_prefills + 1 if rows and not decodes else 0
-    node.chunk_budget.launch(sum(row.stop - row.start for row in rows), decodes=decodes)
-    members = tuple(node.decode_set) if decodes else ()
+    batch = BatchPlan(BatchId(node.forward_ct), node.forward_ct, BatchKind.PREFILL, rows)
+    members: tuple[RequestId, ...] = ()
+    if decode is not None:
+        micro_batch = node.micro_batches.each[decode.index]
+        members = tuple(micro_batch.members)
+        join, leave = micro_batch.take_changes()
+        kind = BatchKind.MIXED if rows else BatchKind.DECODE
+        batch = BatchPlan(batch.id, batch.iteration, kind, rows, True, decode.index, join, leave, decode.grow)
+    take_turn(node, rows, decode)
     for request in members:
         progress = node.requests[request]
         progress.pending += 1
         progress.in_flight += 1
-    kind = BatchKind.MIXED if rows and decodes else BatchKind.DECODE if decodes else BatchKind.PREFILL
-    batch = BatchPlan(
-        id=BatchId(node.forward_ct),
-        iteration=node.forward_ct,
-        kind=kind,
-        rows=rows,
-        decodes=decodes,
-        join=tuple(node.joins.values()) if decodes else (),
-        leave=tuple(node.leaves),
-        grow=grow or (),
-    )
-    node.leaves = []
-    if decodes:
-        node.joins = {}
     node.inflight.append(InflightBatch(batch.id, batch.iteration, rows, members))
     forget_command(node)  # first: who has ended is still in the workers' decode set
     node.out.append(LaunchBatch(batch))
+
+
+def take_turn(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) -> None:
+    """Count what those who decode wait for behind prompts."""
+    if decode is None:
+        node.micro_batches.waited()
+    else:
+        node.micro_batches.decoded(decode.index)
+    num_tokens = sum(row.stop - row.start for row in rows)
+    all_had_turn = decode is not None and not node.micro_batches.longest_wait
+    node.chunk_budget.launch(num_tokens, all_had_turn=all_had_turn)
 
 
 def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
@@ -96,7 +109,7 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
     settings = node.settings
     if not others_wait:
         return settings.chunk_tokens
-    if node.consecutive_prefills >= settings.prefill_streak:
+    if node.micro_batches.longest_wait >= settings.prefill_streak:
         return 0
     return node.chunk_budget.tokens_while_others_wait(settings.prefill_stall, settings.chunk_tokens, settings.page_size)
 
@@ -144,22 +157,32 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
 
 
 def any_decodable(node: NodeState) -> bool:
-    """Take those out of the decode set whose last token is being sampled already; is anybody left?"""
+    """Take those out of the decode sets whose last token is being sampled already; is anybody left?"""
     done = [
         progress
-        for progress in map(node.requests.__getitem__, node.decode_set)
+        for progress in map(node.requests.__getitem__, node.micro_batches.members)
         if progress.generated + progress.pending >= progress.request.max_new_tokens
     ]
     for progress in done:
-        leave_decode_set(node, progress)
-    return bool(node.decode_set)
+        node.micro_batches.leave(progress)
+    return node.micro_batches.num_members > 0
 
 
-def decode_rows(node: NodeState) -> tuple[Grow, ...] | None:
+def next_decode(node: NodeState) -> DecodeTurn | None:
+    """Of the micro-batches, from the one whose turn it is, the first that can go on."""
+    node.micro_batches.balance(node.requests, node.settings.min_micro_batch)
+    for index in node.micro_batches.in_turn():
+        grow = decode_rows(node, node.micro_batches.each[index])
+        if grow is not None:
+            return DecodeTurn(index, grow)
+    return None
+
+
+def decode_rows(node: NodeState, micro_batch: MicroBatch) -> tuple[Grow, ...] | None:
     """Make sure that every member has a page for its next token. None: nobody is left, or pages have to come back."""
     page_size = node.settings.page_size
-    while node.decode_set:
-        members = map(node.requests.__getitem__, node.decode_set)
+    while micro_batch.members:
+        members = map(node.requests.__getitem__, micro_batch.members)
         # `lacks_page` without the call: this runs once per row and step
         short = [row for row in members if row.length + row.pending > len(row.pages) * page_size]
         if make_room(node, len(short)):
@@ -179,7 +202,7 @@ def grow(node: NodeState, progress: Progress) -> Grow:
 def preempt_for_pages(node: NodeState, num_pages: int) -> bool:
     """Too few pages for the next decode batch: push somebody back. False: pages are on their way, wait for them."""
     coming = sum(len(progress.pages) for progress in node.live(State.RETRACTING))
-    members = [node.requests[request] for request in node.decode_set]
+    members = [node.requests[request] for request in node.micro_batches.members]
     chosen = victims(members, num_pages - node.pool.num_free - coming)
     if chosen:
         for progress in chosen:

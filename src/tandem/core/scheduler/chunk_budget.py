@@ -20,7 +20,7 @@ class ChunkBudget:
 
     num_measured: int = 0  # tokens
     took_ns: Nanos = ZERO_NS
-    num_launched: int = 0  # prompt tokens since the last batch with decode rows
+    num_launched: int = 0  # prompt tokens since everybody who decodes had a turn
 
     @property
     def token_ns(self) -> Nanos:
@@ -35,8 +35,9 @@ class ChunkBudget:
             self.num_measured //= 2
             self.took_ns = Nanos(self.took_ns // 2)
 
-    def launch(self, num_tokens: int, *, decodes: bool) -> None:
-        self.num_launched = 0 if decodes else self.num_launched + num_tokens
+    def launch(self, num_tokens: int, *, all_had_turn: bool) -> None:
+        """all_had_turn: with this batch everybody who decodes has had one since the last batch of prompts"""
+        self.num_launched = 0 if all_had_turn else self.num_launched + num_tokens
 
     def tokens_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
         """0: it is the turn of those who decode."""

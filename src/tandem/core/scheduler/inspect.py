@@ -192,6 +192,7 @@ def state(node: EngineNode) -> dict[str, object]:
         "steps": own.steps,
         "forward_ct": own.forward_ct,
         "window": [{"batch": f.batch, "iteration": f.forward_iter} for f in own.inflight],
+        "micro_batches": [len(one.members) for one in own.micro_batches.each],
         "queues": {str(queue): [int(request) for request in ids] for queue, ids in own.queues.items()},
         "pages": {page_state.name.lower(): own.pool.counts[page_state] for page_state in PageState},
         "pages_by_request": {int(p.id): len(p.pages) for p in own.requests.values() if p.pages},  # cached ones too

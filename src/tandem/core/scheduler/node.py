@@ -74,7 +74,6 @@ from tandem.core.scheduler.state import (
     flush_cache,
     forget_command,
     forget_if_drained,
-    join_decode_set,
     record_closed_room,
     schedule,
     too_long,
@@ -342,7 +341,7 @@ def settle_prompt_row(
     elif is_last:
         enter(node, progress, Trigger.RUN)
         if take_token(node, progress, emitted, token, flags, extra):
-            join_decode_set(node, progress)
+            node.micro_batches.join(progress)
 
 
 def settle_vector(node: NodeState, progress: Progress, vector: bytes | None) -> None:
@@ -474,7 +473,7 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     goes_on = take_token(node, progress, emitted, first.token, first.flags, first.extra)
     emitted.flush(node)
     if goes_on:
-        join_decode_set(node, progress, token=first.token)
+        node.micro_batches.join(progress, token=first.token)
 
 
 def lose_peer(node: NodeState, event: PeerLost) -> None:

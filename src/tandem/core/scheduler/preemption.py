@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tandem.core.disagg.sides import Local
 from tandem.core.scheduler.request_state import Progress, Trigger
-from tandem.core.scheduler.state import NodeState, checkpoint, enter, give_back_if_idle, leave_decode_set
+from tandem.core.scheduler.state import NodeState, checkpoint, enter, give_back_if_idle
 
 
 def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
@@ -26,7 +26,7 @@ def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:
 
 def retract(node: NodeState, progress: Progress) -> None:
     checkpoint(node, progress)
-    leave_decode_set(node, progress)
+    node.micro_batches.leave(progress)
     progress.side = Local()  # if KV had arrived it was released: from here on it is computed here
     progress.retractions += 1
     node.counters.retractions += 1

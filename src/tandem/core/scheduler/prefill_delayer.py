@@ -152,7 +152,7 @@ def prefill_gate(settings: NodeSettings) -> PrefillGate:
 def on_snapshot_wanted(node: NodeState, number: int) -> None:
     """Another rank has prompts to begin."""
     if node.settings.delayer is not None:
-        snapshot = Delayer(node.settings.delayer).look(node, len(node.decode_set))
+        snapshot = Delayer(node.settings.delayer).look(node, node.micro_batches.num_members)
         node.out.append(GatherSnapshot(number, snapshot))
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tandem.core.batch import Join
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceRemoved,
@@ -38,6 +37,7 @@ from tandem.core.kv.tree import PrefixTree
 from tandem.core.request import Request
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
+from tandem.core.scheduler.micro_batches import MicroBatches
 from tandem.core.scheduler.request_state import (
     LIFECYCLE,
     SLOT_STATES,
@@ -121,6 +121,7 @@ class NodeState:
     results: ResultSlots
     host: HostTier
     storage: StorageTier
+    micro_batches: MicroBatches
     now: Nanos = ZERO_NS
     steps: int = 0
     requests: dict[RequestId, Progress] = field(default_factory=dict[RequestId, Progress])
@@ -129,11 +130,7 @@ class NodeState:
     inflight: list[InflightBatch] = field(default_factory=list[InflightBatch])
     forward_ct: int = 0
     attempts: int = 0  # transfers begun; never used twice, so an old OFFER of a room that is used again is told apart
-    consecutive_prefills: int = 0  # prompt batches in a row
     chunk_budget: ChunkBudget = field(default_factory=ChunkBudget)
-    decode_set: dict[RequestId, None] = field(default_factory=dict[RequestId, None])
-    joins: dict[RequestId, Join] = field(default_factory=dict[RequestId, Join])  # not told to the workers yet
-    leaves: list[RequestId] = field(default_factory=list[RequestId])
     timers: list[tuple[Nanos, RequestId]] = field(default_factory=list[tuple[Nanos, RequestId]])
     stash: dict[Room, Stashed] = field(default_factory=dict[Room, Stashed])
     tombstones: dict[Room, LastWord] = field(default_factory=dict[Room, LastWord])
@@ -156,6 +153,7 @@ class NodeState:
             ResultSlots.empty(settings.metadata_slots),
             HostTier.empty(settings.host_tier),
             StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
+            MicroBatches.empty(settings.num_micro_batches),
             queues={state: OrderedDict() for state in State if state is not State.DONE},
         )
 
@@ -449,29 +447,6 @@ def too_long(node: NodeState, request: Request) -> str | None:
     return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
 
 
-# --- the decode set --------------------------------------------------------------------------------------------------
-
-
-def join_decode_set(node: NodeState, progress: Progress, *, token: bytes = b"") -> None:
-    """From the next decode batch on, one token each."""
-    node.decode_set[progress.id] = None
-    first = progress.synced_pages
-    node.joins[progress.id] = Join(progress.id, first, tuple(progress.pages[first:]), token)
-    progress.synced_pages = len(progress.pages)
-
-
-def leave_decode_set(node: NodeState, progress: Progress) -> None:
-    if progress.id not in node.decode_set:
-        return
-    del node.decode_set[progress.id]
-    if progress.id in node.joins:
-        join = node.joins.pop(progress.id)
-        progress.synced_pages = join.first_page
-        progress.untold_token = join.token
-    else:
-        node.leaves.append(progress.id)
-
-
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -486,7 +461,7 @@ def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> F
 def end(node: NodeState, progress: Progress, verdict: FinishRequest | FailRequest) -> None:
     """The one terminal event. What batches and transfers still touch stays quarantined until it is drained."""
     node.out.append(verdict)
-    leave_decode_set(node, progress)
+    node.micro_batches.leave(progress)
     release_aborted_request(node, progress)
     node.results.maybe_release_metadata_buffer(progress.id)
     enter(node, progress, Trigger.END)
@@ -511,8 +486,7 @@ def forget_if_drained(node: NodeState, progress: Progress) -> None:
     del node.requests[progress.id]
     if progress.request.room is not None and node.rooms.get(progress.request.room) == progress.id:
         del node.rooms[progress.request.room]
-    if progress.id in node.leaves:
-        node.leaves.remove(progress.id)
+    node.micro_batches.forget(progress.id)
     node.forgotten.append(progress.id)
 
 

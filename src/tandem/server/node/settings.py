@@ -61,6 +61,8 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         max_queued=config.max_queued_requests,
         chunk_tokens=config.chunked_prefill_size,
         window_depth=1 if config.disable_overlap_schedule else config.pp_size + 1,
+        num_micro_batches=1 if config.disable_overlap_schedule else config.pp_size,
+        min_micro_batch=config.pp_min_micro_batch_size,
         mixed_chunk=config.enable_mixed_chunk,
         prefill_stall=prefill_stall(config),
         delayer=delayer_settings(config, topology) if config.enable_prefill_delayer else None,

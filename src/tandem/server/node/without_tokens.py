@@ -61,8 +61,8 @@ def snapshot_without_tokens(snapshot: bytes) -> bytes:
         progress.untold_token = bytes(len(progress.untold_token))
         progress.prompt_extras = [bytes(len(extra)) for extra in progress.prompt_extras]
         _mask_side(progress.side)
-    for request, join in state.joins.items():
-        state.joins[request] = _masked_join(join)
+    for micro_batch in state.micro_batches.each:
+        micro_batch.joins = {request: _masked_join(join) for request, join in micro_batch.joins.items()}
     for batch in state.inflight:
         batch.rows = tuple(map(_masked_row, batch.rows))
     return state.encode()

@@ -8,6 +8,7 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 """
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -170,7 +171,7 @@ class Executor:
     guard: MemoryGuard
     cells: tuple[int, ...] = ()  # of this shard; the one that has its number, unless told
     memory: ShardMemory = field(init=False)
-    tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(PlainDecodeSet()))
+    tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(defaultdict(PlainDecodeSet)))
     last_iteration: int = 0
 
     def __post_init__(self) -> None:
@@ -181,8 +182,10 @@ class Executor:
         return self.tables.sequences
 
     @property
-    def decode_set(self) -> list[RequestId]:
-        return [member.request for member in self.tables.decode_set.members]
+    def decoding(self) -> list[RequestId]:
+        """By micro-batch, each in join order."""
+        sets = sorted(self.tables.decode_sets.items())
+        return [member.request for _, decode_set in sets for member in decode_set.members]
 
     def add(self, request: RequestId, script: Script, prompt_hash: bytes) -> None:
         """What a real worker gets as `Payload`, before the node hears of the request. prompt_hash: `last_link`"""
@@ -198,7 +201,7 @@ class Executor:
             raise Violation("S24", f"iteration {plan.iteration} after {self.last_iteration}")
         self.last_iteration = plan.iteration
         spans = self._apply(plan)
-        members = self.tables.decode_set.members if plan.decodes else ()
+        members = self.tables.members(plan)
         rows = [*spans, *(Span(member, len(member.tokens) - 1, len(member.tokens), True) for member in members)]
         sampled: list[int] = []
         flags = bytearray()
@@ -210,7 +213,7 @@ class Executor:
                 self._sample(row.sequence, kv_sum, sampled, flags, invalid)
             if row.pools:
                 vectors.append((row.sequence.request, told_of(kv_sum)))
-        hashes = self.tables.finish(spans, sampled, decodes=plan.decodes)
+        hashes = self.tables.finish(plan, spans, sampled)
         if self.shard != 0:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
         tokens = array("i", sampled).tobytes()
@@ -229,7 +232,7 @@ class Executor:
         self.last_iteration = plan.iteration
         for span in self._apply(plan):
             span.sequence.is_broken = True
-        for member in self.tables.decode_set.members if plan.decodes else ():
+        for member in self.tables.members(plan):
             member.is_broken = True
 
     def _apply(self, plan: BatchPlan) -> list[Span[WorkerRequest]]:

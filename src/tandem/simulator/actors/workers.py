@@ -1,8 +1,8 @@
 """The workers of one simulated replica: each runs the node's batches over its own part of the KV, in its own time.
 
 They are told the same things in the same order. What each returns is made the one outcome of the batch by the product's
-own `WorkerGroup`. The first one samples for all: another one begins a batch that needs sampled tokens only when the
-first has returned the batch before, and runs ahead with one that does not, as stages do with the chunks of a prompt.
+own `WorkerGroup`. The first one samples for all: another one begins a decode batch only when the first has returned the
+one before of the same micro-batch, and runs ahead with all others, as stages do with the chunks of a prompt.
 """
 
 from collections import deque
@@ -28,6 +28,7 @@ class Worker:
     work: deque[Order] = field(default_factory=deque)
     is_working: bool = False
     held: BatchPlan | None = None  # would have returned, but for a hang
+    decoded: dict[int, int] = field(default_factory=dict[int, int])  # by micro-batch: the last iteration it began
 
     @property
     def is_idle(self) -> bool:
@@ -82,14 +83,16 @@ class Workers:
                     return None
                 worker.is_working = True
                 worker.work.popleft()
+                if order.decodes:
+                    worker.decoded[order.micro_batch] = order.iteration
                 return order
             worker.executor.forget(order)
             worker.work.popleft()
         return None
 
     def _waits_for_tokens(self, worker: Worker, plan: BatchPlan) -> bool:
-        first = self.sampling
-        return worker is not first and plan.decodes and first.executor.last_iteration < plan.iteration - 1
+        needed = worker.decoded.get(plan.micro_batch, 0) if plan.decodes else 0
+        return worker is not self.sampling and self.sampling.executor.last_iteration < needed
 
     def returned(self, worker: Worker, outcome: BatchOutcome) -> BatchOutcome | None:
         """The outcome of the batch when this was the last worker that it was waiting for."""

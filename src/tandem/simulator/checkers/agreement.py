@@ -60,10 +60,14 @@ class SameSet:
     id = "S21"
 
     def __init__(self) -> None:
-        self.members: defaultdict[Incarnation, dict[RequestId, None]] = defaultdict(dict)
+        # by micro-batch
+        self.members: defaultdict[Incarnation, defaultdict[int, dict[RequestId, None]]] = defaultdict(
+            lambda: defaultdict(dict)
+        )
 
     def launched(self, life: Life, command: LaunchBatch) -> None:
-        plan, members = command.plan, self.members[life.incarnation]
+        plan = command.plan
+        members = self.members[life.incarnation][plan.micro_batch]
         for request in plan.leave:
             members.pop(request, None)
         for join in plan.join:
@@ -76,9 +80,9 @@ class SameSet:
             raise Violation(self.id, f"{where(life)}: batch {plan.id} decodes {tuple(members)}, the node means {meant}")
 
     def forgot(self, life: Life, command: ForgetRequests) -> None:
-        members = self.members[life.incarnation]
-        for request in command.requests:
-            members.pop(request, None)
+        for members in self.members[life.incarnation].values():
+            for request in command.requests:
+                members.pop(request, None)
 
     def recount(self, life: Life) -> None:
         """When a worker has done all that it was told, it has these members and the node's page tables."""
@@ -87,12 +91,14 @@ class SameSet:
                 self._compare(life, worker.executor)
 
     def _compare(self, life: Life, executor: Executor) -> None:
-        members, state = self.members[life.incarnation], life.node.state
-        if executor.decode_set != list(members):
-            raise Violation(self.id, f"recount: {where(life)} decodes {executor.decode_set}, told {list(members)}")
+        state, told = life.node.state, sorted(self.members[life.incarnation].items())
+        members = [request for _, of_one in told for request in of_one]
+        if executor.decoding != members:
+            raise Violation(self.id, f"recount: {where(life)} decodes {executor.decoding}, told {members}")
+        joining = state.micro_batches.joining
         for progress in state.requests.values():
             sequence = executor.requests.get(progress.id)
-            if not progress.synced_pages or progress.id in state.joins or sequence is None:
+            if not progress.synced_pages or progress.id in joining or sequence is None:
                 continue
             if sequence.pages[: progress.synced_pages] != progress.pages[: progress.synced_pages]:
                 raise Violation(

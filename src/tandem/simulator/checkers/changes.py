@@ -110,9 +110,10 @@ class OneQueue:
         for request, queue in queued:
             if state.requests[request].state is not queue:
                 raise Violation(self.id, f"{where(life, request)} is in {queue} and is {state.requests[request].state}")
-        running = [request for request in state.decode_set if state.requests[request].state is not State.RUNNING]
-        if running:
-            raise Violation(self.id, f"{where(life, running[0])} is in the decode set and not running")
+        members = state.micro_batches.members
+        others = [request for request in members if state.requests[request].state is not State.RUNNING]
+        if others:
+            raise Violation(self.id, f"{where(life, others[0])} is in a decode set and not running")
 
 
 class Retries:

@@ -39,9 +39,9 @@ class NothingLeft:
             "quarantined pages": state.pool.counts[PageState.QUARANTINED],
             "pinned pages": state.tree.num_pinned,
             "batches in flight": len(state.inflight),
-            "decode rows": len(state.decode_set) + len(state.joins),
+            "decode rows": state.micro_batches.num_members,
             "requests of the workers": sum(len(worker.executor.requests) for worker in life.workers),
-            "decode rows of the workers": sum(len(worker.executor.decode_set) for worker in life.workers),
+            "decode rows of the workers": sum(len(worker.executor.decoding) for worker in life.workers),
             "grants": len(store.grants()),
             "pulls": sum(reader.puller.held().live_rooms for reader in store.readers),
         }

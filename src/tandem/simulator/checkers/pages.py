@@ -260,9 +260,10 @@ class TenantsApart:
     def recount(self, life: Life) -> None:
         """Whoever owns a page that the workers know is the one who is noted as its writer."""
         state, writers = life.node.state, self.writers[life.incarnation]
+        joining = state.micro_batches.joining
         for progress in state.requests.values():
             half = life.halves.get(progress.id)
-            if half is None or progress.id in state.joins:
+            if half is None or progress.id in joining:
                 continue
             for page in progress.pages[: progress.synced_pages]:
                 if state.pool.owners[page] == progress.id and writers.get(page) != half.ask.tenant:

@@ -107,7 +107,7 @@ class Stream:
     def settled(self, life: Life) -> None:
         """At the end of a step with tokens: whoever decodes on has given as many as its node believes."""
         requests, halves = life.node.state.requests, life.halves
-        for request in life.node.state.decode_set:
+        for request in life.node.state.micro_batches.members:
             if requests[request].generated != halves[request].tokens:
                 made, sent = requests[request].generated, halves[request].tokens
                 raise Violation(self.id, f"{where(life, request)} has made {made} tokens, and {sent} have left")

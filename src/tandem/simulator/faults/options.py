@@ -498,7 +498,9 @@ def _draw_settings(
     page_size = page_size or random.choice((1, 4, 8, 16))
     largest = ceil_div(workload.prompt_len_max + workload.output_len_max + 1, page_size)
     num_pages = int(largest * random.uniform(1.1, 2.0)) + 1 if "F12" in classes else largest * random.randrange(4, 12)
-    max_running = random.choice((2, 4, 8, 16))
+    max_running, max_queued = random.choice((2, 4, 8, 16)), random.choice((8, 64, 64))
+    chunk_tokens = max(page_size, random.choice((16, 32, 64)))
+    window_depth = random.choice((1, 2, 2))
     return NodeSettings(
         role=Role.UNIFIED,
         incarnation=Incarnation("", ""),
@@ -507,9 +509,11 @@ def _draw_settings(
         layout="layout",
         cut=Cut(tp_size=num_shards),
         max_running=max_running,
-        max_queued=random.choice((8, 64, 64)),
-        chunk_tokens=max(page_size, random.choice((16, 32, 64))),
-        window_depth=random.choice((1, 2, 2)),
+        max_queued=max_queued,
+        chunk_tokens=chunk_tokens,
+        window_depth=window_depth,
+        num_micro_batches=window_depth if num_shards > 1 else 1,
+        min_micro_batch=max_running // 8 + 1,
         mixed_chunk=random.random() < 0.3,
         prefix_cache=random.random() < 0.8,
         announces_cache=True,

@@ -100,7 +100,7 @@ class WorkerValue(Struct, frozen=True):
 
     slots: tuple[tuple[int, ...], ...]  # per page
     requests: tuple["WorkerRequestValue", ...] = ()
-    decode_set: tuple[RequestId, ...] = ()
+    decode_sets: tuple[tuple[RequestId, ...], ...] = ()  # by micro-batch
     last_iteration: int = 0
 
 
@@ -201,8 +201,9 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
         sequence.chain, sequence.num_reported = list(kept.chain), kept.num_reported
         sequence.pages, sequence.is_broken = list(kept.pages), kept.is_broken
         executor.tables.add(sequence)
-    for request in value.decode_set:
-        executor.tables.decode_set.join(executor.requests[request])
+    for micro_batch, members in enumerate(value.decode_sets):
+        for request in members:
+            executor.tables.decode_sets[micro_batch].join(executor.requests[request])
 
 
 def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
@@ -222,6 +223,9 @@ def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
             )
             for sequence in executor.requests.values()
         ),
-        tuple(member.request for member in executor.tables.decode_set.members),
+        tuple(
+            tuple(member.request for member in executor.tables.decode_sets[micro_batch].members)
+            for micro_batch in range(node.state.settings.num_micro_batches)
+        ),
         executor.last_iteration,
     )

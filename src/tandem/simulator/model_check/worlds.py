@@ -113,6 +113,16 @@ SMALL_WORLDS = (
     Small("pressure", TO_THE_END, prompts=(4, 4), decode_pages=3, max_new_tokens=3, prefix_cache=True),
     # Both run on decode, and the next batch is launched before the last one has returned.
     Small("overlap", TO_THE_END, prompts=(4, 4), window_depth=2, max_new_tokens=3),
+    # Both run on decode, each in a micro-batch of its own, and there are pages for one.
+    Small(
+        "stages",
+        TO_THE_END,
+        prompts=(4, 4),
+        window_depth=2,
+        num_micro_batches=2,
+        decode_pages=3,
+        max_new_tokens=3,
+    ),
     # The same beginning twice: decode holds the whole second prompt, prefill a part of it, and pages are evicted.
     Small("cached", TO_THE_END, prompts=(5, 4), same_prompt=True, prefix_cache=True, prefill_pages=3, decode_pages=3),
     # The first prompt comes again when the second has pushed it out to host memory: it is loaded, on both sides, or

@@ -4,6 +4,7 @@ In some of the others the DP ranks of all servers step together.
 Drawn apart from everything else: whatever else a seed is like does not depend on them.
 """
 
+from collections.abc import Mapping
 from random import Random
 from typing import Any  # values of flags
 
@@ -62,6 +63,12 @@ def draw_context(seed: int) -> Cut:
 
 def flags_of(cut: Cut) -> dict[str, int]:
     return {} if cut == UNCUT else {"tp_size": cut.tp_size, "pp_size": cut.pp_size, "attn_cp_size": cut.cp_size}
+
+
+def micro_batches(flags: Mapping[str, Any]) -> dict[str, int]:
+    """So that the few requests of a simulated cluster are enough for all of its stages. flags: of who decodes"""
+    has_several = flags.get("pp_size", 1) > 1 and not flags.get("disable_overlap_schedule")
+    return {"pp_min_micro_batch_size": 1} if has_several else {}
 
 
 def grid_of(seed: int) -> KvGrid:

@@ -10,6 +10,7 @@ others take its tokens as those of a real engine do (`engine/late_tokens.py`).
 
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,7 +173,7 @@ class PlainEngine:
         self._page_size = page_size
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._base_s, self._token_s = base_s, token_s
-        self._tables: BatchTables[Row] = BatchTables(PlainDecodeSet())
+        self._tables: BatchTables[Row] = BatchTables(defaultdict(PlainDecodeSet))
         self._shards = shards
         self._late_tokens = LateTokens(self._tables, shards.pipeline)
         self.fails_next = False
@@ -212,15 +213,16 @@ class PlainEngine:
         return Vocabulary(self._tokenizer, size=self._vocab_size)
 
     def forget(self, requests: Iterable[int]) -> None:
-        self._late_tokens.settle()
-        self._tables.forget(requests)
+        gone = set(requests)
+        self._late_tokens.before_forgetting(gone)
+        self._tables.forget(gone)
 
     def run(self, plan: BatchPlan) -> BatchOutcome:
         """Where another worker samples, there are no tokens. Raises WorkerGone."""
         began = time.monotonic_ns()
         self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
-        batch = RunBatch(spans, self._tables.sampling(spans, decodes=plan.decodes), plan.decodes)
+        batch = RunBatch(plan, spans, self._tables.sampling(plan, spans))
         if self.runs is not None:
             self.runs(plan, batch)
         following, vectors = self._forward(batch)
@@ -230,7 +232,7 @@ class PlainEngine:
         if batch.samplers:
             self._shards.send_tokens(following)
         flags = bytes(self._flag(row, token) for row, token in zip(batch.samplers, following, strict=True))
-        hashes = self._tables.finish(spans, following, decodes=plan.decodes)
+        hashes = self._tables.finish(plan, spans, following)
         flags = bytes(flag | self._end_of_grammar(row) for row, flag in zip(batch.samplers, flags, strict=True))
         return BatchOutcome(
             batch=plan.id,
@@ -270,7 +272,7 @@ class PlainEngine:
         """Write the KV of all rows, through their page tables. Returns the tokens of those that sample, and the vectors
         of those that pool.
         """
-        members = list(self._tables.decode_set.members) if batch.decodes else []
+        members = list(self._tables.members(batch.plan))
         rows = [(span.sequence, span.start, span.stop, span.samples) for span in batch.spans]
         rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
         handed_on = self._shards.from_stage_before(len(rows))

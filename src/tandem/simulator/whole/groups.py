@@ -91,7 +91,7 @@ class Groups:
 
 
 def digest_of(plan: BatchPlan, batch: RunBatch[Any]) -> bytes:
-    digest = blake2b(f"{plan.id} {plan.iteration} {batch.decodes}".encode(), digest_size=8)
+    digest = blake2b(f"{plan.id} {plan.iteration} {plan.decodes} {plan.micro_batch}".encode(), digest_size=8)
     rows = [(span.sequence, span.start, span.stop) for span in batch.spans]
     members = batch.samplers[sum(span.samples for span in batch.spans) :]
     for row, start, stop in (*rows, *((member, 0, len(member.tokens)) for member in members)):

@@ -12,7 +12,15 @@ from tandem.server.router.config import RouterConfig
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.cuts import draw_context, draw_cut, draw_cuts, draw_together, flags_of, grid_of
+from tandem.simulator.whole.cuts import (
+    draw_context,
+    draw_cut,
+    draw_cuts,
+    draw_together,
+    flags_of,
+    grid_of,
+    micro_batches,
+)
 from tandem.simulator.whole.network import LOCAL_CAPACITY, TCP_CAPACITY
 
 BOOTSTRAP_PORT = 8998
@@ -236,7 +244,8 @@ def draw_options(seed: int) -> Options:
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
     if not vectors:
-        (flags if is_unified else roles["decode"]).update(draw_stall(seed))
+        decoding = flags if is_unified else roles["decode"]
+        decoding |= draw_stall(seed) | micro_batches({**flags, **decoding})
     if formed:
         flags["max_total_tokens"] = max(FORMED_TOKENS, flags["max_total_tokens"])
     has_faults = random.random() < 0.8
