@@ -11,7 +11,9 @@ import msgspec
 import pytest
 
 from seeded_bugs import MUTANTS
-from tandem.core.events import RequestArrived
+from tandem.core.commands import FetchPages
+from tandem.core.events import Event, PagesCopied, RequestArrived
+from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.machine import Machine
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
@@ -19,6 +21,9 @@ from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId, Room
 from tandem.simulator.model_check.exhaustive import MACHINES, Found, entries, explore, explore_all, report
 from tandem.simulator.model_check.forks import world_state
+from tandem.simulator.model_check.reader import SHARD
+from tandem.simulator.model_check.replica_value import Draft
+from tandem.simulator.model_check.transitions import TRANSITIONS
 from tandem.simulator.model_check.worlds import SMALL_WORLDS, TO_THE_END
 
 DEPTH = int(os.environ.get("TANDEM_EXHAUSTIVE_DEPTH", "0"))
@@ -83,6 +88,29 @@ def test_a_broken_core_is_found(mutant: str, world: str, invariants: set[str]) -
     with MUTANTS[mutant].breaks():
         found = explore(WORLDS[world])
     assert found.violation.startswith(tuple(f"{world}: {invariant}: " for invariant in invariants)), found.violation
+
+
+def test_pages_from_storage_that_are_neither_kept_nor_freed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StorageTier, "finish_fetch", lambda *_: 0)
+    told = explore(WORLDS["storage"]).violation
+    assert told.startswith("storage: S17: "), told
+    assert "pages on their way" in told
+
+
+def test_what_was_written_before_a_side_died_is_fetched_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[tuple[object, ...]] = []
+    answers = TRANSITIONS["storage answers"]
+
+    def watched(draft: Draft) -> tuple[Event, ...] | None:
+        asked, events = draft.asked[0], answers(draft)
+        if isinstance(asked, FetchPages):
+            assert events == (PagesCopied(asked.copy, SHARD, len(asked.hashes)),)
+            fetched.append((draft.cast.name, draft.life.id, len(asked.hashes)))
+        return events
+
+    monkeypatch.setitem(TRANSITIONS, "storage answers", watched)
+    assert explore(WORLDS["storage"]).violation == ""
+    assert set(fetched) == {("prefill", "2", 1), ("decode", "2", 1)}, "by the second life of each"
 
 
 def test_a_violation_is_told_as_the_shortest_way_there() -> None:

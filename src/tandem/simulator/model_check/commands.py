@@ -10,12 +10,14 @@ from tandem.core.commands import (
     Command,
     EmitTokens,
     FailRequest,
+    FetchPages,
     FinishReason,
     FinishRequest,
     ForgetRequests,
     LaunchBatch,
     LearnPeer,
     LoadPages,
+    LookUpPages,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -23,6 +25,7 @@ from tandem.core.commands import (
     StartRequest,
     StorePages,
     Tell,
+    WritePages,
 )
 from tandem.core.disagg.messages import Message, Offer
 from tandem.core.settings import Role
@@ -54,6 +57,8 @@ def dispatch(draft: Draft, command: Command) -> None:
             draft.lender.revoke(request, attempt)
         case StorePages() | LoadPages():
             draft.copies.append(command)
+        case LookUpPages() | FetchPages() | WritePages():
+            draft.asked.append(command)
         case PullPages():
             draft.reader.pull(command)
         case CancelPull():

@@ -92,6 +92,7 @@ def world_state(snapshot: bytes, now: Nanos) -> bytes:
         _count_from(now, stashed)
     plain["asked"] = {address: at - now for address, at in plain["asked"].items()}
     _count_copies(now, plain["host"])
+    _count_storage(now, plain["storage"])
     _rank_uses(plain["tree"])
     return hashlib.blake2b(msgspec.msgpack.encode(plain), digest_size=16).digest()
 
@@ -107,6 +108,17 @@ def _count_copies(now: Nanos, host: dict[str, Any]) -> None:
     del host["counters"]
     for copy in host["copies"].values():
         copy["begun_at"] = min(now - copy["begun_at"], host["settings"]["load_timeout_ns"])
+
+
+def _count_storage(now: Nanos, storage: dict[str, Any]) -> None:
+    """An answer is late or it is not; a request still waits for so long."""
+    del storage["counters"]
+    for operation in storage["operations"].values():
+        operation["begun_at"] = min(now - operation["begun_at"], storage["settings"]["io_timeout_ns"])
+    for prefetch in storage["prefetches"].values():
+        for name in ("until", "waited_until"):
+            if prefetch[name] is not None:
+                prefetch[name] = max(0, prefetch[name] - now)
 
 
 def _rank_uses(tree: dict[str, Any]) -> None:

@@ -29,6 +29,7 @@ from tandem.simulator.model_check.replica_value import (
     Draft,
     Numbered,
     SmallReplica,
+    Stored,
     WorkerValue,
     frozen,
     frozen_host,
@@ -94,15 +95,15 @@ class Stage:
     def __post_init__(self) -> None:
         self.forks = Forks(self.cast.settings)
 
-    def begin(self, *, number: int, to_come: tuple[RequestId, ...]) -> int:
-        """A new life: an empty node and empty memory."""
+    def begin(self, *, number: int, to_come: tuple[RequestId, ...], stored: Stored = ()) -> int:
+        """A new life: an empty node and empty memory, and what the one before has written to storage."""
         settings = self.cast.settings
         life = Incarnation(self.cast.name, str(number))
         node = EngineNode(msgspec.structs.replace(settings, incarnation=life))
         node.step((), START)
         fork, _ = self.forks.keep(node, None)
         empty = (empty_page(settings.page_size),) * settings.num_pages
-        return self.known.number(SmallReplica(life, fork, WorkerValue(empty), to_come))
+        return self.known.number(SmallReplica(life, fork, WorkerValue(empty), to_come, stored=stored))
 
     def replica(self, index: int) -> SmallReplica:
         return self.known.values[index]
@@ -150,6 +151,8 @@ class Stage:
             list(replica.to_digest),
             list(replica.copies),
             {PageId(page): (page_hash, contents) for page, page_hash, contents in replica.host},
+            list(replica.asked),
+            dict(replica.stored),
             thaw_lender(replica.grants, inbox),
             thaw_reader(replica.reader, inbox),
             list(replica.lookups),
@@ -169,6 +172,8 @@ class Stage:
             tuple(draft.to_digest),
             tuple(draft.copies),
             frozen_host(draft),
+            tuple(draft.asked),
+            tuple(sorted(draft.stored.items())),
             frozen_lender(draft.lender),
             draft.reader.frozen(),
             tuple(draft.lookups),
@@ -232,6 +237,8 @@ class Stage:
             "worker requests": len(replica.worker.requests),
             "decode rows of the worker": sum(map(len, replica.worker.decode_sets)),
             "copies": len(state.host.copies) + len(replica.copies),
+            "questions to storage": len(state.storage.operations) + len(replica.asked),
+            "prefetches": len(state.storage.prefetches),
             "pages on their way": state.pool.counts[PageState.LOADING] + state.host.pool.counts[PageState.OWNED],
             "grants": len(replica.grants),
             "pulls": len(replica.reader.readings),

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar  # Any: an answer to a move, of any sha
 from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
-from tandem.core.commands import LoadPages, PublishPages, StorePages
+from tandem.core.commands import FetchPages, LoadPages, LookUpPages, PublishPages, StorePages, WritePages
 from tandem.core.disagg.messages import Message
 from tandem.core.events import Event
 from tandem.core.kv.pool import PageState
@@ -85,6 +85,10 @@ class SmallHalf(Struct, frozen=True):
     end: str = ""  # "finished", or the cause of the failure
 
 
+Stored = tuple[tuple[bytes, tuple[int, ...]], ...]
+"""Pages in storage, by hash: their contents."""
+
+
 class WorkerRequestValue(Struct, frozen=True):
     request: RequestId
     is_rendered_anew: bool
@@ -115,6 +119,8 @@ class SmallReplica(Struct, frozen=True):
     to_digest: tuple[PublishPages, ...] = ()
     copies: tuple[StorePages | LoadPages, ...] = ()
     host: tuple[tuple[int, bytes, tuple[int, ...]], ...] = ()  # host page, hash, contents
+    asked: tuple[LookUpPages | FetchPages | WritePages, ...] = ()  # of storage
+    stored: Stored = ()  # outlives the replica
     grants: tuple[GrantValue, ...] = ()
     reader: ReaderValue = NO_READER
     lookups: tuple[Address, ...] = ()
@@ -137,6 +143,8 @@ class Draft:
     to_digest: list[PublishPages]
     copies: list[StorePages | LoadPages]
     host: dict[PageId, tuple[bytes, tuple[int, ...]]]
+    asked: list[LookUpPages | FetchPages | WritePages]
+    stored: dict[bytes, tuple[int, ...]]
     lender: Lender[int]  # links are the reader's numbers
     reader: Reader
     lookups: list[Address]

@@ -6,12 +6,13 @@ the data plane has to say comes in order; between these three every order is pos
 """
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import cast
 
 import msgspec
 
 from tandem.core.batch import BatchPlan
-from tandem.core.commands import StorePages
+from tandem.core.commands import FetchPages, LookUpPages, StorePages, WritePages
 from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import (
     AbortRequested,
@@ -19,6 +20,7 @@ from tandem.core.events import (
     BatchReturned,
     Event,
     PagesCopied,
+    PagesFound,
     PeerLearned,
     PeerLost,
     PeerSaid,
@@ -101,6 +103,31 @@ def _pages_are_copied(draft: Draft) -> tuple[Event, ...]:
 
 def _copy_fails(draft: Draft) -> tuple[Event, ...]:
     return (PagesCopied(draft.copies.pop(0).copy, SHARD, 0, "no memory"),)
+
+
+def _storage_answers(draft: Draft) -> tuple[Event, ...]:
+    """The first thing that was asked of it, now. What has left host memory meanwhile is not written."""
+    match draft.asked.pop(0):
+        case LookUpPages(number, hashes):
+            there = takewhile(draft.stored.__contains__, hashes)
+            return (PagesFound(number, SHARD, sum(1 for _ in there)),)
+        case FetchPages(number, hashes, host_pages):
+            there = list(takewhile(draft.stored.__contains__, hashes))
+            for page_hash, host_page in zip(there, host_pages, strict=False):
+                draft.host[host_page] = page_hash, draft.stored[page_hash]
+            return (PagesCopied(number, SHARD, len(there)),)
+        case WritePages(number, hashes, host_pages):
+            held = [draft.host.get(host_page, (b"", ())) for host_page in host_pages]
+            there = list(takewhile(lambda pair: pair[0] == pair[1][0], zip(hashes, held, strict=True)))
+            draft.stored |= {page_hash: contents for page_hash, (_, contents) in there}
+            return (PagesCopied(number, SHARD, len(there)),)
+
+
+def _storage_fails(draft: Draft) -> tuple[Event, ...]:
+    asked, trouble = draft.asked.pop(0), "the disk is gone"
+    if isinstance(asked, LookUpPages):
+        return (PagesFound(asked.number, SHARD, 0, trouble),)
+    return (PagesCopied(asked.copy, SHARD, 0, trouble),)
 
 
 def _finds(draft: Draft, address: Address, peer: Incarnation, layout: str) -> tuple[Event, ...]:
@@ -225,6 +252,8 @@ TRANSITIONS: dict[str, Callable[..., tuple[Event, ...] | None]] = {
     "batch fails": _batch_fails,
     "pages are copied": _pages_are_copied,
     "copy fails": _copy_fails,
+    "storage answers": _storage_answers,
+    "storage fails": _storage_fails,
     "finds": _finds,
     "finds nobody": _finds_nobody,
     "hears": _hears,

@@ -13,7 +13,15 @@ from msgspec import Struct
 
 from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
-from tandem.core.settings import LoadFailurePolicy, NodeSettings, OptimisticPolicy, Role, TierSettings
+from tandem.core.settings import (
+    LoadFailurePolicy,
+    NodeSettings,
+    OptimisticPolicy,
+    PrefetchPolicy,
+    Role,
+    StorageSettings,
+    TierSettings,
+)
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
 from tandem.simulator.model_check.reader import Reading
@@ -72,6 +80,7 @@ class Small(Struct, frozen=True):
     prefill_pages: int = 4
     decode_pages: int = 6
     host_pages: int = 0  # on each side; 0: there is no host memory
+    prefetch: PrefetchPolicy | None = None  # below it, storage of each side; None: there is none
     max_running: int = 2
     metadata_slots: int = 2
     window_depth: int = 1
@@ -104,8 +113,14 @@ class Small(Struct, frozen=True):
             load_failure=self.load_failure,
             lease_ns=self.lease_ns,
             learn_peer_tries=self.learn_peer_tries,
-            host_tier=TierSettings(self.host_pages) if self.host_pages else None,
+            host_tier=self._host_tier(),
         )
+
+    def _host_tier(self) -> TierSettings | None:
+        if not self.host_pages:
+            return None
+        storage = StorageSettings(self.prefetch, min_pages=1) if self.prefetch is not None else None
+        return TierSettings(self.host_pages, storage=storage)
 
     def budget(self) -> FaultBudget:
         given = dict(self.faults)
@@ -213,6 +228,9 @@ class SmallWorld:
         if replica.copies:
             yield ("own", side, "pages are copied"), None
             yield ("own", side, "copy fails"), Fault.FAILURE
+        if replica.asked:
+            yield ("own", side, "storage answers"), None
+            yield ("own", side, "storage fails"), Fault.FAILURE
         if replica.work:
             yield ("own", side, "batch returns"), None
             yield ("own", side, "batch fails"), Fault.FAILURE
@@ -335,7 +353,7 @@ class SmallWorld:
     def _restart(self, world_state: WorldState, side: int) -> WorldState:
         """What this life has said may still be heard, then that it has ended; what was said to it is lost."""
         old = self.replica(world_state, side)
-        new = self.stages[side].begin(number=int(old.life.id) + 1, to_come=old.to_come)
+        new = self.stages[side].begin(number=int(old.life.id) + 1, to_come=old.to_come, stored=old.stored)
         fatal_message = (*self.ways.values[world_state[3 - side]], self.items.number(Item(old.life)))
         to_other, nothing = self.ways.number(fatal_message), self.ways.number(NOTHING)
         if side == PREFILL:

@@ -5,7 +5,7 @@ All but the two with a depth below are searched to their very end: every interle
 
 from msgspec import structs
 
-from tandem.core.settings import OptimisticPolicy
+from tandem.core.settings import OptimisticPolicy, PrefetchPolicy
 from tandem.core.values import SECOND, Nanos
 from tandem.simulator.model_check.world import Fault, Small
 
@@ -23,6 +23,21 @@ TIERS = Small(
     decode_pages=2,
     host_pages=2,
     faults=((Fault.ABORT, 1),),
+)
+
+STORAGE = Small(
+    "storage",
+    TO_THE_END,
+    prompts=(5, 5),
+    same_prompt=True,
+    in_turn=True,
+    max_new_tokens=1,
+    prefix_cache=True,
+    prefill_pages=2,
+    decode_pages=2,
+    host_pages=2,
+    prefetch=PrefetchPolicy.WAIT_COMPLETE,
+    faults=((Fault.RESTART, 1),),
 )
 
 SMALL_WORLDS = (
@@ -130,9 +145,14 @@ SMALL_WORLDS = (
     TIERS,
     # ... or a copy, a batch or a pull fails.
     structs.replace(TIERS, name="tiers and failures", faults=((Fault.FAILURE, 1),)),
+    # The same prompt comes again when a side has died in between: its page is in storage.
+    STORAGE,
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )
 
 # Searched where there is time, in `make hunt`.
-LARGE_WORLDS = (structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),)
+LARGE_WORLDS = (
+    structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),
+    structs.replace(STORAGE, name="storage and all", faults=((Fault.RESTART, 1), (Fault.FAILURE, 1), (Fault.ABORT, 1))),
+)
