@@ -124,11 +124,14 @@ def test_answers_that_push_each_other_back_are_those_of_each_alone(it: tuple[Ser
         return answer
 
     alone = [ask(prompt) for prompt in prompts]
-    forget_prefixes(it)
     before = metric(it[1], "sglang:num_retracted_requests_total")
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        assert list(pool.map(ask, prompts)) == alone
-    assert metric(it[1], "sglang:num_retracted_requests_total") > before
+    for _ in range(20):  # on a busy machine some may have ended before the others come
+        forget_prefixes(it)
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            assert list(pool.map(ask, prompts)) == alone
+        if metric(it[1], "sglang:num_retracted_requests_total") > before:
+            return
+    pytest.fail("nobody was ever pushed back")
 
 
 def test_one_room_is_no_proof_of_one_prompt(prefill: Server, decode: Server) -> None:

@@ -697,8 +697,8 @@ OTHERS = (
     Break(
         "who_waits_for_pages_keeps_the_other_micro_batch_waiting",
         "core/scheduler/batch_planner.py",
-        "        if grow is not None:\n            return DecodeTurn(index, grow)\n    return None",
-        "        return None if grow is None else DecodeTurn(index, grow)\n    return None",
+        "    for index in node.micro_batches.in_turn():",
+        "    for index in (next(node.micro_batches.in_turn()),):",
         MICRO_BATCHES + "a_micro_batch_that_waits_for_pages_does_not_keep_the_other_waiting",
     ),
     Break(
@@ -733,7 +733,7 @@ OTHERS = (
     Break(
         "what_was_launched_for_prompts_is_forgotten",
         "core/scheduler/chunk_budget.py",
-        "self.num_launched = 0 if decodes else self.num_launched + num_tokens",
+        "self.num_launched = 0 if all_had_turn else self.num_launched + num_tokens",
         "self.num_launched = 0",
         "unit/test_core_plans.py::test_prompts_take_as_long_as_those_who_decode_may_wait",
     ),
