@@ -191,3 +191,16 @@ def test_who_hangs_and_is_not_watched_breaks_the_invariant() -> None:
     life.vitals.is_watched = False
     with pytest.raises(Violation, match=r"L8.*no watchdog looks"):
         world.checkers.stalls.recount(life)
+
+
+def test_a_worker_that_hangs_again_a_moment_after_it_went_on_is_counted_anew() -> None:
+    """Between two ticks of the watchdog, which has its answer all the same."""
+    world = a_world()
+    life = hang(world, Hang.WORKER, duration_ns=15 * TICK_NS // 2)
+    run_for(world, 15 * TICK_NS // 2 + MILLISECOND)
+    assert life.vitals.hang is None
+    world.harm.hang(NAME, Hang.WORKER, duration_ns=12 * TICK_NS)
+    run_for(world, 20 * TICK_NS)
+    assert life.vitals.num_hangs == 2
+    assert is_healthy(world)
+    assert not world.watchdogs.fired

@@ -17,6 +17,7 @@ class Hang(StrEnum):
 @dataclass(slots=True)
 class Vitals:
     hang: Hang | None = None
+    num_hangs: int = 0  # this one included
     pings: int = 0  # how often the node has asked its worker
     echoes: int = 0  # how often that has answered
     questions: PulseQuestions = field(default_factory=PulseQuestions)

@@ -1,6 +1,6 @@
 """Who hangs is found in time, and nobody else is: the watchdog of a server, held against what really hangs."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tandem.core.stall_detector import SICK_TICKS, TICKS
@@ -14,11 +14,15 @@ from tandem.simulator.oracle import Violation
 LATE_TICKS = 2  # the tick in which it begins, and the one in which the answer is under way
 
 
+Standing = tuple[str, int]
+"""What stands still, and which of its kind."""
+
+
 @dataclass(slots=True)
 class Counted:
     """Ticks for which something has stood still in one life."""
 
-    ticks: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    ticks: dict[Standing, int] = field(default_factory=dict[Standing, int])
     before: int = 0  # the longest at the tick before: what goes on between two ticks is seen at the second
     unhealthy: int = 0  # ticks in a row
 
@@ -54,17 +58,19 @@ class Standstills:
         if at_most < SICK_TICKS and life.vitals.liveness.longest.is_sick:
             raise Violation(self.id, f"{where(life)} is unhealthy after {at_most} ticks without progress")
 
-    def _count(self, life: Life, before: dict[Hashable, int]) -> Iterator[tuple[Hashable, int]]:
-        """While the node is silent nobody knows what else goes on: that count stays."""
-        if life.vitals.hang is Hang.NODE:
-            yield from ((what, ticks) for what, ticks in before.items() if what is not Hang.NODE)
-            yield Hang.NODE, before.get(Hang.NODE, -1) + 1
+    def _count(self, life: Life, before: dict[Standing, int]) -> Iterator[tuple[Standing, int]]:
+        """While the node is silent nobody knows what else goes on: that count stays. A worker that hangs again has
+        answered in between."""
+        hang = life.vitals.hang
+        if hang is Hang.NODE:
+            yield from ((what, ticks) for what, ticks in before.items() if what[0] is not hang)
+            yield (hang, 0), before.get((hang, 0), -1) + 1
             return
         window = life.node.state.inflight
-        standing: list[Hashable] = [Hang.WORKER] if life.vitals.hang is Hang.WORKER else []
+        standing: list[Standing] = [(hang, life.vitals.num_hangs)] if hang is Hang.WORKER else []
         if life.store.dead:
-            standing.append("lost shards")  # what hung before went on as it died
-        for what in (*standing, *(flight.batch for flight in window[:1])):
+            standing.append(("lost shards", 0))  # what hung before went on as it died
+        for what in (*standing, *(("batch", flight.batch) for flight in window[:1])):
             yield what, before.get(what, -1) + 1
 
     def _bounds(self, counted: Counted) -> tuple[int, int]:

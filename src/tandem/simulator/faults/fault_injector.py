@@ -261,6 +261,7 @@ class FaultInjector:
             return
         self.world.count("F9")
         life.vitals.hang = what
+        life.vitals.num_hangs += 1
         life.store.is_frozen = what is Hang.WORKER
         if what is Hang.NODE:
             replica.paused_until = self.clock.time + duration_ns
