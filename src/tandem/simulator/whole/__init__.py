@@ -15,6 +15,7 @@ Router, API, node, worker and data plane run as they are, with asyncio, uvicorn,
     cuts.py             into how many workers the replicas of one seed are cut
     clients.py          requests as bytes, and what each of them has to end with
     faults.py           what goes wrong, drawn from the seed
+    disk.py             folders of pages that servers share and that outlive them
     starvation.py       a machine that has no process, thread or memory left for a while
     spies.py            what occurs, by name, for the test that everything does
     node_checks.py      the checkers of steps of the fast worlds, in every node process

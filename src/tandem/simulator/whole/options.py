@@ -9,6 +9,7 @@ from tandem.core.kv_parts import KvGrid
 from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
+from tandem.simulator.actors.storage import StorageFaults
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
@@ -44,6 +45,7 @@ DECODER, ENCODER = "decoder", "encoder"
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
+STORAGE_SPARED = 0.3  # of them
 STALLS_ONE_IN = 6
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
@@ -94,6 +96,7 @@ class Options:
     narrows: Narrows = Narrows()
     vectors: str = ""  # what makes them, decoder or encoder, where the server makes nothing else
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
+    disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
 
     @property
     def keys(self) -> tuple[str, str]:
@@ -216,6 +219,21 @@ def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _draw_storage(seed: int) -> tuple[dict[str, Any], StorageFaults]:
+    """A folder of pages below host memory, in some of the seeds that have that. From randomness of its own, too."""
+    random = Random(f"whole storage {seed}")
+    if random.random() < STORAGE_SPARED:
+        return {}, StorageFaults()
+    flags = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_dir": "/pages",
+        "hicache_storage_prefetch_policy": random.choice(("best_effort", "wait_complete", "timeout")),
+        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
+    }
+    kinds = [one.name for one in fields(StorageFaults)]
+    return flags, StorageFaults(**dict.fromkeys(random.sample(kinds, random.choice((0, 1, 2))), 0.1))
+
+
 def _draw_roles(random: Random) -> dict[str, dict[str, Any]]:
     """Flags of prefill and of decode."""
     prefill: dict[str, Any] = {}
@@ -241,6 +259,8 @@ def draw_options(seed: int) -> Options:
     together, delayer = draw_together(seed)
     vectors, vector_flags = ("", {}) if together else draw_vectors(seed, is_unified=is_unified)
     tier = {} if vectors else _draw_tier(seed, flags)
+    storage, disk = _draw_storage(seed) if tier else ({}, StorageFaults())
+    tier |= storage
     flags |= form_flags | draw_cut(seed) | tier | together | (delayer if is_unified else {}) | vector_flags
     roles["prefill"] |= delayer
     if not vectors:
@@ -276,6 +296,7 @@ def draw_options(seed: int) -> Options:
         routing=draw_routing(seed),
         narrows=draw_narrows(seed),
         grid=grid_of(seed),
+        disk=disk,
         **_draw_scarcity(random, has_faults=bool(kinds)),
     )
 

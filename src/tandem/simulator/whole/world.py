@@ -21,6 +21,8 @@ from typing import Any  # JSON documents
 
 from tandem.core.settings import NodeSettings
 from tandem.core.values import SECOND
+from tandem.server import worker_storage
+from tandem.server.api import facts as server_facts
 from tandem.server.node.record import records_at
 from tandem.server.processes import Launch
 from tandem.server.record_file import BrokenRecord, NothingWritten, StepRaised
@@ -34,6 +36,7 @@ from tandem.simulator.whole import cluster as servers
 from tandem.simulator.whole.clients import Answer, Ask, Keys, ask_at, draw_ask, simple
 from tandem.simulator.whole.cluster import PlainModel, Server
 from tandem.simulator.whole.collectives import collectives
+from tandem.simulator.whole.disk import Disk
 from tandem.simulator.whole.engine import PlainEngine
 from tandem.simulator.whole.faults import Faults
 from tandem.simulator.whole.forms import FormedAsk, Forms
@@ -90,6 +93,7 @@ class World:
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         self.cluster: Cluster = make_cluster(options, str(secret))
+        self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
         self.answers: list[Answer] = []
@@ -138,6 +142,7 @@ class World:
         instead = [
             (servers.worker_process, "SockTransfer", small),
             *self._narrowed(),
+            *((module, "DiskFolder", self.disk.open) for module in (server_facts, worker_storage)),
             *collectives(),
             *(spies(self.seen) if self.seen else ()),
         ]
