@@ -222,14 +222,9 @@ class BatchTables(Generic[S]):
             raise PlanError(f"request {request} is not known")
         return sequence
 
-    def decoding(self, plan: BatchPlan) -> DecodeSet[S] | None:
-        """Who gets a token from this batch without a row of its plan. None: it has no decode rows."""
-        return self.decode_sets[plan.micro_batch] if plan.decodes else None
-
     def members(self, plan: BatchPlan) -> Collection[S]:
-        """Of the decode set, where the batch decodes it."""
-        decode_set = self.decoding(plan)
-        return () if decode_set is None else decode_set.members
+        """Who gets a token from this batch without a row of its plan, in join order."""
+        return self.decode_sets[plan.micro_batch].members if plan.decodes else ()
 
     def sampling(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[S]:
         """Whose token comes when: one entry per row of the outcome."""
@@ -241,15 +236,15 @@ class BatchTables(Generic[S]):
         In row order. After a retraction spans run over pages that were told before: those are not told again.
         """
         ends = [(span.sequence, span.stop) for span in spans]
-        decode_set = self.decoding(plan)
-        members = () if decode_set is None else decode_set.members
-        ends += [(member, len(member.tokens)) for member in members if len(member.tokens) % member.page_size == 0]
+        ends += [
+            (member, len(member.tokens)) for member in self.members(plan) if len(member.tokens) % member.page_size == 0
+        ]
         hashes = [(sequence.request, h) for sequence, stop in ends for h in sequence.take_hashes(stop)]
         samplers = [span.sequence for span in spans if span.samples]
         for sequence, token in zip(samplers, tokens, strict=False):
             sequence.append(token)
-        if decode_set is not None:
-            decode_set.append(tokens[len(samplers) :])
+        if plan.decodes:
+            self.decode_sets[plan.micro_batch].append(tokens[len(samplers) :])
         return hashes
 
 

@@ -75,14 +75,15 @@ class DecodeTurn:
 def launch(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) -> None:
     """The iteration is frozen here, in plan and flight alike."""
     node.forward_ct += 1
-    batch = BatchPlan(BatchId(node.forward_ct), node.forward_ct, BatchKind.PREFILL, rows)
-    members: tuple[RequestId, ...] = ()
-    if decode is not None:
+    number, members = BatchId(node.forward_ct), tuple[RequestId, ...]()
+    if decode is None:
+        batch = BatchPlan(number, number, BatchKind.PREFILL, rows)
+    else:
         micro_batch = node.micro_batches.each[decode.index]
         members = tuple(micro_batch.members)
         join, leave = micro_batch.take_changes()
         kind = BatchKind.MIXED if rows else BatchKind.DECODE
-        batch = BatchPlan(batch.id, batch.iteration, kind, rows, True, decode.index, join, leave, decode.grow)
+        batch = BatchPlan(number, number, kind, rows, True, decode.index, join, leave, decode.grow)
     take_turn(node, rows, decode)
     for request in members:
         progress = node.requests[request]

@@ -25,17 +25,11 @@ TIERS = Small(
     faults=((Fault.ABORT, 1),),
 )
 
-STORAGE = Small(
-    "storage",
-    TO_THE_END,
+STORAGE = structs.replace(
+    TIERS,
+    name="storage",
     prompts=(5, 5),
-    same_prompt=True,
-    in_turn=True,
-    max_new_tokens=1,
-    prefix_cache=True,
-    prefill_pages=2,
-    decode_pages=2,
-    host_pages=2,
+    stories=(1, 1),
     prefetch=PrefetchPolicy.WAIT_COMPLETE,
     faults=((Fault.RESTART, 1),),
 )
