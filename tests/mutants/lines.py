@@ -667,6 +667,13 @@ OTHERS = (
         FLAGS + "each_pipeline_stage_has_a_micro_batch_unless_nothing_overlaps",
     ),
     Break(
+        "what_prompts_took_is_forgotten_when_one_micro_batch_had_its_turn",
+        "core/scheduler/batch_planner.py",
+        "all_had_turn = decode is not None and not node.micro_batches.longest_wait",
+        "all_had_turn = decode is not None",
+        MICRO_BATCHES + "what_prompts_may_take_is_counted_until_all_have_had_their_turn",
+    ),
+    Break(
         "few_requests_are_divided_all_the_same",
         "core/scheduler/micro_batches.py",
         "count >= (found + 1) * least",

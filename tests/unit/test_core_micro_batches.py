@@ -1,5 +1,7 @@
 """Those who decode are divided into micro-batches, which take turns: so that each pipeline stage has one to compute."""
 
+from typing import Any
+
 import pytest
 
 from core_driver import World, assert_nothing_is_held, expected_tokens
@@ -106,42 +108,40 @@ def test_members_move_when_others_have_left_and_say_the_same_tokens(depth: int) 
     assert_nothing_is_held(node)
 
 
-def test_prompts_let_every_micro_batch_have_its_turn() -> None:
+def plans_of_prompts_beside_two_who_decode(**settings: Any) -> list[BatchPlan]:
+    """What is launched while six prompts of 160 tokens come; each of the two is in a micro-batch of its own."""
     world = World()
-    node = world.unified(**SETTINGS, chunk_tokens=16, prefill_streak=2, num_pages=256)
-    running = [world.submit(node, prompt_len=16, max_new_tokens=90, seed=seed) for seed in range(2)]
+    node = world.unified(**SETTINGS, **settings, num_pages=256)
+    node.worker.token_ns = MILLISECOND
+    running = [world.submit(node, prompt_len=64, max_new_tokens=200, seed=seed) for seed in range(2)]
     world.run_until(lambda: all(node.state_of(one) is State.RUNNING for one in running))
     before = len(node.plans())
-    for seed in range(2, 8):
-        world.submit(node, prompt_len=160, max_new_tokens=1, seed=seed)
-    world.run()
+    prompts = [world.submit(node, prompt_len=160, max_new_tokens=1, seed=seed) for seed in range(2, 8)]
+    world.run_until(lambda: all(one in node.ended for one in prompts))
+    assert not any(one in node.ended for one in running), "they decode all the time"
     plans = node.plans()[before:]
-    last_prompt = max(index for index, plan in enumerate(plans) if plan.rows)
-    said = "".join("p" if plan.kind is BatchKind.PREFILL else str(plan.micro_batch) for plan in plans[:last_prompt])
+    world.run()
+    assert [node.tokens[one] for one in running] == [expected_tokens(64, 200, seed=seed) for seed in range(2)]
+    return plans[: 1 + max(index for index, plan in enumerate(plans) if plan.rows)]
+
+
+def test_prompts_let_every_micro_batch_have_its_turn() -> None:
+    plans = plans_of_prompts_beside_two_who_decode(chunk_tokens=16, prefill_streak=2)
+    said = "".join("p" if plan.kind is BatchKind.PREFILL else str(plan.micro_batch) for plan in plans)
     assert "ppp" not in said
     assert said.count("pp01pp") + said.count("pp10pp") > 5, "both, and then prompts again"
-    assert [node.tokens[one] for one in running] == [expected_tokens(16, 90, seed=seed) for seed in range(2)]
 
 
 def test_what_prompts_may_take_is_counted_until_all_have_had_their_turn() -> None:
-    world = World()
     stall = {"max_ns": 32 * MILLISECOND, "min_tokens": 1}
-    node = world.unified(**SETTINGS, chunk_tokens=64, num_pages=256, prefill_stall=stall)
-    node.worker.token_ns = MILLISECOND
-    running = [world.submit(node, prompt_len=64, max_new_tokens=90, seed=seed) for seed in range(2)]
-    world.run_until(lambda: all(node.state_of(one) is State.RUNNING for one in running))
-    before = len(node.plans())
-    for seed in range(2, 6):
-        world.submit(node, prompt_len=160, max_new_tokens=1, seed=seed)
-    world.run()
-    waited = {0: 0, 1: 0}
-    for plan in node.plans()[before:]:
-        num_tokens = sum(row.stop - row.start for row in plan.rows)
-        waited = {
-            one: 0 if plan.decodes and plan.micro_batch == one else sum_ + num_tokens for one, sum_ in waited.items()
-        }
-        if all(node.ended.get(one) is None for one in running):
-            assert max(waited.values()) <= 32
+    plans = plans_of_prompts_beside_two_who_decode(chunk_tokens=64, prefill_stall=stall)
+    for index in range(2):
+        waits = [0]
+        for plan in plans:
+            waits[-1] += sum(row.stop - row.start for row in plan.rows)
+            if plan.decodes and plan.micro_batch == index:
+                waits.append(0)
+        assert 16 <= max(waits) <= 32, "a millisecond for each token"
 
 
 def test_a_micro_batch_that_waits_for_pages_does_not_keep_the_other_waiting() -> None:
