@@ -15,8 +15,8 @@ from tandem.core.commands import Effects, LaunchBatch
 from tandem.core.events import BatchReturned, Event, RequestArrived
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
-from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Incarnation, Nanos, RequestId
+from tandem.core.settings import NodeSettings, Role, TierSettings
+from tandem.core.values import SECOND, Cut, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
 from tandem.server.node.flight import FORMAT, FlightRecorder, Head, Input, Output, read_segment, replay, segments_of
 from tandem.server.node.record import NoSuchStep, Record, records_at, replay_through, steps_from
@@ -497,6 +497,18 @@ def told(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     return printed.err
 
 
+HUGE = [
+    msgspec.structs.replace(SETTINGS, **changed)
+    for changed in (
+        {"num_pages": 1 << 50},
+        {"metadata_slots": 1 << 50},
+        {"num_micro_batches": 1 << 50},
+        {"cut": Cut(1 << 50)},
+        {"host_tier": TierSettings(1 << 50)},
+    )
+]
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -508,7 +520,8 @@ def told(path: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (5).to_bytes(4) + b"\xc6\xff\xff\xff\xff",
         b"\0\0\0\0" * 1000,
         frame(Head(FORMAT, -(1 << 62), SETTINGS, b"")),
-        frame(Head(FORMAT, 0, msgspec.structs.replace(SETTINGS, num_pages=1 << 50), EngineNode(SETTINGS).snapshot())),
+        *(frame(Head(FORMAT, 0, settings, EngineNode(SETTINGS).snapshot())) for settings in HUGE),
+        frame(Head(FORMAT, 0, SETTINGS, EngineNode(msgspec.structs.replace(SETTINGS, cut=Cut(1 << 50))).snapshot())),
         HEAD + frame(Input(Nanos(0), ())) + frame(Input(Nanos(0), ())),
     ],
 )

@@ -224,13 +224,37 @@ def restored(segment: Segment, make_node: Callable[[NodeSettings], Node]) -> Nod
     """Raises BrokenRecord."""
     settings, snapshot = segment.head.settings, segment.head.snapshot
     try:
-        if max(settings.num_pages, settings.metadata_slots) > len(snapshot):  # each has a byte in it, or more
-            raise ValueError(f"{settings.num_pages} pages in {len(snapshot)} bytes")
+        if (size := num_parts(settings)) > len(snapshot):  # each has a byte in it, or more
+            raise ValueError(f"settings of {size} parts in {len(snapshot)} bytes")
+        if _stated.decode(snapshot).settings != settings:
+            raise ValueError("it was taken with other settings")
         node = make_node(settings)
         node.restore(snapshot)
     except Exception as error:  # whatever settings and a snapshot of other code, or with a flipped bit, lead to
         raise BrokenRecord(f"{segment.path}: no node can be made of its snapshot ({error!r})") from error
     return node
+
+
+class Stated(Struct, frozen=True):
+    """What a snapshot says of its node's settings; the rest of it is skipped."""
+
+    settings: NodeSettings
+
+
+_stated = msgspec.msgpack.Decoder(Stated)
+
+
+def num_parts(settings: NodeSettings) -> int:
+    """The largest number of equal parts that a node is made of from its start, or goes through in a step."""
+    tier = settings.host_tier
+    num_host_pages = 0 if tier is None else tier.num_pages
+    return max(
+        settings.num_pages,
+        num_host_pages,
+        settings.metadata_slots,
+        settings.num_micro_batches,
+        settings.cut.num_shards,
+    )
 
 
 def replay(path: Path, make_node: Callable[[NodeSettings], Node]) -> Replay:
