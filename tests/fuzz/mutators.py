@@ -439,15 +439,18 @@ INTEGERS = (*EDGES, *EDGES_64, -1, -1, -2, -(1 << 31), -(1 << 63))
 
 
 def mutate_typed(random: Random, entry: bytes, other: bytes) -> bytes:
-    """Numbers, bytes and lists change, and texts come from elsewhere in the two entries. `entry` if it is no object."""
+    """Numbers, bytes and lists change, and texts come from elsewhere in the two entries.
+
+    What is no object, or nested too deeply to be walked through, changes as `mutate_msgpack` has it.
+    """
     try:
         tree, given = msgspec.msgpack.decode(entry), msgspec.msgpack.decode(other)
+        texts = [value for value in (*leaves(tree), *leaves(given)) if isinstance(value, str)]
+        for _ in range(random.choice((1, 1, 1, 2, 3))):
+            tree = change_one(random, tree, texts)
+        return msgspec.msgpack.encode(tree)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return mutate_msgpack(random, entry, other)
-    texts = [value for value in (*leaves(tree), *leaves(given)) if isinstance(value, str)]
-    for _ in range(random.choice((1, 1, 1, 2, 3))):
-        tree = change_one(random, tree, texts)
-    return msgspec.msgpack.encode(tree)
 
 
 def leaves(tree: Any) -> Iterator[Any]:
