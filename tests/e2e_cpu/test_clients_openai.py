@@ -5,7 +5,6 @@ by logprob. The SDK retries nothing here, so that every failure is seen.
 """
 
 import asyncio
-import time
 from functools import cache
 from typing import Any  # the SDK's parameters
 
@@ -376,15 +375,3 @@ def test_many_at_once_all_get_the_answer_of_one_engine(front: Server, reference:
 
     assert asyncio.run(ask_all()) == [text_of(chat(reference, question=question)) for question in questions]
     eventually(lambda: is_free(it), what=lambda: what_is_held(it))
-
-
-@pytest.mark.parametrize("name", ["tandem router", "unified"])
-def test_an_answer_on_a_kept_connection_does_not_wait_to_be_acknowledged(servers: dict[str, Server], name: str) -> None:
-    """With Nagle's algorithm on, its body would leave 40 ms after its head, when the client's delayed ACK comes."""
-    client, times = sdk(servers[name]), []
-    for _ in range(8):
-        began = time.perf_counter()
-        with pytest.raises(openai.BadRequestError):
-            chat(client, max_tokens=0)
-        times.append(time.perf_counter() - began)
-    assert min(times[1:]) < 0.03

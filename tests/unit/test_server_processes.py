@@ -33,6 +33,17 @@ from tandem.server.processes import (
     start_children,
     worker_environment,
 )
+from tandem.server.router.app import listen
+from tandem.server.router.config import RouterConfig
+
+
+def test_an_answer_does_not_wait_until_its_head_is_acknowledged() -> None:
+    """With Nagle's algorithm on, the second write of an answer waits 40 ms for the client's delayed acknowledgement."""
+    for listener in (bind_listeners(ServerConfig(model="tandem/mini", port=0)).http, listen(RouterConfig((), port=0))):
+        with listener, socket.create_connection(listener.getsockname()):
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_engines_on_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
