@@ -129,10 +129,12 @@ class ServerConfig(DoorConfig):
         choices=("write_through", "write_through_selective", "write_back"),
     )
     hicache_storage_backend: str | None = flag(
-        None, "what lies below host memory: file, a folder that servers share and that outlives them", metavar="file"
+        None,
+        "what lies below host memory: file, a folder that servers share and that outlives them; nixl, the same by NIXL",
+        metavar="{file,nixl}",
     )
     hicache_storage_dir: str | None = flag(
-        None, "that folder: of your own, made where it is not there (needed with file)", metavar="DIR"
+        None, "that folder: of your own, made where it is not there (needed with a backend)", metavar="DIR"
     )
     hicache_storage_size: float = flag(
         10.0, "bytes that are kept there, in GB, whoever writes: what was used least recently goes", metavar="GB"
@@ -411,10 +413,13 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",
     ),
-    Rule(lambda c: c.hicache_storage_backend not in (None, storage_config.BACKEND), storage_config.REFUSED),
+    Rule(lambda c: c.hicache_storage_backend not in (None, *storage_config.BACKENDS), storage_config.REFUSED),
+    Rule(
+        lambda c: c.hicache_storage_backend == "nixl" and not storage_config.is_nixl_installed(), storage_config.MISSING
+    ),
     Rule(
         lambda c: c.hicache_storage_backend is not None and c.hicache_storage_dir is None,
-        "--hicache-storage-backend file needs --hicache-storage-dir",
+        "--hicache-storage-backend needs --hicache-storage-dir",
     ),
     Rule(lambda c: c.hicache_storage_size <= 0, "--hicache-storage-size must be positive"),
     Rule(

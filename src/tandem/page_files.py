@@ -76,11 +76,39 @@ class Files(Protocol):
     def remove(self, name: str) -> None: ...
 
 
+class Mover(Protocol):
+    """Moves bytes between memory and an open file, from its beginning. Both raise OSError."""
+
+    def read(self, fd: int, most: int) -> bytes:
+        """As many as there are, up to `most`."""
+        ...
+
+    def write(self, fd: int, parts: Iterable[bytes | memoryview]) -> None: ...
+
+
+class SystemCalls:
+    """`Mover` by read and write."""
+
+    def read(self, fd: int, most: int) -> bytes:
+        with os.fdopen(fd, "rb", buffering=0, closefd=False) as file:
+            return file.read(most)
+
+    def write(self, fd: int, parts: Iterable[bytes | memoryview]) -> None:
+        for part in parts:
+            left = memoryview(part)
+            while left:
+                left = left[os.write(fd, left) :]
+
+
 class DiskFolder:
     """`Files` on a disk: one flat folder of this user's own."""
 
-    def __init__(self, path: Path) -> None:
-        """Make it where it is not there. Raises FolderRefused where others could write into it."""
+    def __init__(self, path: Path, mover: Mover | None = None) -> None:
+        """Make it where it is not there. Raises FolderRefused where others could write into it.
+
+        mover: what moves the bytes of its files, system calls unless told.
+        """
+        self._mover = mover if mover is not None else SystemCalls()
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -99,10 +127,12 @@ class DiskFolder:
 
     def read(self, name: str, most: int) -> bytes:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
-        with os.fdopen(fd, "rb", buffering=0) as file:
+        try:
             with contextlib.suppress(OSError):  # of use for eviction only
                 os.utime(fd)
-            return file.read(most)
+            return self._mover.read(fd, most)
+        finally:
+            os.close(fd)
 
     def has(self, name: str) -> bool:
         try:
@@ -132,9 +162,10 @@ class DiskFolder:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
         try:
-            with os.fdopen(fd, "wb", buffering=0) as file:
-                for part in parts:
-                    write_all(file.fileno(), part)
+            try:
+                self._mover.write(fd, parts)
+            finally:
+                os.close(fd)
             if replaces:
                 os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             else:
@@ -145,12 +176,6 @@ class DiskFolder:
             raise
         if not replaces:
             self.remove(temporary)
-
-
-def write_all(fd: int, part: bytes | memoryview) -> None:
-    left = memoryview(part)
-    while left:
-        left = left[os.write(fd, left) :]
 
 
 class FileCounters(Struct):

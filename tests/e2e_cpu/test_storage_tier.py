@@ -12,9 +12,9 @@ from reference import NEAR_TIE, PAGE, parting, real_prompts
 LENGTH, OUTPUT = 12 * PAGE + 3, 20
 
 
-def flags(folder: Path) -> list[str]:
+def flags(folder: Path, backend: str = "file") -> list[str]:
     return [
-        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-storage-dir", str(folder)),
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", backend, "--hicache-storage-dir", str(folder)),
         *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
     ]
@@ -80,6 +80,22 @@ def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> 
         assert metric(server, 'sglang:cached_tokens_total{cache_source="storage"') == sum(hits)
         assert metric(server, "tandem:worker_storage_removed_damaged") == 1
         eventually(server.is_idle)
+
+
+@pytest.mark.slow
+def test_nixl_writes_and_reads_the_files_of_both_kinds_of_servers(tmp_path: Path) -> None:
+    pytest.importorskip("nixl")
+    wanted = prompts(2)
+    answers: list[list[dict]] = []
+    for backend in ("nixl", "file", "nixl"):
+        with cluster(unified=True, flags=flags(tmp_path, backend)) as running:
+            assert running.unified is not None
+            answers.append(ask(running.unified, wanted))
+            eventually(lambda server=running.unified: is_written(server))
+            assert metric(running.unified, "tandem:worker_storage_errors") == 0
+    assert [from_storage(each) for each in answers] == [[0] * 4, [12 * PAGE] * 4, [12 * PAGE] * 4]
+    assert len({str([answer["output_ids"] for answer in each]) for each in answers}) == 1
+    assert_right(wanted, answers[0])
 
 
 @pytest.mark.slow

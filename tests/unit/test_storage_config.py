@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem import storage_config
 from tandem.config import ServerConfig, violations
 from tandem.core.settings import PrefetchPolicy
 from tandem.flag_roles import without_effect
@@ -32,7 +33,7 @@ def test_flags_become_settings() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"hicache_storage_backend": "nixl"}, "needs a package that Tandem does not support"),
+        ({"hicache_storage_backend": "mooncake"}, "is file or nixl"),
         ({"hicache_storage_dir": None}, "needs --hicache-storage-dir"),
         ({"hicache_storage_size": 0.0}, "must be positive"),
         ({"hicache_storage_backend_extra_config": '{"prefetch_treshold":1}'}, "takes JSON such as"),
@@ -42,6 +43,12 @@ def test_flags_become_settings() -> None:
 def test_what_cannot_be_is_refused_with_the_reason(changed: dict[str, object], reason: str) -> None:
     (found,) = violations(config(**{**BELOW, **changed}))
     assert reason in found
+
+
+def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_there, reasons in ((True, []), (False, [storage_config.MISSING])):
+        monkeypatch.setattr(storage_config, "is_nixl_installed", lambda is_there=is_there: is_there)
+        assert violations(config(**{**BELOW, "hicache_storage_backend": "nixl"})) == reasons
 
 
 def test_a_flag_that_would_do_nothing_is_refused() -> None:

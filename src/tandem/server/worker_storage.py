@@ -5,6 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 
 from msgspec import structs
@@ -14,7 +15,7 @@ from tandem.core.commands import WritePages
 from tandem.core.settings import StorageSettings
 from tandem.core.values import SECOND
 from tandem.host_memory import HostMemory
-from tandem.page_files import DiskFolder, FolderRefused, PageFiles, namespace_of
+from tandem.page_files import HEADER_BYTES, DiskFolder, FolderRefused, Mover, PageFiles, SystemCalls, namespace_of
 from tandem.page_storage import Lane, StorageAnswer, StorageCommand, perform
 from tandem.ranks import Rank
 from tandem.server.channel import ChannelClosed
@@ -78,7 +79,7 @@ def open_page_files(
     part = {"cut": rank.cut.name, "shard": str(rank.shard)}
     bits = {"deterministic": kernels} if config.deterministic else {}
     try:
-        folder = DiskFolder(Path(config.hicache_storage_dir))
+        folder = DiskFolder(Path(config.hicache_storage_dir), open_mover(config, page_bytes))
         max_bytes = int(config.hicache_storage_size * GIGABYTE)
         files = PageFiles(folder, namespace_of({**fields, **part, **bits}), page_bytes, max_bytes)
         folder.secret()
@@ -86,3 +87,12 @@ def open_page_files(
     except (OSError, FolderRefused) as error:
         raise ServerFailure(f"no storage of pages: {error}") from error
     return files
+
+
+def open_mover(config: ServerConfig, page_bytes: int) -> Mover:
+    """What moves the bytes of page files. Raises OSError."""
+    if config.hicache_storage_backend == "file":
+        return SystemCalls()
+    nixl = import_module("tandem.server.nixl_mover")  # only here: an extra brings what it imports
+    file_bytes = HEADER_BYTES + page_bytes + 1  # one more than a page that is whole
+    return nixl.NixlMover(file_bytes, timeout_seconds=TIMEOUT_SECONDS)
