@@ -398,3 +398,76 @@ def test_farewells_are_bounded_and_forgotten_when_nobody_is_there() -> None:
 
 def told(decode: Replica, kind: type[Message]) -> list[Incarnation]:
     return [said.peer for said in decode.said(Tell) if isinstance(said.message, kind)]
+
+
+# --- a prefill that comes back with other ranks ----------------------------------------------------------------------
+
+FOUR = PrefillInfo(4, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.RESOLVE)
+
+
+def once_had_four(**settings: object) -> tuple[World, list[Replica], Replica]:
+    """A prefill of two ranks, of which decode still thinks that it has four. So far it has lost one of those."""
+    world, ranks, decode = two_ranks(FOLLOW, **settings)
+    for rank in range(4):
+        world.send(decode, PeerLearned(SERVER, Incarnation(f"former-{rank}", "1"), "", "", rank, FOUR))
+    world.send(decode, PeerLost(Incarnation("former-3", "1")))
+    world.run()
+    serve(world, ranks, FOLLOW)
+    return world, ranks, decode
+
+
+def serve(world: World, ranks: list[Replica], info: PrefillInfo) -> None:
+    """At the prefill's address, from now on."""
+    world.ranks[SERVER] = [PeerLearned(SERVER, one.name, "", "", rank, info) for rank, one in enumerate(ranks)]
+
+
+def test_a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now() -> None:
+    world, ranks, decode = once_had_four()
+    _left, right = submit(world, ranks[1], decode)
+    world.advance(SECOND // 8)
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert decode.state.prefills == {"prefill.host:8998": FOLLOW}
+    assert sorted(decode.state.peers) == ["prefill.host:8998/0", "prefill.host:8998/1"]
+    questions = len(decode.said(LearnPeer))
+    _left, right = world.submit(ranks[1], room=11), world.submit(decode, room=11, peer=SERVER)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert len(decode.said(LearnPeer)) == questions, "it is known now"
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_an_answer_of_the_former_life_is_forgotten_with_it() -> None:
+    """The bootstrap server had said rank 3; nothing of it goes on to be asked for."""
+    world, ranks, decode = once_had_four(force_query=True)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 3))
+    world.run()
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))
+    world.run()
+    assert decode.progress(right).waiting_for is WaitingFor.DP_RANK
+    world.submit(ranks[0], room=ODD)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 0))
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+
+
+def test_a_rank_that_only_the_next_life_has_is_no_conflict() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, PrefillInfo(1)))
+    serve(world, ranks, FOLLOW)
+    world.submit(ranks[1], room=ODD, dp_rank_hint=1)
+    right = world.submit(decode, room=ODD, peer=SERVER, dp_rank_hint=1)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert decode.said(LearnPeer) == [LearnPeer(SERVER), LearnPeer(SERVER, 1)]
+
+
+def test_a_half_that_ends_early_is_told_to_the_rank_that_has_its_room_now() -> None:
+    world, ranks, decode = once_had_four()
+    left, right = submit(world, ranks[1], decode)
+    world.abort(decode, right)
+    world.run()
+    end = ranks[1].ended[left]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.PEER_ABORTED
+    assert_nothing_is_held([*ranks, decode])
