@@ -24,8 +24,6 @@ class Spread(Protocol):
     @property
     def num_workers(self) -> int: ...
     @property
-    def enable_dp_attention(self) -> bool: ...
-    @property
     def host(self) -> str: ...
     @property
     def role(self) -> str: ...
@@ -72,8 +70,6 @@ def complaints(config: Spread) -> list[str]:
             f"{config.num_workers} workers (--tp-size x --pp-size x --dp-size) cannot be spread evenly over "
             f"--nnodes {config.nnodes} hosts"
         )
-    if config.enable_dp_attention:
-        found.append("--enable-dp-attention is for one host: leave --nnodes out")
     if config.dist_timeout <= 0:
         found.append("--dist-timeout must be positive")
     where = None if config.dist_init_addr is None else address(config.dist_init_addr)

@@ -18,7 +18,7 @@ from rank_gauges import worker_gauges
 from reference import CHUNK, ask_all, assert_same_tokens, real_prompts
 from test_rank_failures import workers_of
 from test_rank_identity import slow
-from two_hosts import TwoHosts, ends, error_line, host_words, start_hosts, two_hosts
+from two_hosts import POOL, TwoHosts, ends, error_line, host_words, start_hosts, two_hosts
 
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
@@ -71,9 +71,9 @@ def test_a_prefill_on_two_hosts_sends_kv_from_both_to_a_decode_on_two_that_is_cu
             raise
 
 
-def data_hosts(bootstrap_port: int) -> list[str]:
-    """Where the KV of each worker of a prefill is pulled from, as its bootstrap server tells."""
-    with urlopen(f"http://127.0.0.1:{bootstrap_port}/route") as reply:
+def data_hosts(bootstrap_port: int, dp_rank: int = -1) -> list[str]:
+    """Where the KV of each worker of a DP rank of a prefill is pulled from, as its bootstrap server tells."""
+    with urlopen(f"http://127.0.0.1:{bootstrap_port}/route?prefill_dp_rank={dp_rank}") as reply:
         return [shard["host"] for shard in json.load(reply)["shards"]]
 
 
@@ -119,6 +119,79 @@ def test_a_group_over_two_hosts_dies_together_and_lives_again_when_all_are_there
         eventually(lambda: "is lost: the connection was closed; the workers here have ended" in it.follower.log)
         it.fleet.restart(it.leader.member)
         serves_again(it, tokens)
+
+
+TOGETHER = ("--dp", "2", "--tp", "2", "--enable-dp-attention")
+
+
+def test_ranks_that_step_together_over_two_hosts_say_what_transformers_says(
+    tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    with two_hosts(tmp_path, *FLAGS, *TOGETHER) as it:
+        assert len(workers_of(it.leader)) == len(workers_of(it.follower)) == 1
+        answers = ask_all(it.leader, prompts)
+        assert_same_tokens(prompts, answers, path="unified")
+        assert {answer["meta_info"]["dp_rank"] for answer in answers} == {0, 1}
+        eventually(it.leader.is_idle, what=it.leader.states)
+
+
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [
+        ("worker", "DP rank 1: the worker process was killed by signal SIGKILL"),
+        pytest.param("host", "DP rank 1: node rank 1 (127.0.0.1) is lost: ", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_step_together_end_together_on_all_hosts(tmp_path: Path, victim: str, reason: str) -> None:
+    with two_hosts(tmp_path, *TOGETHER) as it:
+        children = [child for member in it.members for child in children_of(member.process.pid)]
+        streams = [it.leader.stream(PROMPT, routed_dp_rank=rank, **LONG) for rank in (0, 1)]
+        for stream in streams:
+            assert stream.next() is not None
+        killed = workers_of(it.follower)[0] if victim == "worker" else it.follower.member.process.pid
+        os.kill(killed, signal.SIGKILL)
+        for stream in streams:
+            error = stream.rest()[-1]["error"]
+            assert error["code"] == "worker_lost"
+            assert reason in error["message"]
+        for server in (it.leader, it.follower) if victim == "worker" else (it.leader,):
+            ends(server, 1)
+            assert reason in error_line(server)
+        eventually(lambda: not any(is_running(child) for child in children))
+
+
+@pytest.mark.slow
+def test_of_ranks_that_step_together_the_one_that_hangs_on_another_host_is_named(tmp_path: Path) -> None:
+    with two_hosts(tmp_path, *TOGETHER, "--watchdog-timeout", "3") as it:
+        assert it.leader.stream(PROMPT, routed_dp_rank=0, **LONG).next() is not None
+        os.kill(workers_of(it.follower)[0], signal.SIGSTOP)
+        for server in (it.leader, it.follower):
+            ends(server, 1)
+            assert "DP rank 1: the worker process hangs: no answer for " in error_line(server)
+
+
+@pytest.mark.slow
+def test_a_prefill_that_steps_together_over_two_hosts_sends_kv_from_both(
+    tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    bootstrap, port, router_port = free_ports(3)
+    with Fleet(tmp_path, engines=2) as fleet:
+        try:
+            mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
+            it = start_hosts(fleet, [*FLAGS, *mode, *TOGETHER], name="prefill")
+            words = serve_words(MODEL, port, *FLAGS, *POOL, "--disaggregation-mode", "decode")
+            decode = Server(fleet.start("decode", words, port=port))
+            pair = ("--prefill", it.leader.url, str(bootstrap), "--decode", decode.url)
+            router = Server(fleet.start("router", ["router", "--port", str(router_port), *pair], port=router_port))
+            for server in (it.leader, decode, router):
+                eventually(server.is_ready, within_s=START_S)
+            assert_same_tokens(prompts, ask_all(router, prompts), path="remote")
+            assert [data_hosts(bootstrap, rank) for rank in (0, 1)] == [["127.0.0.1"], ["127.0.0.2"]]
+            for server in (it.leader, decode):
+                eventually(server.is_idle, what=server.states)
+        except BaseException:
+            show_logs(fleet)
+            raise
 
 
 @pytest.mark.parametrize("told", [0, 1])

@@ -175,13 +175,6 @@ def test_a_server_on_hosts_that_others_reach_needs_a_secret_and_addresses() -> N
     ]
 
 
-def test_dp_attention_is_for_one_host() -> None:
-    config = ServerConfig(
-        "m", tp_size=2, dp_size=2, enable_dp_attention=True, nnodes=2, dist_init_addr="127.0.0.1:5000"
-    )
-    assert violations(config) == ["--enable-dp-attention is for one host: leave --nnodes out"]
-
-
 def test_the_incarnation_of_a_life_is_in_no_frame_in_clear() -> None:
     leader, _ = met()
     name = Incarnation("prefill-7:8000", "0123456789abcdef")

@@ -24,15 +24,17 @@ class RowExchange:
 
     is_exact = False
 
-    def __init__(self, shard: Shard, lockstep: Lockstep, *, host: str, port: int, listener_fd: int | None) -> None:
-        """Returns when all are there. `listener_fd`: as `connect` has it; `lockstep`: told of every step.
+    def __init__(
+        self, shard: Shard, lockstep: Lockstep, *, host: str, port: int, listener_fd: int | None, own: str = ""
+    ) -> None:
+        """Returns when all are there. `listener_fd`, `own`: as `connect` has them; `lockstep`: told of every step.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
         self.shard = shard
         self._lockstep = lockstep
         self._sizes: Sequence[int] = ()  # rows of each rank in this step
-        connect(shard.rank, shard.size, host=host, port=port, listener_fd=listener_fd)
+        connect(shard.rank, shard.size, host=host, port=port, listener_fd=listener_fd, own=own)
         least(0)  # all have connected to all
         close_doors()
 

@@ -333,12 +333,12 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
     # torch.distributed costs who has nobody to talk to a good part of its start.
     process_group = importlib.import_module("tandem.engine.process_group")
     row_exchange = importlib.import_module("tandem.engine.row_exchange")
-    at = {"host": launch.group_host, "port": launch.group_port, "listener_fd": listener_fd}
+    at = {"host": launch.group_host, "port": launch.group_port, "listener_fd": listener_fd, "own": launch.group_own}
     try:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
             return Place(OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.Peers(launch.rank, own=launch.group_own, is_exact=launch.config.deterministic, **at)
+        peers = process_group.Peers(launch.rank, is_exact=launch.config.deterministic, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
     return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)

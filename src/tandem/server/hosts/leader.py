@@ -131,6 +131,7 @@ class Leader:
         self._roster = Roster(config.nnodes, fields)
         self._hosts: dict[int, HostConnection[ToLeader]] = {}  # by node rank
         self._lives: dict[str, int] = {}  # DP ranks, by the incarnations that were started last
+        self._meeting_of_all: tuple[str, int] | None = None  # with DP attention, once DP rank 0 has made it
         self._awaited: dict[bytes, Awaited] = {}  # by ticket
         self._came = asyncio.Event()  # a host has joined
         self._unproven: dict[asyncio.Task[None], None] = {}  # oldest first
@@ -164,20 +165,20 @@ class Leader:
     # -- a replica that starts ---------------------------------------------------------------------------------------
 
     async def bring(self, dp_rank: int, *, timeout_s: float | None) -> Elsewhere | None:
-        by_host = self._ranks_by_host(dp_rank)
+        by_host, are_one_group = self._ranks_by_host(dp_rank), self._config.enable_dp_attention
         await self._tell_end(dp_rank, set(by_host))
-        await self._all_there(set(by_host), timeout_s)
+        await self._all_there(set(range(self._config.nnodes)) if are_one_group else set(by_host), timeout_s)
         incarnation = self._new_incarnation(dp_rank)
         self._lives = {id: rank for id, rank in self._lives.items() if rank != dp_rank}
         self._lives[incarnation.id] = dp_rank
-        spans_hosts = len(by_host) > 1
-        meeting, group = None, None
+        spans_hosts = len(by_host) > 1 or are_one_group
+        meeting, group = None, self._meeting_of_all
         own = str(self._listener.getsockname()[0])
         channels: dict[int, tuple[socket.socket, ChannelKeys]] = {}
         with contextlib.ExitStack() as undo:  # unless all goes well
             for node_rank, ranks in by_host.items():  # the host of the first worker comes first
                 if node_rank == 0:
-                    if spans_hosts and ranks[0].shard == 0:
+                    if spans_hosts and ranks[0].shard == 0 and group is None:
                         meeting = undo.enter_context(socket.create_server((own, 0), family=self._listener.family))
                         group = (own, int(meeting.getsockname()[1]))
                     continue
@@ -190,6 +191,7 @@ class Leader:
                     if group is None and channel.said.meeting_port:
                         group = (channel.said.meeting_host, channel.said.meeting_port)
             undo.pop_all()
+        self._meeting_of_all = group if are_one_group else None
         return Elsewhere(incarnation, channels, group, own, meeting)
 
     def _ranks_by_host(self, dp_rank: int) -> dict[int, list[Rank]]:

@@ -69,7 +69,7 @@ class Start(Struct, frozen=True, tag=True):
     dp_rank: DpRank
     incarnation: Incarnation
     places: Annotated[tuple[Place, ...], Meta(max_length=MAX_SHARDS)]
-    spans_hosts: bool  # the workers of this replica are on several hosts
+    spans_hosts: bool  # the workers of this replica, or those that step together with them, are on several hosts
     group_host: HostText = ""  # where they meet; empty where the first of these makes the place
     group_port: Port = 0
 
