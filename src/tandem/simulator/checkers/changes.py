@@ -24,15 +24,34 @@ Seen = tuple[State, TransferState | None]
 Move = tuple[Progress, State | None]  # the request, and where it was after the step before; None: not there yet
 
 
+def reach(machine: Machine[Any, Any]) -> dict[Enum, frozenset[Enum]]:
+    """States that can come after each state, directly or not."""
+    edges: dict[Enum, set[Enum]] = {}
+    for (left, _), right in machine.rules.items():
+        edges.setdefault(left, set()).add(right)
+        edges.setdefault(right, set())
+    grown = True
+    while grown:
+        grown = False
+        for after in edges.values():
+            further = set(chain.from_iterable(edges[state] for state in after))
+            if not further <= after:
+                after |= further
+                grown = True
+    return {state: frozenset(after) for state, after in edges.items()}
+
+
+REACH_OF_REQUEST = reach(LIFECYCLE)
+REACH_OF_SENDER = reach(SENDER)
+REACH_OF_RECEIVER = reach(RECEIVER)
+
+
 class StateChanges:
     """Between two steps a state moves along the table, and never out of an end."""
 
     id = "S13"
 
     def __init__(self) -> None:
-        self.reach_of_request = reach(LIFECYCLE)
-        self.reach_of_sender = reach(SENDER)
-        self.reach_of_receiver = reach(RECEIVER)
         self.seen: dict[Incarnation, dict[RequestId, Seen]] = {}
 
     def after_step(self, life: Life) -> list[Move]:
@@ -52,7 +71,7 @@ class StateChanges:
                 request,
                 known,
                 now,
-                self.reach_of_sender if isinstance(side, PrefillSide) else self.reach_of_receiver,
+                REACH_OF_SENDER if isinstance(side, PrefillSide) else REACH_OF_RECEIVER,
             )
             if known[0] is not now[0]:
                 moves.append((progress, known[0]))
@@ -67,7 +86,7 @@ class StateChanges:
         now: Seen,
         reach_of_end: Mapping[Any, frozenset[Any]],
     ) -> None:
-        if now[0] is not known[0] and now[0] not in self.reach_of_request[known[0]]:
+        if now[0] is not known[0] and now[0] not in REACH_OF_REQUEST[known[0]]:
             raise Violation(self.id, f"{where(life, request)} goes from {known[0]} to {now[0]}")
         if None not in (known[1], now[1]) and now[1] is not known[1] and now[1] not in reach_of_end[known[1]]:
             raise Violation(self.id, f"{where(life, request)}: its transfer goes from {known[1]!r} to {now[1]!r}")
@@ -80,23 +99,6 @@ class StateChanges:
                 raise Violation(
                     self.id, f"recount: {where(life, request)} is {progress.state}, seen {seen.get(request)}"
                 )
-
-
-def reach(machine: Machine[Any, Any]) -> dict[Enum, frozenset[Enum]]:
-    """States that can come after each state, directly or not."""
-    edges: dict[Enum, set[Enum]] = {}
-    for (left, _), right in machine.rules.items():
-        edges.setdefault(left, set()).add(right)
-        edges.setdefault(right, set())
-    grown = True
-    while grown:
-        grown = False
-        for after in edges.values():
-            further = set(chain.from_iterable(edges[state] for state in after))
-            if not further <= after:
-                after |= further
-                grown = True
-    return {state: frozenset(after) for state, after in edges.items()}
 
 
 class OneQueue:
@@ -199,9 +201,10 @@ class QueueOrder:
                 self._check_order(life, waiting, admitted)
         if queue or waiting:
             self.waiting[life.incarnation] = list(queue)
-        is_idle = not state.inflight and not state.num_slots_used and not state.host.copies  # which pin pages
+        if not queue or state.inflight or state.num_slots_used or state.queues[State.DRAINING]:
+            return
         waits = [one for one in queue if state.requests[one].blocked_on is not WaitingFor.STORAGE]
-        if waits and is_idle and not state.queues[State.DRAINING]:
+        if waits and not state.host.copies:  # which pin pages
             raise Violation(self.id, f"{where(life)} has nothing to do, and {len(waits)} requests wait")
 
     def _check_order(self, life: Life, waiting: list[RequestId], admitted: set[RequestId]) -> None:

@@ -46,7 +46,7 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
-from tandem.core.values import Nanos, PageId, RequestId
+from tandem.core.values import Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.kv_reader import SimulatedGrant
 from tandem.simulator.actors.replica import Life
@@ -168,6 +168,8 @@ class Checkers:
     releases: Releases = field(init=False)
     stalls: Standstills = field(init=False)
 
+    recounted_at: dict[Incarnation, int] = field(default_factory=dict)  # by life, how many steps it had made
+
     # Not part of the constructor: who looks when.
     of_command: dict[type, tuple[Look, ...]] = field(init=False)
     recounters: tuple[Any, ...] = field(init=False)
@@ -184,7 +186,9 @@ class Checkers:
 
     def all(self) -> list[Any]:
         return [
-            getattr(self, one.name) for one in fields(self) if one.name not in ("world", "of_command", "recounters")
+            getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in ("world", "recounted_at", "of_command", "recounters")
         ]
 
     def _wires(self) -> dict[type, tuple[Look, ...]]:
@@ -250,18 +254,16 @@ class Checkers:
             for event in events:
                 if isinstance(event, DRAINED):
                     self.one_verdict.drained(life, event)
-        num_launched = num_emitted = 0
-        for command in commands:
-            num_launched += isinstance(command, LaunchBatch)
-            num_emitted += isinstance(command, EmitTokens)
-            for look in self.of_command.get(type(command), ()):
+        kinds = list(map(type, commands))
+        for kind, command in zip(kinds, commands, strict=True):
+            for look in self.of_command.get(kind, ()):
                 look(life, command)
-        if num_emitted:
+        if EmitTokens in kinds:
             self.stream.settled(life)
         if concerns_us:
             self._hear(life, events, commands)
         self.vetoes.after_step(life)
-        self.delay_bound.after_step(life, events, num_launched)
+        self.delay_bound.after_step(life, events, kinds.count(LaunchBatch))
         self.announced.after_step(life)
 
     def _hear(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
@@ -279,18 +281,26 @@ class Checkers:
         self.same_after_restore.compare(life, events, now, effects)
 
     def recount(self) -> None:
-        for replica in self.world.replicas.values():
-            if replica.life is not None:
-                for checker in self.recounters:
-                    checker.recount(replica.life)
+        """Of every life that has made a step since the last time: nothing of a node changes in between."""
+        for life in self._lives():
+            if self.recounted_at.get(life.incarnation) != life.num_steps:
+                self._recount(life)
+
+    def _recount(self, life: Life) -> None:
+        self.recounted_at[life.incarnation] = life.num_steps
+        for checker in self.recounters:
+            checker.recount(life)
+
+    def _lives(self) -> list[Life]:
+        return [replica.life for replica in self.world.replicas.values() if replica.life is not None]
 
     def at_idle(self) -> None:
-        self.recount()
-        for replica in self.world.replicas.values():
-            if replica.life is not None:
-                self.nothing_left.at_idle(replica.life)
-                self.gauges.at_idle(replica.life)
-                self.tier_pages.at_idle(replica.life)
+        for life in self._lives():
+            self._recount(life)
+        for life in self._lives():
+            self.nothing_left.at_idle(life)
+            self.gauges.at_idle(life)
+            self.tier_pages.at_idle(life)
 
     def watch_deadline(self, life: Life, half: Half) -> None:
         """A half has reached the edge of its replica."""

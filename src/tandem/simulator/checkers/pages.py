@@ -3,7 +3,7 @@
 What is cheap is checked after every step or at the very access; the rest is counted anew at each recount.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from tandem.core.commands import (
     AnnounceCleared,
@@ -21,10 +21,11 @@ from tandem.core.scheduler.request_state import State
 from tandem.core.values import Incarnation, PageHash, PageId, RequestId
 from tandem.simulator.actors.kv_reader import SimulatedGrant
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.checkers.base import owner_of, where
+from tandem.simulator.checkers.base import owner_of, tally, where
 from tandem.simulator.oracle import Violation
 
 HAS_OWNER = (PageState.OWNED, PageState.QUARANTINED)
+IS_OF_THE_TREE = (PageState.CACHED, PageState.LOADING)
 
 
 class PageAccounting:
@@ -40,7 +41,7 @@ class PageAccounting:
         for state in PageState:
             if (counted := pool.states.count(state)) != pool.counts[state]:
                 raise Violation(self.id, f"{where(life)}: {counted} pages are {state.name}, not {pool.counts[state]}")
-        if not {pool.states[page] for page in pool.free_pages} <= {PageState.FREE}:
+        if not set(map(pool.states.__getitem__, pool.free_pages)) <= {PageState.FREE}:
             raise Violation(self.id, f"{where(life)}: a page in the free list is not free")
         if len(frozenset(pool.free_pages)) != len(pool.free_pages):
             raise Violation(self.id, f"{where(life)}: a page is in the free list twice")
@@ -75,14 +76,12 @@ class PageOwnership:
         if owned != pool_owned:
             raise Violation(self.id, f"{where(life)}: {pool_owned} pages are owned, {owned} have an owner")
         held: dict[PageId, RequestId] = {}
-        for progress in state.requests.values():
+        for request, progress in state.requests.items():
             for page in progress.pages:
-                if states[page] in (PageState.CACHED, PageState.LOADING):
+                if states[page] in IS_OF_THE_TREE:
                     continue
-                if held.setdefault(page, progress.id) != progress.id or owners[page] != progress.id:
-                    raise Violation(
-                        self.id, f"{where(life, progress.id)} has page {page}, {owner_of(state.pool, page)}"
-                    )
+                if held.setdefault(page, request) != request or owners[page] != request:
+                    raise Violation(self.id, f"{where(life, request)} has page {page}, {owner_of(state.pool, page)}")
 
 
 class StaleReads:
@@ -140,18 +139,20 @@ class PrefixTreePins:
     def recount(self, life: Life) -> None:
         state = life.node.state
         tree = state.tree
-        locks = Counter(progress.locked for progress in state.requests.values() if progress.locked is not None)
-        pinned = [node for node in tree.nodes.values() if node.pins]
-        copied = Counter(page_hash for copy in state.host.copies.values() for page_hash in copy.hashes)
-        expected = locks + copied + Counter(node.parent for node in pinned)
-        for page_hash, node in tree.nodes.items():
-            if node.pins != expected.get(page_hash, 0):
-                raise Violation(
-                    self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {locks[page_hash]}"
-                )
-            if node.is_landed and state.pool.states[node.page] != PageState.CACHED:
-                raise Violation(self.id, f"{where(life)}: cached page {node.page} is {owner_of(state.pool, node.page)}")
-        if tree.num_pinned != sum(node.is_landed for node in pinned):
+        pinned = {page_hash: node for page_hash, node in tree.nodes.items() if node.pins}
+        locks = [progress.locked for progress in state.requests.values()]
+        copied = [page_hash for copy in state.host.copies.values() for page_hash in copy.hashes]
+        expected = tally([*locks, *copied, *(node.parent for node in pinned.values())])
+        if expected != {page_hash: node.pins for page_hash, node in pinned.items()}:
+            for page_hash, node in tree.nodes.items():
+                if node.pins != (right := expected.get(page_hash, 0)):
+                    raise Violation(self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {right}")
+            raise Violation(self.id, f"{where(life)}: a page is pinned that is not in the tree")
+        states = state.pool.states
+        for page in [node.page for node in tree.nodes.values() if node.is_landed]:
+            if states[page] != PageState.CACHED:
+                raise Violation(self.id, f"{where(life)}: cached page {page} is {owner_of(state.pool, page)}")
+        if tree.num_pinned != sum(node.is_landed for node in pinned.values()):
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
         if tree.num_landed != state.pool.counts[PageState.CACHED]:
             raise Violation(self.id, f"{where(life)}: {tree.num_landed} nodes, {state.pool.counts} pages")
@@ -187,8 +188,10 @@ class AnnouncedPages:
         self.held[life.incarnation].clear()
 
     def after_step(self, life: Life) -> None:
+        if not life.settings.announces_cache:
+            return
         held, tree = self.held[life.incarnation], life.node.state.tree
-        if life.settings.announces_cache and held != tree.nodes.keys():
+        if held != tree.nodes.keys():
             raise Violation(self.id, f"{where(life)} has announced {len(held)} cached pages, of {len(tree.nodes)}")
 
 
@@ -261,15 +264,15 @@ class TenantsApart:
         """Whoever owns a page that the workers know is the one who is noted as its writer."""
         state, writers = life.node.state, self.writers[life.incarnation]
         joining = state.micro_batches.joining
-        for progress in state.requests.values():
-            half = life.halves.get(progress.id)
-            if half is None or progress.id in joining:
+        owners = state.pool.owners
+        for request, progress in state.requests.items():
+            half = life.halves.get(request)
+            if half is None or request in joining:
                 continue
+            tenant = half.ask.tenant
             for page in progress.pages[: progress.synced_pages]:
-                if state.pool.owners[page] == progress.id and writers.get(page) != half.ask.tenant:
-                    raise Violation(
-                        self.id, f"recount: {where(life, progress.id)} owns page {page} and is not its writer"
-                    )
+                if owners[page] == request and writers.get(page) != tenant:
+                    raise Violation(self.id, f"recount: {where(life, request)} owns page {page} and is not its writer")
 
 
 class Quarantine:

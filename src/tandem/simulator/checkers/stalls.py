@@ -45,7 +45,9 @@ class Standstills:
 
     def ticked(self, life: Life) -> None:
         """The watchdog has heard what this tick says, and has not acted on it yet."""
-        counted = self.counted.setdefault(life.incarnation, Counted())
+        counted = self.counted.get(life.incarnation)
+        if counted is None:
+            counted = self.counted[life.incarnation] = Counted()
         counted.before = counted.longest
         counted.ticks = dict(self._count(life, counted.ticks))
         is_healthy = self.world.servers[server_of(life.replica.name)].trusts(life.replica)
@@ -75,7 +77,8 @@ class Standstills:
 
     def _bounds(self, counted: Counted) -> tuple[int, int]:
         """Of what its watchdog may have counted: two answers in one tick show one batch twice."""
-        return min(counted.before, counted.longest), max(counted.before, counted.longest) + 1
+        before, now = counted.before, counted.longest
+        return min(before, now), max(before, now) + 1
 
     def fired(self, life: Life) -> None:
         counted = self.counted.pop(life.incarnation)

@@ -1,6 +1,5 @@
 """Tiers below the device: what comes back is what was stored, the books agree, and their faults cost time only."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from tandem.core.commands import FailRequest
@@ -11,7 +10,7 @@ from tandem.core.kv.tree import NOWHERE, PrefixTree
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause, PageHash, PageId, ShardId
 from tandem.simulator.actors.replica import Life
-from tandem.simulator.checkers.base import End, owner_of, where
+from tandem.simulator.checkers.base import End, owner_of, tally, where
 from tandem.simulator.oracle import Violation
 
 # Of a request whose prefix is being loaded, what nobody can help.
@@ -22,8 +21,6 @@ FROM_ELSEWHERE = frozenset(Cause) - {
     Cause.OUT_OF_PAGES,
     Cause.WORKER_LOST,
 }
-
-NO_CHILDREN = (0, 0, 0)  # on the device, in host memory, anywhere
 
 
 class TierPages:
@@ -88,27 +85,23 @@ def disorder(tree: PrefixTree, host: HostTier, storage: StorageTier) -> str:
         return f"{len(storing)} pages of host memory are being filled, {pool.counts[PageState.OWNED]} are owned"
     if any(pool.states[page] != PageState.CACHED for page in copies):
         return "a node's copy is no copy"
-    on_device = Counter([node.parent for node in tree.nodes.values() if node.page != NOWHERE])
-    in_host = Counter([node.parent for node in tree.nodes.values() if node.host != NOWHERE])
-    anywhere = Counter([node.parent for node in tree.nodes.values()])
-    num_landed = 0
-    for page_hash, node in tree.nodes.items():
-        if node.is_landed:
-            num_landed += 1
-            if not tree.is_landed(node.parent):
-                return f"page {node.page} is on the device without the one before it"
-        below = node.num_nodes_below
-        counted = (node.num_children, node.num_host_children, below)
-        # A leaf, as most nodes are, is in no tally: three look-ups are one.
-        found = (
-            (on_device[page_hash], in_host[page_hash], anywhere[page_hash]) if page_hash in anywhere else NO_CHILDREN
-        )
-        if counted != found:
-            return f"a node counts {counted} children on the device, in host memory, anywhere"
-        if not below and node.page == NOWHERE and node.host == NOWHERE and not node.pins:
-            return "a node is nowhere, and nothing is below it"
-    if tree.num_landed != num_landed:
+    nodes = tree.nodes
+    landed = {page_hash: node.parent for page_hash, node in nodes.items() if node.is_landed}
+    if tree.num_landed != len(landed):
         return f"{tree.num_landed} nodes are not what has landed"
+    if not landed.keys() | {None} >= set(landed.values()):
+        return "a page is on the device without the one before it"
+    on_device = tally(node.parent for node in nodes.values() if node.page != NOWHERE)
+    if {page_hash: node.num_children for page_hash, node in nodes.items() if node.num_children} != on_device:
+        return "a node does not count its children on the device"
+    in_host = tally(node.parent for node in nodes.values() if node.host != NOWHERE)
+    if {page_hash: node.num_host_children for page_hash, node in nodes.items() if node.num_host_children} != in_host:
+        return "a node does not count its children in host memory"
+    below = tally(node.parent for node in nodes.values())
+    if {page_hash: node.num_nodes_below for page_hash, node in nodes.items() if node.num_nodes_below} != below:
+        return "a node does not count those below it"
+    if any(node.page == node.host == NOWHERE and not (node.num_nodes_below or node.pins) for node in nodes.values()):
+        return "a node is nowhere, and nothing is below it"
     return ""
 
 
