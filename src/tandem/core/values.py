@@ -48,7 +48,7 @@ class Cause(StrEnum):
     ENGINE_FAILED = "engine_failed"  # a forward pass raised
 
 
-class Incarnation(Struct, frozen=True, order=True):
+class Incarnation(Struct, frozen=True, order=True, cache_hash=True):
     """One life of one server, from start to end. Messages name it, so that those of another life are told apart.
 
     name: for people: log lines, errors, debug pages. Two servers may have the same one.

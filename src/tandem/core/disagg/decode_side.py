@@ -439,10 +439,11 @@ def hear_shard(node: NodeState, request: RequestId, shard: ShardId, report: Shar
     if found is None:
         return
     progress, side, arrival = found
-    if report.attempt != side.attempt or shard not in node.settings.shards:
+    shards = node.settings.shards
+    if report.attempt != side.attempt or shard not in shards:
         return
     arrival.hear(shard, report)
-    verdict = arrival.verdict(node.settings.shards)
+    verdict = arrival.verdict(shards)
     if isinstance(verdict, Failed):
         fail_transfer(node, progress, side, verdict.cause, f"shard {verdict.shard}: {verdict.detail}")
     else:

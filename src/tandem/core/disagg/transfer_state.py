@@ -4,7 +4,7 @@ The sides themselves are in `sides`. The result slots, of which a prefill has a 
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import IntEnum, StrEnum
 
 from tandem.core.machine import Machine
 from tandem.core.values import RequestId
@@ -22,7 +22,7 @@ class TransferState(IntEnum):
     SUCCESS = 4
 
 
-class TransferTrigger(Enum):
+class TransferTrigger(StrEnum):
     READY_CHECKED = "ready checked"  # sender: decode's READY was for us and fits
     READY_SENT = "ready sent"  # receiver: pages are reserved
     PAGE_MOVED = "page moved"  # read by the peer / landed here

@@ -44,16 +44,16 @@ def plan(node: NodeState) -> bool:
     num_running = len(node.queues[State.RUNNING])
     gate = prefill_gate(node.settings)
     while len(node.inflight) < node.settings.window_depth:
-        wants_decode = any_decodable(node)
+        num_decoding = num_decodable(node)
         may_begin = True
         rows: tuple[Row, ...] = ()
-        budget = prompt_budget(node, others_wait=wants_decode)
+        budget = prompt_budget(node, others_wait=num_decoding > 0)
         if budget:
-            may_begin = gate.may_begin(node, node.micro_batches.num_members)
+            may_begin = gate.may_begin(node, num_decoding)
             rows = prompt_rows(node, budget, may_begin=may_begin)
             gate.note(node, len(rows))
         decode: DecodeTurn | None = None
-        if wants_decode and (not rows or node.settings.mixed_chunk):
+        if num_decoding and (not rows or node.settings.mixed_chunk):
             decode = next_decode(node)
         if not may_begin and not rows and decode is None and not node.inflight:  # nobody decodes after all
             rows = prompt_rows(node, node.settings.chunk_tokens, may_begin=gate.may_begin(node, 0))
@@ -157,16 +157,17 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
     return row
 
 
-def any_decodable(node: NodeState) -> bool:
-    """Take those out of the decode sets whose last token is being sampled already; is anybody left?"""
+def num_decodable(node: NodeState) -> int:
+    """Take those out of the decode sets whose last token is being sampled already; how many are left?"""
+    members = node.micro_batches.members
     done = [
         progress
-        for progress in map(node.requests.__getitem__, node.micro_batches.members)
+        for progress in map(node.requests.__getitem__, members)
         if progress.generated + progress.pending >= progress.request.max_new_tokens
     ]
     for progress in done:
         node.micro_batches.leave(progress)
-    return node.micro_batches.num_members > 0
+    return len(members) - len(done)
 
 
 def next_decode(node: NodeState) -> DecodeTurn | None:

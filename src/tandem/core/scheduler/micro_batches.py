@@ -63,7 +63,7 @@ class MicroBatches:
 
     @property
     def num_members(self) -> int:
-        return sum(len(one.members) for one in self.each)
+        return sum([len(one.members) for one in self.each])
 
     @property
     def joining(self) -> set[RequestId]:
@@ -93,6 +93,8 @@ class MicroBatches:
 
     def balance(self, requests: Mapping[RequestId, Progress], least: int) -> None:
         """Open as many as have `least` members each, and even them out where that is much."""
+        if len(self.each) == 1:
+            return
         before, self.num_open = self.num_open, self._worth(least)
         for one in self.each[self.num_open : before]:
             for request in list(one.members):

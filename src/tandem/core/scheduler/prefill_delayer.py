@@ -55,8 +55,9 @@ class Delayer(Struct, frozen=True):
 
     def may_begin(self, node: NodeState, num_decoding: int) -> bool:
         state = node.delayer
-        fresh = [progress for progress in node.live(State.COMPUTING) if is_fresh(progress)]
-        snapshot = state.snapshot = self.look(node, num_decoding)
+        computing = node.live(State.COMPUTING)
+        fresh = [progress for progress in computing if is_fresh(progress)]
+        snapshot = state.snapshot = self.look(node, computing, num_decoding)
         if self.settings.num_ranks > 1 and state.gathered is None:
             state.decision = None
             if not fresh:
@@ -87,15 +88,18 @@ class Delayer(Struct, frozen=True):
             node.delayer.ask_at = Nanos(node.now + self.settings.pass_ns)
             node.out.append(GatherSnapshot(None, snapshot))
 
-    def look(self, node: NodeState, num_decoding: int) -> RankLoad:
+    def look(self, node: NodeState, computing: list[Progress], num_decoding: int) -> RankLoad:
         """This rank's row. Pages that waiting prompts hold are not 'used': nothing is computed in them yet."""
         state, pool = node.delayer, node.pool
-        computing = node.live(State.COMPUTING)
-        fresh = [progress for progress in computing if is_fresh(progress)]
-        held = sum(len(progress.pages) - progress.inserted for progress in fresh)
-        usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - held) / pool.num_pages
-        is_prefillable = any(progress.launched < progress.length for progress in computing)
-        num_running = num_decoding + sum(map(is_about_to_decode, computing))
+        num_fresh = num_held = 0
+        num_running, is_prefillable = num_decoding, False
+        for progress in computing:
+            if is_fresh(progress):
+                num_fresh += 1
+                num_held += len(progress.pages) - progress.inserted
+            num_running += is_about_to_decode(progress)
+            is_prefillable = is_prefillable or progress.launched < progress.length
+        usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - num_held) / pool.num_pages
         watermark = self.settings.low_watermark
         return RankLoad(
             is_prefillable=is_prefillable,
@@ -103,7 +107,7 @@ class Delayer(Struct, frozen=True):
             num_running=num_running,
             num_free_slots=node.settings.max_running - num_running,
             usual_batch=max(state.batches, default=0),
-            num_waiting=len(node.queues[State.QUEUED]) + len(fresh),
+            num_waiting=len(node.queues[State.QUEUED]) + num_fresh,
             is_timed_out=state.since is not None and node.now - state.since >= self.settings.max_delay_ns,
         )
 
@@ -152,7 +156,8 @@ def prefill_gate(settings: NodeSettings) -> PrefillGate:
 def on_snapshot_wanted(node: NodeState, number: int) -> None:
     """Another rank has prompts to begin."""
     if node.settings.delayer is not None:
-        snapshot = Delayer(node.settings.delayer).look(node, node.micro_batches.num_members)
+        computing = node.live(State.COMPUTING)
+        snapshot = Delayer(node.settings.delayer).look(node, computing, node.micro_batches.num_members)
         node.out.append(GatherSnapshot(number, snapshot))
 
 

@@ -7,7 +7,7 @@ A request's state is also its queue: the node keeps one ordered table per state,
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import StrEnum
 
 from tandem.core.batch import Row
 from tandem.core.commands import Path
@@ -33,7 +33,7 @@ class State(StrEnum):
     DONE = "done"
 
 
-class Trigger(Enum):
+class Trigger(StrEnum):
     PEER_READY = "peer ready"
     PEER_FAILED = "peer failed"
     COMPUTE = "compute"

@@ -40,7 +40,6 @@ from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoa
 from tandem.core.scheduler.micro_batches import MicroBatches
 from tandem.core.scheduler.request_state import (
     LIFECYCLE,
-    SLOT_STATES,
     InflightBatch,
     Progress,
     State,
@@ -171,11 +170,14 @@ class NodeState:
 
     @property
     def num_slots_used(self) -> int:
-        return sum(map(len, map(self.queues.__getitem__, SLOT_STATES)))
+        """Requests in `SLOT_STATES`: counted by those that are not, which are fewer states."""
+        queues = self.queues
+        num_waiting = len(queues[State.BOOTSTRAPPING]) + len(queues[State.QUEUED])
+        return len(self.requests) - num_waiting - len(queues[State.DRAINING])
 
     def live(self, state: State) -> list[Progress]:
         """The requests in one state, in order of entry."""
-        return [self.requests[request] for request in self.queues[state]]
+        return list(map(self.requests.__getitem__, self.queues[state]))
 
     def in_room(self, room: Room) -> Progress | None:
         request = self.rooms.get(room)
