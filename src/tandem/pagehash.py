@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Sequence
 
 HASH_BYTES = 16
+TOKEN_BYTES = array("i").itemsize
 
 
 def root_hash(*, secret: bytes, tenant: str) -> bytes:
@@ -26,7 +27,11 @@ def root_hash(*, secret: bytes, tenant: str) -> bytes:
 
 def page_link(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Link of one full page, given that of the page before it (or `root_hash`)."""
-    return hashlib.sha256(parent + array("i", tokens).tobytes()).digest()
+    return _link(parent, array("i", tokens).tobytes())
+
+
+def _link(parent: bytes, written: bytes) -> bytes:
+    return hashlib.sha256(parent + written).digest()
 
 
 def hash_of(link: bytes) -> bytes:
@@ -37,9 +42,10 @@ def hash_of(link: bytes) -> bytes:
 def prompt_links(root: bytes, tokens: Sequence[int], *, page_size: int) -> list[bytes]:
     """One link per full page of `tokens`."""
     links: list[bytes] = []
-    parent = root
-    for stop in range(page_size, len(tokens) + 1, page_size):
-        parent = page_link(parent, tokens[stop - page_size : stop])
+    parent, written = root, array("i", tokens).tobytes()
+    page_bytes = page_size * TOKEN_BYTES
+    for stop in range(page_bytes, len(written) + 1, page_bytes):
+        parent = _link(parent, written[stop - page_bytes : stop])
         links.append(parent)
     return links
 

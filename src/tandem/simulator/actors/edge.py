@@ -15,7 +15,7 @@ from tandem.core.events import AbortRequested, DrainRequested, Event, PromptRend
 from tandem.core.request import Request
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Nanos, RequestId, Room
-from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
+from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.server.api.errors import Failure
 from tandem.server.api.live_requests import Action, Arrival, ClientId, Cut, Declined, End, LiveRequests, Tell
 from tandem.simulator.actors.clients import Half, Listener, RoutedRequest
@@ -99,15 +99,9 @@ class Edge:
         script.wants_vector = exchange.ask.wants_vector and server.role is Role.UNIFIED
         script = script.behind(num_said) if num_said else script
         page_size = server.ranks[0].template.page_size
+        chain = chain_of(exchange.ask, script, page_size=page_size)
         request = request_for(
-            exchange.ask,
-            script,
-            requests.next_id(),
-            room,
-            peer,
-            timeout_ns,
-            rendered_at=rendered_at,
-            page_size=page_size,
+            exchange.ask, script, requests.next_id(), room, peer, timeout_ns, rendered_at=rendered_at, chain=chain
         )
         names = (exchange.ask.rid,) if self.refuses else ()
         arrival = Arrival(request, names, routed, request_id=str(exchange.ask.index))
@@ -123,7 +117,7 @@ class Edge:
         assert life is not None, "a request is given to a rank that is not there"
         half = self._new_half(exchange, life, request, placed.client, script, listener)
         half.abort_sent_at, half.num_said = self.world.clock.time if is_given_up else None, num_said
-        self._begin(server, life, half, request)
+        self._begin(server, life, half, request, chain)
         return half
 
     def _end_what_was_tried(self, server: Server, actions: Sequence[Action]) -> None:
@@ -170,18 +164,15 @@ class Edge:
         half.must_finish = exchange.ask.must_finish
         return half
 
-    def _begin(self, server: Server, life: Life, half: Half, request: Request) -> None:
+    def _begin(self, server: Server, life: Life, half: Half, request: Request, chain: list[bytes]) -> None:
         """Worker first, then the node."""
         server.halves[half.request] = life.halves[half.request] = half
         half.exchange.halves.append(half)
         self.num_open += 1
-        self._give_prompt(life, half)
+        life.workers.add(half.request, half.script, chain[-1])
         self.world.push(life, RequestArrived(request))
         self.world.watch_deadline(life, half)
         self._set_timer(server)
-
-    def _give_prompt(self, life: Life, half: Half) -> None:
-        life.workers.add(half.request, half.script, root_hash(secret=SECRET, tenant=half.ask.tenant))
 
     def _time_for(self, exchange: RoutedRequest, server: str) -> int:
         """One time per request and server: the stamp of its router, or the server's own clock."""
@@ -202,16 +193,11 @@ class Edge:
         if not half.is_open and self.rendering.random() < 0.5:
             return  # otherwise the news of its end are still on their way from the node
         half.rendered_at, half.script = rendered_at, half.ask.script_at(rendered_at, half.role)
-        self._give_prompt(life, half)
+        chain = chain_of(half.ask, half.script, page_size=life.settings.page_size)
+        life.workers.add(half.request, half.script, chain[-1])
+        timeout_ns = half.ask.timeout_ns
         request = request_for(
-            half.ask,
-            half.script,
-            half.request,
-            half.room,
-            None,
-            half.ask.timeout_ns,
-            rendered_at=rendered_at,
-            page_size=life.settings.page_size,
+            half.ask, half.script, half.request, half.room, None, timeout_ns, rendered_at=rendered_at, chain=chain
         )
         self.world.push(life, PromptRendered(request))
 
@@ -380,6 +366,12 @@ class Edge:
         return sum(isinstance(half.answer, FinishRequest) for half in halves)
 
 
+def chain_of(ask: Ask, script: Script, *, page_size: int) -> list[bytes]:
+    """The root of its tenant and the link of each full page of its prompt: a worker goes on from the last."""
+    root = root_hash(secret=SECRET, tenant=ask.tenant)
+    return [root, *prompt_links(root, script.prompt, page_size=page_size)]
+
+
 def request_for(
     ask: Ask,
     script: Script,
@@ -389,15 +381,14 @@ def request_for(
     timeout_ns: int,
     *,
     rendered_at: int,
-    page_size: int,
+    chain: list[bytes],
 ) -> Request:
     """What a server's node is told of it."""
-    root = root_hash(secret=SECRET, tenant=ask.tenant)
     return Request(
         id=request,
         rid=ask.rid,
         prompt_len=len(script.prompt),
-        page_hashes=tuple(prompt_hashes(root, script.prompt, page_size=page_size)),
+        page_hashes=tuple(map(hash_of, chain[1:])),
         max_new_tokens=script.max_new_tokens,
         timeout_ns=Nanos(timeout_ns),
         room=room,

@@ -14,7 +14,7 @@ from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import RequestId, ShardId
 from tandem.core.worker_group import WorkerGroup, WorkersParted
-from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, cell_numbers, last_link
+from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, cell_numbers
 from tandem.simulator.oracle import Script, Violation
 
 Order = BatchPlan | tuple[RequestId, ...]  # a batch, or requests to forget
@@ -65,8 +65,7 @@ class Workers:
     def is_idle(self) -> bool:
         return all(worker.is_idle for worker in self.all)
 
-    def add(self, request: RequestId, script: Script, root: bytes) -> None:
-        prompt_hash = last_link(root, script.prompt, page_size=self.sampling.executor.page_size)
+    def add(self, request: RequestId, script: Script, prompt_hash: bytes) -> None:
         for worker in self.all:
             worker.executor.add(request, script, prompt_hash)
 
