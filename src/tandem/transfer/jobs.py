@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from msgspec import Struct
+
 from tandem.core.commands import PullPages
 from tandem.core.kv_parts import Tile
 from tandem.core.values import Cut, Incarnation, RequestId, ShardId
@@ -52,8 +54,7 @@ class PeerAddress:
     unix: str
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(Struct, frozen=True, cache_hash=True):
     """A worker of a life of a server."""
 
     peer: Incarnation

@@ -196,8 +196,12 @@ class Links:
         oldest = next(iter(self.unidentified), None)
         times = [oldest.since_ns + HELLO_NS] if oldest is not None else []
         for peer in self.peers.values():
-            times += [time for time in (peer.lost_at, peer.retry_at) if time is not None]
-            times += [link.since_ns + HELLO_NS for link in peer.dials.values()]
+            if peer.lost_at is not None:
+                times.append(peer.lost_at)
+            if peer.retry_at is not None:
+                times.append(peer.retry_at)
+            for link in peer.dials.values():
+                times.append(link.since_ns + HELLO_NS)
             if peer.link is not None:
                 times.append(peer.link.heard_ns + peer.link.silence_ns)
                 times.append(peer.link.said_ns + self.heartbeat.interval_ns)
