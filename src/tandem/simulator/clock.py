@@ -44,8 +44,8 @@ class Clock:
     def at(self, time_ns: int, action: Action, *arguments: Any) -> None:
         """Call `action(*arguments)` at `time_ns`, or now if that has passed."""
         self.num_scheduled += 1
-        due = int(time_ns)
-        heappush(self.heap, (due if due > self.time else self.time, self.num_scheduled, action, arguments))
+        due = time_ns if time_ns > self.time else self.time
+        heappush(self.heap, (due, self.num_scheduled, action, arguments))
 
     def after(self, delay_ns: float, action: Action, *arguments: Any) -> None:
         self.at(self.time + int(delay_ns), action, *arguments)

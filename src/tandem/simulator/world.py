@@ -473,8 +473,9 @@ class World:
             self.occurrences.see_step(events, commands)
 
     def _sleep(self, life: Life, wake_at: int | None) -> None:
-        life.wake_at = wake_at
-        if wake_at is not None:
+        """Until then, unless something comes. Who was to wake then before still is: that is on the clock."""
+        before, life.wake_at = life.wake_at, wake_at
+        if wake_at is not None and (wake_at != before or wake_at <= self.clock.time):
             self.clock.at(max(wake_at, self.clock.time + 1), self._wake, life, wake_at)
 
     def _wake(self, life: Life, wake_at: int) -> None:

@@ -10,6 +10,7 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from random import Random
 
@@ -41,17 +42,24 @@ class PageMemory:
     sums: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.slots = [list(empty_page(self.page_size)) for _ in range(self.num_pages)]
+        empty = list(empty_page(self.page_size))
+        self.slots = [empty.copy() for _ in range(self.num_pages)]
         self.sums = [0] * self.num_pages
 
-    def write(self, page: PageId, slot: int, content: int) -> None:
-        content &= MASK
-        row = self.slots[page]
-        self.sums[page] += content - row[slot]
-        row[slot] = content
+    def write(self, table: list[PageId], start: int, contents: Values[int], states: Values[int]) -> None:
+        """The slots of positions from `start` on; and of each page the state behind the last of them in it.
 
-    def leave(self, page: PageId, state: int) -> None:
-        self.slots[page][self.page_size] = state & MASK
+        contents, states: by position; what does not fit 64 bits is cut off
+        """
+        written = 0
+        while written < len(contents):
+            index, slot = divmod(start + written, self.page_size)
+            page, stop = table[index], min(len(contents), written + self.page_size - slot)
+            row, new = self.slots[page], [content & MASK for content in contents[written:stop]]
+            self.sums[page] += sum(new) - sum(row[slot : slot + len(new)])
+            row[slot : slot + len(new)] = new
+            row[self.page_size] = states[stop - 1] & MASK
+            written = stop
 
     def read(self, table: list[PageId], length: int) -> int:
         """Sum of the slots of positions [0, length); another number where the state behind them is none of theirs."""
@@ -282,23 +290,20 @@ class Executor:
             raise Violation(
                 "S5", f"request {sequence.request}: KV or state of [0, {start}) is not what its tokens make"
             )
-        first = sequence.script.logprobs_from
-        wanted = range(0) if first is None else range(max(first, start), min(stop, sequence.prompt_len - 1))
-        said: list[bytes] = []
-        writes = [(memory.write, memory.leave, cell_weight(cell)) for cell, memory in self.memory.cells.items()]
+        contents: list[int] = []
+        sums: list[int] = []  # behind each position
         for position in range(start, stop):
-            content = kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position)
-            page, slot = divmod(position, page_size)
-            kv_sum = (kv_sum + content) & MASK
-            is_last = slot == page_size - 1 or position == stop - 1
-            for write, leave, weight in writes:
-                write(table[page], slot, content * weight)
-                if is_last:
-                    leave(table[page], kv_sum * weight)
-            if position in wanted:
-                said.append(told_of(kv_sum))
-        if said:
-            told.append((sequence.request, b"".join(said)))
+            contents.append(kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position))
+            kv_sum = (kv_sum + contents[-1]) & MASK
+            sums.append(kv_sum)
+        for cell, memory in self.memory.cells.items():
+            weight = cell_weight(cell)
+            memory.write(table, start, [one * weight for one in contents], [one * weight for one in sums])
+        first = sequence.script.logprobs_from
+        if first is not None:
+            wanted = range(max(first, start), min(stop, sequence.prompt_len - 1))
+            if wanted:
+                told.append((sequence.request, b"".join(told_of(sums[position - start]) for position in wanted)))
         return kv_sum
 
     def _read(self, table: list[PageId], length: int) -> int:

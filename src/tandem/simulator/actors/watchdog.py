@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.core.stall_detector import TICKS, ProgressReport
+from tandem.core.stall_detector import TICKS, ProgressReport, Stall
 from tandem.core.values import SECOND
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.actors.servers import Server, rank_number, server_of
@@ -46,10 +46,11 @@ class Watchdogs:
     def _tick(self, life: Life) -> None:
         if not life.is_alive:
             return
-        if self._server_of(life).frozen_until > self.clock.time:
+        server = self._server_of(life)
+        if server.frozen_until > self.clock.time:
             self._sleep(life)
             return
-        self._hear(life)
+        self._hear(server, life)
         self.see(life)
         longest = life.vitals.liveness.longest
         if longest.is_final:
@@ -61,7 +62,7 @@ class Watchdogs:
         if life.vitals.is_watched:
             self._sleep(life)
 
-    def _hear(self, life: Life) -> None:
+    def _hear(self, server: Server, life: Life) -> None:
         """The answer, and the next question; a node that could not answer does so as soon as it goes on."""
         vitals = life.vitals
         was_sick = vitals.liveness.longest.is_sick
@@ -69,14 +70,12 @@ class Watchdogs:
             answer_if_it_can(life)
         if vitals.questions.tick():
             answer_if_it_can(life)
-        self._tell_server(life)
+        self._tell(server, life.vitals.liveness.longest, rank_number(life.replica.name))
         self.num_recovered += was_sick and not vitals.liveness.longest.is_sick
 
-    def _tell_server(self, life: Life) -> None:
-        server, longest = self._server_of(life), life.vitals.liveness.longest
+    def _tell(self, server: Server, longest: Stall, rank: int) -> None:
         if server.requests is not None:
-            trouble = longest.describe(self.tick_ns / SECOND) if longest.is_sick else ""
-            server.requests.see_trouble(rank_number(life.replica.name), trouble)
+            server.requests.see_trouble(rank, longest.describe(self.tick_ns / SECOND) if longest.is_sick else "")
 
 
 def answer_if_it_can(life: Life) -> None:
