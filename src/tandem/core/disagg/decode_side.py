@@ -62,7 +62,7 @@ FINAL_CAUSES = frozenset(
     {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
 )
 TOKEN_BYTES = 4
-RELEARN_EVERY = 4  # questions for a rank: with the second one, the sixth, ...
+RELEARN_EVERY = 4  # questions for a rank
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -130,8 +130,9 @@ def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
         fail_transfer(node, progress, side, Cause.PEER_ABORTED, detail)
         return
     if search.ask_at <= node.now:
-        if search.rank_asked % RELEARN_EVERY == 1:
-            ask_who(node, side.address, None)  # its next life may have other ranks
+        # Its next life may have other ranks; sooner where the one is missing that the room implies.
+        if search.rank_asked % RELEARN_EVERY == (1 if search.is_astray else RELEARN_EVERY - 1):
+            ask_who(node, side.address, None)
         patience = min(node.settings.ask_rank_ns << search.rank_asked, node.settings.ask_rank_max_ns)
         search.ask_at = Nanos(node.now + patience)
         search.rank_asked += 1
