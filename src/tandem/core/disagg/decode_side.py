@@ -26,6 +26,7 @@ from tandem.core.disagg.prefill_lookup import (
     find_others_to_tell,
     find_rank,
     key,
+    remember_prefill,
     say_farewell,
     say_farewells,
     tell_prefill,
@@ -54,7 +55,7 @@ from tandem.core.scheduler.state import (
     schedule,
     worth_loading,
 )
-from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
+from tandem.core.settings import LoadFailurePolicy, LocalPrefill
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
@@ -175,24 +176,6 @@ def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
 def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSide]]:
     """The requests in one state that have a decode side, in order of entry."""
     return [(progress, progress.side) for progress in node.live(state) if isinstance(progress.side, DecodeSide)]
-
-
-def remember_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> bool:
-    """True if it has said something else before: another life with other flags, whose ranks are others, too."""
-    before = node.prefills.pop(key(address), prefill)
-    if before != prefill:
-        forget_ranks(node, key(address))
-    node.prefills[key(address)] = prefill
-    while len(node.prefills) > node.settings.max_prefills:
-        oldest = next(iter(node.prefills))
-        del node.prefills[oldest]
-        forget_ranks(node, oldest)
-    return before != prefill
-
-
-def forget_ranks(node: NodeState, server: str) -> None:
-    for known in [known for known in node.peers if known.rpartition("/")[0] == server]:
-        del node.peers[known]
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
