@@ -181,10 +181,30 @@ STATES: dict[str, str] = {
 }
 
 
+NOT_CUT = "cuts layers or batches, and those of this model are computed by transformers as a whole"
+TRANSFORMERS: dict[str, str] = {
+    "--attn-cp-size": NOT_CUT,
+    "--deterministic": "cannot be kept: transformers promises no bits, and computes the layers of this model",
+    "--enable-dp-attention": NOT_CUT,
+    "--pp-size": NOT_CUT,
+    "--quantization": "is for Tandem's own layers, and those of this model are computed by transformers",
+    "--tp-size": NOT_CUT,
+}
+
+
 def impossible_with_states(config: ServerConfig) -> list[str]:
     """What a model with state-space layers cannot do."""
+    return _impossible(config, STATES)
+
+
+def impossible_with_transformers(config: ServerConfig) -> list[str]:
+    """What a model cannot do whose layers transformers computes."""
+    return _impossible(config, TRANSFORMERS)
+
+
+def _impossible(config: ServerConfig, reasons: dict[str, str]) -> list[str]:
     given = {name for name, field in flags() if getattr(config, field.name) != field.default}
-    return [f"{name} {reason}: leave it out" for name, reason in STATES.items() if name in given]
+    return [f"{name} {reason}: leave it out" for name, reason in reasons.items() if name in given]
 
 
 def without_effect_on_encoders(config: ServerConfig) -> list[str]:

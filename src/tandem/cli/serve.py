@@ -22,7 +22,12 @@ from tandem.engine.model_config import (
     read_config,
     read_json,
 )
-from tandem.flag_roles import impossible_with_states, without_effect, without_effect_on_encoders
+from tandem.flag_roles import (
+    impossible_with_states,
+    impossible_with_transformers,
+    without_effect,
+    without_effect_on_encoders,
+)
 from tandem.sampling import SamplingDefaults
 from tandem.server import keys, logs
 from tandem.server.api.facts import ModelFacts
@@ -50,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
     model = read_facts(model_dir, config)
     config = for_task(config, model)
     logs.set_up(config.log_format, process="api" if config.node_rank == 0 else f"host {config.node_rank}")
+    if model.library:
+        logger.info("%s is not one of Tandem's own: %s computes its layers", model.architectures[0], model.library)
     if model.sampling_defaults != SamplingDefaults():
         logger.info("for requests that do not say, generation_config.json does: %s", model.sampling_defaults)
     try:
@@ -112,6 +119,8 @@ def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
         complaints += without_effect_on_encoders(config)
     if model.has_states:
         complaints += impossible_with_states(config)
+    if model.library:
+        complaints += impossible_with_transformers(config)
     if complaints:
         raise CommandFailed("; ".join(complaints), is_wrong_usage=True)
     return config
@@ -154,4 +163,5 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         dimensions=model.hidden_size,
         is_encoder=model.encoder is not None,
         has_states=model.state_space is not None,
+        library=model.transformers.library if model.transformers is not None else "",
     )

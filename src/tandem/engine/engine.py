@@ -116,8 +116,10 @@ class Engine:
     @property
     def kernels(self) -> str:
         """What computes: for people."""
-        products = self._kernels.name if self._kernels is not None else "torch"
-        return f"products by {products}, attention by {type(self._attention).__name__}"
+        attention = f"attention by {type(self._attention).__name__}"
+        if self.model.config.transformers is not None:
+            return f"layers by {self.model.config.transformers.library}, {attention}"
+        return f"products by {self._kernels.name if self._kernels is not None else 'torch'}, {attention}"
 
     def close(self) -> None:
         self.kv.close()

@@ -14,6 +14,8 @@ configurations of these architectures (`models/table.py`) fall into four kinds:
                 bos_token_id, output_router_logits, router_aux_loss_coef, router_jitter_noise,
                 _sliding_window_pattern (what layer_types came from)
 
+What the fields of other decoders mean is transformers' affair, where it is installed: `transformers_facts.py`.
+
 Encoders have positions that are embeddings, and no next token: `encoder_config.py`. A decoder may be asked for vectors
 instead of tokens; a checkpoint of its bare layers (Qwen3Model) can do nothing else.
 """
@@ -32,6 +34,7 @@ from tandem.engine.pooling_config import Pooling, read_pooling
 from tandem.engine.quantization import Quantization, read_quantization
 from tandem.engine.rope_config import MOST_POSITIONS, RopeConfig, read_rope, read_ropes
 from tandem.engine.state_space_config import StateSpaceConfig, read_state_space
+from tandem.engine.transformers_facts import Examine, TransformersFacts, examined_elsewhere
 from tandem.logtext import shown
 
 __all__ = ["ModelConfig", "ModelError", "RopeConfig", "parse_config", "read_config", "read_json"]
@@ -44,7 +47,8 @@ MOST_HEAD_DIM = 1 << 13
 MOST_PAGE_TOKENS = 512  # that a page has unless told
 WHERE = "config.json"
 HEADLESS, WITH_HEAD = "Model", "ForCausalLM"  # how architectures are named without a head, and with one
-NO_ROPE = RopeConfig("none", 1.0, {})  # of an encoder
+NO_ROPE = RopeConfig("none", 1.0, {})  # of an encoder, and where transformers computes the angles
+SAME_SCALE = 1e-6  # of attention scores, relatively: what two ways to compute it differ by
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -110,6 +114,8 @@ class ModelConfig:
     embedding_scale: float | None = None  # of what the embedding says
     residual_scale: float | None = None  # of what attention, state-space layer or MLP add
     logit_divisor: float | None = None
+    # It computes the layers; of their norms, MLPs and angles nothing is known here then.
+    transformers: TransformersFacts | None = None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -126,25 +132,41 @@ class ModelConfig:
         return self.sliding_layers is None or layer in self.sliding_layers
 
 
-def read_config(model_dir: Path, *, is_embedding: bool = False) -> ModelConfig:
+def read_config(model_dir: Path, *, is_embedding: bool = False, examine: Examine = examined_elsewhere) -> ModelConfig:
     """Parse `config.json`, and what `generation_config.json` and the tokenizer say of the end. Raises ModelError.
 
-    is_embedding: vectors are wanted of a decoder, too.
+    is_embedding: vectors are wanted of a decoder, too. examine: asks transformers about other architectures.
     """
     if not model_dir.is_dir():
         raise ModelError(f"model directory {model_dir} does not exist; give a Hugging Face checkpoint directory")
     raw = read_json(model_dir / "config.json")
     generation = read_json(model_dir / "generation_config.json", optional=True)
-    config = parse_config(raw, generation=generation, tokenizer_eos=tokenizer_eos(model_dir))
+    config = parse_config(raw, generation=generation, tokenizer_eos=tokenizer_eos(model_dir), examine=examine)
+    if config.transformers is not None and is_embedding:
+        raise ModelError(
+            f"{config.architecture} is computed by transformers, and makes no vectors; leave --is-embedding out"
+        )
     is_encoder = config.encoder is not None
     if is_encoder or is_embedding or config.is_headless:
         return replace(config, pooling=read_pooling(model_dir, is_encoder=is_encoder))
     return config
 
 
-def parse_config(raw: dict[str, Any], *, generation: dict[str, Any], tokenizer_eos: int | None = None) -> ModelConfig:
-    """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known."""
-    architecture, family = _family(raw)
+def parse_config(
+    raw: dict[str, Any],
+    *,
+    generation: dict[str, Any],
+    tokenizer_eos: int | None = None,
+    examine: Examine | None = None,
+) -> ModelConfig:
+    """Raises ModelError, whatever the objects hold. tokenizer_eos: id of what the tokenizer calls the end, if known.
+
+    examine: asks transformers about architectures that are not in the table; None: they are refused.
+    """
+    architecture = _architecture(raw)
+    if architecture not in FAMILIES and examine is not None:
+        return _by_transformers(raw, architecture, examine(raw), generation=generation, tokenizer_eos=tokenizer_eos)
+    family = _family(raw, architecture)
     if family.is_encoder:
         return _encoder(raw, architecture, family, tokenizer_eos)
     said = {name: value for name, value in raw.items() if value is not None or name in SOFT_CAPS}
@@ -256,22 +278,63 @@ def _encoder(raw: dict[str, Any], architecture: str, family: Family, tokenizer_e
     )
 
 
-def _family(raw: dict[str, Any]) -> tuple[str, Family]:
+def _by_transformers(
+    raw: dict[str, Any],
+    architecture: str,
+    facts: TransformersFacts,
+    *,
+    generation: dict[str, Any],
+    tokenizer_eos: int | None,
+) -> ModelConfig:
+    config = Fields(WHERE, raw)
+    own_scale = facts.head_dim**-0.5
+    windows = [window for window in facts.windows if window is not None]
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        intermediate_size=0,
+        num_layers=facts.num_layers,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        norm_eps=0.0,
+        tied_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        sliding_window=windows[0] if windows else None,
+        rope=NO_ROPE,
+        max_context=facts.max_context,
+        stored_dtype=_stored_dtype(config),
+        eos_ids=eos_ids(
+            config, Fields("generation_config.json", generation), tokenizer_eos, vocab_size=facts.vocab_size
+        ),
+        sliding_layers=tuple(layer for layer, window in enumerate(facts.windows) if window is not None),
+        score_divisor=None if abs(facts.scale / own_scale - 1) < SAME_SCALE else facts.scale**-2,
+        attention_cap=facts.soft_cap,
+        transformers=facts,
+    )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """As the table spells it, if it has it."""
     given = raw.get("architectures")
     if not isinstance(given, list) or len(given) != 1 or not isinstance(given[0], str):
         raise ModelError(f"config.json names the architectures {shown(given)}; exactly one is needed")
-    name = given[0]
-    if name not in FAMILIES and name.endswith(HEADLESS):
-        name = name.removesuffix(HEADLESS) + WITH_HEAD
+    headed = given[0].removesuffix(HEADLESS) + WITH_HEAD
+    return headed if given[0] not in FAMILIES and given[0].endswith(HEADLESS) and headed in FAMILIES else given[0]
+
+
+def _family(raw: dict[str, Any], name: str) -> Family:
     if name not in FAMILIES:
         raise ModelError(
-            f"config.json: the architecture {shown(given[0])} is not supported; known are {', '.join(FAMILIES)} "
+            f"config.json: the architecture {shown(name)} is not supported; known are {', '.join(FAMILIES)} "
             "(docs/models.md says what another one needs)"
         )
     model_type = Fields(WHERE, raw).text("model_type", default=FAMILIES[name].model_type)
     if model_type != FAMILIES[name].model_type:
         raise ModelError(f"config.json: {name} has the model_type {shown(model_type)}; the file is broken")
-    return name, FAMILIES[name]
+    return FAMILIES[name]
 
 
 def _ropes(config: Fields, family: Family) -> tuple[RopeConfig, RopeConfig | None]:

@@ -12,6 +12,7 @@ from tandem.engine.quantized_formats import StoredTensors, read_quantized, refus
 from tandem.logtext import shown
 
 STORED = ("F32", "BF16", "F16")
+MARKS = ("BOOL", "U8", "I64")  # of masks and positions that older checkpoints hold, and nobody computes with
 
 
 class WeightSource:
@@ -75,3 +76,14 @@ class WeightSource:
         tensors = StoredTensors(self._checkpoint, name, self.taken)
         stored = read_quantized(scheme, tensors, outputs, inputs)
         return stored.part(name, rows, columns) if self._has_data else torch.empty(0)
+
+    def everything(self) -> dict[str, Tensor]:
+        names = self._checkpoint.names()
+        for name in names:
+            stored = self._checkpoint.dtype_of(name)
+            if stored not in (*STORED, *MARKS):
+                raise ModelError(
+                    f"the tensor {name} is stored as {stored}, which is not supported; choose another checkpoint"
+                )
+        self.taken += names
+        return {name: self._checkpoint.tensor(name) for name in names}

@@ -7,13 +7,13 @@ machine share the pages. Everything a user can get wrong ends in a `ModelError` 
 import hashlib
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
 from tandem.core.kv_parts import KvGrid
-from tandem.engine import digest_cache, machine_memory
+from tandem.engine import digest_cache, machine_memory, trial
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
@@ -24,6 +24,7 @@ from tandem.engine.models.base import Model, build_of
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.quantization import Quantization, quantization_of
+from tandem.engine.transformers_facts import examined_here
 from tandem.engine.weight_source import STORED, WeightSource
 from tandem.engine.weights_digest import tensor_digests, weights_digest
 from tandem.logtext import shown
@@ -88,14 +89,12 @@ def load(
 
     kv_is_int8: keys and values are kept in 8 bits.
     """
-    config = read_config(model_dir, is_embedding=is_embedding)
+    config = read_config(model_dir, is_embedding=is_embedding, examine=examined_here)
     _check_device(device)
-    embedding = EMBEDDING if config.encoder is None else ENCODER_EMBEDDING
-    prefix = "" if config.pooling is None else embedding.partition(".")[0] + "."
-    checkpoint = Checkpoint(model_dir, prefix=prefix)
-    chosen = _choose_dtype(dtype, stored=checkpoint.dtype_of(embedding), device=device)
+    checkpoint, stored = _open(config, model_dir)
+    chosen = _choose_dtype(dtype, stored=stored, device=device)
     _refuse_overflow(config, chosen)
-    scheme = quantization_of(config.quantization, quantization)
+    scheme = _scheme(config, quantization)
     weight_bytes = _refuse_too_large(checkpoint, chosen, device, scheme)
     source = WeightSource(checkpoint, dtype=chosen, device=device, quantization=scheme)
     group = group if group is not None else OneShard()
@@ -106,7 +105,7 @@ def load(
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
     digests = tensor_digests(checkpoint, source.taken + copies, known)
     _refuse_another_head(digests, copies)
-    return LoadedModel(
+    loaded = LoadedModel(
         config=config,
         module=module,
         kv_shape=_kv_shape(config, own_layers, heads, is_int8=kv_is_int8),
@@ -124,6 +123,30 @@ def load(
             stages=stage.size,
         ),
     )
+    if isinstance(module, trial.Borrowed):
+        trial.run(module, config, replace(loaded.kv_shape, is_int8=False), loaded.attention, chosen, device)
+    return loaded
+
+
+def _open(config: ModelConfig, model_dir: Path) -> tuple[Checkpoint, str]:
+    """The checkpoint, and the type in which it is stored: of the embedding, or where its name is not known here, of the
+    largest tensor.
+    """
+    embedding = EMBEDDING if config.encoder is None else ENCODER_EMBEDDING
+    prefix = "" if config.pooling is None else embedding.partition(".")[0] + "."
+    checkpoint = Checkpoint(model_dir, prefix=prefix)
+    if config.transformers is not None:
+        embedding = max(checkpoint.names(), key=lambda name: math.prod(checkpoint.shape_of(name)), default=embedding)
+    return checkpoint, checkpoint.dtype_of(embedding)
+
+
+def _scheme(config: ModelConfig, asked: str | None) -> Quantization | None:
+    if config.transformers is not None and asked is not None:
+        raise ModelError(
+            f"--quantization is for Tandem's own architectures, and {config.architecture} is computed by "
+            f"{config.transformers.library}; leave it out"
+        )
+    return quantization_of(config.quantization, asked)
 
 
 def _kv_shape(config: ModelConfig, layers: range, heads: HeadShard, *, is_int8: bool) -> KvShape:
@@ -165,6 +188,7 @@ def _layout_fields(
         "deterministic": "off",  # until a self-check says otherwise
         **({"quantization": scheme.method} if scheme is not None else {}),
         **({"kv_cache_dtype": "int8"} if kv_is_int8 else {}),
+        **({"computed_by": config.transformers.library} if config.transformers is not None else {}),
         **({"pp_size": str(stages)} if config.state_space is not None else {}),  # a state is not cut by layers
     }
 
@@ -180,7 +204,7 @@ def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
 
 
 def _refuse_overflow(config: ModelConfig, dtype: torch.dtype) -> None:
-    if dtype == torch.float16 and FAMILIES[config.architecture].outgrows_float16:
+    if dtype == torch.float16 and config.transformers is None and FAMILIES[config.architecture].outgrows_float16:
         raise ModelError(
             f"{config.architecture} has hidden states beyond the largest number of float16; use --dtype bfloat16 or "
             "float32"

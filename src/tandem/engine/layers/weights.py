@@ -35,6 +35,10 @@ class Weights(Protocol):
         """
         ...
 
+    def everything(self) -> dict[str, Tensor]:
+        """All tensors of the checkpoint by name, as stored: for a model that finds their places itself."""
+        ...
+
     def elsewhere(self) -> "Weights":
         """The same checks, and no data: for the layers of other stages, which hold the model together all the same."""
         ...

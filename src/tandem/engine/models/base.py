@@ -75,5 +75,6 @@ class Build(Protocol):
 
 
 def build_of(architecture: str) -> Build:
-    """architecture: a key of `FAMILIES`. Other families' files are not loaded."""
-    return importlib.import_module(f"tandem.engine.models.{FAMILIES[architecture].model_type}").build
+    """architecture: a key of `FAMILIES`, else transformers has its code. Other families' files are not loaded."""
+    name = FAMILIES[architecture].model_type if architecture in FAMILIES else "transformers_model"
+    return importlib.import_module(f"tandem.engine.models.{name}").build

@@ -31,6 +31,7 @@ class ModelFacts(Struct):
     dimensions: int = 0  # of an embedding
     is_encoder: bool = False
     has_states: bool = False  # of state-space layers
+    library: str = ""  # that computes its layers, with its version; Tandem itself, unless named
 
 
 def page_secret(config: ServerConfig) -> bytes:
