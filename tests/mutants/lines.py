@@ -60,6 +60,7 @@ TOGETHER = "ranks/test_dp_attention.py::test_"
 TIER = "unit/test_core_host_tier.py::test_"
 STORAGE = "unit/test_core_storage.py::test_"
 FILES = "unit/test_page_files.py::test_"
+BORROWED = "e2e_cpu/test_engine_borrowed.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
 QUANTIZED = "e2e_cpu/test_quantized_checkpoints.py::test_"
@@ -852,6 +853,35 @@ OTHERS = (
         "    if model.has_states:",
         "    if False:",
         "e2e_cpu/test_state_space.py::test_what_states_do_not_allow_is_refused_by_name",
+    ),
+    # decoders whose layers transformers computes
+    Break(
+        "all_layers_of_transformers_share_the_pages_of_the_first",
+        "engine/models/transformers_model.py",
+        "    return port.attention.forward(q, k, v, layer=layer)[None].to(query.dtype), None",
+        "    return port.attention.forward(q, k, v, layer=0)[None].to(query.dtype), None",
+        BORROWED + "scores_are_those_of_transformers_through_chunks_and_decode",
+    ),
+    Break(
+        "layers_of_transformers_that_say_something_else_are_served",
+        "engine/trial.py",
+        "    if not error <= MOST_ERROR.get(dtype, MOST_ERROR_IN_16_BITS):  # nor if it is no number",
+        "    if False:",
+        BORROWED + "a_model_that_says_something_else_through_the_port_is_not_served",
+    ),
+    Break(
+        "masks_of_layers_are_not_looked_at",
+        "engine/models/transformers_examination.py",
+        "                if sees != (query - reach < key <= query):",
+        "                if False:",
+        BORROWED + "what_the_port_does_not_do_is_refused_by_name",
+    ),
+    Break(
+        "what_layers_of_transformers_cannot_do_is_accepted",
+        "cli/serve.py",
+        "    if model.library:\n        complaints",
+        "    if False:\n        complaints",
+        "e2e_cpu/test_borrowed_served.py::test_what_layers_of_transformers_do_not_allow_is_refused_by_name",
     ),
     # streams that go on with another decode (decision 022)
     Break(

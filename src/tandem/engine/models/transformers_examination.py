@@ -69,12 +69,12 @@ def _examine(raw: dict[str, Any]) -> TransformersFacts:
             f"neither Tandem nor transformers {transformers.__version__} has a decoder of this name "
             f"(model_type {shown(model_type)}; docs/models.md)"
         )
-    config = config_of(model_type, raw)
-    num_layers = _size(config, "num_hidden_layers", MOST_LAYERS)
-    context = _context(config)
     made = class_of(architecture)
     if not getattr(made, "_supports_attention_backend", False):
         raise Unfit("its attention in transformers cannot be handed to somebody else")
+    config = config_of(model_type, raw)
+    num_layers = _size(config, "num_hidden_layers", MOST_LAYERS)
+    context = _context(config)
     calls: list[Call] = []
     AttentionInterface.register(EXAMINED, _Recorder(calls, context))
     AttentionMaskInterface.register(EXAMINED, _mask_rule)

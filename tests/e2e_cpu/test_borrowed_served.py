@@ -1,0 +1,89 @@
+"""Models whose layers transformers computes, through servers: their KV is cached, sent and kept as any other."""
+
+from pathlib import Path
+
+import pytest
+from borrowed_models import make
+from cluster import Server, cluster, eventually
+from reference import NEAR_TIE, PAGE, parting_of, real_prompts
+from served_models import SIZES, served
+from transformers import PreTrainedModel
+
+from tandem.cli.main import main
+
+OUTPUT = 24
+POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    """Positions are embeddings: one that is counted from the begin of a batch shows."""
+    where = tmp_path_factory.mktemp("gpt2")
+    return where, served(where, make("gpt2", where, **SIZES))
+
+
+def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
+    return [server.generate(one, max_new_tokens=OUTPUT, sampling_params={"ignore_eos": True}) for one in prompts]
+
+
+def assert_same(model: PreTrainedModel, prompts: list[list[int]], answers: list[dict]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer["output_ids"]) == OUTPUT
+        found = parting_of(model, tuple(prompt), tuple(answer["output_ids"]))
+        assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"
+
+
+def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(
+    gpt2: tuple[Path, PreTrainedModel],
+) -> None:
+    where, model = gpt2
+    with cluster(prefills=1, decodes=1, model=str(where), flags=POOL) as running:
+        assert running.router is not None
+        prompts = real_prompts(16)
+        first = ask(running.router, prompts)
+        assert_same(model, prompts, first)
+        assert {answer["meta_info"]["path"] for answer in first} == {"remote"}
+        turns = [[*prompt, *one["output_ids"], 7, 11] for prompt, one in zip(prompts, first, strict=True)]
+        second = ask(running.router, turns)
+        assert_same(model, turns, second)
+        cached = sum(answer["meta_info"]["cached_tokens"] for answer in second)
+        assert cached > sum(len(prompt) for prompt in prompts) / 2
+        for server in running.servers:
+            assert "GPT2LMHeadModel is not one of Tandem's own: transformers" in server.log
+            assert "engine: layers by transformers" in server.log
+            assert server.call("GET", "/model_info")["architectures"] == ["GPT2LMHeadModel"]
+            eventually(server.is_idle, what=server.states)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--deterministic"],
+        ["--tp-size", "2"],
+        ["--pp-size", "2"],
+        ["--attn-cp-size", "2"],
+        ["--quantization", "int8"],
+        ["--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"],
+    ],
+)
+def test_what_layers_of_transformers_do_not_allow_is_refused_by_name(
+    gpt2: tuple[Path, PreTrainedModel], flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", str(gpt2[0]), *flags]) == 2
+
+    said = capsys.readouterr().err
+    assert f"{flags[0]} " in said
+    assert "computed by transformers" in said or "transformers promises no bits" in said
+
+
+def test_an_architecture_that_nobody_can_serve_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("gpt2", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"gpt2"', '"bloom"').replace("GPT2LMHeadModel", "BloomForCausalLM"))
+
+    assert main(["serve", str(tmp_path)]) == 1
+
+    said = capsys.readouterr().err
+    assert "the architecture 'BloomForCausalLM' is not supported: its attention in transformers cannot be" in said
