@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from api_fakes import END, Script, ids, says, world
+from api_fakes import END, Script, default_tokenizer, ids, says, world
 from starlette.testclient import TestClient
 
 from tandem import __version__
@@ -247,7 +247,8 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     w = world(says("x"), answers=ANSWERS | {"waits": [], "flow": []})
     with w.http() as http:
         document = http.get("/openapi.json").json()
-        assert document == msgspec.json.decode(msgspec.json.encode(openapi_document("unified")))
+        expected = openapi_document("unified", vocab_size=default_tokenizer().vocab_size)
+        assert document == msgspec.json.decode(msgspec.json.encode(expected))
         for path, methods in document["paths"].items():
             for method in methods:
                 answer = http.request(method, path.replace("{id}", "toy"), json={})
@@ -343,7 +344,7 @@ def test_a_body_without_what_it_is_about_does_not_fit_its_schema() -> None:
 def test_the_bounds_in_the_schema_are_those_of_the_server() -> None:
     steps = {"minimum": -1, "maximum": 1, "exclusiveMinimum": 0}
     with world(says("x")).http() as http:
-        for name, limits in bounds(dp_size=1).items():
+        for name, limits in bounds(dp_size=1, vocab_size=default_tokenizer().vocab_size).items():
             for bound, value in limits.items():
                 beyond, within = value + steps[bound], value + (0.5 if bound == "exclusiveMinimum" else 0)
                 assert status_with(http, name, beyond) == 400, (name, beyond)
@@ -354,12 +355,16 @@ def status_with(http: TestClient, name: str, value: float) -> int:
     """Of a request to the first endpoint whose body has such a field."""
     if name in ("max_new_tokens", "min_new_tokens", "sampling_seed"):
         return http.post("/generate", json={"text": "x", "sampling_params": {name: value}}).status_code
+    if name in ("prompt", "input_ids", "tokens"):
+        path = {"prompt": "/v1/completions", "input_ids": "/generate", "tokens": "/detokenize"}[name]
+        return http.post(path, json={name: [value]}).status_code
     if name == "top_logprobs_num":
         return http.post("/generate", json={"text": "x", "return_logprob": True, name: value}).status_code
     if name == "logprobs":
         return http.post("/v1/completions", json={"prompt": "x", name: value}).status_code
     logprobs = {"logprobs": True} if name == "top_logprobs" else {}
     messages = [{"role": "user", "content": "x"}]
+    value = [value] if name == "stop_token_ids" else value
     return http.post("/v1/chat/completions", json={"messages": messages, **logprobs, name: value}).status_code
 
 

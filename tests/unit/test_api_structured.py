@@ -98,7 +98,7 @@ REFUSED = [
     ({"guided_json": {"$ref": "#/$defs/missing"}}, "guided_json", "missing"),
     ({"regex": "(a"}, "regex", "unclosed group"),
     ({"ebnf": "root ::= foo"}, "ebnf", "foo"),
-    ({"guided_choice": ["a", ""]}, "guided_choice", "at least one character"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "length >= 1"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     (
         {"structured_outputs": {"disable_additional_properties": True}},

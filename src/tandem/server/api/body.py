@@ -45,7 +45,7 @@ from tandem.server.api.bounds import (
     TopN,
     TopP,
 )
-from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.errors import Problem, Refusal, contradiction
 from tandem.server.api.foreign import NOTHING, NULL, Foreign, handled, is_asked_for, name_here
 
 NOT_JSON = (msgspec.DecodeError, ValueError, RecursionError)  # not UTF-8; nested beyond what can be read
@@ -351,5 +351,5 @@ def per_prompt(value: Any, count: int, param: str) -> list[Any]:  # a scalar or 
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise invalid(param, f"a list of {len(value)} for {count} prompts")
+        raise contradiction(param, f"a list of {len(value)} for {count} prompts")
     return value

@@ -88,4 +88,5 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=MAX_METADATA_KEY_CHARS)], Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]],
     Meta(max_length=MAX_METADATA),
 ]
-Choices = Annotated[list[GrammarText], Meta(max_length=MAX_CHOICES)]
+Choice = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[Choice], Meta(max_length=MAX_CHOICES)]

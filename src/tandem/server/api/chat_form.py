@@ -16,7 +16,7 @@ from tandem.logtext import shown
 from tandem.server.api import reasoning
 from tandem.server.api.body import ChatBody, unsupported
 from tandem.server.api.bounds import LOOP_CHAT_BYTES
-from tandem.server.api.errors import invalid
+from tandem.server.api.errors import Problem, Refusal, contradiction, invalid
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.reasoning import ReasoningSplitter, Thinking
 from tandem.server.api.resume import made_name
@@ -136,7 +136,8 @@ class AnswerForm:
         try:
             parts[f"arguments_{index}"] = grammar.from_json_schema(tool.parameters, is_lenient=not tool.is_strict)
         except GrammarError as error:
-            raise invalid("tools", f"parameters of {tool.name}: {error}") from None
+            message = f"tools: parameters of {tool.name}: {error}"
+            raise Refusal(Problem.INVALID_GRAMMAR, message, param="tools") from None
         return Function(tool.name, f"@arguments_{index}")
 
     def _text_and_calls(self, literal: Literal, rules: list[str]) -> str:
@@ -249,7 +250,7 @@ def tools_of(body: ChatBody) -> list[Tool]:
         check_size("tools", tool)
         found.append(Tool(name, {"type": "object", **(parameters or {})}, function.get("strict") is True))
     if len({tool.name for tool in found}) < len(found):
-        raise invalid("tools", "two functions have the same name")
+        raise contradiction("tools", "two functions have the same name")
     return found
 
 
@@ -262,14 +263,14 @@ def choice_of(body: ChatBody, names: Sequence[str]) -> tuple[str, str | None]:
         if choice not in (AUTO, REQUIRED, NONE):
             raise invalid("tool_choice", f"{choice[:40]!r} is none of auto, none, required")
         if choice == REQUIRED and not names:
-            raise invalid("tool_choice", "needs tools")
+            raise contradiction("tool_choice", "needs tools")
         return (choice if names else NONE), None
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise invalid("tool_choice", 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}')
     if name not in names:
-        raise invalid("tool_choice", f"there is no function {name[:40]!r} in tools")
+        raise contradiction("tool_choice", f"there is no function {name[:40]!r} in tools")
     return REQUIRED, name
 
 
@@ -308,5 +309,7 @@ def with_arguments(call: Any) -> Any:
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            raise invalid("messages", "arguments of a call in tool_calls are not valid JSON") from None
+            raise Refusal(
+                Problem.INVALID_JSON, "messages: arguments of a call in tool_calls are not valid JSON", param="messages"
+            ) from None
     return {**call, "function": {**function, "arguments": arguments if arguments is not None else {}}}

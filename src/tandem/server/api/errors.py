@@ -23,6 +23,9 @@ class Problem(StrEnum):
 
     INVALID_JSON = "invalid_json"
     INVALID_VALUE = "invalid_value"
+    INVALID_COMBINATION = "invalid_combination"
+    INVALID_GRAMMAR = "invalid_grammar"
+    REFUSED_BY_TEMPLATE = "refused_by_template"
     UNSUPPORTED = "unsupported"
     NO_CHAT_TEMPLATE = "no_chat_template"
     MODEL_NOT_FOUND = "model_not_found"
@@ -63,6 +66,15 @@ class Rule(Struct, frozen=True):
 RULES: dict[Code, Rule] = {
     Problem.INVALID_JSON: Rule(400, False, "edge", "send a JSON object; the message names the position"),
     Problem.INVALID_VALUE: Rule(400, False, "edge", "correct the field named in `param`"),
+    Problem.INVALID_COMBINATION: Rule(
+        400, False, "edge", "change one of the fields that `message` names: each is right by itself"
+    ),
+    Problem.INVALID_GRAMMAR: Rule(
+        400, False, "edge", "correct the schema, expression or grammar in `param`; `message` says what is wrong with it"
+    ),
+    Problem.REFUSED_BY_TEMPLATE: Rule(
+        400, False, "edge", "`message` is what the model's chat template says of these messages"
+    ),
     Problem.UNSUPPORTED: Rule(400, False, "edge", "leave out the field named in `param`; this server cannot do it"),
     Problem.NO_CHAT_TEMPLATE: Rule(
         400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
@@ -201,6 +213,11 @@ class Refusal(Exception):
 
 def invalid(param: str, message: str) -> Refusal:
     return Refusal(Problem.INVALID_VALUE, f"{param}: {message}", param=param)
+
+
+def contradiction(param: str, message: str) -> Refusal:
+    """Of fields that are right each by itself, in a way that no schema can say."""
+    return Refusal(Problem.INVALID_COMBINATION, f"{param}: {message}", param=param)
 
 
 def failure_of(command: FailRequest) -> Failure:

@@ -83,13 +83,19 @@ def operation_lines(method: str, path: str, operation: Schema, document: Schema)
             if schema == {"type": "null"}:  # refused
                 continue
             yield f"<tr><td>{escape(field)}</td><td>{escape(type_text(schema))}</td></tr>"
-        yield "</table></details>"
+        yield "</table>"
+        for part in body.get("allOf", ()):
+            if "description" in part:
+                yield f"<p class=light>{escape(part['description'])}</p>"
+        yield "</details>"
 
 
 def fields_of(schema: Schema, document: Schema) -> dict[str, Schema]:
     """Of a body, whatever its schema is put together from; the narrowest of what is said of a field."""
     found = dict(schema.get("properties", {}))
     for part in (*schema.get("allOf", ()), *schema.get("oneOf", ()), *schema.get("anyOf", ())):
+        if "description" in part:  # it says what holds between fields
+            continue
         inner = resolved(part, document)
         found |= fields_of(inner, document)
     return found

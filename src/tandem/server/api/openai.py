@@ -14,7 +14,7 @@ from tandem.sampling import TokenScore
 from tandem.server.api.body import ChatBody, CompletionBody, OpenAIBody, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, LOOP_SAMPLES, MAX_PROMPTS
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, flat_message
-from tandem.server.api.errors import Failure, invalid
+from tandem.server.api.errors import Failure, contradiction, invalid
 from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.stream import Sample
 from tandem.server.api.structured_output import read_grammar
@@ -145,7 +145,7 @@ def refuse_options(body: OpenAIBody, routing: Routing) -> None:
     if body.prompt_logprobs is not None and routing.stream:
         raise invalid("prompt_logprobs", "are told in whole answers only: leave stream out, or use echo with logprobs")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise unsupported("best_of", " unless it equals n")
+        raise contradiction("best_of", "must equal n: no more samples are made than are shown")
 
 
 def refuse_functions(body: ChatBody) -> None:
@@ -176,7 +176,7 @@ def chat_text(
         )
     last = messages[-1]
     if last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-        raise invalid("continue_final_message", "the last message must be the assistant's, with text")
+        raise contradiction("continue_final_message", "the last message must be the assistant's, with text")
     before = tokenizer.render_chat(
         messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
     )

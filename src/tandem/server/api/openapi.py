@@ -1,7 +1,6 @@
 """`/openapi.json`: the bodies that are really decoded, nothing that is not.
 
-A body that fits its schema is refused only for what a schema cannot well say: what the model or the server's settings
-decide (token ids, lengths, the model's name), and fields that need one another.
+A body that fits its schema is refused only for what no schema can say, with one of the codes in `BEYOND_SCHEMAS`.
 """
 
 from functools import cache
@@ -11,6 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem import __version__
+from tandem.core.values import Cause
 from tandem.server.api.body import (
     AbortBody,
     ChatBody,
@@ -27,18 +27,40 @@ from tandem.server.api.body import (
     StructuredOutputs,
     TokenizeBody,
 )
-from tandem.server.api.bounds import MAX_ROOM
+from tandem.server.api.bounds import MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM
+from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
+from tandem.server.api.errors import Code, Problem
 from tandem.server.api.messages import MessagesBody
 from tandem.server.api.responses import ROLES, ResponsesBody
 from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
+BEYOND_SCHEMAS: dict[Code, str] = {
+    Problem.INVALID_COMBINATION: "values that are right each by itself and not together, which no schema can compare: "
+    "`min_tokens` above `max_tokens`, `best_of` other than `n`, a list that is to have one value for each prompt or "
+    "sample, more samples or log-probabilities in all than one request may have, names that have to be distinct, a "
+    "`tool_choice` that `tools` do not have, `continue_final_message` behind another one's message, two names of "
+    "the DP rank that contradict each other",
+    Problem.INVALID_GRAMMAR: "a JSON schema, regular expression, grammar or structural tag that does not compile, "
+    "or is too large: it is in a language of its own",
+    Problem.INVALID_JSON: "`arguments` of a call in `messages` that are a text and not JSON",
+    Problem.REFUSED_BY_TEMPLATE: "messages, or variables, that the model's chat template does not take",
+    Problem.MODEL_NOT_FOUND: "a `model` that is not among those of `/v1/models`",
+    Cause.PROMPT_TOO_LONG: "a prompt that has more tokens than the context of the model",
+    Cause.OUT_OF_PAGES: "a prompt that is larger than the KV pool",
+    Cause.ROUTE_CONFLICT: "a `disagg_prefill_dp_rank` that the prefill does not have, or routed otherwise",
+    Problem.DUPLICATE_RID: "a `rid` that another request has at the same time",
+    Cause.DEADLINE_EXCEEDED: "a `timeout` that is over before the first token",
+}
 LIST: Schema = {"type": "array", "minItems": 1}
 TEXT: Schema = {"type": "string", "minLength": 1}
 PROMPT: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1}
 ID: Schema = {"type": "integer", "minimum": 0}
-TEXTS_OR_ONE: Schema = {"anyOf": [TEXT, LIST | {"items": TEXT}]}
-IDS_OR_ONE: Schema = {"anyOf": [LIST | {"items": ID}, LIST | {"items": LIST | {"items": ID}}]}
+PROMPTS: Schema = LIST | {"maxItems": MAX_PROMPTS}
+TEXTS_OR_ONE: Schema = {"anyOf": [TEXT, PROMPTS | {"items": TEXT}]}
+IDS_OR_ONE: Schema = {"anyOf": [LIST | {"items": ID}, PROMPTS | {"items": LIST | {"items": ID}}]}
+NULL: Schema = {"type": "null"}
+OBJECT: Schema = {"type": "object"}
 GIVEN: Schema = {"not": {"type": "null"}}
 PART: Schema = {
     "type": "object",
@@ -48,8 +70,28 @@ PART: Schema = {
 MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
-    "properties": {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": PART}},
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"type": ["string", "array", "null"], "items": PART},
+        "tool_calls": {
+            "type": ["array", "null"],
+            "items": {
+                "type": "object",
+                "required": ["function"],
+                "properties": {
+                    "function": {
+                        "type": "object",
+                        "required": ["name"],
+                        "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+                    },
+                },
+            },
+        },
+    },
 }
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS, "pattern": "^[ -~]*$"}
+PARAMETERS: Schema = {"type": ["object", "null"]}
+FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": NAME, "parameters": PARAMETERS}}
 TEXTS: Schema = {"type": ["string", "array"], "items": PART, "minItems": 1}
 TURN: Schema = {
     "type": "object",
@@ -87,9 +129,28 @@ GENERATION: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
 }
 MESSAGES: Schema = {
     "system": {"type": ["string", "array", "null"], "items": PART},
-    "tools": {"items": {"required": ["name", "input_schema"], "properties": {"input_schema": {"type": "object"}}}},
-    "tool_choice": {"properties": {"type": {"enum": ["auto", "none"]}}, "required": ["type"]},
+    "tools": {
+        "items": {
+            "required": ["name", "input_schema"],
+            "properties": {"type": {"enum": ["custom", None]}, "name": NAME, "input_schema": OBJECT},
+        }
+    },
+    "tool_choice": {
+        "anyOf": [
+            NULL,
+            {"required": ["type"], "properties": {"type": {"enum": ["auto", "any", "none"]}}},
+            {"required": ["type", "name"], "properties": {"type": {"const": "tool"}, "name": NAME}},
+        ]
+    },
     "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
+    "output_config": {
+        "properties": {
+            "format": {
+                "properties": {"type": {"const": "json_schema"}, "schema": OBJECT},
+                "required": ["type", "schema"],
+            }
+        }
+    },
 }
 TEXTS_OF_ONE: Schema = {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": TEXT}
 FITTING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
@@ -101,6 +162,31 @@ EMBEDDING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     **FITTING,
 }
 ENDPOINTS = {Task.TOKENS: GENERATION, Task.EMBEDDINGS: EMBEDDING, Task.SCORES: FITTING}
+
+
+def one_function(field: str, schema: Schema) -> Schema:
+    """A `tool_choice`. field: by which it says which one."""
+    function: Schema = {"type": {"const": "function"}, field: schema}
+    named = OBJECT | {"required": list(function), "properties": function}
+    return {"anyOf": [{"enum": [AUTO, NONE, REQUIRED, None]}, named]}
+
+
+TEMPLATE_VARIABLES: Schema = {"propertyNames": {"not": {"enum": ["messages", "add_generation_prompt"]}}}
+PLAIN_FORMAT: Schema = {"type": ["object", "null"], "properties": {"type": {"const": "text"}}}  # bounds nothing
+RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        NULL,
+        {"properties": {"type": {"enum": ["text", "json_object"]}}},
+        {
+            "required": ["type", "json_schema"],
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {"type": "object", "properties": {"schema": PARAMETERS}},
+            },
+        },
+        {"required": ["type"], "properties": {"type": {"const": "structural_tag"}}},
+    ]
+}
 NO_STREAM: Schema = {"enum": [False, None]}
 # What else a body must hold, or what a member must be that its type leaves open.
 NARROWER: dict[str, Schema] = {
@@ -117,8 +203,18 @@ NARROWER: dict[str, Schema] = {
         "properties": {
             "modalities": {"enum": [None, ["text"]]},
             "function_call": {"enum": [None, "none", "auto"]},
+            "tools": {
+                "items": {
+                    "required": ["function"],
+                    "properties": {"type": {"const": "function"}, "function": FUNCTION},
+                }
+            },
+            "tool_choice": one_function("function", FUNCTION),
+            "response_format": RESPONSE_FORMAT,
+            "chat_template_kwargs": TEMPLATE_VARIABLES,
         }
     },
+    "/v1/completions": {"properties": {"response_format": RESPONSE_FORMAT}},
     "/v1/messages": {
         "required": ["max_tokens"],
         "properties": MESSAGES | {"max_tokens": {"type": "integer"}},
@@ -133,18 +229,86 @@ NARROWER: dict[str, Schema] = {
             "store": {"enum": [False, None]},
             "truncation": {"enum": ["disabled", None]},
             "service_tier": {"enum": ["auto", "default", None]},
-            "tool_choice": {"enum": ["auto", "none", None]},
             "tools": {
-                "items": {"required": ["type", "name"], "properties": {"type": {"const": "function"}}},
+                "items": {
+                    "required": ["type", "name"],
+                    "properties": {"type": {"const": "function"}, "name": NAME, "parameters": PARAMETERS},
+                },
             },
+            "tool_choice": one_function("name", NAME),
+            "chat_template_kwargs": TEMPLATE_VARIABLES,
             "text": {
                 "properties": {
                     "verbosity": {"enum": ["medium", None]},
-                    "format": {"properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+                    "format": {
+                        "anyOf": [
+                            NULL,
+                            {"properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+                            {
+                                "properties": {"type": {"const": "json_schema"}, "name": NAME, "schema": OBJECT},
+                                "required": ["type", "name", "schema"],
+                            },
+                        ]
+                    },
                 }
             },
         },
     },
+}
+
+
+def rule(text: str, *options: dict[str, Schema]) -> Schema:
+    """One of these holds. In an option, a field that must not be absent says so by not taking null."""
+    return {
+        "description": text,
+        "anyOf": [
+            {"properties": fields, "required": [name for name, schema in fields.items() if not takes_null(schema)]}
+            for fields in options
+        ],
+    }
+
+
+def takes_null(schema: Schema) -> bool:
+    return None in schema.get("enum", ()) or "null" in schema.get("type", ())
+
+
+def at_most_one(fields: dict[str, Schema]) -> Schema:
+    """Of these fields; by each what it is where it does not count."""
+    others = [{other: idle for other, idle in fields.items() if other != name} for name in fields]
+    return rule(f"At most one of {', '.join(fields)}.", *others)
+
+
+# What holds between the fields of a body, as far as a schema can say it.
+OFF: Schema = {"enum": [False, None]}
+GRAMMARS: dict[str, Schema] = dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag"), NULL)
+FORMS = GRAMMARS | {"response_format": PLAIN_FORMAT, "structured_outputs": NULL}
+STRUCTURED = dict.fromkeys(("json", "regex", "choice", "grammar", "structural_tag"), NULL) | {"json_object": OFF}
+OF_OPENAI = (
+    rule(
+        "stream_options needs stream, and prompt_logprobs are told in whole answers only.",
+        {"stream": {"const": True}, "prompt_logprobs": NULL},
+        {"stream": OFF, "stream_options": NULL},
+    ),
+    at_most_one(FORMS),
+)
+RULES: dict[str, tuple[Schema, ...]] = {
+    "/v1/chat/completions": (
+        *OF_OPENAI,
+        rule("top_logprobs needs logprobs.", {"top_logprobs": NULL}, {"logprobs": {"const": True}}),
+    ),
+    "/v1/completions": OF_OPENAI,
+    "/v1/responses": (
+        at_most_one(
+            GRAMMARS | {"text": {"type": ["object", "null"], "properties": {"format": PLAIN_FORMAT}}},
+        ),
+    ),
+}
+WITHIN: dict[str, Schema] = {"NativeSampling": at_most_one(GRAMMARS), "StructuredOutputs": at_most_one(STRUCTURED)}
+RID: Schema = {"type": "string", "maxLength": MAX_RID_CHARS, "pattern": "^[ -~]*$"}
+OF_ROUTING: Schema = {
+    "properties": {
+        "rid": {"anyOf": [NULL, RID, {"type": "array", "uniqueItems": True, "items": RID | {"minLength": 1}}]}
+    }
 }
 OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/tokenize": (
@@ -169,7 +333,7 @@ ROOM: Schema = {  # without which a prefill does nothing
     "required": ["bootstrap_room"],
     "properties": {"bootstrap_room": {"type": ["integer", "string", "array"], "minimum": 1, "maximum": MAX_ROOM}},
 }
-IDS_AS_KEYS: Schema = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids")  # fields of ids
 SAFE_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}
 READS = {
     "/": "What this is.",
@@ -195,32 +359,38 @@ READS = {
 }
 
 
-def bounds(dp_size: int) -> dict[str, Schema]:
+def bounds(dp_size: int, vocab_size: int) -> dict[str, Schema]:
     """Of numbers whose type allows more than this server does."""
     rank: Schema = {"minimum": 0, "maximum": dp_size - 1}
-    return {"priority": {"minimum": 0, "maximum": 0}, "routed_dp_rank": rank, "data_parallel_rank": rank}
+    token: Schema = {"minimum": 0, "maximum": vocab_size - 1}
+    ranks = dict.fromkeys(("routed_dp_rank", "data_parallel_rank"), rank)
+    return {"priority": {"minimum": 0, "maximum": 0}, **ranks, **dict.fromkeys(TOKENS, token)}
 
 
 @cache
-def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> Schema:
+def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS, vocab_size: int = 1 << 31) -> Schema:
     """Without what servers of other tasks are for: here it is only refused."""
-    narrower, endpoints = bounds(dp_size), ENDPOINTS[task]
+    narrower, endpoints = bounds(dp_size, vocab_size), ENDPOINTS[task]
     shared = (StreamOptions, StructuredOutputs, NativeSampling) if task is Task.TOKENS else (Document,)
     kinds = [Routing, *shared, *dict.fromkeys(kind for kind, _, _ in (endpoints | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
-        drop_refused(components[kind.__name__], kind)
+        drop_unoffered(components[kind.__name__], kind)
         for name, schema in components[kind.__name__]["properties"].items():
             set_bounds(schema, narrower.get(name, {}))
             if name == "logit_bias":
-                schema["propertyNames"] = IDS_AS_KEYS
+                schema["propertyNames"] = {"pattern": f"^({decimals_to(vocab_size - 1)})$"}
+        if kind.__name__ in WITHIN:
+            components[kind.__name__]["allOf"] = [WITHIN[kind.__name__]]
     paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
     paths["/v1/responses/{id}"]["delete"] = operation("Forget a stored response.")
     for path in (path for path in paths if "{id}" in path):
         for made in paths[path].values():
             made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": SAFE_ID}]
-    beside = [reference(Routing), *([ROOM] if role == "prefill" else [])]
-    still = {path: [NARROWER[path]] if path in NARROWER else [] for path in (*endpoints, *OTHERS)}
+    beside = [reference(Routing), OF_ROUTING, *([ROOM] if role == "prefill" else [])]
+    still = {
+        path: [*([NARROWER[path]] if path in NARROWER else []), *RULES.get(path, ())] for path in (*endpoints, *OTHERS)
+    }
     for path, (kind, fields, text) in endpoints.items():
         parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]
         paths[path] = {"post": operation(text, {"allOf": parts})}
@@ -234,16 +404,34 @@ def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> S
     paths["/flush_cache"] = {"post": operation("Drop cached pages that nobody holds.")}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": __version__},
+        "info": {"title": "Tandem", "version": __version__, "description": beyond_schemas()},
         "paths": paths,
         "components": {"schemas": components},
     }
 
 
-def drop_refused(schema: dict[str, Any], kind: type[Struct]) -> None:
-    """Fields that exist only to be refused are not part of the offer."""
+def beyond_schemas() -> str:
+    """In Markdown: why a body that fits its schema may be refused all the same."""
+    lines = [f"* `{code.value}`: {text}." for code, text in BEYOND_SCHEMAS.items()]
+    return "\n".join(["A body that fits its schema is refused for these reasons only, by `error.code`:", "", *lines])
+
+
+def decimals_to(most: int) -> str:
+    """A regular expression for the whole numbers from 0 to `most`, without leading zeros."""
+    digits = str(most)
+    ways = [f"[1-9][0-9]{{{length}}}" for length in range(1, len(digits) - 1)]  # of fewer digits
+    ways.insert(0, "[0-9]" if len(digits) > 1 else f"[0-{digits}]")
+    for place, digit in enumerate(map(int, digits)) if len(digits) > 1 else ():  # equal up to this place, lower there
+        lowest = 0 if place else 1
+        if digit > lowest:
+            ways.append(f"{digits[:place]}[{lowest}-{digit - 1}][0-9]{{{len(digits) - place - 1}}}")
+    return "|".join([*ways, digits])
+
+
+def drop_unoffered(schema: dict[str, Any], kind: type[Struct]) -> None:
+    """Fields that exist only to be refused are no part of the offer, nor are older names of `structured_outputs`."""
     for field in msgspec.structs.fields(kind):
-        if field.type is Raw:
+        if field.type is Raw or field.name.startswith("guided_"):
             del schema["properties"][field.encode_name]
             schema["required"] = [name for name in schema.get("required", []) if name != field.encode_name]
 

@@ -205,7 +205,8 @@ class Ops:
         return docs_response(self._limits.role, self._limits.dp_size, self._limits.task)
 
     async def openapi(self, request: Request) -> Response:
-        return json_response(openapi_document(self._limits.role, self._limits.dp_size, self._limits.task))
+        limits = self._limits
+        return json_response(openapi_document(limits.role, limits.dp_size, limits.task, limits.vocab_size))
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages

@@ -15,7 +15,7 @@ from tandem.grammar import GrammarError
 from tandem.logtext import shown
 from tandem.server.api.body import OpenAIBody, SamplingFields, StructuredOutputs, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, MAX_GRAMMAR_CHARS
-from tandem.server.api.errors import invalid
+from tandem.server.api.errors import Problem, Refusal, contradiction, invalid
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.structural_tag import structural_tag
 from tandem.server.api.tokenizer import Tokenizer
@@ -40,13 +40,15 @@ async def read_grammar(fields: SamplingFields, tokenizer: Tokenizer, prefix: str
     if not constraints:
         return ""
     if len(constraints) > 1:
-        raise invalid(prefix + constraints[1].param, f"contradicts {prefix}{constraints[0].param}: give one of them")
+        raise contradiction(
+            prefix + constraints[1].param, f"contradicts {prefix}{constraints[0].param}: give one of them"
+        )
     constraint = constraints[0]
     param = prefix + constraint.param
     try:
         made = await asyncio.to_thread(constraint.make, tokenizer) if constraint.is_slow else constraint.make(tokenizer)
     except GrammarError as error:
-        raise invalid(param, grammar.in_one_line(str(error))) from None
+        raise wrong(param, grammar.in_one_line(str(error))) from None
     await check_grammar(made, tokenizer, param, constraint.schema)
     return made
 
@@ -54,7 +56,7 @@ async def read_grammar(fields: SamplingFields, tokenizer: Tokenizer, prefix: str
 async def check_grammar(made: str, tokenizer: Tokenizer, param: str, schema: Any = None) -> None:
     """Raises `Refusal` for one that does not compile, or is too large."""
     if len(made) > 2 * MAX_GRAMMAR_CHARS:
-        raise invalid(param, f"makes a grammar of {len(made)} characters; at most {2 * MAX_GRAMMAR_CHARS} are accepted")
+        raise wrong(param, f"makes a grammar of {len(made)} characters; at most {2 * MAX_GRAMMAR_CHARS} are accepted")
     try:
         vocabulary = tokenizer.opened_vocabulary or await asyncio.to_thread(tokenizer.open_vocabulary)
     except GrammarError as error:
@@ -66,7 +68,12 @@ async def check_grammar(made: str, tokenizer: Tokenizer, param: str, schema: Any
             await asyncio.to_thread(vocabulary.check, made)
     except GrammarError as error:
         place = "" if schema is None else await asyncio.to_thread(place_of, schema, str(error), vocabulary)
-        raise invalid(param, f"{place}{error}") from None
+        raise wrong(param, f"{place}{error}") from None
+
+
+def wrong(param: str, message: str) -> Refusal:
+    """Of a text in a language of its own, which no schema can describe."""
+    return Refusal(Problem.INVALID_GRAMMAR, f"{param}: {message}", param=param)
 
 
 def constraints_of(fields: SamplingFields) -> Iterator[Constraint]:
@@ -148,7 +155,7 @@ def schema_constraint(
     if isinstance(schema, str):
         schema = parsed(param, schema)
     if not isinstance(schema, dict | bool):
-        raise invalid(param, f"a JSON schema is an object, not {type(schema).__name__}")
+        raise wrong(param, f"a JSON schema is an object, not {type(schema).__name__}")
     check_size(param, schema)
     return Constraint(
         param, lambda _: grammar.from_json_schema(schema, is_lenient=is_lenient, whitespace=spaces), schema=schema
@@ -164,8 +171,6 @@ def ebnf_constraint(param: str, text: str) -> Constraint:
 
 
 def choice_constraint(param: str, choices: list[str]) -> Constraint:
-    if not all(choices):
-        raise invalid(param, "every choice needs at least one character")
     check_size(param, choices)
     return Constraint(param, lambda _: grammar.from_lark("start: " + " | ".join(map(grammar.quoted, choices))))
 
@@ -173,7 +178,7 @@ def choice_constraint(param: str, choices: list[str]) -> Constraint:
 def tag_constraint(param: str, value: Any) -> Constraint:
     tag = parsed(param, value) if isinstance(value, str) else value
     if not isinstance(tag, dict):
-        raise invalid(param, f"must be an object, not {type(tag).__name__}")
+        raise wrong(param, f"must be an object, not {type(tag).__name__}")
     check_size(param, tag)
     return Constraint(param, lambda tokenizer: structural_tag(tag, tokenizer.special_names), is_slow=True)
 
@@ -182,7 +187,7 @@ def parsed(param: str, text: str) -> Any:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise invalid(param, f"is not valid JSON: {error}") from None
+        raise wrong(param, f"is not valid JSON: {error}") from None
 
 
 def check_size(param: str, value: Any) -> None:
@@ -190,11 +195,11 @@ def check_size(param: str, value: Any) -> None:
     try:
         size = len(msgspec.json.encode(value))
     except (RecursionError, ValueError) as error:
-        raise invalid(param, f"nested too deep: {error}") from None
+        raise wrong(param, f"nested too deep: {error}") from None
     if size > MAX_GRAMMAR_CHARS:
-        raise invalid(param, f"has {size} characters as JSON; at most {MAX_GRAMMAR_CHARS} are accepted")
+        raise wrong(param, f"has {size} characters as JSON; at most {MAX_GRAMMAR_CHARS} are accepted")
     if is_deeper(value, grammar.MOST_NESTED):
-        raise invalid(param, f"is nested deeper than {grammar.MOST_NESTED}")
+        raise wrong(param, f"is nested deeper than {grammar.MOST_NESTED}")
 
 
 def is_deeper(value: Any, most: int) -> bool:

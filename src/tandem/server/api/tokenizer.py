@@ -193,7 +193,7 @@ class Tokenizer:
             )
         except TEMPLATE_ERRORS as error:
             raise Refusal(
-                Problem.INVALID_VALUE, f"messages: the chat template refuses them: {error}", param="messages"
+                Problem.REFUSED_BY_TEMPLATE, f"messages: the chat template refuses them: {error}", param="messages"
             ) from None
         return RenderedChat(text, time.shown)
 

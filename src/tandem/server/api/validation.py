@@ -34,7 +34,7 @@ from tandem.server.api.bounds import (
     MAX_TIMEOUT_SECONDS,
     SCORE_BYTES,
 )
-from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.errors import Problem, Refusal, contradiction, invalid
 from tandem.server.api.hosts import without_brackets
 from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
@@ -159,7 +159,7 @@ def check_params(
     """Check what does not depend on the prompt and no type can say; raises `Refusal` for the first thing wrong."""
     prefix, defaults = names.prefix, limits.defaults
     if max_tokens is not None and (min_tokens or 0) > max_tokens:
-        raise invalid(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
+        raise contradiction(prefix + names.min_tokens, f"must not exceed {names.max_tokens} ({max_tokens})")
     bias = fields.logit_bias or {}
     check_ids(list(bias), limits, prefix + "logit_bias")
     stop_token_ids = fields.stop_token_ids or []
@@ -302,7 +302,7 @@ def ask_all(
                 )
             )
     if len({ask.rid for ask in asks}) < len(asks):
-        raise invalid("rid", "the samples of two prompts would have the same name")
+        raise contradiction("rid", "the samples of two prompts would have the same name")
     return asks
 
 
@@ -310,13 +310,15 @@ def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationPara
     """However they are made up of prompts and `n`, all samples go to the node together."""
     num_samples = sum(params.n for params in all_params)
     if num_samples > limits.max_samples:
-        raise invalid("n", f"{num_samples} samples in one request; at most {limits.max_samples} are accepted")
+        raise contradiction("n", f"{num_samples} samples in one request; at most {limits.max_samples} are accepted")
     num_tokens = sum(params.n * len(prompt.tokens) for prompt, params in zip(prompts, all_params, strict=True))
     if num_tokens > MAX_SUBMITTED_TOKENS:
-        raise invalid("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")
+        raise contradiction("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")
     counts = [num_scores(prompt, params) for prompt, params in zip(prompts, all_params, strict=True)]
     if sum(params.n * count for params, count in zip(all_params, counts, strict=True)) > MAX_PROMPT_SCORES:
-        raise invalid("logprobs", f"of more than {MAX_PROMPT_SCORES} prompt tokens and alternatives in one request")
+        raise contradiction(
+            "logprobs", f"of more than {MAX_PROMPT_SCORES} prompt tokens and alternatives in one request"
+        )
     for prompt, params in zip(prompts, all_params, strict=True):
         check_scores(prompt, params)
 
@@ -331,7 +333,9 @@ def check_scores(prompt: Prompt, params: GenerationParams) -> None:
     """They travel from prefill to decode in one message."""
     num_bytes = num_scores(prompt, params) * ALTERNATIVE_BYTES + len(prompt.tokens) * (SCORE_BYTES - ALTERNATIVE_BYTES)
     if params.sampling.prompt_logprobs_from is not None and num_bytes > MAX_PROMPT_EXTRA_BYTES:
-        raise invalid("logprobs", f"of a prompt of {len(prompt.tokens)} tokens are too many: ask for fewer of them")
+        raise contradiction(
+            "logprobs", f"of a prompt of {len(prompt.tokens)} tokens are too many: ask for fewer of them"
+        )
 
 
 def check_priority(routing: Routing) -> None:
@@ -403,7 +407,7 @@ def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[st
     """One name per prompt: the client's or else `own_rid`, numbered when there are several prompts."""
     if isinstance(rid, list):
         if len(rid) != count or len(set(rid)) != count:
-            raise invalid("rid", f"a list must hold one distinct name for each of the {count} prompts")
+            raise contradiction("rid", f"a list must hold one distinct name for each of the {count} prompts")
         rids = rid
     else:
         base = rid or own_rid
@@ -423,7 +427,7 @@ def check_dp_ranks(routing: Routing, samples: Sequence[int], limits: ModelLimits
             if rank >= limits.dp_size:
                 raise invalid(param, f"there is no rank {rank}: this server has {limits.dp_size}, numbered from 0")
             if found[index] not in (None, rank):
-                raise invalid(param, f"is {rank}, data_parallel_rank {found[index]}: leave one out")
+                raise contradiction(param, f"is {rank}, data_parallel_rank {found[index]}: leave one out")
             found[index] = rank
     return found
 
