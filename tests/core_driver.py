@@ -161,10 +161,10 @@ def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
 class Worker:
     """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, num_pages: int, page_size: int, block_tokens: int) -> None:
+        self.page_size, self.block_tokens = page_size, block_tokens
         self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet))
+        self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
         self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
@@ -199,20 +199,20 @@ class Worker:
 
     def run(self, plan: BatchPlan) -> BatchOutcome:
         spans = self.tables.apply(plan)
-        for span in spans:
+        for span in self.tables.inputs(plan, spans):
             self.forward(span.sequence, span.start, span.stop)
-        for member in self.tables.members(plan):
-            self.forward(member, len(member.tokens) - 1, len(member.tokens))
         out = [self.sample(sequence) for sequence in self.tables.sampling(plan, spans)]
-        hashes = self.tables.finish(plan, spans, [token for token, _ in out])
-        tokens = struct.pack(f"<{len(out)}i", *(token for token, _ in out))
-        flags = bytes(flags for _, flags in out)
+        hashes = self.tables.finish(plan, spans, [token for block, _, _ in out for token in block])
+        told_tokens = [token for block, count, _ in out for token in block[:count]]
+        tokens = struct.pack(f"<{len(told_tokens)}i", *told_tokens)
+        flags = bytes(flags for _, _, flags in out)
+        counts = tuple(count for _, count, _ in out) if self.block_tokens > 1 else ()
         told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
         vectors = tuple((span.sequence.request, self.vector(span.sequence)) for span in spans if span.pools)
         vectors = tuple((request, vector) for request, vector in vectors if vector)
         took_ns = Nanos(self.token_ns * sum(span.stop - span.start for span in spans))
         outcome = BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), duration_ns=took_ns)
-        return msgspec.structs.replace(outcome, prompt_extras=told, vectors=vectors)
+        return msgspec.structs.replace(outcome, prompt_extras=told, vectors=vectors, counts=counts)
 
     def vector(self, one: WorkerRequest) -> bytes:
         """Of the whole prompt; empty: there is none."""
@@ -232,14 +232,24 @@ class Worker:
         for position in range(start, stop):
             self.kv[one.pages[position // size]][position % size] = content[position]
 
-    def sample(self, one: WorkerRequest) -> tuple[int, int]:
+    def sample(self, one: WorkerRequest) -> tuple[list[int], int, int]:
+        """The tokens up to the border of the block, as if they were sampled one after the other; how many of them are
+        told; the flags.
+        """
+        num_tokens = self.tables.num_sampled(one)
         if one.is_broken:
-            return 0, 0
-        token = sampled_after(one.content(len(one.tokens))[-1])
+            return [0] * num_tokens, num_tokens, 0
+        chain, tokens = one.content(len(one.tokens))[-1], list[int]()
         self.rows_run[one.request] = self.rows_run.get(one.request, 0) + 1
-        num_outputs = one.num_outputs + 1
-        flags = TokenFlag.EOS if num_outputs == one.eos_after else 0
-        return token, TokenFlag.INVALID if num_outputs == one.invalid_after else flags
+        for _ in range(num_tokens):
+            tokens.append(sampled_after(chain))
+            chain = chain_after(chain, tokens[-1])
+        outputs = range(one.num_outputs + 1, one.num_outputs + num_tokens + 1)
+        if one.invalid_after in outputs:
+            return tokens, num_tokens, TokenFlag.INVALID
+        if one.eos_after in outputs:
+            return tokens, one.eos_after - one.num_outputs, TokenFlag.EOS
+        return tokens, num_tokens, 0
 
     def digest(self, page: PageId) -> bytes:
         return hashlib.sha256(repr(self.kv[page]).encode()).digest()[:8]
@@ -342,7 +352,7 @@ class World:
     def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
         asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
-        worker = Worker(made.num_pages, made.page_size)
+        worker = Worker(made.num_pages, made.page_size, made.block_tokens)
         replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
         self.replicas[made.incarnation] = replica
         if role is Role.PREFILL and is_known:
@@ -664,7 +674,7 @@ def check(replica: Replica) -> None:
     known = [[row.request for row in flight.rows] + list(flight.members) for flight in node.inflight]
     for progress in node.requests.values():
         assert progress.in_flight == sum(requests.count(progress.id) for requests in known)
-        assert progress.pending <= progress.in_flight
+        assert progress.pending <= progress.in_flight * settings.block_tokens
         assert progress.state is State.DRAINING or progress.waiting_for is not None
         if progress.state is not State.DRAINING:
             assert replica.wake_at is not None

@@ -241,6 +241,7 @@ def scripts(actions: list[str], max_size: int = 60) -> st.SearchStrategy[list[tu
 lives = st.fixed_dictionaries(
     {
         "num_pages": st.sampled_from([10, 14, 24, 64]),
+        "block_tokens": st.sampled_from([1, 1, 2, 4, 16]),
         "max_running": st.sampled_from([1, 2, 4, 32]),
         "chunk_tokens": st.sampled_from([16, 48, 64]),
         "window_depth": st.sampled_from([1, 2, 3]),

@@ -3,7 +3,8 @@
 `core/batch.py` says what a plan means; here it is done in exactly that order. Who computes the forward pass calls
 
     spans = tables.apply(plan)                      leave, join, grow, then page tables and tokens of the rows
-    ...                                             the forward pass, one token per `tables.sampling(...)`
+    ...                                             the forward pass, which writes the KV of `tables.inputs(...)` and
+                                                    samples `tables.num_sampled(...)` for each `tables.sampling(...)`
     hashes = tables.finish(plan, spans, tokens)     the sampled tokens, and the pages that are full since
 
 A forward pass that fails is not finished: tables and sets have changed, nothing was sampled.
@@ -18,7 +19,7 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from tandem.core.batch import BatchPlan, Row
+from tandem.core.batch import BatchPlan, Row, num_sampled
 from tandem.core.kv_parts import share
 from tandem.core.values import PageHash, PageId, RequestId
 from tandem.pagehash import hash_of, page_link
@@ -116,7 +117,7 @@ def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | 
 
 
 class DecodeSet(Protocol[S]):
-    """The requests of one micro-batch: each gets a token from every batch that decodes it, in join order."""
+    """The requests of one micro-batch: each gets a token (or block) from every batch that decodes it, in join order."""
 
     @property
     def members(self) -> Collection[S]: ...
@@ -134,7 +135,7 @@ class DecodeSet(Protocol[S]):
         ...
 
     def append(self, tokens: Values[int]) -> None:
-        """Every member has got its next token, in join order."""
+        """Every member has got its next tokens, as many as the others, in join order."""
         ...
 
 
@@ -162,16 +163,22 @@ class PlainDecodeSet(Generic[S]):
         """Members are looked at when their batch runs."""
 
     def append(self, tokens: Values[int]) -> None:
-        for member, token in zip(self.of.values(), tokens, strict=True):
-            member.append(token)
+        each = len(tokens) // max(1, len(self.of))
+        for index, member in enumerate(self.of.values()):
+            for token in tokens[index * each : (index + 1) * each]:
+                member.append(token)
 
 
 class BatchTables(Generic[S]):
     """Owns the sequences of a worker. Raises PlanError; the requests of that batch are then in an unknown state."""
 
-    def __init__(self, decode_sets: Mapping[int, DecodeSet[S]]) -> None:
-        """decode_sets: by micro-batch; one that is asked for is there, a `defaultdict` for example"""
+    def __init__(self, decode_sets: Mapping[int, DecodeSet[S]], *, block_tokens: int = 1) -> None:
+        """decode_sets: by micro-batch; one that is asked for is there, a `defaultdict` for example
+
+        block_tokens: as `core/batch.py` says.
+        """
         self.decode_sets = decode_sets
+        self.block_tokens = block_tokens
         self.sequences: dict[RequestId, S] = {}
 
     def add(self, sequence: S) -> None:
@@ -223,15 +230,30 @@ class BatchTables(Generic[S]):
         return sequence
 
     def members(self, plan: BatchPlan) -> Collection[S]:
-        """Who gets a token from this batch without a row of its plan, in join order."""
+        """Who gets tokens from this batch without a row of its plan, in join order."""
         return self.decode_sets[plan.micro_batch].members if plan.decodes else ()
 
     def sampling(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[S]:
-        """Whose token comes when: one entry per row of the outcome."""
+        """Whose tokens come when: one entry per row of the outcome."""
         return [*(span.sequence for span in spans if span.samples), *self.members(plan)]
 
+    def inputs(self, plan: BatchPlan, spans: Values[Span[S]]) -> list[Span[S]]:
+        """The tokens whose KV this batch writes: those of its rows, in order, then the last token or block of each
+        member. The span of a row that samples ends where its last whole block does, and may be empty.
+        """
+        block = self.block_tokens
+        rows = [replace(span, stop=span.stop - span.stop % block) if span.samples else span for span in spans]
+        return rows + [
+            Span(member, len(member.tokens) - block, len(member.tokens), True) for member in self.members(plan)
+        ]
+
+    def num_sampled(self, sequence: S) -> int:
+        """How many tokens it gets from a batch that samples for it."""
+        return num_sampled(len(sequence.tokens), self.block_tokens)
+
     def finish(self, plan: BatchPlan, spans: Values[Span[S]], tokens: Values[int]) -> list[tuple[RequestId, PageHash]]:
-        """The forward pass is done: `tokens` in the order of `sampling`. Returns pages with output that are full now.
+        """The forward pass is done: `tokens` in the order of `sampling`, of each as many as it samples, even where one
+        before the last of them ends it. Returns pages with output that are full now.
 
         In row order. After a retraction spans run over pages that were told before: those are not told again.
         """
@@ -240,15 +262,17 @@ class BatchTables(Generic[S]):
             (member, len(member.tokens)) for member in self.members(plan) if len(member.tokens) % member.page_size == 0
         ]
         hashes = [(sequence.request, h) for sequence, stop in ends for h in sequence.take_hashes(stop)]
-        samplers = [span.sequence for span in spans if span.samples]
-        for sequence, token in zip(samplers, tokens, strict=False):
-            sequence.append(token)
+        stop = 0
+        for sequence in (span.sequence for span in spans if span.samples):
+            start, stop = stop, stop + self.num_sampled(sequence)
+            for token in tokens[start:stop]:
+                sequence.append(token)
         if plan.decodes:
-            self.decode_sets[plan.micro_batch].append(tokens[len(samplers) :])
+            self.decode_sets[plan.micro_batch].append(tokens[stop:])
         return hashes
 
 
 def _extend(sequence: Sequence, tokens: bytes) -> None:
-    """tokens: int32 little endian, as in `Row` and `Join`: a first token that was sampled elsewhere."""
+    """tokens: int32 little endian, as in `Row` and `Join`: first tokens that were sampled elsewhere."""
     for token in array("i", tokens):
         sequence.append(token)

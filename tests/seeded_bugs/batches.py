@@ -76,7 +76,7 @@ def tokens_of_one_step_change_places() -> Iterator[None]:
         yield
 
 
-@mutant(15, "S13", "S14", "S2", "L2")
+@mutant(15, "S14", "S13", "S2", "L2")
 def late_batch_result_is_settled_again() -> Iterator[None]:
     original = node.settle
 

@@ -507,7 +507,7 @@ def test_a_chain_of_hashes_with_a_gap_is_not_continued() -> None:
     outcome = BatchOutcome(flight.batch, flight.forward_iter, b"", b"", ((request, b"of the third page"),))
     known = list(progress.hashes)
     assert len(known) == 2
-    progress.computed = 47  # the next token fills the third page
+    progress.length = 48  # the input of this batch, the last of them, fills the third page
     progress.hashes = known[:1]
     learn_hashes(node.state, flight, outcome)
     assert progress.hashes == known[:1], "the second one is missing"

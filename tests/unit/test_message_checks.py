@@ -111,7 +111,9 @@ def test_an_offer_out_of_bounds_is_the_end_of_its_room(fields: dict[str, Any]) -
     [
         {"room": Room(6)},
         {"token": b""},
-        {"token": bytes(8)},
+        {"token": bytes(7)},
+        {"token": bytes(4 * 65)},
+        {"token": bytes(4) + (512).to_bytes(4, "little")},
         {"token": (512).to_bytes(4, "little")},
         {"token": (-1).to_bytes(4, "little", signed=True)},
         {"flags": 8},

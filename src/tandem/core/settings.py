@@ -137,6 +137,7 @@ class NodeSettings(Struct, frozen=True):
     incarnation: Incarnation
     num_pages: int
     page_size: int = 16  # tokens
+    block_tokens: int = 1  # that a row samples at once, up to a border of its blocks; pages hold whole blocks
     layout: str = ""  # digest compared with the peer's
     cut: Cut = Cut()  # of this replica
     dp_rank: int = 0  # of this replica among those of its server

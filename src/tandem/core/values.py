@@ -17,6 +17,7 @@ PageHash = bytes  # 16 bytes: keyed chain over (parent, tenant, tokens of the pa
 ZERO_NS = Nanos(0)
 PAGE_TOKENS = 16  # of KV, unless told
 MAX_SHARDS = 256  # of one replica
+MAX_BLOCK_TOKENS = 64  # that a row may sample at once
 MAX_RENDERED_AT = 253_402_300_799  # Unix seconds: where the calendar of every server ends, with the year 9999
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000

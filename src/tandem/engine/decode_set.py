@@ -81,11 +81,15 @@ class DecodeSet:
             self._set_table(self._row_of[sequence.request], sequence)
 
     def append(self, tokens: Values[int]) -> None:
-        """Every member has got its next token, in join order."""
-        self.last_tokens[:] = tokens
-        self.lengths[:] += 1
-        for member, token in zip(self.members, tokens, strict=True):
-            member.append(token)
+        """Every member has got its next tokens, as many as the others, in join order."""
+        if not self.members:
+            return
+        each = np.array(tokens, dtype=np.int64).reshape(len(self.members), -1)
+        self.last_tokens[:] = each[:, -1]
+        self.lengths[:] += each.shape[1]
+        for member, own in zip(self.members, each.tolist(), strict=True):
+            for token in own:
+                member.append(token)
 
     def _set_table(self, row: int, sequence: Sequence) -> None:
         if len(sequence.pages) > self._tables.shape[1]:

@@ -13,7 +13,7 @@ from typing import Any  # a JSON document
 
 from msgspec import Struct
 
-from tandem.core.batch import BatchPlan
+from tandem.core.batch import TOKEN_BYTES, BatchPlan
 from tandem.core.commands import (
     AnnounceCleared,
     AnnounceDpRank,
@@ -205,7 +205,8 @@ def describe_event(event: Event) -> str:
         case StopMatched(request):
             return f"request {request} stop string"
         case BatchReturned(outcome):
-            return f"batch {outcome.iteration} returned: {len(outcome.flags)} tokens{_flags(outcome.flags)}"
+            count = len(outcome.tokens) // TOKEN_BYTES
+            return f"batch {outcome.iteration} returned: {count} tokens{_flags(outcome.flags)}"
         case BatchFailed(batch, cause, detail):
             return f"batch {batch} failed: {cause} ({detail})"
         case PeerLearned(address, peer, layout):
@@ -256,7 +257,7 @@ def describe_command(command: Command) -> str:
         case ForgetRequests(requests):
             return f"forget {_ids(requests)}"
         case EmitTokens(requests, _, _):
-            return f"emit a token of {_ids(requests)}"
+            return f"emit {_emitted(requests)}"
         case StartRequest(request, path, cached, _, told):
             tells = f", {sum(map(len, told))} bytes of logprobs of its prompt" if told else ""
             return f"start request {request}: {path}, {cached} cached{tells}"
@@ -388,6 +389,13 @@ def _same_way(run: tuple[int, int], page: int) -> bool:
 
 def _ids(requests: Sequence[int]) -> str:
     return "request " + " ".join(map(str, requests))
+
+
+def _emitted(requests: Sequence[int]) -> str:
+    counts = Counter(requests)
+    if max(counts.values(), default=1) == 1:
+        return f"a token of {_ids(requests)}"
+    return "tokens of request " + ", ".join(f"{request} ({count})" for request, count in counts.items())
 
 
 def _flags(flags: bytes) -> str:

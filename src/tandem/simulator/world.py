@@ -279,7 +279,8 @@ class World:
         repeat_names(asks, Random(f"names {seed}"), share=options.repeated_names)
         num_tokens = max(each.num_pages * each.page_size for each in (options.prefill, options.decode))
         enlarge(asks, Random(f"misfits {seed}"), share=options.misfits, num_tokens=num_tokens)
-        want_logprobs(asks, Random(f"told prompts {seed}"))
+        if options.prefill.block_tokens == 1:
+            want_logprobs(asks, Random(f"told prompts {seed}"))
         want_vectors(asks, Random(f"vectors {seed}"), is_encoder=options.has_encoder)
         for ask in asks:
             self.edge.num_to_come += 1
@@ -318,6 +319,7 @@ class World:
             kv,
             num_pages=settings.num_pages,
             page_size=settings.page_size,
+            block_tokens=settings.block_tokens,
             guard=self._guard_of(replica),
             seed=f"{self.options.seed} {incarnation.name} {incarnation.id}",
         )

@@ -8,6 +8,7 @@ the request is queued like any other, and its prompt is computed here.
 
 from typing import assert_never
 
+from tandem.core.batch import TOKEN_BYTES, num_sampled
 from tandem.core.commands import AskDpRank, CancelPull, Path, PullPages, Tell
 from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
@@ -62,7 +63,6 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Ro
 FINAL_CAUSES = frozenset(
     {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
 )
-TOKEN_BYTES = 4
 RELEARN_EVERY = 4  # questions for a rank
 
 
@@ -354,7 +354,7 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         or offer.first_page > arrival.offered
     ):
         return
-    complaint = misfit(node, arrival, offer)
+    complaint = misfit(node, progress, arrival, offer)
     if complaint is not None:
         fail_transfer(node, progress, side, Cause.PROTOCOL, complaint)
         return
@@ -367,7 +367,7 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         arrival.result = offer.result
 
 
-def misfit(node: NodeState, arrival: Arrival, offer: Offer) -> str | None:
+def misfit(node: NodeState, progress: Progress, arrival: Arrival, offer: Offer) -> str | None:
     num_pages = len(offer.pages)
     stop = offer.first_page + num_pages
     total_pages = arrival.held_pages + arrival.num_wanted
@@ -380,14 +380,19 @@ def misfit(node: NodeState, arrival: Arrival, offer: Offer) -> str | None:
         return "offer has the wrong number of digests"
     if offer.result is not None and offer.result.room != offer.room:
         return "result slot belongs to another room"
-    if offer.result is not None and not is_well_formed(offer.result):
+    if offer.result is not None and not is_well_formed(
+        offer.result, num_sampled(progress.request.prompt_len, node.settings.block_tokens)
+    ):
         return "result slot is malformed"
     return None
 
 
-def is_well_formed(row: ResultSlot) -> bool:
+def is_well_formed(row: ResultSlot, num_tokens: int) -> bool:
+    """num_tokens: that a prompt of this length is followed by; fewer only if the last of them ends the answer"""
     durations = (row.queue_ns, row.compute_ns, row.overlapped_ns)
-    return len(row.token) == TOKEN_BYTES and 0 <= row.flags < 256 and min(durations) >= 0
+    least = TOKEN_BYTES if row.flags else TOKEN_BYTES * num_tokens
+    has_tokens = len(row.token) % TOKEN_BYTES == 0 and least <= len(row.token) <= TOKEN_BYTES * num_tokens
+    return has_tokens and 0 <= row.flags < 256 and min(durations) >= 0
 
 
 def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, offer: Offer) -> None:

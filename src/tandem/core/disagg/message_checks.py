@@ -17,11 +17,11 @@ from typing import assert_never
 
 from msgspec import Struct, structs
 
-from tandem.core.batch import TokenFlag
+from tandem.core.batch import TOKEN_BYTES, TokenFlag
 from tandem.core.disagg.messages import MAX_GRANT_SECRET_BYTES, Abort, Message, Moved, Offer, Ready, Release, ResultSlot
 from tandem.core.kv_parts import KvGrid, parts
 from tandem.core.settings import MAX_DP_SIZE
-from tandem.core.values import MAX_RENDERED_AT, SECOND, Cause, Cut, Incarnation
+from tandem.core.values import MAX_BLOCK_TOKENS, MAX_RENDERED_AT, SECOND, Cause, Cut, Incarnation
 
 MAX_NUMBER = 1 << 63  # ids, generations, attempts, durations
 MAX_COUNT = 1 << 31  # tokens and pages of one prompt
@@ -34,7 +34,6 @@ MAX_DIGEST_BYTES = 64
 MAX_EXTRA_BYTES = 64 << 10
 MAX_PROMPT_EXTRA_BYTES = 4 << 20  # of one prompt
 DIGEST_BYTES = 8
-TOKEN_BYTES = 4
 KNOWN_FLAGS = TokenFlag.EOS | TokenFlag.STOP | TokenFlag.INVALID
 
 
@@ -132,8 +131,11 @@ def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
 def result_fault(row: ResultSlot, offer: Offer, bounds: Bounds) -> str | None:
     if row.room != offer.room:
         return "the result slot belongs to another room"
-    if len(row.token) != TOKEN_BYTES or int.from_bytes(row.token, "little") >= bounds.vocab_size:
-        return "the first token is not in the vocabulary"
+    if len(row.token) % TOKEN_BYTES or not 0 < len(row.token) <= TOKEN_BYTES * MAX_BLOCK_TOKENS:
+        return "the first tokens are none, or too many"
+    ids = (int.from_bytes(row.token[at : at + TOKEN_BYTES], "little") for at in range(0, len(row.token), TOKEN_BYTES))
+    if max(ids) >= bounds.vocab_size:
+        return "a first token is not in the vocabulary"
     if not 0 <= row.flags <= KNOWN_FLAGS:
         return "the result slot has unknown flags"
     if len(row.extra) > MAX_EXTRA_BYTES or (row.extra and not bounds.is_extra(row.extra)):

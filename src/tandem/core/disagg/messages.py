@@ -40,7 +40,7 @@ class ResultSlot(Struct, frozen=True):
     """What prefill sampled, read by decode once at the commit: a row of the prefill's bounded result table."""
 
     room: Room
-    token: bytes  # int32 little endian
+    token: bytes  # int32 little endian: the first, or the first block of them
     flags: int  # TokenFlag bits
     extra: bytes  # opaque to the core: logprobs and top logprobs of the first token
     cached_tokens: int  # prompt tokens that prefill found in its prefix tree

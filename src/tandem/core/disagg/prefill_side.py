@@ -9,6 +9,7 @@ from typing import assert_never
 
 from msgspec import structs
 
+from tandem.core.batch import TOKEN_BYTES
 from tandem.core.commands import (
     AnnounceDpRank,
     EmitTokens,
@@ -491,7 +492,9 @@ def may_end(side: PrefillSide, request: Request, peer: Incarnation, release: Rel
 
 
 def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -> None:
-    """Decode has committed: the request ends here with the one token that was sampled. Not needed: with none."""
+    """Decode has committed: the request ends here with the tokens that were sampled, as far as they were asked for. Not
+    needed: with none.
+    """
     charge_stage(node, progress)
     if side.result is not None and path is Path.REMOTE:
         ledger = StageTimings(tuple(progress.stages.items()))
@@ -501,7 +504,8 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
             )
         )
         extras = ((progress.id, side.result.extra),) if side.result.extra else ()
-        node.out.append(EmitTokens((progress.id,), side.result.token, extras))
+        count = min(len(side.result.token) // TOKEN_BYTES, progress.request.max_new_tokens)
+        node.out.append(EmitTokens((progress.id,) * count, side.result.token[: TOKEN_BYTES * count], extras))
     kv_pages = side.reader.offered - side.reader.held_pages if side.reader is not None else 0
     revoke(node, progress, side)
     end(

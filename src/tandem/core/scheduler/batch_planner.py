@@ -1,4 +1,4 @@
-"""What the next batch is: prompt chunks first, as long as others may wait, else one token for every running request.
+"""What the next batch is: prompt chunks first, as long as others may wait, else a token or block for all who run.
 
 Where the replica has several pipeline stages, those who run are divided into as many micro-batches, which take turns.
 Plans are made before the results of the batches in flight are known. A decode row refers to 'the last token of this
@@ -7,7 +7,7 @@ request', so that costs nothing but one useless row when the token before turns 
 
 from dataclasses import dataclass
 
-from tandem.core.batch import BatchKind, BatchPlan, Grow, Row
+from tandem.core.batch import BatchKind, BatchPlan, Grow, Row, num_sampled
 from tandem.core.commands import LaunchBatch
 from tandem.core.scheduler.micro_batches import MicroBatch
 from tandem.core.scheduler.preemption import retract, victims
@@ -85,9 +85,10 @@ def launch(node: NodeState, rows: tuple[Row, ...], decode: DecodeTurn | None) ->
         kind = BatchKind.MIXED if rows else BatchKind.DECODE
         batch = BatchPlan(number, number, kind, rows, True, decode.index, join, leave, decode.grow)
     take_turn(node, rows, decode)
+    block_tokens = node.settings.block_tokens
     for request in members:
         progress = node.requests[request]
-        progress.pending += 1
+        progress.pending += block_tokens
         progress.in_flight += 1
     node.inflight.append(InflightBatch(batch.id, batch.iteration, rows, members))
     forget_command(node)  # first: who has ended is still in the workers' decode set
@@ -152,7 +153,7 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
     progress.synced_pages = len(progress.pages)
     progress.launched = stop
     progress.in_flight += 1
-    progress.pending += samples
+    progress.pending += num_sampled(stop, node.settings.block_tokens) if samples else 0
     progress.computed_tokens += max(0, min(stop, progress.request.prompt_len) - start)
     return row
 
@@ -181,7 +182,7 @@ def next_decode(node: NodeState) -> DecodeTurn | None:
 
 
 def decode_rows(node: NodeState, micro_batch: MicroBatch) -> tuple[Grow, ...] | None:
-    """Make sure that every member has a page for its next token. None: nobody is left, or pages have to come back."""
+    """Make sure that every member has a page for its next input. None: nobody is left, or pages have to come back."""
     page_size = node.settings.page_size
     while micro_batch.members:
         members = map(node.requests.__getitem__, micro_batch.members)

@@ -10,7 +10,7 @@ from typing import assert_never
 
 from msgspec import structs
 
-from tandem.core.batch import BatchOutcome, TokenFlag
+from tandem.core.batch import TOKEN_BYTES, BatchOutcome, TokenFlag, num_sampled
 from tandem.core.commands import (
     Effects,
     EmitTokens,
@@ -270,30 +270,31 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
     extras, vectors = dict(outcome.extras), dict(outcome.vectors)
     learn_hashes(node, flight, outcome)
     emitted = Emission()
+    of_rows, block_tokens = outcome.tokens_by_row(), node.settings.block_tokens
     index = 0
     for row in flight.rows:
         progress = node.requests[row.request]
         progress.in_flight -= 1
         progress.computed = row.stop
-        token, flags = b"", 0
+        tokens, flags = b"", 0
         if outcome.prompt_extras and progress.state is State.COMPUTING and not progress.generated:
             progress.prompt_extras += [extra for request, extra in outcome.prompt_extras if request == row.request]
         if row.samples:
-            token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
+            tokens, flags = of_rows[index], outcome.flags[index]
             index += 1
-            progress.pending -= 1
+            progress.pending -= num_sampled(row.stop, block_tokens)
         if row.pools:
             settle_vector(node, progress, vectors.get(row.request))
         else:
-            settle_prompt_row(node, progress, emitted, row.samples, token, flags, extras.get(row.request, b""))
+            settle_prompt_row(node, progress, emitted, row.samples, tokens, flags, extras.get(row.request, b""))
     for request in flight.members:
         progress = node.requests[request]
         progress.in_flight -= 1
-        progress.pending -= 1
+        progress.pending -= block_tokens
         if progress.state is State.RUNNING:
-            progress.computed += 1
-            token, flags = outcome.tokens[4 * index : 4 * index + 4], outcome.flags[index]
-            take_token(node, progress, emitted, token, flags, extras.get(request, b"") if extras else b"")
+            progress.computed = progress.length
+            extra = extras.get(request, b"") if extras else b""
+            take_tokens(node, progress, emitted, of_rows[index], outcome.flags[index], extra)
         else:
             settle_late(node, progress)
         index += 1
@@ -325,7 +326,7 @@ class Emission:
 
 
 def settle_prompt_row(
-    node: NodeState, progress: Progress, emitted: Emission, is_last: bool, token: bytes, flags: int, extra: bytes
+    node: NodeState, progress: Progress, emitted: Emission, is_last: bool, tokens: bytes, flags: int, extra: bytes
 ) -> None:
     if progress.state is not State.COMPUTING:
         settle_late(node, progress)
@@ -335,12 +336,12 @@ def settle_prompt_row(
         fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
     elif isinstance(progress.side, PrefillSide):
         if is_last:
-            prefill_side.after_prompt(node, progress, progress.side, token=token, flags=flags, extra=extra)
+            prefill_side.after_prompt(node, progress, progress.side, token=tokens, flags=flags, extra=extra)
         else:
             prefill_side.after_chunk(node, progress, progress.side)
     elif is_last:
         enter(node, progress, Trigger.RUN)
-        if take_token(node, progress, emitted, token, flags, extra):
+        if take_tokens(node, progress, emitted, tokens, flags, extra):
             node.micro_batches.join(progress)
 
 
@@ -365,21 +366,25 @@ def settle_late(node: NodeState, progress: Progress) -> None:
             finish_retraction(node, progress)
 
 
-def take_token(node: NodeState, progress: Progress, emitted: Emission, token: bytes, flags: int, extra: bytes) -> bool:
-    """One more token is known: emit it. False if it was the last."""
+def take_tokens(
+    node: NodeState, progress: Progress, emitted: Emission, tokens: bytes, flags: int, extra: bytes
+) -> bool:
+    """More tokens are known: emit them, as far as they were asked for. False if the last of them was the last one."""
     if flags & TokenFlag.INVALID:
         fail(node, progress, Cause.INVALID_LOGITS, NO_TOKEN)
         return False
+    progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
     if not progress.generated:
         announce_first_token(node, progress)
-    progress.length += 1
-    progress.generated += 1
-    progress.deadline = Nanos(node.now + node.settings.stall_timeout_ns)
-    if progress.generated == 1:
         schedule(node, progress)  # the stall timeout may end before the deadline that bounded the first token
     request = progress.request
-    emitted.requests.append(request.id)
-    emitted.tokens.append(token)
+    count, room = len(tokens) // TOKEN_BYTES, request.max_new_tokens - progress.generated
+    if count > room:
+        count, tokens, flags = room, tokens[: TOKEN_BYTES * room], 0  # the flags are those of the last one
+    progress.length += count
+    progress.generated += count
+    emitted.requests += (request.id,) * count
+    emitted.tokens.append(tokens)
     if extra:
         emitted.extras.append((request.id, extra))
     if flags:
@@ -420,7 +425,7 @@ def learn_hashes(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) 
         progress = node.requests.get(request)
         if progress is None or has_ended(progress):
             continue
-        computed = reach.get(request, progress.computed + 1)
+        computed = reach.get(request, progress.length)
         if len(progress.hashes) + len(hashes) == computed // node.settings.page_size:
             progress.hashes += hashes
 
@@ -430,10 +435,12 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
     if not node.inflight or node.inflight[0].batch != event.batch:
         return
     flight = node.inflight.pop(0)
-    for request, samples in [(row.request, row.samples) for row in flight.rows] + [(m, True) for m in flight.members]:
+    block_tokens = node.settings.block_tokens
+    sampled = [(row.request, num_sampled(row.stop, block_tokens) if row.samples else 0) for row in flight.rows]
+    for request, count in [*sampled, *((member, block_tokens) for member in flight.members)]:
         progress = node.requests[request]
         progress.in_flight -= 1
-        progress.pending -= samples
+        progress.pending -= count
         if has_ended(progress):
             forget_if_drained(node, progress)
         else:
@@ -461,7 +468,7 @@ def hear(node: NodeState, peer: Incarnation, message: Message) -> None:
 
 
 def start_if_landed(node: NodeState, request: RequestId | None) -> None:
-    """A request can run when its KV has arrived; its first token is the one that prefill sampled."""
+    """A request can run when its KV has arrived; its first tokens are those that prefill sampled."""
     landed = decode_side.commit_if_landed(node, request)
     if landed is None:
         return
@@ -470,7 +477,7 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     enter(node, progress, Trigger.RUN)
     checkpoint(node, progress)
     emitted = Emission()
-    goes_on = take_token(node, progress, emitted, first.token, first.flags, first.extra)
+    goes_on = take_tokens(node, progress, emitted, first.token, first.flags, first.extra)
     emitted.flush(node)
     if goes_on:
         node.micro_batches.join(progress, token=first.token)

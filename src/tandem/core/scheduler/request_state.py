@@ -146,7 +146,7 @@ class Progress:
     pending: int = 0  # tokens that launched batches will sample
     in_flight: int = 0  # launched batches that know this request
     pages: list[PageId] = field(default_factory=list[PageId])
-    untold_token: bytes = b""  # a first token from the peer that no plan has told the workers
+    untold_token: bytes = b""  # first tokens from the peer that no plan has told the workers
     synced_pages: int = 0  # leading pages that the workers know
     hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
     inserted: int = 0  # leading pages that the prefix tree knows under these hashes

@@ -139,6 +139,11 @@ class WorkerRequest(Sequence):
         )
 
 
+def num_told(tokens: list[int]) -> int:
+    """Of a block: up to the token that ends the answer."""
+    return tokens.index(EOS_TOKEN) + 1 if EOS_TOKEN in tokens else len(tokens)
+
+
 def last_link(root: bytes, prompt: tuple[int, ...], *, page_size: int) -> bytes:
     """Of the last full page of a prompt; the root where it has none."""
     links = prompt_links(root, prompt, page_size=page_size)
@@ -181,8 +186,10 @@ class Executor:
     memory: ShardMemory = field(init=False)
     tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(defaultdict(PlainDecodeSet)))
     last_iteration: int = 0
+    block_tokens: int = 1
 
     def __post_init__(self) -> None:
+        self.tables.block_tokens = self.block_tokens
         self.memory = ShardMemory(self.num_pages, self.page_size, self.cells or (self.shard,))
 
     @property
@@ -209,22 +216,22 @@ class Executor:
             raise Violation("S24", f"iteration {plan.iteration} after {self.last_iteration}")
         self.last_iteration = plan.iteration
         spans = self._apply(plan)
-        members = self.tables.members(plan)
-        rows = [*spans, *(Span(member, len(member.tokens) - 1, len(member.tokens), True) for member in members)]
-        sampled: list[int] = []
+        sampled: list[list[int]] = []
         flags = bytearray()
         told: list[tuple[RequestId, bytes]] = []
         vectors: list[tuple[RequestId, bytes]] = []
-        for row in rows:
+        for row in self.tables.inputs(plan, spans):
             kv_sum = self._forward(row.sequence, row.start, row.stop, told)
             if row.samples:
                 self._sample(row.sequence, kv_sum, sampled, flags, invalid)
             if row.pools:
                 vectors.append((row.sequence.request, told_of(kv_sum)))
-        hashes = self.tables.finish(plan, spans, sampled)
+        counts = tuple(map(num_told, sampled))
+        hashes = self.tables.finish(plan, spans, [token for tokens in sampled for token in tokens])
         if self.shard != 0:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
-        tokens = array("i", sampled).tobytes()
+        told_tokens = [tokens[:count] for tokens, count in zip(sampled, counts, strict=True)]
+        tokens = array("i", [token for tokens in told_tokens for token in tokens]).tobytes()
         return BatchOutcome(
             plan.id,
             plan.iteration,
@@ -233,6 +240,7 @@ class Executor:
             tuple(hashes),
             prompt_extras=tuple(told),
             vectors=tuple(vectors),
+            counts=counts if self.block_tokens > 1 else (),
         )
 
     def break_off(self, plan: BatchPlan) -> None:
@@ -253,8 +261,8 @@ class Executor:
         return spans
 
     def _check_join(self, sequence: WorkerRequest, join: Join) -> None:
-        length = len(sequence.tokens) - 1
-        if length != sequence.prompt_len and join.token:
+        length = len(sequence.tokens) - self.block_tokens
+        if length != sequence.prompt_len - sequence.prompt_len % self.block_tokens and join.token:
             raise Violation(
                 "S19", f"request {sequence.request} joins with KV of {length} of {sequence.prompt_len} tokens"
             )
@@ -262,15 +270,30 @@ class Executor:
             raise Violation("S19", f"request {sequence.request} starts to decode before its KV is whole")
 
     def _sample(
-        self, sequence: WorkerRequest, kv_sum: int, sampled: list[int], flags: bytearray, invalid: frozenset[int]
+        self, sequence: WorkerRequest, kv_sum: int, sampled: list[list[int]], flags: bytearray, invalid: frozenset[int]
     ) -> None:
-        token = sample(kv_sum=kv_sum, position=len(sequence.tokens) - 1, eos_one_in=sequence.script.eos_one_in)
+        """A block, of which the tokens at its beginning may be known. kv_sum: of all before it.
+
+        As if they were sampled one after the other: so the right answer is the same for blocks of any size. Their KV is
+        not written before all of them are known.
+        """
+        length = len(sequence.tokens)
+        block = list(sequence.tokens[length - length % self.block_tokens :])
+        first, position = len(block), length - len(block)
+        for token in block:
+            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+            position += 1
+        while len(block) < self.block_tokens:
+            token = sample(kv_sum=kv_sum, position=position - 1, eos_one_in=sequence.script.eos_one_in)
+            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+            block.append(token)
+            position += 1
         if len(sampled) in invalid:
             flags.append(TokenFlag.INVALID)
             sequence.is_broken = True
         else:
-            flags.append(TokenFlag.EOS if token == EOS_TOKEN else 0)
-        sampled.append(token)
+            flags.append(TokenFlag.EOS if EOS_TOKEN in block[first:] else 0)
+        sampled.append(block[first:])
 
     def _forward(self, sequence: WorkerRequest, start: int, stop: int, told: list[tuple[RequestId, bytes]]) -> int:
         """Write the KV of [start, stop) and return the sum of [0, stop), all through the page table.
@@ -284,7 +307,8 @@ class Executor:
             raise Violation(
                 "S5", f"request {sequence.request}: span [{start}, {stop}) of {len(sequence.tokens)} tokens"
             )
-        self.guard(sequence.request, table, start // page_size, (stop - 1) // page_size + 1)
+        if start < stop:
+            self.guard(sequence.request, table, start // page_size, (stop - 1) // page_size + 1)
         kv_sum = self._read(table, start)
         if kv_sum != sequence.script.kv_sum(start) and not sequence.is_broken:
             raise Violation(

@@ -38,12 +38,21 @@ class Worker:
 class Workers:
     """Of one life; in order of shards."""
 
-    def __init__(self, kv: Sequence[KvShard], *, num_pages: int, page_size: int, guard: MemoryGuard, seed: str) -> None:
+    def __init__(
+        self,
+        kv: Sequence[KvShard],
+        *,
+        num_pages: int,
+        page_size: int,
+        guard: MemoryGuard,
+        seed: str,
+        block_tokens: int = 1,
+    ) -> None:
         """kv: what each of them has"""
         self.all = [
             Worker(
                 one.shard,
-                Executor(num_pages, page_size, one.shard, guard, cell_numbers(one)),
+                Executor(num_pages, page_size, one.shard, guard, cell_numbers(one), block_tokens=block_tokens),
                 Random(f"worker {one.shard} {seed}"),
             )
             for one in kv

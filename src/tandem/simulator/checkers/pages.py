@@ -124,10 +124,11 @@ class SentPages:
         if half is None or not contents:
             return
         script = half.script
-        page_size = life.settings.page_size
-        expected = script.page(index, page_size=page_size, length=len(script.prompt))
+        page_size, prompt_len = life.settings.page_size, len(script.prompt)
+        length = prompt_len - prompt_len % life.settings.block_tokens  # a block that the prompt ends in is not final
+        expected = script.page(index, page_size=page_size, length=length)
         stop = index * page_size + len(expected)
-        if contents[: len(expected)] != expected or contents[page_size] != script.kv_sum(stop):
+        if expected and (contents[: len(expected)] != expected or contents[page_size] != script.kv_sum(stop)):
             raise Violation(
                 self.id, f"{where(life, grant.request)}: page {page} is sent and is not page {index} of the prompt"
             )

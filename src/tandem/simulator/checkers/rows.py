@@ -1,5 +1,6 @@
 """Rows of the prefill's result table: one live owner, read for their own room, given back once, never in the way."""
 
+from array import array
 from itertools import chain
 
 from tandem.core.commands import Tell
@@ -55,9 +56,10 @@ class RowContents:
         half = life.halves.get(request) if request is not None else None
         if half is None:
             return
-        token, right = int.from_bytes(offer.result.token, "little"), half.script.output_token(0)
-        if token != right:
-            raise Violation(self.id, f"{where(life, half.request)}: row holds {token}, not {right}")
+        tokens = array("i", offer.result.token).tolist()
+        right = [half.script.output_token(index) for index in range(len(tokens))]
+        if not tokens or tokens != right:
+            raise Violation(self.id, f"{where(life, half.request)}: row holds {tokens}, not {right}")
 
 
 class RowsOnce:

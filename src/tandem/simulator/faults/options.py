@@ -92,6 +92,7 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
+BLOCKS_ONE_IN = 8
 CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
@@ -181,6 +182,7 @@ class Options:
             f"{self._cuts}, {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
             f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
+            f"blocks of {self.prefill.block_tokens}, "
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
             f"{self.timed_share:.0%} show the time, {self._tiers}"
             f"faults: {on}"
@@ -242,7 +244,7 @@ def draw_options(seed: int) -> Options:
         bootstrap_lanes=Random(f"bootstrap lanes {seed}").choice((1, 2, MAX_UNKNOWN)),
         resizes="F21" in classes and Random(f"resizes {seed}").random() < 0.5,
     )
-    options = with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options))))
+    options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
     return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
 
 
@@ -325,6 +327,22 @@ def with_prefill_stalls(options: Options) -> Options:
         options,
         prefill=structs.replace(options.prefill, prefill_stall=stall),
         decode=structs.replace(options.decode, prefill_stall=stall),
+    )
+
+
+def with_blocks(options: Options) -> Options:
+    """In some seeds rows sample several tokens at once, as models of block diffusion do; then nobody asks for
+    log-probabilities. Nothing else of a seed depends on it.
+    """
+    random = Random(f"blocks {options.seed}")
+    sizes = [size for size in (2, 4, 8, 16) if options.prefill.page_size % size == 0]
+    if random.randrange(BLOCKS_ONE_IN) or not sizes:
+        return options
+    size = random.choice(sizes)
+    return replace(
+        options,
+        prefill=structs.replace(options.prefill, block_tokens=size),
+        decode=structs.replace(options.decode, block_tokens=size),
     )
 
 
