@@ -35,6 +35,7 @@ ENGINE_CONFIG = (
     "pooling_config",
     "state_space_config",
     "transformers_facts",
+    "block_config",
     "generation_config",
     "model_config",
     "quantization",

@@ -113,6 +113,9 @@ class ServerConfig(DoorConfig):
     max_running_requests: int = flag(32, "rows of the running batch")
     max_queued_requests: int = flag(2048, "requests beyond that are refused with 503")
     chunked_prefill_size: int = flag(512, "prompt tokens computed in one batch")
+    dllm_threshold: float = flag(
+        0.95, "of models of block diffusion: how sure a pass has to be of a token to settle it beside the surest one"
+    )
     enable_mixed_chunk: bool = flag(False, "decode rows ride along with prompt chunks")
     max_prefill_stall_ms: int = flag(
         250, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
@@ -313,6 +316,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.chunked_prefill_size < c.page_tokens,
         "--chunked-prefill-size must be at least one page (--page-size)",
     ),
+    Rule(lambda c: not 0 < c.dllm_threshold <= 1, "--dllm-threshold must be above 0 and at most 1"),
     Rule(
         lambda c: not 1 <= c.max_running_requests <= MOST_RUNNING,
         f"--max-running-requests must be at least 1 and at most {MOST_RUNNING}",

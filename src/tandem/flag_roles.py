@@ -192,6 +192,19 @@ TRANSFORMERS: dict[str, str] = {
 }
 
 
+ONE_WORKER = "cuts the model over workers, and all would have to be told what each pass of a block has found"
+BLOCKS: dict[str, str] = {
+    "--attention-backend": "has no choice for models of block diffusion",
+    "--attn-cp-size": ONE_WORKER,
+    "--deterministic": "is not there for models of block diffusion",
+    "--enable-dp-attention": ONE_WORKER,
+    "--is-embedding": "wants vectors, of which a model of block diffusion makes none",
+    "--kv-cache-dtype": "is not there for models of block diffusion",
+    "--pp-size": ONE_WORKER,
+    "--tp-size": ONE_WORKER,
+}
+
+
 def impossible_with_states(config: ServerConfig) -> list[str]:
     """What a model with state-space layers cannot do."""
     return _impossible(config, STATES)
@@ -200,6 +213,20 @@ def impossible_with_states(config: ServerConfig) -> list[str]:
 def impossible_with_transformers(config: ServerConfig) -> list[str]:
     """What a model cannot do whose layers transformers computes."""
     return _impossible(config, TRANSFORMERS)
+
+
+def impossible_with_blocks(config: ServerConfig, block_tokens: int) -> list[str]:
+    """What a model of block diffusion cannot do; and what does nothing for any other (blocks of one token)."""
+    given = {name for name, field in flags() if getattr(config, field.name) != field.default}
+    if block_tokens == 1:
+        return ["--dllm-threshold is for models of block diffusion: leave it out"] * ("--dllm-threshold" in given)
+    found = _impossible(config, BLOCKS)
+    if config.page_tokens % block_tokens != 0:
+        found.append(
+            f"--page-size {config.page_tokens} cuts the model's blocks of {block_tokens} tokens, whose KV is final, "
+            "and may be shared, only together: give a multiple"
+        )
+    return found
 
 
 def _impossible(config: ServerConfig, reasons: dict[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Grow, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine.batch import Batch
-from tandem.engine.engine import Engine
+from tandem.engine.engine import DEFAULT_THRESHOLD, Engine
 from tandem.engine.models.base import Model, Step
 from tandem.engine.parallel import Group
 from tandem.engine.weights import load
@@ -64,6 +64,7 @@ class EngineWorld:
         vocabulary: Vocabulary | None = None,
         quantization: str | None = None,
         kv_is_int8: bool = False,
+        block_threshold: float = DEFAULT_THRESHOLD,
     ) -> None:
         torch.set_num_threads(1)
         loaded = load(
@@ -76,6 +77,7 @@ class EngineWorld:
             num_pages=num_pages,
             deterministic=deterministic,
             vocabulary=vocabulary,
+            block_threshold=block_threshold,
         )
         self.unwritten = -1 if kv_is_int8 else float("nan")  # as bytes of a scale the first is NaN, too
         self.engine.kv.tensor.fill_(self.unwritten)
@@ -189,13 +191,14 @@ class EngineWorld:
         return first, tuple(PageId(page) for page in table[first:])
 
     def _settle(self, outcome: BatchOutcome, sampling: Sequence[int]) -> None:
-        tokens = array("i", outcome.tokens)
+        tokens = outcome.tokens_by_row()
         assert len(tokens) == len(outcome.flags) == len(sampling)
         for row, request in enumerate(sampling):
-            self.tokens[request].append(tokens[row])
+            self.tokens[request] += array("i", tokens[row])
             self.flags[request] = outcome.flags[row]
-            self.logits[request] = self.recording.batches[-1][row]
-            self._refuse_near_ties(request)
+            if not outcome.counts:  # of a block there are logits of several passes
+                self.logits[request] = self.recording.batches[-1][row]
+                self._refuse_near_ties(request)
         for request, page_hash in outcome.hashes:
             self.hashes.setdefault(request, []).append(page_hash)
 

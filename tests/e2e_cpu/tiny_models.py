@@ -75,6 +75,18 @@ def make_qwen3(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedMo
     return _save(model, where, "50GB")
 
 
+SDAR = {"block_size": 4, "mask_token_id": VOCAB - 1}
+
+
+def make_sdar(where: Path, *, seed: int = 0, blocks: dict[str, int] = SDAR, **changes: object) -> PreTrainedModel:
+    """Returns its layers as a Qwen3: what they see is up to the caller. blocks: fields of its `config.json`."""
+    model = make_qwen3(where, seed=seed, **changes)
+    written = json.loads((where / "config.json").read_text())
+    named = {"architectures": ["SDARForCausalLM"], "model_type": "sdar"}
+    (where / "config.json").write_text(json.dumps(written | named | blocks))
+    return model
+
+
 def make_qwen2(where: Path, *, seed: int = 0, **changes: object) -> PreTrainedModel:
     torch.manual_seed(seed)
     return _save(Qwen2ForCausalLM(Qwen2Config(**{**LLAMA, "tie_word_embeddings": True, **changes})), where, "50GB")

@@ -221,6 +221,7 @@ def world(
     sampling_defaults: SamplingDefaults = USUAL,
     task: Task = Task.TOKENS,
     dimensions: int = 1024,
+    block_tokens: int = 1,
     **settings: object,
 ) -> World:
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
@@ -245,6 +246,7 @@ def world(
         sampling_defaults=sampling_defaults,
         task=task,
         dimensions=dimensions,
+        block_tokens=block_tokens,
     )
     log = StringIO()
     app = build_app(

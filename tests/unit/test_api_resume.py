@@ -8,7 +8,7 @@ from typing import Any  # JSON documents
 
 import msgspec
 import pytest
-from api_fakes import Script, World, ids, load_tokenizer, prompt_of, tokenizer, world
+from api_fakes import Script, World, ids, load_tokenizer, prompt_of, says, tokenizer, world
 from test_api_tools import ADD, CALL, END, OTHER, SUB, THINKS
 
 from tandem.core.commands import FinishReason
@@ -192,6 +192,17 @@ def test_a_stream_that_nobody_else_could_go_on_with_has_no_frames(path: str, bod
     assert response.status_code == 200, response.text
     assert TELLS not in response.headers
     assert response.text.startswith("data: ")
+
+
+def test_a_stream_of_blocks_has_no_frames() -> None:
+    """Who has seen a part of a block would have the rest of it found otherwise."""
+    settings = {"disaggregation_mode": "decode", "digest_secret": SECRET, "page_size": 4}
+    for block_tokens in (1, 4):
+        w = world(says("one"), block_tokens=block_tokens, **settings)
+        with w.http() as http:
+            response = http.post("/v1/completions", json=PAIR | {"prompt": "hi", "stream": True}, headers={ASKS: "1"})
+        assert response.status_code == 200, response.text
+        assert (TELLS in response.headers) is (block_tokens == 1)
 
 
 def test_nobody_who_has_not_asked_is_told() -> None:

@@ -536,7 +536,8 @@ def test_what_transformers_writes_by_itself_is_taken() -> None:
         "Qwen3ForCausalLM": Qwen3Config(),
         "Qwen3MoeForCausalLM": Qwen3MoeConfig(),
     }
-    assert written_by.keys() == {name for name, family in FAMILIES.items() if not family.is_encoder}
+    known = {name for name, family in FAMILIES.items() if not family.is_encoder}
+    assert written_by.keys() == known - {"SDARForCausalLM"}, "transformers does not know it"
     for name, config in written_by.items():
         written = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [name]}
         ours = parse_config(written, generation={})

@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("max_queued_requests", "max_active_requests"),
         *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
         *("cpu_threads", "device", "quantization", "kv_cache_dtype", "attention_backend", "deterministic"),
+        "dllm_threshold",
     ),
     "when prompts wait for those who decode": (
         *("enable_prefill_delayer", "prefill_delayer_max_delay_passes", "prefill_delayer_token_usage_low_watermark"),

@@ -42,6 +42,8 @@ SYNONYMS: dict[str, str] = {
         ("--mamba-radix-cache", "--mamba-scheduler-strategy", "--mamba-full-memory-ratio", "--max-mamba-cache-size"),
         "not needed: states of state-space layers are part of each page, see --page-size",
     ),
+    "--dllm-algorithm": "not needed: blocks are settled by low confidence, see --dllm-threshold",
+    "--dllm-algorithm-config": "--dllm-threshold",
     "--mamba-ssm-dtype": "there is no such flag: states are float32",
     "--enforce-eager": "not needed: there are no CUDA graphs",
     "--disable-cuda-graph": "not needed: there are no CUDA graphs",

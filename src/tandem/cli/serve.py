@@ -23,6 +23,7 @@ from tandem.engine.model_config import (
     read_json,
 )
 from tandem.flag_roles import (
+    impossible_with_blocks,
     impossible_with_states,
     impossible_with_transformers,
     without_effect,
@@ -121,6 +122,12 @@ def for_task(config: ServerConfig, model: ModelFacts) -> ServerConfig:
         complaints += impossible_with_states(config)
     if model.library:
         complaints += impossible_with_transformers(config)
+    complaints += impossible_with_blocks(config, model.block_tokens)
+    if model.block_tokens > 1 and model.sampling_defaults.repetition_penalty != 1.0:
+        complaints.append(
+            "generation_config.json has a repetition_penalty, which models of block diffusion have not: "
+            "give --sampling-defaults openai"
+        )
     if complaints:
         raise CommandFailed("; ".join(complaints), is_wrong_usage=True)
     return config
@@ -164,4 +171,5 @@ def read_facts(model_dir: Path, config: ServerConfig) -> ModelFacts:
         is_encoder=model.encoder is not None,
         has_states=model.state_space is not None,
         library=model.transformers.library if model.transformers is not None else "",
+        block_tokens=1 if model.blocks is None else model.blocks.block_tokens,
     )

@@ -53,7 +53,8 @@ class Batch:
     last_position: int
     chunks: list[Chunk]
     decoding: DecodingRows | None
-    slots: np.ndarray  # [t] int64: where KV of each token goes, page * page_size + position % page_size
+    slots: np.ndarray  # [t] int64: where KV of each token goes, page * page_size + position % page_size (`denoising.py`
+    # keeps that of the first ones only)
     rows: Rows  # which of the n rows are the t tokens
     sampled: Tensor  # [s] int64: rows whose next token is wanted; in tiles: arranged in tiles again
     sampled_place: Tensor | None  # in tiles: [outcome rows] int64, index into `sampled`

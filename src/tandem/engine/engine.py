@@ -28,6 +28,7 @@ from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.context_parallel import SharedPrompts
 from tandem.engine.decode_set import DecodeSet
+from tandem.engine.denoising import Denoiser
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.models.base import Step
@@ -46,6 +47,7 @@ _EXTRA = msgspec.msgpack.Encoder()
 ONE_STAGE = OneStage()
 ONE_RANK = OneRank()
 ONE_CONTEXT = OneContext()
+DEFAULT_THRESHOLD = 0.95  # as in SGLang
 PromptExtras = tuple[tuple[RequestId, bytes], ...]
 
 
@@ -64,12 +66,17 @@ class Engine:
         ranks: DpRanks = ONE_RANK,
         context: ContextRanks = ONE_CONTEXT,
         vocabulary: Vocabulary | None = None,
+        block_threshold: float = DEFAULT_THRESHOLD,
     ) -> None:
-        """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples.
+        """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples;
+        `block_threshold` is as `Denoiser` has it.
 
         Raises ModelError for an attention backend that is not known or cannot do what this model needs.
         """
-        open_attention = attention_backend(attention, looks_both_ways=model.attention.looks_both_ways)
+        rules, blocks = model.attention, model.config.blocks
+        open_attention = attention_backend(
+            attention, looks_both_ways=rules.looks_both_ways, block_tokens=rules.block_tokens
+        )
         self.model = model
         self.page_size = page_size
         self.kv = KvMemory(
@@ -77,12 +84,15 @@ class Engine:
         )
         kernels = library.best(deterministic=deterministic) if model.dtype in library.DTYPES else None
         self._kernels = library.use(kernels)
-        self._attention = open_attention(self.kv, rules=model.attention, deterministic=deterministic)
+        self._attention = open_attention(self.kv, rules=rules, deterministic=deterministic)
         state = model.kv_shape.state
         self._states = RecurrentStates(self.kv, state) if state is not None else None
         self._batches = BatchBuilder(page_size=page_size, device=model.device, tiles=self._attention.needs_tiles)
         self._decode_sets: defaultdict[int, DecodeSet] = defaultdict(DecodeSet)  # by micro-batch
-        self._tables: BatchTables[Sequence] = BatchTables(self._decode_sets)
+        self._tables: BatchTables[Sequence] = BatchTables(self._decode_sets, block_tokens=rules.block_tokens)
+        self._denoiser = (
+            Denoiser(model, blocks, self.kv, self._attention, threshold=block_threshold) if blocks is not None else None
+        )
         self._pipeline = pipeline
         self._ranks = ranks
         self._context = SharedPrompts(context, self._attention, self.kv)
@@ -146,13 +156,14 @@ class Engine:
         return BatchOutcome(
             batch=plan.id,
             iteration=plan.iteration,
-            tokens=sampled.tokens.astype("<i4").tobytes(),
+            tokens=(sampled.tokens if sampled.said is None else sampled.said).astype("<i4").tobytes(),
             flags=_with_ends(sampled.flags, batch.samplers),
             hashes=tuple(hashes) if self._pipeline.samples else (),
             extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
             prompt_extras=scores,
             vectors=vectors,
             duration_ns=since(started),
+            counts=sampled.counts,
         )
 
     @torch.inference_mode()
@@ -169,6 +180,8 @@ class Engine:
             if self._ranks.meet(0):
                 model.accompany()
             return None, (), ()
+        if self._denoiser is not None:
+            return self._denoiser.run(self._tables.inputs(batch.plan, batch.spans), batch.samplers), (), ()
         decode_set = self._decode_sets[batch.plan.micro_batch] if batch.plan.decodes else None
         rows = self._batches.build(batch.spans, decode_set)
         self._ranks.meet(len(rows.token_ids))

@@ -5,7 +5,8 @@ configurations of these architectures (`models/table.py`) fall into four kinds:
 
     computed    sizes, rms_norm_eps, tie_word_embeddings, attention_bias, mlp_bias, rotary settings: `ModelConfig`;
                 sliding_window and layer_types; experts (`experts_config.py`), state-space layers
-                (`state_space_config.py`), soft caps and scales, of architectures that have them
+                (`state_space_config.py`), blocks (`block_config.py`), soft caps and scales, of architectures that have
+                them
     refused     unless they say what is computed anyway: `UNSUPPORTED`, hidden_act, hidden_activation; layer_types and
                 a window of some layers, where an architecture has the same in all
     ending      eos_token_id, with generation_config.json and the tokenizer: `eos.py`
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any  # values of JSON documents
 
 from tandem.core.values import PAGE_TOKENS
+from tandem.engine.block_config import BlockConfig, read_blocks
 from tandem.engine.documents import Fields, ModelError, read_json
 from tandem.engine.encoder_config import EncoderConfig, read_encoder
 from tandem.engine.eos import eos_ids, tokenizer_eos
@@ -116,6 +118,7 @@ class ModelConfig:
     logit_divisor: float | None = None
     # It computes the layers; of their norms, MLPs and angles nothing is known here then.
     transformers: TransformersFacts | None = None
+    blocks: BlockConfig | None = None  # of which the tokens are found together
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -218,6 +221,7 @@ def parse_config(
         embedding_scale=_scale(config, family, "embedding_multiplier"),
         residual_scale=_scale(config, family, "residual_multiplier"),
         logit_divisor=_scale(config, family, "logits_scaling"),
+        blocks=read_blocks(config, vocab_size=vocab_size) if family.has_blocks else None,
     )
 
 
@@ -235,10 +239,10 @@ def check_layers(num_layers: int, num_stages: int) -> None:
 
 def page_tokens(config: ModelConfig) -> int:
     """Tokens of a page, unless told. Where a model has states each page has one: pages are as large as it takes for
-    keys and values to be as many numbers, but not larger than a usual chunk of a prompt.
+    keys and values to be as many numbers, but not larger than a usual chunk of a prompt. Blocks are never cut by one.
     """
     if config.state_space is None:
-        return PAGE_TOKENS
+        return PAGE_TOKENS if config.blocks is None else max(PAGE_TOKENS, config.blocks.block_tokens)
     sizes = config.state_space
     state = len(sizes.layers) * sizes.inner_size * sizes.state_size
     each = len(config.attention_layers) * 2 * config.num_kv_heads * config.head_dim

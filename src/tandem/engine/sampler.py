@@ -80,6 +80,9 @@ class Sampled:
     tokens: np.ndarray  # [n] int32; 0 where the flag says INVALID
     flags: bytes  # TokenFlag bits per row
     scores: dict[int, TokenScore]  # by row, where log-probabilities were asked for
+    # Of rows that get a block: `tokens` has all of them, `said` those up to the one that ends an answer.
+    said: np.ndarray | None = None  # [sum of counts] int32
+    counts: tuple[int, ...] = ()
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> Sampled:

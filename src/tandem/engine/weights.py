@@ -200,6 +200,7 @@ def _attention_rules(config: ModelConfig, layers: range) -> AttentionRules:
         scale=divisor**-0.5,
         soft_cap=config.attention_cap,
         looks_both_ways=config.encoder is not None,
+        block_tokens=1 if config.blocks is None else config.blocks.block_tokens,
     )
 
 

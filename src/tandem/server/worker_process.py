@@ -129,6 +129,7 @@ def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
         "protocol": f"{CONTROL_PROTOCOL}.{DATA_PROTOCOL}",
         "page_size": str(config.page_tokens),
         **model.layout_fields,
+        **({"dllm_threshold": str(config.dllm_threshold)} if model.config.blocks is not None else {}),
     }
 
 
@@ -176,6 +177,7 @@ class Loaded:
     vocab_size: int
     layout_fields: dict[str, str]
     whole_prompts: bool = False  # an encoder's: a prompt is computed in one batch
+    block_tokens: int = 1  # that a row samples at once
     kernels: str = ""  # how it computes, in words
 
 
@@ -380,6 +382,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         model.config.vocab_size,
         layout_fields(config, model),
         whole_prompts=model.config.encoder is not None,
+        block_tokens=model.attention.block_tokens,
         kernels=engine.kernels,
     )
 
@@ -416,6 +419,7 @@ def start(
                 load_seconds=time.monotonic() - began,
                 whole_prompts=loaded.whole_prompts,
                 host_pages=host_pages,
+                block_tokens=loaded.block_tokens,
             )
         )
         gc.collect()
@@ -489,6 +493,7 @@ def open_engine(
             ranks=place.ranks,
             context=place.context,
             vocabulary=vocabulary,
+            block_threshold=config.dllm_threshold,
         )
     except OSError as error:
         raise ServerFailure(

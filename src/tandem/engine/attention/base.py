@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.engine.attention.table import ATTENTION_BACKENDS, BOTH_WAYS
+from tandem.engine.attention.table import ATTENTION_BACKENDS, BLOCKS, BOTH_WAYS
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError
 from tandem.engine.kv_memory import KvMemory
@@ -26,6 +26,7 @@ class AttentionRules:
     scale: float
     soft_cap: float | None = None  # `soft_cap * tanh(score / soft_cap)`
     looks_both_ways: bool = False  # an encoder: a query sees all keys of its prompt, and nothing is kept of them
+    block_tokens: int = 1  # a query sees all keys up to the end of its block of so many
 
 
 class AttentionBackend(Protocol):
@@ -64,13 +65,15 @@ class AttentionFactory(Protocol):
         ...
 
 
-def attention_backend(name: str, *, looks_both_ways: bool = False) -> AttentionFactory:
-    """looks_both_ways: of an encoder, whose attention is one and the same. Raises ModelError for a name that is not in
-    the table, or is no encoder's.
+def attention_backend(name: str, *, looks_both_ways: bool = False, block_tokens: int = 1) -> AttentionFactory:
+    """looks_both_ways, block_tokens: of an encoder, or a model of block diffusion, whose attention is one and the same.
+    Raises ModelError for a name that is not in the table, or not theirs.
     """
     if name not in ATTENTION_BACKENDS:
         raise ModelError(f"the attention backend {shown(name)} is not known; known are {', '.join(ATTENTION_BACKENDS)}")
-    if looks_both_ways and name == "native":
-        raise ModelError("--attention-backend native looks back only; leave it out for an encoder")
-    module, _, kind = (BOTH_WAYS if looks_both_ways else ATTENTION_BACKENDS[name]).partition(":")
+    looks_ahead = "an encoder" if looks_both_ways else "a model of block diffusion" if block_tokens > 1 else ""
+    if looks_ahead and name == "native":
+        raise ModelError(f"--attention-backend native looks back only; leave it out for {looks_ahead}")
+    one_and_only = BOTH_WAYS if looks_both_ways else BLOCKS if block_tokens > 1 else None
+    module, _, kind = (one_and_only or ATTENTION_BACKENDS[name]).partition(":")
     return getattr(importlib.import_module(module), kind)

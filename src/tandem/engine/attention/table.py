@@ -10,4 +10,5 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "torch_native": "tandem.engine.attention.torch_sdpa:TorchSdpa",
 }
 BOTH_WAYS = "tandem.engine.attention.both_ways:BothWays"  # of encoders, whatever is asked for
+BLOCKS = "tandem.engine.attention.blocks:BlockAttention"  # of models of block diffusion
 DEFAULT_ATTENTION_BACKEND = next(iter(ATTENTION_BACKENDS))

@@ -32,6 +32,7 @@ class Family:
     theta: float = 10_000.0  # of rotary positions, where nothing names it
     mlp_size: str = "intermediate_size"  # the field with that of the MLP
     may_scan: bool = False  # some layers are state-space layers (`state_space_config.py`)
+    has_blocks: bool = False  # of tokens that are found together (`block_config.py`)
     is_encoder: bool = False  # attention looks both ways, and there is no next token (`encoder_config.py`)
     scores: bool = False  # of an encoder: it has a classifier on top
 
@@ -39,6 +40,7 @@ class Family:
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2}
 _QWEN3_MOE = {"num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+_SDAR = {"num_key_value_heads": 32, "head_dim": 128, "block_size": 4, "mask_token_id": 151_669}
 _COUNTS = frozenset({"num_experts", "num_local_experts"})
 _GEMMA = {
     "num_key_value_heads": 4,
@@ -113,6 +115,7 @@ FAMILIES: dict[str, Family] = {
         computes=_COUNTS,
         expert_size="moe_intermediate_size",
     ),
+    "SDARForCausalLM": Family("sdar", _SDAR, has_window_unless_told=False, has_blocks=True),
     "BertForSequenceClassification": Family("bert", is_encoder=True, scores=True),
     "BertModel": Family("bert", is_encoder=True),
 }

@@ -32,6 +32,7 @@ class ModelFacts(Struct):
     is_encoder: bool = False
     has_states: bool = False  # of state-space layers
     library: str = ""  # that computes its layers, with its version; Tandem itself, unless named
+    block_tokens: int = 1  # that are found together
 
 
 def page_secret(config: ServerConfig) -> bytes:
@@ -64,5 +65,6 @@ def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes |
         task=model.task,
         dimensions=model.dimensions,
         one_batch_tokens=config.chunked_prefill_size if model.is_encoder else None,
+        block_tokens=model.block_tokens,
         keys=HashKeys(pages=pages, digests=pages if digest_secret is None else digest_secret),
     )

@@ -28,12 +28,14 @@ class Sample(Protocol):
 
 def can_tell(asks: Sequence[SampleRequest], limits: ModelLimits, *, is_cumulative: bool) -> bool:
     """Whether the rest of this stream could be asked for. is_cumulative: each event repeats the scores of all tokens,
-    which only the server knows that has made them."""
+    which only the server knows that has made them. Of a block a client may have seen a part, with which given the rest
+    of it would be found otherwise.
+    """
     ask, *others = asks
     sampling = ask.sampling
     has_scores = sampling.prompt_logprobs_from is not None or (is_cumulative and sampling.logprobs)
     is_one = not others and ask.max_new_tokens > 0 and ask.pair.room is not None
-    return limits.role == "decode" and is_one and not has_scores
+    return limits.role == "decode" and is_one and not has_scores and limits.block_tokens == 1
 
 
 class Teller:

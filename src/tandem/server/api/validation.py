@@ -76,6 +76,7 @@ class ModelLimits(Struct, frozen=True):
     task: Task = Task.TOKENS
     dimensions: int = 0  # of an embedding
     one_batch_tokens: int | None = None  # of a model that computes a prompt in one batch: what that may hold
+    block_tokens: int = 1  # that are found together
 
 
 class Prompt(Struct, frozen=True):
@@ -184,6 +185,8 @@ def check_params(
         else given_or(prompt_top_logprobs, given_or(top_logprobs, 0)),
         grammar=grammar,
     )
+    if limits.block_tokens > 1:
+        check_blocks(sampling, prefix)
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     return GenerationParams(
         sampling=sampling,
@@ -194,6 +197,21 @@ def check_params(
         keeps_stop=keeps_stop,
         skip_special_tokens=fields.skip_special_tokens is not False,
     )
+
+
+def check_blocks(sampling: SamplingParams, prefix: str) -> None:
+    """What a token has no answer to that is found together with those behind it."""
+    plain = SamplingParams()
+    wanted = {
+        "logprobs": sampling.logprobs or sampling.prompt_logprobs_from is not None,
+        "response_format, tools or a grammar": bool(sampling.grammar),
+        prefix + "frequency_penalty": sampling.frequency_penalty != plain.frequency_penalty,
+        prefix + "presence_penalty": sampling.presence_penalty != plain.presence_penalty,
+        prefix + "repetition_penalty": sampling.repetition_penalty != plain.repetition_penalty,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise unsupported(name, ": this model finds the tokens of a block together, not one behind the other")
 
 
 def given_or(value: Number | None, default: Number) -> Number:

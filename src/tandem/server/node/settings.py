@@ -50,6 +50,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         incarnation=launch.incarnation,
         num_pages=engines.num_pages,
         page_size=config.page_tokens,
+        block_tokens=engines.block_tokens,
         layout=engines.layout,
         cut=config.cut,
         dp_rank=topology.effective_rank,

@@ -31,6 +31,7 @@ class Engines:
     shards: tuple[wire.DataEndpoint, ...]
     whole_prompts: bool = False
     host_pages: int = 0  # the same on all
+    block_tokens: int = 1
 
 
 class Workers:
@@ -79,6 +80,7 @@ class Workers:
             shards=tuple(one.data for one in ready),
             whole_prompts=first.whole_prompts,
             host_pages=first.host_pages,
+            block_tokens=first.block_tokens,
         )
 
     @property
