@@ -36,6 +36,8 @@ OPTIMISTIC = "unit/test_core_optimistic.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
 MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
+BLOCKS = "unit/test_core_blocks.py::test_"
+FOUND_TOGETHER = "e2e_cpu/test_engine_blocks.py::test_"
 SERVED = "e2e_cpu/test_serve_unified.py::test_"
 ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
@@ -541,6 +543,13 @@ BREAKS = (
         "shows_numbers=False",
         "e2e_cpu/test_serve_unified.py::test_batches_are_logged_under_the_numbers_of_their_launch",
     ),
+    Break(
+        "batches_of_blocks_are_logged_under_the_latest_number",
+        "server/logs.py",
+        "batch_number(launched.plan.iteration, forward_count",
+        "batch_number(self._forward_count, forward_count",
+        "e2e_cpu/test_blocks_served.py::test_lines_of_batches_carry_the_numbers_of_their_launch",
+    ),
     # servers of several workers and ranks
     Break(
         "batch_has_returned_with_its_first_worker",
@@ -695,6 +704,77 @@ OTHERS = (
         "        is_next_life = is_own",
         "unit/test_bootstrap_registry.py::"
         "test_a_prefill_that_comes_back_with_fewer_ranks_registers_and_none_of_the_former_ones_is_waited_for",
+    ),
+    # rows that sample blocks
+    Break(
+        "end_behind_the_last_token_that_was_asked_for_ends_the_answer",
+        "core/scheduler/node.py",
+        "count, tokens, flags = room, tokens[: TOKEN_BYTES * room], 0",
+        "count, tokens = room, tokens[: TOKEN_BYTES * room]",
+        BLOCKS + "an_end_of_sequence_behind_the_last_token_that_was_asked_for_is_none",
+    ),
+    Break(
+        "answer_is_not_cut_inside_a_block",
+        "core/scheduler/node.py",
+        "if count > room:",
+        "if count > room + 64:",
+        BLOCKS + "a_batch_brings_a_block_of_each_row_and_no_row_more_than_it_takes",
+    ),
+    Break(
+        "decode_row_writes_its_last_token_only",
+        "batch_tables.py",
+        "Span(member, len(member.tokens) - block, len(member.tokens), True)",
+        "Span(member, len(member.tokens) - 1, len(member.tokens), True)",
+        BLOCKS + "tokens_are_the_same_for_blocks_of_any_size",
+    ),
+    Break(
+        "result_of_half_a_block_is_taken",
+        "core/disagg/decode_side.py",
+        "least = TOKEN_BYTES if row.flags else TOKEN_BYTES * num_tokens",
+        "least = TOKEN_BYTES",
+        BLOCKS + "decode_takes_no_result_that_is_no_whole_block",
+    ),
+    Break(
+        "attention_does_not_see_the_rest_of_its_block",
+        "engine/attention/blocks.py",
+        "// block * block + block",
+        "+ 1",
+        FOUND_TOGETHER + "tokens_are_those_of_whole_sequences_for_any_chunks",
+    ),
+    Break(
+        "every_pass_settles_one_token",
+        "engine/denoising.py",
+        "kept = [sure > least for sure in sureness]",
+        "kept = [sure > 0 for sure in sureness]",
+        FOUND_TOGETHER + "the_threshold_decides_how_many_passes_a_block_takes",
+    ),
+    Break(
+        "tokens_behind_the_end_are_said",
+        "engine/denoising.py",
+        "return next((count for count, flag in enumerate(flags, 1) if flag), len(flags))",
+        "return len(flags)",
+        FOUND_TOGETHER + "an_end_of_sequence_inside_a_block_is_the_last_that_is_said",
+    ),
+    Break(
+        "page_that_a_prompt_ends_in_keeps_what_was_left_there",
+        "engine/denoising.py",
+        "stop = len(sequence.tokens) if span.samples else span.stop",
+        "stop = span.stop",
+        FOUND_TOGETHER + "what_others_left_in_a_page_is_gone_before_somebody_pulls_it",
+    ),
+    Break(
+        "stream_of_blocks_goes_on_elsewhere",
+        "server/api/telling.py",
+        " and limits.block_tokens == 1",
+        "",
+        "unit/test_api_resume.py::test_a_stream_of_blocks_has_no_frames",
+    ),
+    Break(
+        "penalties_of_blocks_are_ignored",
+        "server/api/validation.py",
+        "    if limits.block_tokens > 1:",
+        "    if limits.block_tokens > 64:",
+        "unit/test_api_blocks.py::test_what_speaks_of_one_token_behind_the_other_is_refused",
     ),
     # Micro-batches
     Break(
