@@ -79,8 +79,8 @@ def test_a_model_of_the_hub_without_safetensors_is_told_so(tmp_path: Path, monke
 def test_an_architecture_that_is_not_there_is_one_line_and_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
     (tmp_path / "model.safetensors").touch()
     assert cli.run_command("serve", [str(tmp_path), "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "the architecture 'GPT2LMHeadModel' is not supported; known are Gemma2ForCausalLM" in line
+    assert "the architecture 'MambaForCausalLM' is not supported: its attention in transformers cannot be" in line
