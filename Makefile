@@ -51,7 +51,7 @@ again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; th
 setup: $(INSTALLED)
 
 # Only when pyproject.toml or the native kernels have changed, or nothing is there yet.
-$(INSTALLED): pyproject.toml setup.py $(wildcard src/tandem/engine/native/*.cpp src/tandem/engine/native/*.h)
+$(INSTALLED): pyproject.toml setup.py $(wildcard src/tandem/engine/native/*.cpp src/tandem/engine/native/*.h src/tandem/transfer/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit("Tandem needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "setting up $(VENV), in this folder: $(TORCH), and what pyproject.toml names; takes some minutes, once"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

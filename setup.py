@@ -1,7 +1,8 @@
-"""The native kernels, once for each instruction set: see `src/tandem/engine/native/library.py`.
+"""The native kernels, once for each instruction set: see `src/tandem/engine/native/library.py`. And the copying of
+pages between processes: see `src/tandem/transfer/copying.py`.
 
 Each is optional: where there is no compiler, or it does not know the processor, the package installs without it and
-the engine computes with torch. Everything else about the package is in pyproject.toml.
+the engine computes with torch, or copies in Python. Everything else about the package is in pyproject.toml.
 """
 
 import os
@@ -35,17 +36,28 @@ IS_SANITIZED = bool(os.environ.get("SANITIZE"))
 CHOSEN = {name: VARIANTS[name] for name in ("avx2", "avx512_bf16", "amx_bf16")} if IS_SANITIZED else VARIANTS
 CHECKS = SANITIZERS if IS_SANITIZED else []
 
+COPYING = Extension(
+    "tandem.transfer.native_copy",
+    ["src/tandem/transfer/native_copy.c"],
+    extra_compile_args=["-O3", "-g1", *CHECKS],
+    extra_link_args=CHECKS,
+    optional=True,
+)
+
 setup(
     ext_modules=[
-        Extension(
-            f"tandem.engine.native.kernels_{name}",
-            [str(FOLDER / "kernels.cpp")],
-            depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
-            extra_compile_args=[*COMMON, *flags, *CHECKS],
-            extra_link_args=["-pthread", *CHECKS],
-            language="c++",
-            optional=True,
-        )
-        for name, flags in CHOSEN.items()
+        COPYING,
+        *(
+            Extension(
+                f"tandem.engine.native.kernels_{name}",
+                [str(FOLDER / "kernels.cpp")],
+                depends=[str(header) for header in sorted(FOLDER.glob("*.h"))],
+                extra_compile_args=[*COMMON, *flags, *CHECKS],
+                extra_link_args=["-pthread", *CHECKS],
+                language="c++",
+                optional=True,
+            )
+            for name, flags in CHOSEN.items()
+        ),
     ]
 )

@@ -32,9 +32,10 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, 
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
-from tandem.transfer import link, protocol
+from tandem.transfer import link, protocol, shared_memory
 from tandem.transfer.handshake import ReaderHandshake
 from tandem.transfer.jobs import PeerAddress
+from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
 
 PEER = Incarnation("bench-prefill", "1")
@@ -42,11 +43,17 @@ READER = Incarnation("bench-decode", "2")
 SECRET = ClusterSecret(b"the secret of the two processes")
 HANDSHAKES = 200
 SCHEDULERS = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
+BACKENDS = {"shm": Backend.SHM, "unix": Backend.SOCK, "tcp": Backend.SOCK}
 POOL_FACTOR = 2  # the pool has twice as many pages as are moved, so that they lie scattered
 
 
-def make_pool(num_pages: int, page_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, num_pages * page_bytes))
+def make_pool(num_pages: int, page_bytes: int) -> tuple[memoryview, int]:
+    """As a worker has its KV: a memfd, with its descriptor."""
+    descriptor = os.memfd_create("bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, num_pages * page_bytes)
+    pool = memoryview(mmap.mmap(descriptor, num_pages * page_bytes))
+    shared_memory.seal(descriptor)
+    return pool, descriptor
 
 
 def wait_for(events: "queue.SimpleQueue[Event]", kind: type) -> Event:
@@ -58,9 +65,9 @@ def wait_for(events: "queue.SimpleQueue[Event]", kind: type) -> Event:
             raise RuntimeError(f"{event.cause}: {event.detail}")
 
 
-def serve(control: Connection, num_pages: int, page_bytes: int) -> None:
+def serve(control: Connection, num_pages: int, page_bytes: int, fabric: str) -> None:
     """The prefill side: publishes what the reading process asks for, until it hangs up."""
-    pool = make_pool(num_pages, page_bytes)
+    pool, descriptor = make_pool(num_pages, page_bytes)
     rng = random.Random(1)
     for page in range(num_pages):
         pool[page * page_bytes : (page + 1) * page_bytes] = rng.randbytes(page_bytes)
@@ -73,6 +80,8 @@ def serve(control: Connection, num_pages: int, page_bytes: int) -> None:
         host="127.0.0.1",
         report=events.put,
         unix_dir=None,
+        memory=descriptor,
+        backend=BACKENDS[fabric],
     )
     control.send((transfer.host, transfer.port, transfer.unix))
     try:
@@ -94,10 +103,10 @@ class Reading:
     """The decode side, and the memory that the copies are compared in."""
 
     def __init__(self, control: Connection, *, pages: int, page_bytes: int, fabric: str) -> None:
-        self.control, self.num_pages, self.page_bytes = control, pages, page_bytes
+        self.control, self.num_pages, self.page_bytes, self.fabric = control, pages, page_bytes, fabric
         self.pool_pages = POOL_FACTOR * pages
-        self.pool = make_pool(self.pool_pages, page_bytes)
-        self.source_pool = make_pool(self.pool_pages, page_bytes)
+        self.pool, descriptor = make_pool(self.pool_pages, page_bytes)
+        self.source_pool, _ = make_pool(self.pool_pages, page_bytes)
         for pool in (self.pool, self.source_pool):  # touched, so that no page fault is measured
             for page in range(self.pool_pages):
                 pool[page * page_bytes] = 1
@@ -110,9 +119,11 @@ class Reading:
             host="127.0.0.1",
             report=self.events.put,
             unix_dir=None,
+            memory=descriptor,
+            backend=BACKENDS[fabric],
         )
         host, port, unix = control.recv()
-        self.address = (host, port, unix if fabric == "unix" else "")
+        self.address = (host, port, "" if fabric == "tcp" else unix)
         self.transfer.connect(PEER, Cut(), [PeerAddress(*self.address)])
         self.rng = random.Random(2)
         self.request = 0
@@ -139,11 +150,16 @@ class Reading:
         reader = protocol.reader_digest(READER, ShardId(0))
         begin = time.perf_counter()
         with link.dial(*self.address, timeout_s=5) as one:
-            ours = ReaderHandshake(SECRET, peer=PEER, reader=reader, page_bytes=self.page_bytes)
+            ours = ReaderHandshake(
+                SECRET, peer=PEER, reader=reader, page_bytes=self.page_bytes, wants_memory=self.fabric == "shm"
+            )
             challenge = link.receive(one, protocol.CHALLENGE_MESSAGE_BYTES, timeout_s=5)
             link.send(one, [ours.hello(challenge)], timeout_s=5)
-            status = ours.hear(link.receive(one, protocol.WELCOME_BYTES, timeout_s=5))
+            welcome, memory = link.receive_with_descriptor(one, protocol.WELCOME_BYTES, timeout_s=5)
+            status = ours.hear(welcome)
             seconds = time.perf_counter() - begin
+            if memory is not None:
+                os.close(memory)
         assert status in (protocol.Status.OK, protocol.Status.BUSY)
         return seconds
 
@@ -188,7 +204,7 @@ class Reading:
 def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: int) -> dict:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs, POOL_FACTOR * pages, page_bytes), daemon=True)
+    server = context.Process(target=serve, args=(theirs, POOL_FACTOR * pages, page_bytes, fabric), daemon=True)
     server.start()
     theirs.close()
     reading = Reading(ours, pages=pages, page_bytes=page_bytes, fabric=fabric)
@@ -255,7 +271,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--pages", type=int, default=1024)
     parser.add_argument("--page-kib", type=int, nargs="+", default=[16, 64])
-    parser.add_argument("--fabric", nargs="+", default=["unix", "tcp"], choices=["unix", "tcp"])
+    parser.add_argument("--fabric", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args()
     results = [

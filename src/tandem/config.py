@@ -224,7 +224,12 @@ class ServerConfig(DoorConfig):
     disaggregation_allow: tuple[str, ...] = flag(
         (), "networks in which a request may name a prefill (default: this host only); may be repeated", metavar="CIDR"
     )
-    disaggregation_transfer_backend: str = flag("auto", "how KV travels", choices=("auto", "sock"))
+    disaggregation_transfer_backend: str = flag(
+        "auto",
+        "how KV travels: shm: through shared memory, which needs both servers on one host, under one user; sock: over "
+        "sockets; auto: shm where that can be, else sock",
+        choices=("auto", "sock", "shm"),
+    )
     disaggregation_decode_enable_radix_cache: bool | None = flag(
         None, "decode: keep a prefix cache, so that only what it lacks travels (default: on)"
     )
@@ -410,6 +415,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.enable_hierarchical_cache and c.kv_events_config is not None,
         "--kv-events-config tells of the KV pool only, so it excludes --enable-hierarchical-cache",
+    ),
+    Rule(
+        lambda c: c.disaggregation_transfer_backend == "shm" and c.nnodes > 1,
+        "--disaggregation-transfer-backend shm needs all workers on the host of their peers, so it excludes --nnodes",
     ),
     Rule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
     Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),

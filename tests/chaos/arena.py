@@ -202,6 +202,11 @@ async def start(it: Arena, model: str) -> None:
     it.router = Server(it.fleet.start("router", words, port=int(words[2])))
 
 
+def shares_memory(index: int) -> bool:
+    """Pages of every second prefill are copied from shared memory; those of the others pass a link that is damaged."""
+    return index % 2 == 1
+
+
 async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     """URL and bootstrap port, as the router is to know them."""
     name = f"prefill-{index}"
@@ -212,7 +217,7 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     link = await it.open_link(f"http {name}", port, is_damageable=False)
 
     def regreeter() -> Regreeter:
-        return Regreeter(user_secret(os.environ), route.data_ports)
+        return Regreeter(user_secret(os.environ), route.data_ports, keeps_unix=shares_memory(index))
 
     def plane(kind: str, port: int) -> Awaitable[Link]:
         greets = regreeter if kind.startswith("control") else None

@@ -17,8 +17,12 @@ from tandem.server.node.session import FROM_ACCEPTOR, PURPOSE, Greeting, Seal
 class Regreeter:
     """One control connection."""
 
-    def __init__(self, secret: ClusterSecret, ports: Mapping[int, int]) -> None:
-        """ports: of the link by that of the data plane behind it."""
+    def __init__(self, secret: ClusterSecret, ports: Mapping[int, int], *, keeps_unix: bool = False) -> None:
+        """ports: of the link by that of the data plane behind it
+
+        keeps_unix: who is on this host reaches the data plane itself, by its unix socket
+        """
+        self._keeps_unix = keeps_unix
         self._secret = secret
         self._ports = ports
         self._from_dialler = bytearray()  # until its hello is whole
@@ -57,7 +61,9 @@ class Regreeter:
         except InvalidTag:  # a hello was changed on its way; the dialler finds that too
             return unchanged
         shards = tuple(
-            msgspec.structs.replace(shard, port=self._ports.get(shard.port, shard.port), unix="")
+            msgspec.structs.replace(
+                shard, port=self._ports.get(shard.port, shard.port), unix=shard.unix if self._keeps_unix else ""
+            )
             for shard in greeting.shards
         )
         return Seal(key).frame(msgspec.msgpack.encode(msgspec.structs.replace(greeting, shards=shards)))

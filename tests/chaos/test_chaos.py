@@ -199,10 +199,19 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
     await warm_up(clients)
     # A local prefill or a fallback would hide that the two halves have not found each other again.
     assert {ask.path for ask in clients.asks[-WARM_UP:]} == {"remote"}
+    assert all(
+        await asyncio.to_thread(is_logged, it, way) for way in ("through shared memory (shm)", "over TCP (sock)")
+    )
     await trim(clients)
     await asyncio.to_thread(check_idle, it)
     after = leaks.descriptors(it)
     assert leaks.grown(before, after, slack=leaks.SLACK_FDS) == {}
+
+
+def is_logged(it: Arena, way: str) -> bool:
+    """Whether pages have come to a decode this way, in whichever of its lives."""
+    members = [member for member in it.fleet.members if member.name.startswith("decode")]
+    return any(way in member.log.read_text(errors="replace") for member in members)
 
 
 def check_idle(it: Arena) -> None:

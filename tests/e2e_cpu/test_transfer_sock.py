@@ -24,7 +24,7 @@ def no_thread_is_left() -> Iterator[None]:
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 
 
-@pytest.mark.parametrize("fabric", ["unix", "tcp"])
+@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm"])
 @pytest.mark.parametrize("page_bytes", [512, 4096, 16384, 1 << 20])
 def test_scattered_pages_arrive_byte_for_byte(fabric: str, page_bytes: int) -> None:
     num_pages = min(4096, (16 << 20) // page_bytes)
@@ -127,11 +127,11 @@ def test_another_generation_is_refused() -> None:
         assert not reader.all(PagesLanded, 1)
 
 
-@pytest.mark.parametrize("fabric", ["unix", "tcp"])
+@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm"])
 def test_another_life_of_the_peer_is_refused(fabric: str) -> None:
     with pair(fabric) as (owner, reader):
         digests = owner.publish(1, [0])
-        unix = owner.transfer.unix if fabric == "unix" else ""
+        unix = "" if fabric == "tcp" else owner.transfer.unix
         for request, id in enumerate(("6", "8", ""), start=10):
             peer = Incarnation(PREFILL.name, id)
             introduce(reader.transfer, peer, owner.transfer.host, owner.transfer.port, unix)

@@ -1,4 +1,5 @@
-"""Pages between servers that are cut differently, over real sockets: every byte comes to its place, once, checked."""
+"""Pages between servers that are cut differently, over real sockets and through shared memory: every byte comes to its
+place, once, checked."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from tandem.core.events import PagesDigested, PagesLanded, ReadsDrained, Transfe
 from tandem.core.kv_parts import Box, KvGrid, KvShard, box_of
 from tandem.core.values import Cause, Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.transfer.jobs import PeerAddress
-from tandem.transfer.port import Held
+from tandem.transfer.port import Backend, Held
 
 GRID = KvGrid(num_layers=4, num_kv_heads=4)
 CELL_BYTES, NUM_PAGES = 96, 32
@@ -72,9 +73,9 @@ class Pair:
 
 
 @contextmanager
-def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES) -> Iterator[Pair]:
+def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backend = Backend.SOCK) -> Iterator[Pair]:
     def side(who: Incarnation, cut: Cut, shard: ShardId) -> Side:
-        return Side(who, num_pages=num_pages, kv=KvShard(GRID, cut, shard, CELL_BYTES))
+        return Side(who, num_pages=num_pages, kv=KvShard(GRID, cut, shard, CELL_BYTES), backend=backend)
 
     prefill = [side(PREFILL, source, shard) for shard in source.shards]
     decode = [side(DECODE, target, shard) for shard in target.shards]
@@ -88,13 +89,17 @@ def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES) -> Iterator[Pa
         yield Pair(prefill, decode, (source, target))
     finally:
         for one in (*decode, *prefill):
-            one.transfer.close()
+            one.close()
 
 
+BACKENDS = pytest.mark.parametrize("backend", [Backend.SOCK, Backend.SHM], ids=lambda backend: backend.value)
+
+
+@BACKENDS
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{cuts[0].name} to {cuts[1].name}")
-def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[Cut, Cut]) -> None:
+def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[Cut, Cut], backend: Backend) -> None:
     sources, destinations = [3, 4, 5, 17, 9], [8, 1, 2, 30, 31]
-    with pair(*cuts) as it:
+    with pair(*cuts, backend=backend) as it:
         before = [bytes(side.memory) for side in it.decode]
         it.pull(sources, destinations, it.publish(sources))
         for index, side in enumerate(it.decode):
@@ -107,9 +112,10 @@ def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[
             assert side.transfer.held() == Held()
 
 
-def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes() -> None:
+@BACKENDS
+def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes(backend: Backend) -> None:
     pages = list(range(300))
-    with pair(Cut(1, 4), Cut(1), num_pages=len(pages)) as it:
+    with pair(Cut(1, 4), Cut(1), num_pages=len(pages), backend=backend) as it:
         assert len(pages) * GRID.num_kv_heads > 1024
         it.pull(pages, pages[::-1], it.publish(pages))
         (side,) = it.decode
@@ -117,8 +123,9 @@ def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes() -> None:
         assert all(side.page(pages[-1 - page]) == content(page, it.box(0)) for page in pages)
 
 
-def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere() -> None:
-    with pair(Cut(2), Cut(1, 2)) as it:
+@BACKENDS
+def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere(backend: Backend) -> None:
+    with pair(Cut(2), Cut(1, 2), backend=backend) as it:
         offered = it.publish([3])
         last = it.prefill[1]
         changed = bytearray(last.page(3))
@@ -130,8 +137,9 @@ def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere()
         assert it.decode[0].page(7) == content(3, it.box(0))
 
 
-def test_a_worker_that_is_gone_fails_the_attempt_which_then_drains() -> None:
-    with pair(Cut(2), Cut(1)) as it:
+@BACKENDS
+def test_a_worker_that_is_gone_fails_the_attempt_which_then_drains(backend: Backend) -> None:
+    with pair(Cut(2), Cut(1), backend=backend) as it:
         offered = it.publish([3, 4])
         it.prefill[1].transfer.close()
         it.pull([3, 4], [7, 8], offered)

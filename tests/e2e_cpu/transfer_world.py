@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import random
 import select
 import signal
@@ -21,6 +22,8 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, 
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
+from tandem.transfer import shared_memory
+from tandem.transfer.port import Backend
 from tandem.transfer.protocol import GRANT_SECRET_BYTES
 from tandem.transfer.sock import SockTransfer
 
@@ -61,8 +64,11 @@ class Side:
         kv = kv or KvShard.whole(page_bytes)
         self.page_bytes, self.num_pages = kv.page_bytes, num_pages
         page_bytes = kv.page_bytes
-        self.memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
+        self._descriptor = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._descriptor, num_pages * page_bytes)
+        self.memory = memoryview(mmap.mmap(self._descriptor, num_pages * page_bytes))
         self.memory[:] = random.Random(seed).randbytes(len(self.memory))
+        shared_memory.seal(self._descriptor)
         self.events: list[Event] = []
         self.secrets: dict[int, bytes] = {}  # by room: of the latest grant there
         self.lender: Lender | None = None  # whose secrets are presented when nothing else is said
@@ -74,8 +80,16 @@ class Side:
             secret=secret,
             host="127.0.0.1",
             report=self._report,
+            memory=self._descriptor,
             **options,  # type: ignore[arg-type]
         )
+
+    def close(self) -> None:
+        """Of the data plane. The memory is there as long as this object is."""
+        self.transfer.close()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _report(self, event: Event) -> None:
         with self._arrived:
@@ -189,7 +203,8 @@ class Side:
 
 @contextmanager
 def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]:
-    """(owner, reader), connected over `fabric`."""
+    """(owner, reader), connected over `fabric`: unix or tcp, where bytes are sent, or shm."""
+    options.setdefault("backend", Backend.SHM if fabric == "shm" else Backend.SOCK)
     owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
     reader.lender = owner
     introduce(
@@ -197,13 +212,13 @@ def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]
         PREFILL,
         owner.transfer.host,
         owner.transfer.port,
-        owner.transfer.unix if fabric == "unix" else "",
+        "" if fabric == "tcp" else owner.transfer.unix,
     )
     try:
         yield owner, reader
     finally:
-        reader.transfer.close()
-        owner.transfer.close()
+        reader.close()
+        owner.close()
 
 
 def target(owner: Side, *, fabric: str = "unix") -> Target:
@@ -277,28 +292,32 @@ class Gate:
 
 
 SERVE = """
-import json, mmap, random, sys, threading, time
+import json, mmap, os, random, sys, threading, time
 from tandem.core.commands import PublishPages
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
-from tandem.transfer import link
+from tandem.transfer import link, shared_memory
 from tandem.transfer.sock import SockTransfer
 
-name, id, secret, num_pages, page_bytes, frame_ms = json.loads(sys.argv[1])
+name, id, secret, num_pages, page_bytes, frame_ms, shares = json.loads(sys.argv[1])
 send = link.send
 def slow_send(*args, **options):
     time.sleep(frame_ms / 1000)
     send(*args, **options)
 link.send = slow_send
-memory = memoryview(mmap.mmap(-1, num_pages * page_bytes))
+descriptor = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+os.ftruncate(descriptor, num_pages * page_bytes)
+memory = memoryview(mmap.mmap(descriptor, num_pages * page_bytes))
+shared_memory.seal(descriptor)
 memory[:] = random.Random(1).randbytes(len(memory))
 def report(event):
     if type(event).__name__ == "PagesDigested":
         at = [transfer.host, transfer.port, transfer.unix]
         print(json.dumps([*at, event.digests[0].hex(), event.secret.hex()]), flush=True)
 transfer = SockTransfer(memory, KvShard.whole(page_bytes), incarnation=Incarnation(name, id), host="127.0.0.1",
-                        secret=ClusterSecret(bytes.fromhex(secret)), report=report)
+                        secret=ClusterSecret(bytes.fromhex(secret)), report=report,
+                        memory=descriptor if shares else None)
 transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
 sys.stdin.read()
 """
@@ -307,8 +326,9 @@ sys.stdin.read()
 class ServingProcess:
     """A real process that has published all its pages as request 1, room 1, and sends slowly, frame by frame."""
 
-    def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float) -> None:
-        settings = json.dumps([PREFILL.name, PREFILL.id, SECRET.raw.hex(), num_pages, page_bytes, frame_ms])
+    def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float, shares: bool = False) -> None:
+        """shares: gives its memory to those who want it"""
+        settings = json.dumps([PREFILL.name, PREFILL.id, SECRET.raw.hex(), num_pages, page_bytes, frame_ms, shares])
         self._process = subprocess.Popen(
             [sys.executable, "-c", SERVE, settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -66,6 +66,7 @@ BORROWED = "e2e_cpu/test_engine_borrowed.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
 QUANTIZED = "e2e_cpu/test_quantized_checkpoints.py::test_"
+SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 
 BREAKS = (
@@ -663,6 +664,84 @@ BREAKS = (
         "            own.abort(abort_of(record))",
         "            pass",
         TRACED + "an_abort_is_recorded_with_its_reason_wherever_it_happens",
+    ),
+    # decision 032: what readers copy from shared memory
+    Break(
+        "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",
+        "transfer/owner.py",
+        "    if not known.is_copying:",
+        "    if known is not None:",
+        SHARED + "pages_are_not_drained_while_a_reader_copies_them_and_what_it_has_copied_then_is_void",
+    ),
+    Break(
+        "a_cancelled_reader_lets_the_owner_believe_that_it_has_gone",
+        "transfer/reader.py",
+        "            links.stop_hearing(link)",
+        "            links.cut(link)",
+        SHARED + "a_cancelled_pull_drains_when_its_copy_has_ended_and_the_owners_pages_do_too",
+    ),
+    Break(
+        "what_was_copied_counts_without_the_owners_word",
+        "transfer/reader.py",
+        "            self._hear_that_it_was_lent(link, frame)",
+        "            links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=self._io_timeout_s)",
+        SHARED + "pages_are_not_drained_while_a_reader_copies_them_and_what_it_has_copied_then_is_void",
+    ),
+    Break(
+        "the_owner_confirms_what_it_has_revoked",
+        "transfer/owner.py",
+        "        if was_lent:",
+        "        if grant is not None:",
+        SHARED + "pages_are_not_drained_while_a_reader_copies_them_and_what_it_has_copied_then_is_void",
+    ),
+    Break(
+        "digests_of_copied_pages_are_not_compared",
+        "transfer/reader.py",
+        "            self._compare(job, part)",
+        "            pass",
+        SHARED + "a_page_that_is_overwritten_during_the_copy_is_a_failure_that_can_be_tried_again",
+    ),
+    Break(
+        "memory_is_mapped_whatever_its_seals",
+        "transfer/shared_memory.py",
+        "        if seals & SEALS != SEALS:",
+        "        if seals < 0:",
+        SHARED + "what_could_harm_its_reader_is_not_mapped",
+    ),
+    Break(
+        "shared_memory_may_be_written_by_its_readers",
+        "transfer/shared_memory.py",
+        "SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE",
+        "SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
+        SHARED + "a_reader_can_write_nothing_and_the_owner_can",
+    ),
+    Break(
+        "pages_beyond_the_memory_are_copied",
+        "transfer/reader.py",
+        "        if not memory.pages.has_all(command.sources[span]):",
+        "        if not command.sources[span]:",
+        SHARED + "an_owner_that_lends_pages_beyond_its_memory_fails_the_transfer",
+    ),
+    Break(
+        "a_reader_that_is_to_use_shm_only_takes_bytes",
+        "transfer/reader.py",
+        "            if status is Status.OK and memory is None and self._backend is Backend.SHM:",
+        "            if status is Status.OK and memory is None and self._backend is None:",
+        SHARED + "the_two_sides_choose_how_pages_travel",
+    ),
+    Break(
+        "an_owner_that_is_to_use_shm_only_sends_bytes",
+        "transfer/handshake.py",
+        "        if self._memory_only and not self.brings_memory:",
+        "        if self._memory_only and not self._memory_only:",
+        SHARED + "the_two_sides_choose_how_pages_travel",
+    ),
+    Break(
+        "auto_never_shares_memory_in_processes",
+        "server/worker_process.py",
+        "        memory=memory_to_lend(engine.kv, backend),",
+        "        memory=None,",
+        "e2e_cpu/test_transfer_backends.py::test_on_one_host_auto_copies_from_shared_memory",
     ),
 )
 

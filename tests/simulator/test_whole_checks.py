@@ -20,6 +20,7 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.whole import verdict
 from tandem.simulator.whole.clients import Answer, Ask, Conduct
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel
+from tandem.simulator.whole.memory import Memories
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.peer_checks import Causes, Punctual
@@ -103,7 +104,7 @@ def test_a_node_that_sleeps_when_it_wanted_to_be_woken_is_noticed(*, is_woken: b
 
 
 def transfer_of(kernel: Kernel, found: list[Violation], told: list[Event]) -> CheckedTransfer:
-    watch = TransferWatch(kernel, found.append, lambda process, since: False)
+    watch = TransferWatch(kernel, found.append, lambda process, since: False, Memories(kernel, Random(1)))
     return CheckedTransfer(
         memoryview(bytearray(8 * 64)),
         KvShard.whole(64),

@@ -190,14 +190,14 @@ WORDS = st.one_of(
 )
 
 
-@given(said=st.lists(WORDS, max_size=4).map(b"".join))
-def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, said: bytes) -> None:
+@given(said=st.lists(WORDS, max_size=4).map(b"".join), copies=st.booleans())
+def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, said: bytes, copies: bool) -> None:
     owner = plane.transfer._owner
     before = bytes(plane.memory)
     near, far = socket.socketpair()
     with far:
         links.prepare(near, timeout_s=5)
-        known = ReaderLink(near, b"somebody")
+        known = ReaderLink(near, b"somebody", has_memory=copies)
         owner._links[known] = threading.current_thread()
         assert owner._lender.admit(known, known.reader, 0)
         far.sendall(said)

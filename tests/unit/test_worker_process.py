@@ -74,6 +74,9 @@ class FakeTransfer:
     def held(self) -> Held:
         return Held(live_rooms=1, pinned_pages=5, open_transfers=2)
 
+    def connections(self) -> dict[str, int]:
+        return {"shm": 3, "unix": 1, "tcp": 0}
+
     def close(self) -> None:
         pass
 
@@ -202,7 +205,9 @@ def test_a_worker_tells_what_its_data_plane_holds_under_its_own_ranks() -> None:
     it.end()
     numbers = {"live_rooms": 1, "pinned_pages": 5, "open_transfers": 2}
     assert isinstance(answer, wire.Answer)
-    assert msgspec.json.decode(answer.body, type=wire.WorkerNumbers) == wire.WorkerNumbers(0, 0, 0, numbers)
+    assert msgspec.json.decode(answer.body, type=wire.WorkerNumbers) == wire.WorkerNumbers(
+        0, 0, 0, numbers, {"shm": 3, "unix": 1, "tcp": 0}
+    )
     assert answer.id == 9
 
 

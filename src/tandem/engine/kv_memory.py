@@ -106,7 +106,7 @@ class KvMemory:
         self.buffer: memoryview | None = None
         sizes = (num_pages, shape.num_kv_heads, self.num_cells, 2, page_size, row)
         if device == "cpu" and self.page_bytes:
-            self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
             self.tensor = torch.frombuffer(self.buffer, dtype=stored).view(sizes)

@@ -66,6 +66,7 @@ class WorkerNumbers(Struct, frozen=True):
     pp_rank: int
     dp_rank: int
     numbers: dict[str, int]
+    connections: dict[str, int] = {}  # open ones to workers of peers, by how pages travel
 
 
 class Ping(Struct, frozen=True, tag=True):

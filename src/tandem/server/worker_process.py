@@ -79,8 +79,9 @@ from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
 from tandem.server.worker_storage import WorkerStorage, open_page_files
+from tandem.transfer import shared_memory
 from tandem.transfer.jobs import PeerAddress
-from tandem.transfer.port import KvTransfer
+from tandem.transfer.port import Backend, KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
 
@@ -144,6 +145,7 @@ class KvBytes(Protocol):
     page_bytes: int  # of one page
     cell_bytes: int  # of it, for one head and layer (`core/kv_parts.py`)
     buffer: memoryview | None  # all pages, one behind the other; None where the host cannot see them
+    fd: int | None  # of the memfd that the buffer is a mapping of
 
 
 class WorkerEngine(Protocol):
@@ -304,10 +306,13 @@ class Worker:
                 pass
 
     def _numbers(self) -> wire.WorkerNumbers:
-        held = msgspec.structs.asdict(self._transfer.held()) if self._transfer is not None else {}
+        connections: dict[str, int] = {}
+        held: dict[str, int] = {}
+        if self._transfer is not None:
+            held, connections = msgspec.structs.asdict(self._transfer.held()), self._transfer.connections()
         if self._storage is not None:
             held |= self._storage.numbers()
-        return wire.WorkerNumbers(self._rank.number_in_stage, self._rank.pp_rank, self._dp_rank, held)
+        return wire.WorkerNumbers(self._rank.number_in_stage, self._rank.pp_rank, self._dp_rank, held, connections)
 
     @property
     def _data_plane(self) -> KvTransfer:
@@ -517,6 +522,7 @@ def open_transfer(
         raise ServerFailure(
             f"KV on the device {launch.config.device} cannot be sent; use --device cpu or --disaggregation-mode null"
         )
+    backend = Backend(launch.config.disaggregation_transfer_backend)
     return SockTransfer(
         engine.kv.buffer,
         KvShard(grid, launch.rank.cut, launch.rank.shard, engine.kv.cell_bytes),
@@ -524,7 +530,23 @@ def open_transfer(
         secret=ClusterSecret(launch.cluster_secret),
         host=numeric_host(launch.config.host),
         report=report,
+        memory=memory_to_lend(engine.kv, backend),
+        backend=backend,
     )
+
+
+def memory_to_lend(kv: KvBytes, backend: Backend) -> int | None:
+    """The descriptor that peers on this host get, sealed; None: they are sent bytes. Raises ServerFailure."""
+    if kv.fd is None or backend is Backend.SOCK:
+        return None
+    try:
+        shared_memory.seal(kv.fd)
+    except OSError as error:
+        if backend is Backend.SHM:
+            raise ServerFailure(f"this system cannot seal shared memory ({error.strerror}); use sock") from error
+        logger.info("peers on this host are sent bytes: memory cannot be sealed (%s)", error.strerror)
+        return None
+    return kv.fd
 
 
 def main(load: Load = load_engine) -> int:

@@ -22,12 +22,26 @@ class NotProven(Exception):
 class OwnerHandshake:
     """The owner's end of one connection: send `challenge`, give what comes to `hear`, and send a `welcome`."""
 
-    def __init__(self, secret: ClusterSecret, *, incarnation: bytes, page_bytes: int) -> None:
-        """incarnation: digest of this owner's"""
+    def __init__(
+        self,
+        secret: ClusterSecret,
+        *,
+        incarnation: bytes,
+        page_bytes: int,
+        has_memory: bool = False,
+        memory_only: bool = False,
+    ) -> None:
+        """incarnation: digest of this owner's
+
+        has_memory: this connection can bring a descriptor of it
+        memory_only: whoever does not want that is refused
+        """
         self._secret = secret
+        self._has_memory, self._memory_only = has_memory, memory_only
         self._incarnation, self._page_bytes = incarnation, page_bytes
         self._challenge = new_challenge()
         self._hello: bytes | None = None  # once it is proven
+        self.brings_memory = False  # with the Welcome, if that is OK
         self.challenge = protocol.pack_challenge(self._challenge)
 
     def hear(self, message: bytes | bytearray) -> tuple[Hello, Status]:
@@ -42,24 +56,38 @@ class OwnerHandshake:
             return hello, Status.OTHER_INCARNATION
         if hello.page_bytes != self._page_bytes:
             return hello, Status.WRONG_PAGE_BYTES
+        self.brings_memory = hello.wants_memory and self._has_memory
+        if self._memory_only and not self.brings_memory:
+            return hello, Status.OTHER_BACKEND
         return hello, Status.OK
 
     def welcome(self, status: Status) -> bytes:
         """The answer. Who has proved nothing is told nothing but that, and gets no proof of ours."""
         if self._hello is None:
             return protocol.pack_welcome(Status.NOT_A_MEMBER, NO_PROOF)
-        said = _unproven(protocol.pack_welcome(status, NO_PROOF))
-        return protocol.pack_welcome(status, self._secret.proof(OWNER_PURPOSE, self._challenge, self._hello, said))
+        has_memory = self.brings_memory and status is Status.OK
+        said = _unproven(protocol.pack_welcome(status, NO_PROOF, has_memory=has_memory))
+        proof = self._secret.proof(OWNER_PURPOSE, self._challenge, self._hello, said)
+        return protocol.pack_welcome(status, proof, has_memory=has_memory)
 
 
 class ReaderHandshake:
     """The reader's end of one connection: answer the Challenge with `hello`, and give the Welcome to `hear`."""
 
-    def __init__(self, secret: ClusterSecret, *, peer: Incarnation, reader: bytes, page_bytes: int) -> None:
+    def __init__(
+        self,
+        secret: ClusterSecret,
+        *,
+        peer: Incarnation,
+        reader: bytes,
+        page_bytes: int,
+        wants_memory: bool = False,
+    ) -> None:
         """peer: the owner that is meant; reader: digest of the worker that asks; page_bytes: of the owner"""
-        self._secret = secret
+        self._secret, self._wants_memory = secret, wants_memory
         self._peer, self._reader, self._page_bytes = protocol.incarnation_digest(peer), reader, page_bytes
         self._challenge = self._hello = b""
+        self.brings_memory = False  # the Welcome that was heard
 
     def hello(self, message: bytes | bytearray) -> bytes:
         """The answer to the owner's Challenge. Raises Malformed."""
@@ -71,6 +99,7 @@ class ReaderHandshake:
             reader=self._reader,
             challenge=new_challenge(),
             proof=NO_PROOF,
+            wants_memory=self._wants_memory,
         )
         said = _unproven(protocol.pack_hello(unproven))
         self._hello = said + self._secret.proof(READER_PURPOSE, self._challenge, said)
@@ -83,6 +112,7 @@ class ReaderHandshake:
             return welcome.status  # it cannot prove itself to somebody with another secret
         if not self._secret.is_proof(welcome.proof, OWNER_PURPOSE, self._challenge, self._hello, _unproven(message)):
             raise NotProven("whoever listens there does not prove the secret of the cluster")
+        self.brings_memory = welcome.has_memory and self._wants_memory
         return welcome.status
 
 

@@ -5,9 +5,11 @@ return at once. It owns no socket, thread or clock, so the simulator drives the 
 
 A *grant* covers the pages that one attempt of one request has published so far, each at one generation. It has a
 secret, which travels to the one decode that it is for: rooms, pages and generations can be guessed, and members of the
-cluster may read what they were granted, not what others were. A frame is sent under a *lease* of its grant. After
-`revoke` no lease begins, and when the last one has ended no byte of the pages is on its way out of memory. A lease that
-is out when its grant is revoked has its link cut: nobody waits for a slow reader.
+cluster may read what they were granted, not what others were. A frame is sent under a *lease* of its grant, or copied
+by its reader from shared memory under one. After `revoke` no lease begins, and when the last one has ended no byte of
+the pages is on its way out of memory. A lease that is out when its grant is revoked has its link cut: nobody waits for
+a slow reader. One who copies is waited for, for a timeout at most, and then hears that the pages were not lent to the
+end: so nothing counts that was copied after `drained`.
 
 There are at most `max_links` connections, and one reader may have a quarter of them, so that one with many, or a frozen
 one, leaves room for the others. When there is no room, the connection that has been idle for longest is cut: of the
@@ -74,7 +76,8 @@ class Lender(Generic[Link]):
     ) -> None:
         """draw_secret: of a grant, at its first publication; `protocol.GRANT_SECRET_BYTES` that nobody can guess
 
-        cut: make every call on a link fail soon; `left` and `end_lease` follow as if the reader had gone
+        cut: make every call on a link fail soon, but for one that waits for the word of a reader who copies; `left` and
+        `end_lease` follow as if the reader had gone
         """
         self._shard, self._max_links = shard, max_links
         self._draw_secret, self._report, self._cut = draw_secret, report, cut
@@ -146,14 +149,16 @@ class Lender(Generic[Link]):
                 refusal = Status.WRONG_GENERATION
         return refusal
 
-    def end_lease(self, grant: Grant[Link], link: Link, now: int, *, is_sent: bool) -> None:
-        """No byte of the frame is on its way out of memory any more. is_sent: all of it went out."""
+    def end_lease(self, grant: Grant[Link], link: Link, now: int, *, is_sent: bool) -> bool:
+        """No byte of the frame is on its way out of memory any more. is_sent: all of it went out. Returns whether the
+        pages were lent all the while."""
         grant.readers.remove(link)
         if grant.is_revoked:
             self._say_if_drained(grant)
         elif is_sent and (grant.read_reported_at is None or now - grant.read_reported_at >= READ_REPORT_INTERVAL_NS):
             grant.read_reported_at = now
             self._report(PageRead(grant.request, self._shard))
+        return not grant.is_revoked
 
     # -- who is connected
 

@@ -5,6 +5,7 @@ timeout, so that each call comes back now and then to look at the clock. Another
 `cut`; only the thread that uses a socket closes it, so a descriptor is never reused under somebody's feet.
 """
 
+import array
 import contextlib
 import os
 import socket
@@ -18,6 +19,8 @@ _BACKLOG = 128
 _UNIX_SEND_BUFFER_BYTES = 1 << 20  # about one frame: measured, half or four times as much is no faster
 _KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_PROBES = 20, 5, 3
 _MAX_PIECES = 1024  # that Linux takes in one call
+_INT_BYTES = 4
+_ONE_DESCRIPTOR = socket.CMSG_LEN(_INT_BYTES)  # room for one, and none for a second behind it
 _GLANCES = 8  # how often a call comes back within one timeout
 
 
@@ -91,6 +94,13 @@ def is_same_user(link: socket.socket) -> bool:
     return uid == os.getuid()
 
 
+def way(link: socket.socket, *, has_memory: bool) -> str:
+    """How pages travel on it, in a word."""
+    if has_memory:
+        return "shm"
+    return "unix" if link.family == socket.AF_UNIX else "tcp"
+
+
 def prepare(link: socket.socket, *, timeout_s: float) -> None:
     """Set up a connected socket for the functions below."""
     link.setblocking(True)
@@ -113,6 +123,13 @@ def cut(link: socket.socket) -> None:
     """Make every call on the link return soon, in whichever thread. What the other side has already is its own."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RDWR)
+
+
+def stop_hearing(link: socket.socket) -> None:
+    """As `cut`, of a unix socket, for calls that wait for the other side; and that one is told nothing. What has been
+    sent already is heard."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_RD)
 
 
 def send(link: socket.socket, pieces: Sequence[memoryview | bytes], *, timeout_s: float) -> None:
@@ -172,3 +189,53 @@ def receive(link: socket.socket, num_bytes: int, *, timeout_s: float) -> bytearr
         if rest and time.monotonic() >= give_up_at:
             raise LinkFrozen(f"no message within {timeout_s:g} s")
     return message
+
+
+def send_with_descriptor(link: socket.socket, message: bytes, descriptor: int, *, timeout_s: float) -> None:
+    """The other side of a unix socket gets a descriptor of its own for the same file, with the first byte."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+    try:
+        sent = link.sendmsg([message], rights, socket.MSG_NOSIGNAL)
+    except BlockingIOError:
+        raise LinkFrozen("no room for a message") from None
+    except OSError as error:
+        raise LinkBroken(str(error)) from error
+    send(link, [memoryview(message)[sent:]], timeout_s=timeout_s)
+
+
+def receive_with_descriptor(link: socket.socket, num_bytes: int, *, timeout_s: float) -> tuple[bytes, int | None]:
+    """As `receive`. The descriptor that came along, if one did, is the caller's to close; there is room for one."""
+    message, descriptor = b"", None
+    give_up_at = time.monotonic() + timeout_s
+    try:
+        while len(message) < num_bytes:
+            try:
+                part, rights, _, _ = link.recvmsg(num_bytes - len(message), _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                part, rights = None, []
+            except OSError as error:
+                raise LinkBroken(str(error)) from error
+            for level, kind, data in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(data) == _INT_BYTES:
+                    descriptor = _only(descriptor, int.from_bytes(data, sys.byteorder))
+            if part == b"":
+                raise LinkBroken("closed by the peer")
+            message += part or b""
+            if len(message) < num_bytes and time.monotonic() >= give_up_at:
+                raise LinkFrozen(f"no message within {timeout_s:g} s")
+    except BaseException:
+        if descriptor is not None:
+            close_descriptor(descriptor)
+        raise
+    return message, descriptor
+
+
+def close_descriptor(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def _only(known: int | None, new: int) -> int:
+    """The newer one of two descriptors; there is no use for the other."""
+    if known is not None:
+        close_descriptor(known)
+    return new

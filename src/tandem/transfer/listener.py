@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAX_UNPROVEN = 64
 _ACCEPT_PAUSE_S = 0.05  # after an accept that failed, for lack of descriptors
 
-Admit = Callable[[socket.socket, bytes, bytes], bool]
+Admit = Callable[[socket.socket, bytes, OwnerHandshake], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -45,12 +45,12 @@ class Listener:
         *,
         host: str,
         unix_dir: str | None,
-        handshake: Callable[[], OwnerHandshake],
+        handshake: Callable[[socket.socket], OwnerHandshake],
         admit: Admit,
         io_timeout_s: float,
     ) -> None:
-        """`admit` is given a connection, the digest of its reader and the Welcome that is to be sent to it. It returns
-        whether the connection is its own from now on; if not, there is no place."""
+        """`admit` is given a connection, the digest of its reader and the handshake, whose Welcome is to be sent to it.
+        It returns whether the connection is its own from now on; if not, there is no place."""
         self._handshake, self._admit = handshake, admit
         self._io_timeout_s = io_timeout_s
         self._unproven: dict[int, Unproven] = {}  # by descriptor, oldest first
@@ -119,7 +119,7 @@ class Listener:
             return
         if len(self._unproven) >= MAX_UNPROVEN:
             self._forget(next(iter(self._unproven.values()))).close()
-        unproven = Unproven(link, self._handshake(), time.monotonic() + self._io_timeout_s)
+        unproven = Unproven(link, self._handshake(link), time.monotonic() + self._io_timeout_s)
         link.setblocking(False)
         link.send(unproven.handshake.challenge, socket.MSG_NOSIGNAL)  # fits any empty send buffer
         self._poll.register(link, select.EPOLLIN)
@@ -157,7 +157,7 @@ class Listener:
         hello, status = handshake.hear(unproven.heard)
         if status is Status.OK:
             links.prepare(link, timeout_s=self._io_timeout_s)
-            if self._admit(link, hello.reader, handshake.welcome(Status.OK)):
+            if self._admit(link, hello.reader, handshake):
                 return True
             link.setblocking(False)
             status = Status.BUSY

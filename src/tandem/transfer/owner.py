@@ -2,6 +2,10 @@
 
 `Listener` accepts, and hands on members of the cluster; here each of them has a thread that answers its Reads. Who is
 admitted, and what may be read, `Lender` decides; it is called under one lock, and never while bytes move.
+
+To a reader on this host that wants it the memory itself is given, for reading only, and it copies what it was lent.
+Its thread here waits meanwhile for the word that the copy has ended, and nothing that happens here, other than the
+timeout, cuts this short: the lease ends when nothing copies any more.
 """
 
 import logging
@@ -23,7 +27,7 @@ from tandem.transfer.lender import Grant, Lender
 from tandem.transfer.listener import Listener
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
-from tandem.transfer.port import Held
+from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import GRANT_SECRET_BYTES, Read, Status
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,8 @@ class ReaderLink:
 
     link: socket.socket
     reader: bytes  # digest of the worker
+    has_memory: bool = False  # it copies, and gets no bytes
+    is_copying: bool = False  # and has not said yet that it has
 
 
 class PageOwner:
@@ -50,7 +56,12 @@ class PageOwner:
         outbox: Outbox,
         io_timeout_s: float,
         max_links: int,
+        memory: int | None,
+        backend: Backend,
     ) -> None:
+        """memory: descriptor of the sealed memfd that the pages are in; None: they are in no such thing"""
+        self._memory = memory if backend is not Backend.SOCK else None
+        self._memory_only = backend is Backend.SHM
         self._pages, self._kv, self._outbox = pages, kv, outbox
         self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._io_timeout_s = io_timeout_s
@@ -59,7 +70,7 @@ class PageOwner:
             kv.shard,
             draw_secret=lambda command: secrets.token_bytes(GRANT_SECRET_BYTES),
             report=outbox.put,
-            cut=lambda known: links.cut(known.link),
+            cut=_cut,
             max_links=max_links,
         )
         self._links: dict[ReaderLink, threading.Thread] = {}
@@ -85,6 +96,11 @@ class PageOwner:
         with self._lock:
             return self._lender.held()
 
+    def connections(self) -> list[str]:
+        """How pages travel on each."""
+        with self._lock:
+            return [links.way(known.link, has_memory=known.has_memory) for known in self._links]
+
     def close(self, *, grace_s: float) -> None:
         """Stop listening, cut all readers, and wait for their threads for `grace_s` at most."""
         give_up_at = time.monotonic() + grace_s
@@ -98,12 +114,19 @@ class PageOwner:
         for thread in threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
 
-    def _handshake(self) -> OwnerHandshake:
-        return OwnerHandshake(self._secret, incarnation=self._incarnation, page_bytes=self._pages.page_bytes)
+    def _handshake(self, link: socket.socket) -> OwnerHandshake:
+        return OwnerHandshake(
+            self._secret,
+            incarnation=self._incarnation,
+            page_bytes=self._pages.page_bytes,
+            has_memory=self._memory is not None and link.family == socket.AF_UNIX,
+            memory_only=self._memory_only,
+        )
 
-    def _admit(self, link: socket.socket, reader: bytes, welcome: bytes) -> bool:
+    def _admit(self, link: socket.socket, reader: bytes, handshake: OwnerHandshake) -> bool:
         """Give the connection a thread, if there is a place or one can be made."""
-        new = ReaderLink(link, reader)
+        new = ReaderLink(link, reader, has_memory=handshake.brings_memory)
+        welcome = handshake.welcome(Status.OK)
         with self._lock:
             if self._is_closed or not self._lender.admit(new, reader, time.monotonic_ns()):
                 return False
@@ -122,9 +145,9 @@ class PageOwner:
         self._lender.left(known)
 
     def _serve(self, known: ReaderLink, welcome: bytes) -> None:
-        link, timeout_s = known.link, self._io_timeout_s
+        link = known.link
         try:
-            links.send(link, [welcome], timeout_s=timeout_s)
+            self._welcome(known, welcome)
             is_good = self._answer(known, self._receive_read(link))
             while is_good:
                 with self._lock:
@@ -142,6 +165,12 @@ class PageOwner:
                 self._forget(known)  # before the link is closed: `cut` must never meet a closed descriptor
             link.close()
 
+    def _welcome(self, known: ReaderLink, welcome: bytes) -> None:
+        if known.has_memory and self._memory is not None:
+            links.send_with_descriptor(known.link, welcome, self._memory, timeout_s=self._io_timeout_s)
+        else:
+            links.send(known.link, [welcome], timeout_s=self._io_timeout_s)
+
     def _receive_read(self, link: socket.socket) -> tuple[Read, bytearray]:
         header = links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s)
         read = protocol.unpack_read(header, self._kv)
@@ -151,10 +180,11 @@ class PageOwner:
         """Send the frames of one Read. Returns whether the connection may be used again."""
         read, body = asked
         pages, generations = protocol.unpack_names(body, read.count)
-        frame_pages = protocol.pages_of_a_frame(read.runs)
+        frame_pages = protocol.pages_of_a_frame(read.runs, is_copied=known.has_memory)
+        answer = self._lend_frame if known.has_memory else self._send_frame
         for start in range(0, read.count, frame_pages):
             span = slice(start, start + frame_pages)
-            status = self._send_frame(known, read, pages[span], generations[span])
+            status = answer(known, read, pages[span], generations[span])
             if status is not Status.OK:
                 links.send(known.link, [protocol.pack_frame(status, 0)], timeout_s=self._io_timeout_s)
                 return False
@@ -177,6 +207,38 @@ class PageOwner:
                 self._lender.end_lease(grant, known, time.monotonic_ns(), is_sent=is_sent)
             self._outbox.flush()
         return Status.OK
+
+    def _lend_frame(
+        self, known: ReaderLink, read: Read, pages: tuple[int, ...], generations: tuple[int, ...]
+    ) -> Status:
+        """Let the reader copy these pages, wait until it has, and say whether it might all the while."""
+        with self._lock:
+            grant = self._lender.lease(known, read.room, secret=read.secret, pages=pages, generations=generations)
+            known.is_copying = isinstance(grant, Grant)
+        if isinstance(grant, Status):
+            return grant
+        frame = protocol.pack_frame(Status.OK, len(pages))
+        is_copied = was_lent = False
+        try:
+            links.send(known.link, [frame], timeout_s=self._io_timeout_s)
+            word = links.receive(known.link, protocol.COPIED_BYTES, timeout_s=self._io_timeout_s)
+            protocol.check_copied(word, count=len(pages))
+            is_copied = True
+        finally:
+            with self._lock:
+                known.is_copying = False
+                was_lent = self._lender.end_lease(grant, known, time.monotonic_ns(), is_sent=is_copied)
+            self._outbox.flush()
+        if was_lent:
+            links.send(known.link, [frame], timeout_s=self._io_timeout_s)
+        return Status.OK if was_lent else Status.NOT_GRANTED
+
+
+def _cut(known: ReaderLink) -> None:
+    """Who copies is answered when it has: until then its thread must not take a connection that was cut here for a
+    reader that has gone."""
+    if not known.is_copying:
+        links.cut(known.link)
 
 
 def _wait_readable(link: socket.socket) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tandem.core.kv_parts import Runs
+from tandem.transfer.copying import copy_pieces
 
 _MASK = (1 << 64) - 1
 # Odd 64-bit constants of splitmix64 and friends: they spread neighbouring rooms, pages and generations over the seeds.
@@ -18,21 +19,21 @@ _ROOM, _PAGE, _GENERATION = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13
 
 
 class Pages:
-    """Views of the pages of one writable buffer. The buffer stays the caller's; views hold it open while they live."""
+    """Views of the pages of one buffer, which may be read-only. It stays the caller's; views hold it open while they
+    live."""
 
     def __init__(self, buffer: memoryview, page_bytes: int) -> None:
-        self._buffer = buffer.cast("B")
+        self.buffer = buffer.cast("B")
         self.page_bytes = page_bytes
-        self.num_pages = len(self._buffer) // page_bytes
-        assert not self._buffer.readonly
+        self.num_pages = len(self.buffer) // page_bytes
         assert page_bytes > 0
-        assert self.num_pages * page_bytes == len(self._buffer)
+        assert self.num_pages * page_bytes == len(self.buffer)
 
     def has_all(self, pages: Sequence[int]) -> bool:
         return not pages or (min(pages) >= 0 and max(pages) < self.num_pages)
 
     def view(self, page: int) -> memoryview:
-        return self._buffer[page * self.page_bytes : (page + 1) * self.page_bytes]
+        return self.buffer[page * self.page_bytes : (page + 1) * self.page_bytes]
 
     @property
     def whole(self) -> Runs:
@@ -41,7 +42,7 @@ class Pages:
 
     def pieces(self, pages: Sequence[int], runs: Runs) -> list[memoryview]:
         """These bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
-        buffer, size = self._buffer, runs.size
+        buffer, size = self.buffer, runs.size
         views: list[memoryview] = []
         start = stop = pages[0] * self.page_bytes + runs.first
         for at in self._starts(pages, runs):
@@ -52,11 +53,23 @@ class Pages:
         views.append(buffer[start:stop])
         return views
 
+    def copy_from(
+        self, other: "Pages", *, pages: Sequence[int], runs: Runs, sources: Sequence[int], source_runs: Runs
+    ) -> None:
+        """Fill these `runs` of own `pages` with the `source_runs` of pages of another buffer, in order.
+
+        Both have as many bytes of a page; one may have in one run what the other has in several.
+        """
+        assert runs.num_bytes == source_runs.num_bytes
+        size = min(runs.size, source_runs.size)
+        to_at, from_at = self._starts(pages, _cut(runs, size)), other._starts(sources, _cut(source_runs, size))
+        copy_pieces(self.buffer, to_at, other.buffer, from_at, size=size)
+
     def digests(
         self, pages: Sequence[int], runs: Runs, *, room: int, sources: Iterable[int], generations: Iterable[int]
     ) -> list[int]:
         """One digest per page, over its `runs`, which hold (or should hold) what `sources` held at `generations`."""
-        buffer, page_bytes, digest = self._buffer, self.page_bytes, xxh3_64_intdigest
+        buffer, page_bytes, digest = self.buffer, self.page_bytes, xxh3_64_intdigest
         base, first, end = room * _ROOM, runs.first, runs.first + runs.size
         names = zip(pages, sources, generations, strict=True)
         if runs.count > 1:
@@ -75,7 +88,7 @@ class Pages:
     def _digest(self, page: int, runs: Runs, seed: int) -> int:
         hashed = xxh3_64(seed=seed)
         for at in self._starts((page,), runs):
-            hashed.update(self._buffer[at : at + runs.size])
+            hashed.update(self.buffer[at : at + runs.size])
         return hashed.intdigest()
 
     def _starts(self, pages: Sequence[int], runs: Runs) -> list[int]:
@@ -85,3 +98,12 @@ class Pages:
             return [page * page_bytes + first for page in pages]
         within = range(first, first + runs.count * runs.stride, runs.stride)
         return [page * page_bytes + at for page in pages for at in within]
+
+
+def _cut(runs: Runs, size: int) -> Runs:
+    """The same bytes in runs of `size`: these, or parts of a single one."""
+    if runs.size == size:
+        return runs
+    assert runs.count == 1
+    assert runs.size % size == 0
+    return Runs(runs.first, size, size, runs.size // size)

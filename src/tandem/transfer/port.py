@@ -15,6 +15,7 @@ returned no event follows and no byte lands.
 """
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import Protocol
 
 from msgspec import Struct
@@ -22,6 +23,14 @@ from msgspec import Struct
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.values import Cut, Incarnation
 from tandem.transfer.jobs import PeerAddress
+
+
+class Backend(Enum):
+    """How pages travel: the values of `--disaggregation-transfer-backend`."""
+
+    AUTO = "auto"  # through shared memory where both sides can, else over the socket
+    SOCK = "sock"  # over the socket only
+    SHM = "shm"  # through shared memory, or not at all
 
 
 class Held(Struct, frozen=True):
@@ -57,6 +66,10 @@ class KvTransfer(Protocol):
 
     def held(self) -> Held:
         """Thread-safe, and as short as the other calls."""
+        ...
+
+    def connections(self) -> dict[str, int]:
+        """Open ones to workers of peers, in both directions, by how pages travel on them: shm, unix, tcp."""
         ...
 
     def close(self) -> None: ...

@@ -3,11 +3,17 @@
     owner -> reader   Challenge  first, on every connection: bytes that were never used before
     reader -> owner   Hello      which life of which server is meant, who asks, how large its pages are, a challenge for
                                  the owner, and the proof that the reader is a member of the cluster
-    owner -> reader   Welcome    a status, and the owner's proof; anything but OK closes the connection
+    owner -> reader   Welcome    a status, and the owner's proof; anything but OK closes the connection. On a unix
+                                 socket a descriptor of the owner's memory may come with it, if the reader wants it
     reader -> owner   Read       room, the secret of the grant, count, the runs of bytes that are wanted of each page,
                                  then count source pages and count generations (u64 each)
     owner -> reader   Frame*     a status and a count, then the runs of count pages, in the order asked for, until all
                                  are sent; a status other than OK has no pages and closes the connection
+
+Who has got the memory copies from it: there no pages follow a Frame, which says that they may be copied now. Then
+
+    reader -> owner   Copied     the pages of the Frame have been copied: nothing reads them any more
+    owner -> reader   Frame      the same count: they were lent all the while. Another status: what was copied is void
 
 The first three are the handshake (`handshake.py`): their sizes and the place of the version are the same in all
 versions, so that two versions can name what divides them. One Read is under way per connection, and it belongs to one
@@ -34,19 +40,21 @@ VERSION = 3
 MAX_READ_PAGES = 2048  # pages that one Read may name
 MAX_FRAME_PAGES = 512
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
+COPIED_FRAME_BYTES = 4 << 20  # where the reader copies: every frame costs an answer, and holds the lease as long
 GRANT_SECRET_BYTES = 16
 DIGEST_BYTES = 16  # of an incarnation
 
 _CHALLENGE = struct.Struct(f"<8sH6x{CHALLENGE_BYTES}s")
 _HELLO = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{DIGEST_BYTES}s{CHALLENGE_BYTES}s{PROOF_BYTES}s")
-_WELCOME = struct.Struct(f"<8sHH4x{PROOF_BYTES}s")
+_WELCOME = struct.Struct(f"<8sHHI{PROOF_BYTES}s")
 _READ = struct.Struct(f"<4sIQ{GRANT_SECRET_BYTES}sIIII")
 _FRAME = struct.Struct("<II")
-_READ_TAG = b"READ"
+_COPIED = struct.Struct("<4sI")
+_READ_TAG, _COPIED_TAG = b"READ", b"DONE"
 _U64_STOP = 1 << 64
 
 CHALLENGE_MESSAGE_BYTES, HELLO_BYTES, WELCOME_BYTES = _CHALLENGE.size, _HELLO.size, _WELCOME.size
-READ_BYTES, FRAME_HEADER_BYTES = _READ.size, _FRAME.size
+READ_BYTES, FRAME_HEADER_BYTES, COPIED_BYTES = _READ.size, _FRAME.size, _COPIED.size
 NAME_BYTES = 16  # of one page name in a Read: source page and generation
 NO_PROOF = bytes(PROOF_BYTES)
 
@@ -62,6 +70,7 @@ class Status(IntEnum):
     WRONG_VERSION = 5
     BUSY = 6  # all connections are in use, or all that one reader may have
     NOT_A_MEMBER = 7  # has not proved the secret of the cluster: nothing else is said to it
+    OTHER_BACKEND = 8  # one side is to use shared memory only, which this connection cannot bring
 
 
 # What a refusal means for the transfer, in words for the log and for the user.
@@ -73,6 +82,10 @@ REFUSALS: dict[Status, tuple[Cause, str]] = {
     Status.WRONG_VERSION: (Cause.LAYOUT_MISMATCH, "version of the data plane differs"),
     Status.BUSY: (Cause.TRANSFER_FAILED, "the peer has no connection left"),
     Status.NOT_A_MEMBER: (Cause.TRANSFER_FAILED, "the peer says that this server does not have its cluster's secret"),
+    Status.OTHER_BACKEND: (
+        Cause.TRANSFER_FAILED,
+        "--disaggregation-transfer-backend shm needs both servers on one host, under one user, and neither set to sock",
+    ),
 }
 
 
@@ -87,12 +100,14 @@ class Hello(Struct, frozen=True):
     reader: bytes  # digest of the worker that asks
     challenge: bytes  # for the owner
     proof: bytes
+    wants_memory: bool = False
 
 
 class Welcome(Struct, frozen=True):
     version: int
     status: Status
     proof: bytes
+    has_memory: bool = False  # a descriptor of it comes along
 
 
 class Read(Struct, frozen=True):
@@ -129,13 +144,14 @@ def unpack_challenge(message: bytes | bytearray) -> bytes:
 
 
 def pack_hello(hello: Hello) -> bytes:
+    wants, page_bytes = int(hello.wants_memory), hello.page_bytes
     return _HELLO.pack(
-        MAGIC, hello.version, 0, hello.page_bytes, hello.incarnation, hello.reader, hello.challenge, hello.proof
+        MAGIC, hello.version, wants, page_bytes, hello.incarnation, hello.reader, hello.challenge, hello.proof
     )
 
 
 def unpack_hello(message: bytes | bytearray) -> Hello:
-    magic, version, _, page_bytes, incarnation, reader, challenge, proof = _fields(_HELLO, message)
+    magic, version, wants, page_bytes, incarnation, reader, challenge, proof = _fields(_HELLO, message)
     if magic != MAGIC:
         raise Malformed("not a hello")
     return Hello(
@@ -145,18 +161,19 @@ def unpack_hello(message: bytes | bytearray) -> Hello:
         reader=reader,
         challenge=challenge,
         proof=proof,
+        wants_memory=bool(wants),
     )
 
 
-def pack_welcome(status: Status, proof: bytes) -> bytes:
-    return _WELCOME.pack(MAGIC, VERSION, status, proof)
+def pack_welcome(status: Status, proof: bytes, *, has_memory: bool = False) -> bytes:
+    return _WELCOME.pack(MAGIC, VERSION, status, has_memory, proof)
 
 
 def unpack_welcome(message: bytes | bytearray) -> Welcome:
-    magic, version, status, proof = _fields(_WELCOME, message)
+    magic, version, status, has_memory, proof = _fields(_WELCOME, message)
     if magic != MAGIC:
         raise Malformed("not a welcome")
-    return Welcome(version=version, status=_status(status), proof=proof)
+    return Welcome(version=version, status=_status(status), proof=proof, has_memory=bool(has_memory))
 
 
 def may_be_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> bool:
@@ -211,9 +228,20 @@ def unpack_frame(header: bytes | bytearray, *, count_max: int) -> Frame:
     return frame
 
 
-def pages_of_a_frame(runs: Runs) -> int:
-    """How many pages an owner sends at once."""
-    return min(max(1, FRAME_BYTES // runs.num_bytes), MAX_FRAME_PAGES)
+def pack_copied(count: int) -> bytes:
+    return _COPIED.pack(_COPIED_TAG, count)
+
+
+def check_copied(message: bytes | bytearray, *, count: int) -> None:
+    """count: pages of the frame"""
+    if _fields(_COPIED, message) != (_COPIED_TAG, count):
+        raise Malformed(f"no word that {count} pages have been copied")
+
+
+def pages_of_a_frame(runs: Runs, *, is_copied: bool) -> int:
+    """How many pages an owner sends, or lets a reader copy, at once."""
+    frame_bytes = COPIED_FRAME_BYTES if is_copied else FRAME_BYTES
+    return min(max(1, frame_bytes // runs.num_bytes), MAX_FRAME_PAGES)
 
 
 def _fields(layout: struct.Struct, message: bytes | bytearray) -> tuple[Any, ...]:

@@ -6,6 +6,10 @@ somebody waits for a job, so that it finds one as soon as there is one.
 
 The owner proves that it is a member of the cluster before anything is asked (`handshake.py`). What it says afterwards
 is checked like what anybody says: a frame that cannot be ends the attempt, and nothing else.
+
+Where the owner gives its memory with its welcome, a frame is copied from there. Its pages count when the owner has said
+afterwards that they were lent all the while. Such a connection is never closed in the middle of a copy, not even to cut
+it: its end tells the owner that nothing copies any more.
 """
 
 import contextlib
@@ -14,7 +18,9 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from tandem.core.commands import CancelPull, PullPages
 from tandem.core.kv_parts import KvShard
@@ -23,14 +29,17 @@ from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
 from tandem.transfer import protocol
 from tandem.transfer.handshake import NotProven, ReaderHandshake
-from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
+from tandem.transfer.jobs import Dial, Failure, Origin, PeerAddress, Receive, Trouble
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
-from tandem.transfer.port import Held
+from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import Status
 from tandem.transfer.puller import Puller, is_stalled
+from tandem.transfer.shared_memory import PeerMemory, file_of
 
 log = logging.getLogger(__name__)
+CACHED_BYTES = 1 << 20  # of pages that are still in a processor's cache when they have been copied
+WAYS = {"shm": "through shared memory (shm)", "unix": "over a unix socket (sock)", "tcp": "over TCP (sock)"}
 Job = Dial[socket.socket] | Receive[socket.socket]
 
 
@@ -40,6 +49,14 @@ class PullFailed(Exception):
     def __init__(self, trouble: Trouble, detail: str = "", *, status: Status = Status.OK) -> None:
         super().__init__(detail)
         self.failure = Failure(trouble, detail, status)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLink:
+    """What is known of an open connection."""
+
+    origin: Origin
+    memory: PeerMemory | None  # of the owner, if it came along
 
 
 class PageReader:
@@ -54,16 +71,20 @@ class PageReader:
         flush_later: Callable[[], None],
         io_timeout_s: float,
         max_transfers: int,
+        backend: Backend = Backend.SOCK,
     ) -> None:
         """`flush_later` flushes the outbox in another thread, and never blocks. RuntimeError: no thread is left."""
+        self._backend = backend
+        self._known: dict[socket.socket, OwnerLink] = {}
+        self._mapped: WeakValueDictionary[tuple[int, int, int], PeerMemory] = WeakValueDictionary()  # by file
         self._pages, self._outbox, self._flush_later = pages, outbox, flush_later
         self._reader, self._secret = protocol.reader_digest(incarnation, kv.shard), secret
         self._io_timeout_s, self._max_transfers = io_timeout_s, max_transfers
         self._puller: Puller[socket.socket] = Puller(
             kv,
             report=outbox.put,
-            cut=links.cut,
-            close=_close,
+            cut=self._cut,
+            close=self._close,
             timeout_ns=int(io_timeout_s * SECOND),
             max_jobs=max_transfers,
         )
@@ -99,6 +120,11 @@ class PageReader:
     def held(self) -> Held:
         with self._lock:
             return self._puller.held()
+
+    def connections(self) -> list[str]:
+        """How pages travel on each."""
+        with self._lock:
+            return [links.way(link, has_memory=known.memory is not None) for link, known in self._known.items()]
 
     def close(self, *, grace_s: float) -> None:
         """No byte lands after this. Threads that still dial end by themselves: they find nothing to arm."""
@@ -217,20 +243,59 @@ class PageReader:
 
     def _receive_frame(self, job: Receive[socket.socket]) -> int:
         """Receive the frame that begins at page `start` of the job, check it, and return how many pages it has."""
-        command, link, runs = job.command, job.link, job.tile.here
+        link = job.link
         header = bytearray(protocol.FRAME_HEADER_BYTES)
         links.receive_into(link, [memoryview(header)], timeout_s=self._io_timeout_s)
         frame = protocol.unpack_frame(header, count_max=job.stop - job.start)
         if frame.status is not Status.OK:
             raise PullFailed(Trouble.REFUSED, status=frame.status)
         span = slice(job.start, job.start + frame.count)
-        destinations = command.destinations[span]
-        links.receive_into(link, self._pages.pieces(destinations, runs), timeout_s=self._io_timeout_s)
+        memory = self._known[link].memory if link in self._known else None
+        if memory is None:
+            pieces = self._pages.pieces(job.command.destinations[span], job.tile.here)
+            links.receive_into(link, pieces, timeout_s=self._io_timeout_s)
+            self._compare(job, span)
+        else:
+            self._copy_frame(job, memory, span)
+            self._hear_that_it_was_lent(link, frame)
+        return frame.count
+
+    def _compare(self, job: Receive[socket.socket], span: slice) -> None:
+        """What has come to the destinations, with what was offered."""
+        command = job.command
         names = {"sources": command.sources[span], "generations": command.generations[span]}
-        landed = self._pages.digests(destinations, runs, room=command.room, **names)
+        landed = self._pages.digests(command.destinations[span], job.tile.here, room=command.room, **names)
         if tuple(landed) != job.offer.digests[span]:
             raise PullFailed(Trouble.CORRUPT)
-        return frame.count
+
+    def _copy_frame(self, job: Receive[socket.socket], memory: PeerMemory, span: slice) -> None:
+        """A few pages at a time, whose digests are made while they are in the processor's cache. The last ones are
+        compared after the word that all have been copied, while the owner answers."""
+        command, tile = job.command, job.tile
+        if not memory.pages.has_all(command.sources[span]):
+            raise protocol.Malformed("a frame of pages that the memory does not have")
+        few = max(1, CACHED_BYTES // tile.here.num_bytes)
+        for start in range(span.start, span.stop, few):
+            part = slice(start, min(start + few, span.stop))
+            self._pages.copy_from(
+                memory.pages,
+                pages=command.destinations[part],
+                runs=tile.here,
+                sources=command.sources[part],
+                source_runs=tile.there,
+            )
+            if part.stop == span.stop:
+                copied = protocol.pack_copied(span.stop - span.start)
+                links.send(job.link, [copied], timeout_s=self._io_timeout_s)
+            self._compare(job, part)
+
+    def _hear_that_it_was_lent(self, link: socket.socket, frame: protocol.Frame) -> None:
+        header = links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=self._io_timeout_s)
+        answer = protocol.unpack_frame(header, count_max=frame.count)
+        if answer.status is not Status.OK:
+            raise PullFailed(Trouble.REFUSED, status=answer.status)
+        if answer.count != frame.count:
+            raise protocol.Malformed(f"{frame.count} pages were copied, and {answer.count} confirmed")
 
     def _dial(self, job: Dial[socket.socket]) -> socket.socket:
         """A new connection whose two ends have proved themselves. The handshake has one deadline for all of it."""
@@ -238,17 +303,32 @@ class PageReader:
         to = job.address
         link = links.dial(to.host, to.port, to.unix, timeout_s=self._io_timeout_s)
         try:
-            status = self._shake_hands(job, link, give_up_at)
+            status, memory = self._shake_hands(job, link, give_up_at)
+            if status is Status.OK and memory is None and self._backend is Backend.SHM:
+                status = Status.OTHER_BACKEND
             if status is not Status.OK:
                 raise PullFailed(Trouble.REFUSED, status=status)
         except BaseException:
             link.close()
             raise
+        with self._lock:
+            is_first = all(known.origin != job.origin for known in self._known.values())
+            self._known[link] = OwnerLink(job.origin, memory)
+        if is_first:
+            how = links.way(link, has_memory=memory is not None)
+            log.info("KV of %s, worker %d: %s", job.origin.peer.name, job.origin.shard, WAYS[how])
         return link
 
-    def _shake_hands(self, job: Dial[socket.socket], link: socket.socket, give_up_at: float) -> Status:
+    def _shake_hands(
+        self, job: Dial[socket.socket], link: socket.socket, give_up_at: float
+    ) -> tuple[Status, PeerMemory | None]:
+        """What the owner answers, and its memory, if it gives it."""
         handshake = ReaderHandshake(
-            self._secret, peer=job.origin.peer, reader=self._reader, page_bytes=job.tile.page_bytes
+            self._secret,
+            peer=job.origin.peer,
+            reader=self._reader,
+            page_bytes=job.tile.page_bytes,
+            wants_memory=self._backend is not Backend.SOCK and link.family == socket.AF_UNIX,
         )
 
         def left_s() -> float:
@@ -257,11 +337,48 @@ class PageReader:
         try:
             challenge = links.receive(link, protocol.CHALLENGE_MESSAGE_BYTES, timeout_s=left_s())
             links.send(link, [handshake.hello(challenge)], timeout_s=left_s())
-            return handshake.hear(links.receive(link, protocol.WELCOME_BYTES, timeout_s=left_s()))
+            welcome, descriptor = links.receive_with_descriptor(link, protocol.WELCOME_BYTES, timeout_s=left_s())
+            with _closed(descriptor):
+                status = handshake.hear(welcome)
+                return status, self._map(job, descriptor) if handshake.brings_memory else None
         except links.LinkBroken as error:
             raise PullFailed(Trouble.HANDSHAKE_BROKEN, str(error)) from error
         except NotProven as error:
             raise PullFailed(Trouble.NOT_PROVEN, str(error)) from error
+
+    def _map(self, job: Dial[socket.socket], descriptor: int | None) -> PeerMemory:
+        """One mapping for all connections to a worker. Raises Malformed and OSError."""
+        if descriptor is None:
+            raise protocol.Malformed("no memory came with the welcome")
+        key = (*file_of(descriptor), job.tile.page_bytes)
+        with self._lock:
+            memory = self._mapped.get(key)
+            if memory is None:
+                memory = self._mapped[key] = PeerMemory.map(descriptor, job.tile.page_bytes)
+            return memory
+
+    # -- links: both are called by the puller, with the lock
+
+    def _cut(self, link: socket.socket) -> None:
+        if link in self._known and self._known[link].memory is not None:
+            links.stop_hearing(link)
+        else:
+            links.cut(link)
+
+    def _close(self, link: socket.socket) -> None:
+        self._known.pop(link, None)
+        with contextlib.suppress(OSError):
+            link.close()
+
+
+@contextlib.contextmanager
+def _closed(descriptor: int | None) -> Iterator[None]:
+    """At the end."""
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            links.close_descriptor(descriptor)
 
 
 def _has_news(link: socket.socket) -> bool:
@@ -269,8 +386,3 @@ def _has_news(link: socket.socket) -> bool:
     waiter = select.poll()
     waiter.register(link, select.POLLIN)
     return bool(waiter.poll(0))
-
-
-def _close(link: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        link.close()

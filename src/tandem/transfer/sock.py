@@ -1,13 +1,17 @@
-"""The default data plane: two-sided pull over sockets, AF_UNIX on one host, TCP between hosts (see `port.py`).
+"""The data plane: two-sided pull over sockets, AF_UNIX on one host, TCP between hosts (see `port.py`).
 
 Two-sided means that each side touches only its own memory: the owner sends from its pages while it lends them, the
 reader receives into its own. A byte that is late meets a closed socket, never a reused page. The digests are made and
 the answers to commands are said by one thread, the desk, in the order of the commands.
+
+On one host the reader may be lent the owner's memory instead, mapped read-only (`shared_memory.py`, decision 032). Then
+it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same.
 """
 
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
@@ -21,7 +25,7 @@ from tandem.transfer.lender import Grant
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.owner import PageOwner, ReaderLink
 from tandem.transfer.pages import Pages
-from tandem.transfer.port import Held
+from tandem.transfer.port import Backend, Held
 from tandem.transfer.reader import PageReader
 
 log = logging.getLogger(__name__)
@@ -44,6 +48,8 @@ class SockTransfer:
         io_timeout_s: float = 5.0,
         max_transfers: int = 4,
         max_links: int = 64,
+        memory: int | None = None,
+        backend: Backend = Backend.AUTO,
     ) -> None:
         """buffer: num_pages * kv.page_bytes writable bytes, the caller's, valid until `close` has returned
 
@@ -56,7 +62,10 @@ class SockTransfer:
         io_timeout_s: a peer that moves no byte for so long is lost
         max_transfers: pulls that move at the same time, each by one thread; an attempt has one for each of its sources
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
+        memory: descriptor of the memfd that `buffer` is a mapping of, sealed, the caller's, valid as long; None: peers
+            are sent bytes, whatever the backend
         """
+        assert not buffer.readonly
         self._pages = Pages(buffer, kv.page_bytes)
         self._kv = kv
         self._is_closed = False
@@ -72,6 +81,8 @@ class SockTransfer:
             outbox=self._outbox,
             io_timeout_s=io_timeout_s,
             max_links=max_links,
+            memory=memory,
+            backend=backend,
         )
         self._reader = PageReader(
             self._pages,
@@ -82,6 +93,7 @@ class SockTransfer:
             flush_later=self._flush_later,
             io_timeout_s=io_timeout_s,
             max_transfers=max_transfers,
+            backend=backend,
         )
         self.host, self.port, self.unix = self._owner.host, self._owner.port, self._owner.unix
         self._desk = threading.Thread(target=self._desk_loop, name="kv-desk", daemon=True)
@@ -116,6 +128,11 @@ class SockTransfer:
             lent.pinned_pages + pulled.pinned_pages,
             lent.open_transfers + pulled.open_transfers,
         )
+
+    def connections(self) -> dict[str, int]:
+        found = Counter({"shm": 0, "unix": 0, "tcp": 0})
+        found.update(self._owner.connections() + self._reader.connections())
+        return dict(found)
 
     def close(self) -> None:
         """End all transfers and threads and remove the unix socket. May be called twice."""

@@ -3,6 +3,8 @@
 import asyncio
 import time
 import uuid
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any  # JSON documents
 
 import msgspec
@@ -15,7 +17,7 @@ from tandem.config import ServerConfig, public_settings
 from tandem.core.commands import FailRequest
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import LoadBalanceMethod, Role
-from tandem.metrics.export import CONTENT_TYPE, Exporter, Ranks
+from tandem.metrics.export import CONTENT_TYPE, Exporter
 from tandem.sampling import SamplingParams, VectorParams
 from tandem.server import wire
 from tandem.server.api.body import AbortBody
@@ -162,6 +164,7 @@ class Ops:
 
     async def server_info(self, request: Request) -> Response:
         """Settings without keys, and what gateways read at registration."""
+        numbers, workers = await asyncio.gather(self.numbers(), self._worker_numbers())
         throughput = self._exporter.gen_throughput() if self._limits.dp_size == 1 else None
         return json_response(
             public_settings(self._config)
@@ -178,7 +181,8 @@ class Ops:
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
                 "status": "ready" if self._client.is_healthy else "not_ready",
-                "internal_states": [internal_state(numbers, throughput) for numbers in (await self.numbers()).values()],
+                "internal_states": [internal_state(one, throughput) for one in numbers.values()],
+                "kv_connections": connections(workers),
             }
         )
 
@@ -218,15 +222,15 @@ class Ops:
         answers = await self._client.query_all("metrics")
         return {dp_rank: msgspec.json.decode(answer, type=Numbers) for dp_rank, answer in answers.items()}
 
-    async def _worker_numbers(self) -> dict[Ranks, dict[str, int]]:
+    async def _worker_numbers(self) -> list[wire.WorkerNumbers]:
         """What the workers count. None of a rank whose workers do not all answer, rather than made-up ones."""
         answers = await self._client.query_all("worker", timeout=WORKER_SECONDS)
-        said = [one for body in answers.values() for one in msgspec.json.decode(body, type=list[wire.WorkerNumbers])]
-        return {(one.tp_rank, one.pp_rank, one.dp_rank): one.numbers for one in said}
+        return [one for body in answers.values() for one in msgspec.json.decode(body, type=list[wire.WorkerNumbers])]
 
     async def metrics(self, request: Request) -> Response:
         numbers, workers = await asyncio.gather(self.numbers(), self._worker_numbers())
-        page = self._exporter.render(numbers, workers)
+        by_rank = {(one.tp_rank, one.pp_rank, one.dp_rank): one.numbers for one in workers}
+        page = self._exporter.render(numbers, by_rank)
         return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def loads(self, request: Request) -> Response:
@@ -303,6 +307,14 @@ class Ops:
         self._client.check_there()
         answers = await self._client.query_all(what)
         return Response(b"[" + b",".join(answers.values()) + b"]", media_type="application/json")
+
+
+def connections(workers: Sequence[wire.WorkerNumbers]) -> dict[str, int]:
+    """To workers of peers, by how pages travel; nothing where no peers are."""
+    found: Counter[str] = Counter()
+    for one in workers:
+        found.update(one.connections)
+    return dict(found)
 
 
 def internal_state(numbers: Numbers, gen_throughput: float | None) -> Numbers:

@@ -124,6 +124,7 @@ class PlainKv:
         self.cell_bytes = (page_size + 1) * SLOT_BYTES
         self.page_bytes = box.num_cells * self.cell_bytes
         self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
+        self.fd: int | None = None  # once the memory is shared
         self._slots = self.buffer.cast("Q")
         self._page_size, self._page_slots = page_size, box.num_cells * (page_size + 1)
         self._cells = [  # where each begins in a page, and its number in the whole model

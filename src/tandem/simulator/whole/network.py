@@ -21,7 +21,7 @@ from random import Random
 from zlib import crc32
 
 from tandem.core.values import MILLISECOND
-from tandem.simulator.whole.kernel import Kernel, VirtualThread
+from tandem.simulator.whole.kernel import Description, Kernel, VirtualThread
 
 Address = tuple[str, str | int]  # (machine, name) of a unix socket, or (host, port)
 
@@ -89,6 +89,7 @@ class Stream(Watched):
     side: str  # in the log
     peer: "Stream | None" = None
     arrived: bytearray = field(default_factory=bytearray)
+    descriptions: deque[Description] = field(default_factory=deque)  # that come with bytes: what descriptors refer to
     num_coming: int = 0  # bytes on their way to this end
     last_arrival: int = 0
     on_way: deque[Callable[[], None]] = field(default_factory=deque)  # from this end, in order

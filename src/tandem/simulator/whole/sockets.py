@@ -18,6 +18,7 @@ from tandem.simulator.whole.network import Address, Listening, Network, Poll, St
 LOOPBACK = ("127.0.0.1", "::1")
 EVERY = ("0.0.0.0", "::", "")
 Buffer = bytes | bytearray | memoryview
+INT_BYTES = 4
 ANSWER_OF_OPTIONS = b"\0" * 4
 
 
@@ -303,8 +304,25 @@ class VirtualSocket:
         while rest := rest[self.send(rest, flags) :]:
             Machine.kernel.pause()  # other threads of this process may write in between
 
-    def sendmsg(self, buffers: Iterable[Buffer], ancdata: Sequence[object] = (), flags: int = 0) -> int:
-        return self.send(b"".join(bytes(buffer) for buffer in buffers), flags)
+    def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]
+        """With the descriptors that came along, as far as there is room for them; others are dropped."""
+        data = self.recv(bufsize, flags)
+        coming, rights = self._stream().descriptions, []
+        while data and coming:
+            description = coming.popleft()
+            if len(rights) < (ancbufsize - socket.CMSG_LEN(0)) // INT_BYTES:
+                number = Machine.kernel.open_fd(self.process, description)
+                rights.append((socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", number)))
+        return data, rights, 0, None
+
+    def sendmsg(
+        self, buffers: Iterable[Buffer], ancdata: Sequence[tuple[int, int, Buffer]] = (), flags: int = 0
+    ) -> int:
+        sent, peer = self.send(b"".join(bytes(buffer) for buffer in buffers), flags), self._stream().peer
+        if peer is not None:
+            for _, _, numbers in ancdata:
+                peer.descriptions += (self.process.fds[number] for (number,) in struct.iter_unpack("i", numbers))
+        return sent
 
     def _wait(
         self,

@@ -20,6 +20,7 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import MILLISECOND, SECOND
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.kernel import Kernel, Process
+from tandem.simulator.whole.memory import Memories
 from tandem.transfer.jobs import Key, Receive
 from tandem.transfer.lender import Grant
 from tandem.transfer.owner import ReaderLink
@@ -38,6 +39,7 @@ class TransferWatch:
     kernel: Kernel
     report: Callable[[Violation], None]
     is_held_up: Callable[[Process, int], bool]
+    memories: Memories
 
 
 class CheckedTransfer(SockTransfer):
@@ -100,8 +102,15 @@ class CheckedTransfer(SockTransfer):
 
     def _still_moves(self, event: Event, key: Key) -> bool:
         if isinstance(event, ReadsDrained):
-            return any(grant.readers for grant in self._grants[key] if grant.is_revoked)
+            revoked = [grant for grant in self._grants[key] if grant.is_revoked]
+            return any(grant.readers for grant in revoked) or any(map(self._is_copied, revoked))
         return key in self._receiving()
+
+    def _is_copied(self, revoked: Grant[ReaderLink]) -> bool:
+        """A page of it, which nobody reads by another grant."""
+        kv = self._pages
+        read = {page for grant in self._owner._lender.grants() if grant.readers for page in grant.generations}
+        return self._watch.memories.is_copied(kv.buffer, revoked.generations.keys() - read, kv.page_bytes)
 
     def _receiving(self) -> set[Key]:
         return {job.pull.attempt.key for job in self._reader._puller._jobs if isinstance(job, Receive)}

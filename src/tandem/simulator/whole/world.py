@@ -43,6 +43,7 @@ from tandem.simulator.whole.forms import FormedAsk, Forms
 from tandem.simulator.whole.groups import Groups, Reasons
 from tandem.simulator.whole.idle import held_by_router, held_by_server, held_open
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
+from tandem.simulator.whole.memory import Memories
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
 from tandem.simulator.whole.operators import Stranger, Visitor
@@ -93,6 +94,7 @@ class World:
         secret.write_bytes(SECRET)
         secret.chmod(0o600)
         self.cluster: Cluster = make_cluster(options, str(secret))
+        self.memories = Memories(self.kernel, Random(f"memory {options.seed}"))
         self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
@@ -132,7 +134,7 @@ class World:
             servers.worker_process.main, partial(self._load_engine, model=model)
         )
         table["tandem.server.node.process"] = partial(servers.node_process.main, self._make_node)
-        watch = TransferWatch(self.kernel, self._step_is_wrong, self._is_held_up)
+        watch = TransferWatch(self.kernel, self._step_is_wrong, self._is_held_up, self.memories)
         small = partial(
             CheckedTransfer,
             watch=watch,
@@ -141,6 +143,7 @@ class World:
         )
         instead = [
             (servers.worker_process, "SockTransfer", small),
+            *self.memories.replacements(),
             *self._narrowed(),
             *((module, "DiskFolder", self.disk.open) for module in (server_facts, worker_storage)),
             *collectives(),
@@ -184,6 +187,8 @@ class World:
             raise MemoryError("no memory for a KV pool")
         loaded = servers.load_plain_engine(launch, place, model=model)
         assert isinstance(loaded.engine, PlainEngine)
+        if loaded.engine.kv.buffer is not None:
+            loaded.engine.kv.fd = self.memories.share(loaded.engine.kv.buffer)
         if launch.rank.num_shards > 1 or launch.topology.attn_dp_size > 1:
             self.groups.join(launch, loaded.engine)
         self.engines.append(loaded.engine)

@@ -1,0 +1,52 @@
+"""The KV allocation of one worker as its peers on the same host see it: mapped, and never written by them.
+
+The owner *seals* its memfd when its own mapping is there. From then on the kernel refuses every new writable mapping
+and every write, through whatever descriptor (F_SEAL_FUTURE_WRITE), and the file keeps its size: a reader of a mapping
+whose file shrinks dies of SIGBUS. So a reader maps nothing that is not sealed so, whoever sent it.
+
+A mapping shows all pages, not those that were granted: see docs/security.md.
+"""
+
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+
+from tandem.transfer.pages import Pages
+from tandem.transfer.protocol import Malformed
+
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+
+
+def seal(descriptor: int) -> None:
+    """Of a memfd that may be sealed. Mappings that are there stay as they are. Raises OSError."""
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class PeerMemory:
+    """The pages of another process, mapped for as long as this object is."""
+
+    pages: Pages
+
+    @classmethod
+    def map(cls, descriptor: int, page_bytes: int) -> "PeerMemory":
+        """The descriptor stays the caller's. Raises OSError, and Malformed where a mapping of it could do harm."""
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        except OSError as error:
+            raise Malformed("what the peer shares is no memfd") from error
+        if seals & SEALS != SEALS:
+            raise Malformed("what the peer shares is not sealed")
+        found = os.fstat(descriptor)
+        if found.st_size == 0 or found.st_size % page_bytes:
+            raise Malformed(f"the peer shares {found.st_size} bytes, and says that pages have {page_bytes}")
+        mapping = mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return cls(Pages(memoryview(mapping), page_bytes))
+
+
+def file_of(descriptor: int) -> tuple[int, int]:
+    """Which one it is, as long as somebody has it: device and inode."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
