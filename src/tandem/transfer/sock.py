@@ -62,8 +62,7 @@ class SockTransfer:
         io_timeout_s: a peer that moves no byte for so long is lost
         max_transfers: pulls that move at the same time, each by one thread; an attempt has one for each of its sources
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
-        memory: descriptor of the memfd that `buffer` is a mapping of, sealed, the caller's, valid as long; None: peers
-            are sent bytes, whatever the backend
+        memory: a sealed memfd that `buffer` is a mapping of, the caller's, valid as long; None: bytes are sent to all
         """
         assert not buffer.readonly
         self._pages = Pages(buffer, kv.page_bytes)
