@@ -43,7 +43,7 @@ LINK_FAULT_S = (0.5, 8.0)  # both planes give a silent peer up after 5 s
 DELAY_S = (0.005, 0.2)
 HARMED_PIECES = (2, 8)
 HARM_S = 3.0  # how long to wait for pieces to harm
-RECOVERY_S = 2.0
+RECOVERY_S = 10.0
 READY_S = 90.0
 ORDER_SLACK_S = 1.0
 
