@@ -32,6 +32,7 @@ INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
 PAUSES_S = (5.0, 10.0)  # between attempts to install one
 AT_ONCE = 2  # environments that are made
 TAIL_CHARS = 3000
+NUM_RANKS = 4  # of each side, where a program wants ranks: it and the rooms agree one time in four
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def install_once(folder: Path, needs: tuple[str, ...], until: float) -> str:
 @contextmanager
 def servers(kind: str) -> Iterator[dict[str, str]]:
     """The variables that `programs/_shared.py` reads, while they run."""
-    flags = ["--dp-size", "2"] if kind == "ranks" else []
+    flags = ["--dp-size", str(NUM_RANKS)] if kind == "ranks" else []
     with temporary_fleet("clients", engines=3) as fleet:
         (port,) = free_ports(1)
         router = start_pd(fleet, BUNDLED, prefills=1, decodes=1, router_port=0, server_flags=flags)
@@ -192,8 +193,8 @@ def page(outcomes: list[Outcome]) -> str:
         f"Written by `make clients PAGE=docs/clients.md` on {time.strftime('%-d %B %Y', time.gmtime())}; versions",
         f"were pinned on {PINNED_ON} (`tests/foreign/table.py`). Each program runs unmodified in an environment of its",
         "own, against our router in front of a prefill and a decode server with the bundled model (`smg --dp-aware`:",
-        "of two DP ranks each); what it has to get is in its file below `tests/foreign/programs/`. The command fails",
-        "when one does.",
+        f"of {NUM_RANKS} DP ranks each); what it has to get is in its file below `tests/foreign/programs/`. The",
+        "command fails when one does.",
         "",
         "| program | version | | shown |",
         "|---|---|---|---|",

@@ -15,7 +15,7 @@ from pathlib import Path
 from _shared import MODEL, QUESTIONS, alone, post, same, shown
 
 START_S = 90.0
-PROMPTS = (*QUESTIONS, *(f"Calculate {a} * {b} + {a + b}." for a, b in ((3, 17), (4, 26), (7, 31), (8, 45), (6, 58))))
+PROMPTS = (*QUESTIONS, *(f"Calculate {a} * {b} + {a + b}." for a in range(3, 9) for b in (17, 26, 31, 45)))
 
 
 def free_port() -> int:
