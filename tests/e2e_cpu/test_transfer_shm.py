@@ -1,5 +1,6 @@
 """Pages that readers copy from shared memory: what they may map, when a copy counts, and who waits for whom."""
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -26,7 +27,7 @@ from tandem.transfer import pages as pages_module
 from tandem.transfer import protocol, shared_memory
 from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import Malformed, Status
-from tandem.transfer.shared_memory import PeerMemory
+from tandem.transfer.shared_memory import PeerMemory, file_of
 
 PAGE_BYTES = 4096
 
@@ -304,17 +305,17 @@ def test_an_owner_whose_pages_are_in_no_memfd_sends_them() -> None:
 def test_all_connections_to_a_worker_share_one_mapping_and_none_keeps_a_descriptor() -> None:
     with pair("shm", num_pages=256) as (owner, reader):
         digests = {request: owner.publish(request, range(64)) for request in range(1, 9)}
-        before = len(os.listdir("/proc/self/fd"))
+        before = num_descriptors_of(owner._descriptor)
         for request in digests:
             reader.pull(request, range(64), range(64, 128), digests[request])
         for request in digests:
             reader.wait_landed(request, 64)
         known = reader.transfer._reader._known
         assert len({id(one.memory) for one in known.values()}) == 1
-        mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if " r--s " in line]
-        assert sum("/memfd:pages" in line for line in mappings) == 1
-        ends, of_python = 2 * len(known), 1  # in this process; a mapping of Python's keeps a descriptor of its own
-        assert len(os.listdir("/proc/self/fd")) == before + ends + of_python
+        inode = os.fstat(owner._descriptor).st_ino
+        mappings = [line.split()[:5] for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert sum(words[1] == "r--s" and words[4] == str(inode) for words in mappings) == 1
+        assert num_descriptors_of(owner._descriptor) == before + 1, "a mapping of Python's keeps one of its own"
 
 
 # --- who may do what with the memory ---------------------------------------------------------------------------------
@@ -459,25 +460,32 @@ def test_a_reader_that_says_something_else_than_that_it_has_copied_is_cut_off(wo
 
 def test_nobody_who_does_not_speak_the_protocol_makes_a_reader_take_a_descriptor() -> None:
     """An impostor without the secret sends one with its welcome."""
-    before = len(os.listdir("/proc/self/fd"))
-    reader = Side(DECODE, backend=AUTO)
-    opened = len(os.listdir("/proc/self/fd"))
-    descriptor = memfd()
+    reader, descriptor = Side(DECODE, backend=AUTO), memfd()
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(name := f"\0impostor-{os.getpid()}")
-    listener.listen()
-    introduce(reader.transfer, PREFILL, "127.0.0.1", 1, "@" + name[1:])
-    reader.pull(1, [0], [0], bytes(8))
-    link, _ = listener.accept()
-    links.prepare(link, timeout_s=5)
-    hello = Impostor.greet(None, link)  # type: ignore[arg-type]  # of any listener
-    wrong = type(SECRET)(b"of another cluster")
-    welcome = bytearray(Impostor.welcome(Status.OK, wrong, hello))
-    links.send_with_descriptor(link, bytes(welcome), descriptor, timeout_s=5)
-    assert reader.wait_failed(1).cause is Cause.TRANSFER_FAILED
-    link.close()
-    listener.close()
-    os.close(descriptor)
-    assert len(os.listdir("/proc/self/fd")) == opened
-    reader.close()
-    assert len(os.listdir("/proc/self/fd")) <= before + 1  # of the memory
+    try:
+        listener.bind(name := f"\0impostor-{os.getpid()}")
+        listener.listen()
+        introduce(reader.transfer, PREFILL, "127.0.0.1", 1, "@" + name[1:])
+        reader.pull(1, [0], [0], bytes(8))
+        link, _ = listener.accept()
+        with link:
+            links.prepare(link, timeout_s=5)
+            hello = Impostor.greet(None, link)  # type: ignore[arg-type]  # of any listener
+            wrong = type(SECRET)(b"of another cluster")
+            welcome = bytes(Impostor.welcome(Status.OK, wrong, hello))
+            links.send_with_descriptor(link, welcome, descriptor, timeout_s=5)
+            assert reader.wait_failed(1).cause is Cause.TRANSFER_FAILED
+        assert num_descriptors_of(descriptor) == 1, "it has been kept"
+    finally:
+        os.close(descriptor)
+        listener.close()
+        reader.close()
+
+
+def num_descriptors_of(descriptor: int) -> int:
+    """How many this process has of that file, itself among them."""
+    found = 0
+    for other in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was that of the folder, or somebody else has closed it
+            found += file_of(int(other)) == file_of(descriptor)
+    return found
