@@ -248,6 +248,17 @@ def test_without_transformers_the_extra_is_named(examine: Any, monkeypatch: pyte
         examine(raw)
 
 
+def test_transformers_that_cannot_be_imported_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('no ResolvedRevision')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    raw = {**LLAMA, "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+
+    with pytest.raises(
+        ModelError, match=r"GPT2LMHeadModel.*does not run here \(ImportError: no ResolvedRevision\); pip"
+    ):
+        examined_elsewhere(raw)
+
+
 def test_an_implementation_that_config_json_names_is_not_taken(tmp_path: Path) -> None:
     theirs = make("gpt2", tmp_path)
     path = tmp_path / "config.json"

@@ -22,6 +22,7 @@ from tandem.logtext import shown
 EXTRA = "pip install 'tandem-llm[transformers]'"
 EXAMINATION = "tandem.engine.models.transformers_examination"
 EXAMINATION_S = 300.0  # most of it goes into imports, where a disk is slow
+REFUSED = 3  # its exit code; the reason is the last line of its stderr
 DECODER = re.compile(r"[A-Za-z][A-Za-z0-9_]{,99}(ForCausalLM|LMHeadModel)")  # how transformers names them
 
 
@@ -64,8 +65,12 @@ def examined_elsewhere(raw: dict[str, Any]) -> TransformersFacts:
     except OSError as error:
         raise ModelError(f"transformers cannot be asked about config.json ({error.strerror})") from None
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"its examination ended with {done.returncode}"]
-        raise ModelError(lines[-1])
+        last = (done.stderr.strip().splitlines() or [f"its examination ended with {done.returncode}"])[-1]
+        if done.returncode == REFUSED:
+            raise ModelError(last)
+        raise refused(
+            raw, f"Tandem has no code of its own for it, and transformers does not run here ({last}); {EXTRA}"
+        )
     return msgspec.json.decode(done.stdout, type=TransformersFacts)
 
 

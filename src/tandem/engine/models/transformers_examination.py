@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tandem.engine.documents import ModelError
 from tandem.engine.models.transformers_parts import LEFT_OUT, Head, Unfit, class_of, config_of, layers_of_model
-from tandem.engine.transformers_facts import TransformersFacts, refused
+from tandem.engine.transformers_facts import REFUSED, TransformersFacts, refused
 from tandem.logtext import shown
 
 EXAMINED = "tandem_examined"  # the attention implementation of the examination, as transformers calls such things
@@ -223,7 +223,7 @@ def main() -> int:
         facts = examine(json.load(sys.stdin))
     except ModelError as error:
         print(error, file=sys.stderr)
-        return 1
+        return REFUSED
     sys.stdout.buffer.write(msgspec.json.encode(facts))
     return 0
 
