@@ -65,6 +65,9 @@ INSIDE = "travels as JSON inside of an Answer"
 
 NOT_SIMULATED: dict[str, str] = {
     "code invalid_json": EDGE,
+    "code invalid_combination": EDGE,
+    "code invalid_grammar": EDGE,
+    "code refused_by_template": EDGE,
     "code no_chat_template": "the bundled model has one",
     "code unknown_host": EDGE,
     "code wrong_task": EDGE,
@@ -76,6 +79,7 @@ NOT_SIMULATED: dict[str, str] = {
     "code node_silent": "the watchdogs of whole clusters end who hangs before anybody asks",
     "code internal_error": "a bug of ours: in a simulation it is a violation of S13, not an answer",
     "Status NOT_A_MEMBER": ALIKE,
+    "Status OTHER_BACKEND": "servers of whole clusters leave it to each connection how pages come",
     "Status WRONG_PAGE_BYTES": ALIKE,
     "Status WRONG_VERSION": ALIKE,
     "process FailTransfers": EDGE,

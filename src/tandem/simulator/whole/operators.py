@@ -56,7 +56,7 @@ WRITES: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/generate", {**TEXT, "bootstrap_room": 5, "bootstrap_host": "evil.example"}),
     ("POST", "/generate", {**TEXT, "sampling_params": {"regex": "a+"}}),
     ("POST", "/v1/completions", {"prompt": "x", "model": "another"}),
-    ("POST", "/v1/completions", {"prompt": "x", "best_of": 3}),
+    ("POST", "/v1/completions", {"prompt": "x", "suffix": "y"}),
     ("POST", "/v1/completions", {"prompt": "x", "logit_bias": {"20": 500}}),
     ("POST", "/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "stop": ["\u2603", "zz"], "n": 2}),
     ("POST", "/v1/chat/completions", {"messages": []}),

@@ -47,9 +47,9 @@ def _sealed(counts: Counter[str], said: object) -> None:
 
 
 def _before(real: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:
-    def spied(*arguments: Any) -> Any:
+    def spied(*arguments: Any, **named: Any) -> Any:
         look(*arguments)
-        return real(*arguments)
+        return real(*arguments, **named)
 
     return spied
 
