@@ -757,7 +757,7 @@ OTHERS = (
     ),
     Break(
         "ranks_of_the_former_life_are_said_ready_to",
-        "core/disagg/prefill_lookup.py",
+        "core/disagg/decode_side.py",
         "    if before != prefill:",
         "    if False:",
         "unit/test_core_dp_ranks.py::test_a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now",

@@ -27,7 +27,6 @@ from tandem.core.disagg.prefill_lookup import (
     find_others_to_tell,
     find_rank,
     key,
-    remember_prefill,
     say_farewell,
     say_farewells,
     tell_prefill,
@@ -56,14 +55,14 @@ from tandem.core.scheduler.state import (
     schedule,
     worth_loading,
 )
-from tandem.core.settings import LoadFailurePolicy, LocalPrefill
+from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset(
     {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
 )
-RELEARN_EVERY = 4  # questions for a rank
+RELEARN_EVERY = 4  # questions for a rank: with the second one, the sixth, ...
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -131,9 +130,8 @@ def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
         fail_transfer(node, progress, side, Cause.PEER_ABORTED, detail)
         return
     if search.ask_at <= node.now:
-        # Its next life may have other ranks; sooner where the one is missing that the room implies.
-        if search.rank_asked % RELEARN_EVERY == (1 if search.is_astray else RELEARN_EVERY - 1):
-            ask_who(node, side.address, None)
+        if search.rank_asked % RELEARN_EVERY == 1:
+            ask_who(node, side.address, None)  # its next life may have other ranks
         patience = min(node.settings.ask_rank_ns << search.rank_asked, node.settings.ask_rank_max_ns)
         search.ask_at = Nanos(node.now + patience)
         search.rank_asked += 1
@@ -176,6 +174,24 @@ def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
 def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSide]]:
     """The requests in one state that have a decode side, in order of entry."""
     return [(progress, progress.side) for progress in node.live(state) if isinstance(progress.side, DecodeSide)]
+
+
+def remember_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> bool:
+    """True if it has said something else before: another life with other flags, whose ranks are others, too."""
+    before = node.prefills.pop(key(address), prefill)
+    if before != prefill:
+        forget_ranks(node, key(address))
+    node.prefills[key(address)] = prefill
+    while len(node.prefills) > node.settings.max_prefills:
+        oldest = next(iter(node.prefills))
+        del node.prefills[oldest]
+        forget_ranks(node, oldest)
+    return before != prefill
+
+
+def forget_ranks(node: NodeState, server: str) -> None:
+    for known in [known for known in node.peers if known.rpartition("/")[0] == server]:
+        del node.peers[known]
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:

@@ -6,31 +6,12 @@ from tandem.core.commands import AskDpRank, LearnPeer, Tell
 from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts, resolve
 from tandem.core.disagg.messages import LastWord, Release
 from tandem.core.scheduler.state import Farewell, NodeState
-from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Nanos
 
 
 def key(address: Address, dp_rank: int | None = None) -> str:
     where = f"{address.host}:{address.port}"
     return where if dp_rank is None else f"{where}/{dp_rank}"
-
-
-def remember_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> bool:
-    """True if it has said something else before: another life with other flags, whose ranks are others, too."""
-    before = node.prefills.pop(key(address), prefill)
-    if before != prefill:
-        forget_ranks(node, key(address))
-    node.prefills[key(address)] = prefill
-    while len(node.prefills) > node.settings.max_prefills:
-        oldest = next(iter(node.prefills))
-        del node.prefills[oldest]
-        forget_ranks(node, oldest)
-    return before != prefill
-
-
-def forget_ranks(node: NodeState, server: str) -> None:
-    for known in [known for known in node.peers if known.rpartition("/")[0] == server]:
-        del node.peers[known]
 
 
 def find_rank(node: NodeState, address: Address, facts: RequestFacts) -> Known | Likely | Ask | Conflict | None:
