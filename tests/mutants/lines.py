@@ -747,43 +747,6 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
-    # a prefill that comes back with other DP ranks
-    Break(
-        "what_a_room_was_looked_for_on_outlives_its_ranks",
-        "core/disagg/decode_side.py",
-        "            side.search = PeerSearch() if is_another else side.search",
-        "            side.search = side.search",
-        "unit/test_core_dp_ranks.py::test_a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now",
-    ),
-    Break(
-        "ranks_of_the_former_life_are_said_ready_to",
-        "core/disagg/decode_side.py",
-        "    if before != prefill:",
-        "    if False:",
-        "unit/test_core_dp_ranks.py::test_a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now",
-    ),
-    Break(
-        "a_rank_is_refused_by_what_the_former_life_had",
-        "core/disagg/decode_side.py",
-        "        case Conflict() if not search.is_informed:",
-        "        case Conflict() if False:",
-        "unit/test_core_dp_ranks.py::test_a_rank_that_only_the_next_life_has_is_no_conflict",
-    ),
-    Break(
-        "an_early_end_is_told_to_a_rank_that_is_no_more",
-        "core/disagg/prefill_lookup.py",
-        "        if dp_rank is None:",
-        "        if True:",
-        "unit/test_core_dp_ranks.py::test_a_half_that_ends_early_is_told_to_the_rank_that_has_its_room_now",
-    ),
-    Break(
-        "a_prefill_with_fewer_ranks_is_refused",
-        "core/bootstrap_registry.py",
-        "        is_next_life = is_own or new.dp_rank in self._ranks",
-        "        is_next_life = is_own",
-        "unit/test_bootstrap_registry.py::"
-        "test_a_prefill_that_comes_back_with_fewer_ranks_registers_and_none_of_the_former_ones_is_waited_for",
-    ),
     # rows that sample blocks
     Break(
         "end_behind_the_last_token_that_was_asked_for_ends_the_answer",

@@ -142,35 +142,6 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
 
 
-def test_a_prefill_may_come_back_with_fewer_ranks_and_with_more() -> None:
-    """Rooms name ranks, of which decode has learned before that there are four; then there are two, and four again."""
-    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=("--dp", "4")) as it:
-        assert it.router is not None
-        (prefill,), router = it.prefills, it.router
-        expected = [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS]
-        for dp_size in (2, 4):
-            come_back_with(it, prefill, dp_size)
-            found = [both_halves_by_room(it, PROMPTS[n], 1000 + n) for n in range(24)]
-            assert [answer["output_ids"] for _, answer in found] == expected
-            assert {answer["meta_info"]["path"] for _, answer in found} == {"remote"}
-            assert [half["meta_info"]["dp_rank"] for half, _ in found] == [(1000 + n) % dp_size for n in range(24)]
-            assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
-        for server in it.servers:
-            eventually(server.is_idle, what=server.states)
-
-
-def come_back_with(it: Cluster, server: Server, dp_size: int) -> None:
-    """Killed, and started on the same ports with another `--dp`."""
-    member = server.member
-    member.process.kill()
-    member.process.wait()
-    words = list(member.command)
-    words[words.index("--dp") + 1] = str(dp_size)
-    member.command = tuple(words)
-    it.fleet.restart(member)
-    it.fleet.wait_ready(timeout_s=90)
-
-
 @pytest.fixture(scope="module")
 def by_room() -> Iterator[Cluster]:
     """Rooms name the rank of the prefill, which has four, unless somebody routes a request elsewhere."""
@@ -178,21 +149,13 @@ def by_room() -> Iterator[Cluster]:
         yield it
 
 
-def both_halves(it: Cluster, prompt: str, room: int, *, rank: int) -> tuple[dict, dict]:
+def both_halves(it: Cluster, prompt: str, room: int, *, rank: int, **fields: object) -> tuple[dict, dict]:
     """What prefill, routed to `rank`, and decode answer to a router that names ranks by itself."""
-    left, right = {"data_parallel_rank": rank}, {"data_parallel_rank": room // 4 % 2}
-    return both_halves_by_room(it, prompt, room, left, right)
-
-
-def both_halves_by_room(
-    it: Cluster, prompt: str, room: int, left: dict[str, int] | None = None, right: dict[str, int] | None = None
-) -> tuple[dict, dict]:
-    """What prefill and decode answer to a router. left, right: what it says to one of them only."""
     (prefill,), (decode,) = it.prefills, it.decodes
     pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": room}
     with ThreadPoolExecutor(1) as pool:
-        half = pool.submit(prefill.generate, prompt, max_new_tokens=8, **pair, **left or {})
-        answer = decode.generate(prompt, max_new_tokens=8, **pair, **right or {})
+        half = pool.submit(prefill.generate, prompt, max_new_tokens=8, data_parallel_rank=rank, **pair, **fields)
+        answer = decode.generate(prompt, max_new_tokens=8, data_parallel_rank=room // 4 % 2, **pair, **fields)
         return half.result(), answer
 
 

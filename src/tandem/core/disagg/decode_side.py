@@ -22,17 +22,9 @@ from tandem.core.disagg.messages import (
     ReleaseOutcome,
     ResultSlot,
 )
-from tandem.core.disagg.prefill_lookup import (
-    ask_who,
-    find_others_to_tell,
-    find_rank,
-    key,
-    say_farewell,
-    say_farewells,
-    tell_prefill,
-)
+from tandem.core.disagg.prefill_lookup import ask_who, find_rank, key, say_farewell, say_farewells, tell_prefill
 from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
-from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
+from tandem.core.disagg.sides import Arrival, DecodeSide, Local
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
 from tandem.core.request import Request
@@ -62,7 +54,7 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Ro
 FINAL_CAUSES = frozenset(
     {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
 )
-RELEARN_EVERY = 4  # questions for a rank: with the second one, the sixth, ...
+RELEARN_EVERY = 4  # questions for a rank
 
 
 # --- bootstrap -------------------------------------------------------------------------------------------------------
@@ -101,8 +93,6 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
                 learn(node, progress, side, rank)
         case Ask():
             ask_rank(node, progress, side)
-        case Conflict() if not search.is_informed:
-            learn(node, progress, side, None)  # the prefill may have been started anew since, with more ranks
         case Conflict(explanation):
             fail_transfer(node, progress, side, Cause.ROUTE_CONFLICT, explanation)
         case _:
@@ -130,7 +120,7 @@ def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
         fail_transfer(node, progress, side, Cause.PEER_ABORTED, detail)
         return
     if search.ask_at <= node.now:
-        if search.rank_asked % RELEARN_EVERY == 1:
+        if search.rank_asked % RELEARN_EVERY == RELEARN_EVERY - 1:
             ask_who(node, side.address, None)  # its next life may have other ranks
         patience = min(node.settings.ask_rank_ns << search.rank_asked, node.settings.ask_rank_max_ns)
         search.ask_at = Nanos(node.now + patience)
@@ -158,13 +148,11 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
     node.asked.pop(key(event.address, event.dp_rank), None)
-    is_another = remember_prefill(node, event.address, event.prefill)
+    remember_prefill(node, key(event.address), event.prefill)
     node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.address, event.peer, event.layout, event.differs)
     say_farewells(node, event.address)
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         if side.address == event.address:
-            side.search = PeerSearch() if is_another else side.search
-            side.search.is_informed = True
             find_peer(node, progress, side)
     for progress, side in decode_sides(node, State.ARRIVING):
         if side.address == event.address and side.arrival is not None and side.arrival.moved_to == event.dp_rank:
@@ -176,27 +164,21 @@ def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSi
     return [(progress, progress.side) for progress in node.live(state) if isinstance(progress.side, DecodeSide)]
 
 
-def remember_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> bool:
-    """True if it has said something else before: another life with other flags, whose ranks are others, too."""
-    before = node.prefills.pop(key(address), prefill)
-    if before != prefill:
-        forget_ranks(node, key(address))
-    node.prefills[key(address)] = prefill
+def remember_prefill(node: NodeState, address: str, prefill: PrefillInfo) -> None:
+    node.prefills.pop(address, None)
+    node.prefills[address] = prefill
     while len(node.prefills) > node.settings.max_prefills:
         oldest = next(iter(node.prefills))
         del node.prefills[oldest]
-        forget_ranks(node, oldest)
-    return before != prefill
-
-
-def forget_ranks(node: NodeState, server: str) -> None:
-    for known in [known for known in node.peers if known.rpartition("/")[0] == server]:
-        del node.peers[known]
+        for known in [known for known in node.peers if known.rpartition("/")[0] == oldest]:
+            del node.peers[known]
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
     """Asked again at the next timer of those who wait, some times: a gateway that sent us here waits for our answer."""
-    find_others_to_tell(node, event.address, event.dp_rank)
+    nobody = (event.address, event.dp_rank)
+    for room in [room for room, whom in node.farewells.items() if (whom.address, whom.dp_rank) == nobody]:
+        del node.farewells[room]
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         search = side.search
         if side.address != event.address:

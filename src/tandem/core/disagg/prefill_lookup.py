@@ -71,15 +71,3 @@ def say_farewells(node: NodeState, address: Address) -> None:
             say_farewell(node, whom, last_word)
         elif whom.address == address and isinstance(last_word, Release):
             tell_prefill(node, address, whom.facts, last_word)
-
-
-def find_others_to_tell(node: NodeState, address: Address, dp_rank: int | None) -> None:
-    """Nobody is there. Of a rank: its server may have other ranks by now, and the room be on one of them."""
-    for room, whom in list(node.farewells.items()):
-        if (whom.address, whom.dp_rank) != (address, dp_rank):
-            continue
-        if dp_rank is None:
-            del node.farewells[room]
-        else:
-            node.farewells[room] = Farewell(address, whom.facts, None)
-            ask_who(node, address, None)
