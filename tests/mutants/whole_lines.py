@@ -61,8 +61,8 @@ TRANSFER = (
     WholeBreak(
         "refused_dial_stays_open",
         READER,
-        "        except BaseException:\n            link.close()\n            raise\n        return link",
-        "        except BaseException:\n            raise\n        return link",
+        "        except BaseException:\n            link.close()\n            raise\n        with self._lock:",
+        "        except BaseException:\n            raise\n        with self._lock:",
         "forgotten close on the way out by an error",
     ),
     WholeBreak(
