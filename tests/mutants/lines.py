@@ -665,6 +665,10 @@ BREAKS = (
         "            pass",
         TRACED + "an_abort_is_recorded_with_its_reason_wherever_it_happens",
     ),
+)
+
+# Of machines that no row of the parity table is about.
+OTHERS = (
     # decision 032: what readers copy from shared memory
     Break(
         "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",
@@ -743,10 +747,6 @@ BREAKS = (
         "        memory=None,",
         "e2e_cpu/test_transfer_backends.py::test_on_one_host_auto_copies_from_shared_memory",
     ),
-)
-
-# Of machines that no row of the parity table is about.
-OTHERS = (
     # rows that sample blocks
     Break(
         "end_behind_the_last_token_that_was_asked_for_ends_the_answer",
