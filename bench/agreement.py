@@ -72,7 +72,7 @@ def measure(cut: Cut, requests: int) -> dict[str, float]:
     scenario.read(script(cut, requests))
     with meter.running():
         trace = scenario.run().splitlines()
-    arrived, first, where = list[float](), list[float](), ""
+    arrived, first, where, now = list[float](), list[float](), "", 0.0
     for line in trace:
         if not line.startswith(" "):
             where, now = line.partition(" ")[2], float(line.partition(" ")[0])
