@@ -51,11 +51,11 @@ class Meter:
                 self.cpu_ns += time.thread_time_ns() - began
                 self.steps += 1
 
-        EngineNode.step = measured  # type: ignore[method-assign]
+        EngineNode.step = measured  # type: ignore[method-assign]  # for as long as it is measured
         try:
             yield
         finally:
-            EngineNode.step = step  # type: ignore[method-assign]
+            EngineNode.step = step  # type: ignore[method-assign]  # as it was
 
 
 def script(cut: Cut, requests: int) -> str:

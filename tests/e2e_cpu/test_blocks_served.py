@@ -44,7 +44,7 @@ def running(sdar: tuple[Path, PreTrainedModel]) -> Iterator[Cluster]:
 
 def right(model: PreTrainedModel, prompt: list[int], draw: Draw = greedy) -> list[int]:
     rules = {"block": BLOCK, "mask_id": MASK, "threshold": THRESHOLD, "draw": draw}
-    return block_reference(model, prompt, OUTPUT, **rules)[0][:OUTPUT]  # type: ignore[arg-type]
+    return block_reference(model, prompt, OUTPUT, **rules)[0][:OUTPUT]  # type: ignore[arg-type]  # rules of any type
 
 
 def prompts_with_answers(

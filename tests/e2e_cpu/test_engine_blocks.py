@@ -214,4 +214,4 @@ def test_what_stands_in_the_checkpoint_is_checked(tmp_path: Path) -> None:
 def test_what_blocks_cannot_have_is_refused_by_name(sdar: tuple[Path, PreTrainedModel]) -> None:
     for asked, flag in (({"deterministic": True}, "--deterministic"), ({"kv_is_int8": True}, "--kv-cache-dtype int8")):
         with pytest.raises(ModelError, match=flag):
-            EngineWorld(sdar[0], **asked)  # type: ignore[arg-type]
+            EngineWorld(sdar[0], **asked)  # type: ignore[arg-type]  # flags of any type

@@ -276,7 +276,7 @@ class VirtualSocket:
         view[: len(data)] = data
         return len(data)
 
-    def recvmsg_into(self, buffers: Iterable[Buffer], ancbufsize: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]
+    def recvmsg_into(self, buffers: Iterable[Buffer], ancbufsize: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]  # as of a socket
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         data = self.recv(sum(map(len, views)), flags)
         start = 0
@@ -304,7 +304,7 @@ class VirtualSocket:
         while rest := rest[self.send(rest, flags) :]:
             Machine.kernel.pause()  # other threads of this process may write in between
 
-    def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]
+    def recvmsg(self, bufsize: int, ancbufsize: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]  # as of a socket
         """With the descriptors that came along, as far as there is room for them; others are dropped."""
         data = self.recv(bufsize, flags)
         coming, rights = self._stream().descriptions, []
@@ -389,7 +389,7 @@ def create_connection(address, timeout=None, source_address=None, *, all_errors:
     return sock
 
 
-def getaddrinfo(host, port, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]
+def getaddrinfo(host, port, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0):  # type: ignore[no-untyped-def]  # as of a socket
     """Numbers are themselves; names are looked up in the table of the network."""
     name = "127.0.0.1" if host in (None, "localhost") else str(host)
     numbers = [name] if name.replace(".", "").isdigit() or ":" in name else Machine.network.names.get(name, [])
