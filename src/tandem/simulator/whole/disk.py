@@ -26,7 +26,7 @@ class Disk:
         self._folders: dict[Path, VirtualFolder] = {}
 
     def open(self, path: Path, mover: object = None) -> "SharedFolder":
-        """In the place of `DiskFolder(path, mover)`; what moves bytes to and from a real disk has nothing to do here."""
+        """In the place of `DiskFolder(path, mover)`; what moves bytes of a real disk has nothing to do here."""
         folder = self._folders.get(path)
         if folder is None:
             folder = VirtualFolder(self._random, self._faults, self._strikes, lambda: self._kernel.now)
