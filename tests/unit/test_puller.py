@@ -1,5 +1,6 @@
 """The puller of pages alone: told by hand what becomes of its jobs."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,13 @@ from tandem.core.values import SECOND, Cause, Incarnation, RequestId, ShardId
 from tandem.transfer.jobs import Dial, Receive, Trouble
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import MAX_READ_PAGES, REFUSALS, Status
-from tandem.transfer.puller import BUSY_PATIENCE, BUSY_PAUSE_NS, LANDED_REPORT_INTERVAL_NS, STALLED_AFTER_NS
+from tandem.transfer.puller import (
+    BUSY_PATIENCE,
+    BUSY_PAUSE_NS,
+    LANDED_REPORT_INTERVAL_NS,
+    MAX_BUSY_PAUSE_NS,
+    STALLED_AFTER_NS,
+)
 
 
 def peers(count: int) -> list[Incarnation]:
@@ -241,18 +248,21 @@ def test_links_that_died_while_they_were_idle_cost_no_try() -> None:
     assert world.failure().cause is Cause.PEER_LOST
 
 
-def test_a_busy_peer_is_asked_again_until_patience_is_over() -> None:
+def test_a_busy_peer_is_asked_again_ever_more_rarely_until_patience_is_over() -> None:
     world = World()
     world.pull()
-    begin, num_dials = world.now, 0
+    begin, dialled = world.now, list[int]()
     while not world.said(TransferFailed):
         world.fail(world.dial(), Trouble.REFUSED, Status.BUSY)
-        num_dials += 1
+        dialled.append(world.now - begin)
         assert world.jobs() == [], "not at once"
         if not world.said(TransferFailed):
             world.sleep()
-    assert world.now - begin == BUSY_PATIENCE * TIMEOUT_NS
-    assert num_dials == BUSY_PATIENCE * TIMEOUT_NS // BUSY_PAUSE_NS + 1
+    pauses = [later - sooner for sooner, later in pairwise(dialled)]
+    assert pauses[:6] == [BUSY_PAUSE_NS * times for times in (1, 1, 2, 4, 8, 16)]
+    assert set(pauses[6:-1]) == {MAX_BUSY_PAUSE_NS}
+    assert 0 < pauses[-1] <= MAX_BUSY_PAUSE_NS
+    assert dialled[-1] == BUSY_PATIENCE * TIMEOUT_NS
     assert (world.failure().cause, world.failure().detail) == REFUSALS[Status.BUSY]
 
 

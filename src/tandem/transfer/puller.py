@@ -14,7 +14,8 @@ reported as TransferDrained.
 
 A connection that breaks is made anew, and the pull goes on behind the last page that was checked: this costs
 microseconds when the peer is dead, and tells a read that was revoked from a peer that is gone. Two in a row that break
-before a page has come are one too many. A peer that says BUSY is asked again for a while.
+before a page has come are one too many. A peer that says BUSY is asked again for a while, ever more rarely, for each
+time is a connection and a handshake more.
 
 *Workers of peers take turns*, so that one with many requests leaves room for the others, and `max_jobs` bounds the jobs
 that move. A job on which nothing has moved for `STALLED_AFTER_NS` does not count any more, and its server gets no
@@ -22,9 +23,11 @@ further one until it moves: peers that are frozen cost a healthy one that long, 
 ends in its timeout, so do the attempts that have waited behind it for all of that time.
 """
 
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic
 
 from tandem.core.commands import CancelPull, PullPages
@@ -55,7 +58,8 @@ from tandem.transfer.protocol import GRANT_SECRET_BYTES, MAX_READ_PAGES, REFUSAL
 MAX_PEERS = 1024  # the one learned first is forgotten
 MAX_ENDED = 8192  # attempts that failed or were cancelled and are remembered, to say their end once
 LANDED_REPORT_INTERVAL_NS = 2 * MILLISECOND
-BUSY_PAUSE_NS = 10 * MILLISECOND
+BUSY_PAUSE_NS = 10 * MILLISECOND  # the first; then as long as the peer has been busy already
+MAX_BUSY_PAUSE_NS = 160 * MILLISECOND
 BUSY_PATIENCE = 2  # timeouts: within one, the owner has cut off a reader that does not move
 STALLED_AFTER_NS = 250 * MILLISECOND
 NO_ADDRESS = "no address is known for this life of the peer"
@@ -100,7 +104,7 @@ class Puller(Generic[Link]):
         self._ended: OrderedDict[Key, bool] = OrderedDict()  # True: TransferDrained is said or on its way
         self._lanes: dict[Origin, Lane[Link]] = {}  # with somebody waiting or a job
         self._turns: deque[Origin] = deque()  # lanes with somebody waiting
-        self._paused: deque[tuple[int, Pull[Link]]] = deque()  # until when; in order
+        self._paused: list[tuple[int, Pull[Link]]] = []  # until when; in order
         self._jobs: dict[Job[Link], None] = {}
         self._is_closed = False
 
@@ -226,7 +230,7 @@ class Puller(Generic[Link]):
     def next_job(self, now: int) -> Dial[Link] | Receive[Link] | None:
         """What to begin now. To be asked again after anything that happens, and at `wake_at`."""
         while self._paused and self._paused[0][0] <= now:
-            _, pull = self._paused.popleft()
+            _, pull = self._paused.pop(0)
             if not pull.attempt.is_over:
                 self._wait(pull, now)
         while not (self._is_closed or self._is_full(now)):
@@ -313,8 +317,10 @@ class Puller(Generic[Link]):
         if is_busy:
             if pull.busy_since is None:
                 pull.busy_since = job.moved_at
-            if now - pull.busy_since < BUSY_PATIENCE * self._timeout_ns:
-                self._paused.append((now + BUSY_PAUSE_NS, pull))
+            give_up_at = pull.busy_since + BUSY_PATIENCE * self._timeout_ns
+            if now < give_up_at:
+                pause_ns = min(max(now - pull.busy_since, BUSY_PAUSE_NS), MAX_BUSY_PAUSE_NS)
+                insort(self._paused, (min(now + pause_ns, give_up_at), pull), key=itemgetter(0))
                 return
         self._fail(pull, *_meaning(failure, is_dial=True))
 
