@@ -1,11 +1,16 @@
-"""Tiny random checkpoints as servers need them: with a tokenizer, and a vocabulary and a context that go with it."""
+"""Tiny random checkpoints as servers need them: with a tokenizer, and a vocabulary and a context that go with it.
+
+What such a server says is compared with transformers.
+"""
 
 import shutil
 from pathlib import Path
 
-from reference import MINI, use_one_thread
+from cluster import Server
+from reference import MINI, NEAR_TIE, parting_of, use_one_thread
 from transformers import PreTrainedModel
 
+OUTPUT = 24
 SIZES = {"vocab_size": 512, "max_position_embeddings": 2048}  # of the bundled model's tokenizer
 
 
@@ -14,3 +19,15 @@ def served(where: Path, model: PreTrainedModel) -> PreTrainedModel:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MINI / name, where / name)
     return model.eval()
+
+
+def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
+    """One by one, `OUTPUT` tokens each."""
+    return [server.generate(one, max_new_tokens=OUTPUT, sampling_params={"ignore_eos": True}) for one in prompts]
+
+
+def assert_same(model: PreTrainedModel, prompts: list[list[int]], answers: list[dict]) -> None:
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer["output_ids"]) == OUTPUT
+        found = parting_of(model, tuple(prompt), tuple(answer["output_ids"]))
+        assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from borrowed_models import make
-from cluster import Server, cluster, eventually
-from reference import NEAR_TIE, PAGE, parting_of, real_prompts
-from served_models import SIZES, served
+from cluster import cluster, eventually
+from reference import PAGE, real_prompts
+from served_models import SIZES, ask, assert_same, served
 from transformers import PreTrainedModel
 
 from tandem.cli.main import main
 
-OUTPUT = 24
 POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
 
 
@@ -20,17 +19,6 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMode
     """Positions are embeddings: one that is counted from the begin of a batch shows."""
     where = tmp_path_factory.mktemp("gpt2")
     return where, served(where, make("gpt2", where, **SIZES))
-
-
-def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
-    return [server.generate(one, max_new_tokens=OUTPUT, sampling_params={"ignore_eos": True}) for one in prompts]
-
-
-def assert_same(model: PreTrainedModel, prompts: list[list[int]], answers: list[dict]) -> None:
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer["output_ids"]) == OUTPUT
-        found = parting_of(model, tuple(prompt), tuple(answer["output_ids"]))
-        assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"
 
 
 def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(

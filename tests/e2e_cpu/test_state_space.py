@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 from cluster import Server, cluster, eventually
 from reference import NEAR_TIE, PAGE, parting_of, real_prompts
-from served_models import SIZES, served
+from served_models import SIZES, ask, assert_same, served
 from tiny_models import make_granite
 from transformers import PreTrainedModel
 
 from tandem.cli.main import main
 
-OUTPUT = 24
 LENGTH = 5 * PAGE + 3
 POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
 SMALL = ("--max-total-tokens", "640", "--max-running-requests", "4")
@@ -28,17 +27,6 @@ SMALL = ("--max-total-tokens", "640", "--max-running-requests", "4")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     where = tmp_path_factory.mktemp("granite")
     return where, served(where, make_granite(where, **SIZES))
-
-
-def ask(server: Server, prompts: list[list[int]]) -> list[dict]:
-    return [server.generate(one, max_new_tokens=OUTPUT, sampling_params={"ignore_eos": True}) for one in prompts]
-
-
-def assert_same(model: PreTrainedModel, prompts: list[list[int]], answers: list[dict]) -> None:
-    for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer["output_ids"]) == OUTPUT
-        found = parting_of(model, tuple(prompt), tuple(answer["output_ids"]))
-        assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"
 
 
 def further(prompts: list[list[int]], answers: list[dict]) -> list[list[int]]:

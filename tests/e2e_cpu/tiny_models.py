@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from engine_world import VOCAB
+from engine_world import VOCAB, EngineWorld, prompt_of
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -213,6 +213,21 @@ def reference_logits(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
     """[len(tokens), vocab]: what transformers says after each token."""
     with torch.inference_mode():
         return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def relative_error(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def largest_error(world: EngineWorld, theirs: PreTrainedModel) -> float:
+    """Of the logits behind a prompt in three chunks and 19 tokens of its continuation, against transformers."""
+    request = world.add(prompt_of(150))
+    world.prefill(request, chunk=64)
+    ours = [world.logits[request]]
+    for step in range(19):
+        world.run(decodes=True, join=[request] if step == 0 else [])
+        ours.append(world.logits[request])
+    return relative_error(torch.stack(ours), reference_logits(theirs, world.tokens[request][:-1])[149:])
 
 
 def reference_tokens(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
