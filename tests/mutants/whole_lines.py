@@ -484,7 +484,7 @@ KILLED_BY: dict[str, int | str] = {
     "last_lease_does_not_say_drained": 1330,
     "last_page_is_not_reported": 97,
     "lease_ends_only_with_success": 1330,
-    "link_is_lost_after_the_last_page": 85,
+    "link_is_lost_after_the_last_page": 4,
     "name_of_an_ended_request_is_kept": 510,
     "news_are_told_once": 85,
     "next_command_is_checked_by_the_offer_before": 7,

@@ -13,6 +13,7 @@ import pytest
 
 from seeded_bugs import MUTANTS
 from tandem.core.commands import FetchPages
+from tandem.core.disagg import decode_side
 from tandem.core.events import Event, PagesCopied, RequestArrived
 from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.machine import Machine
@@ -101,6 +102,11 @@ def test_a_broken_core_is_found(mutant: str, world: str, invariants: set[str]) -
     with MUTANTS[mutant].breaks():
         found = explore(WORLDS[world])
     assert found.violation.startswith(tuple(f"{world}: {invariant}: " for invariant in invariants)), found.violation
+
+
+def test_a_decode_that_expects_one_token_of_a_block_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_side, "num_sampled", lambda length, block_tokens: 1)
+    assert explore(WORLDS["blocks"]).violation
 
 
 def test_pages_from_storage_that_are_neither_kept_nor_freed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,8 @@ class Stage:
     def _draft(self, replica: SmallReplica) -> Draft:
         node = self.forks.node(replica.node)
         guard = self._guard(self._look(replica.life, node))
-        executor = Executor(self.cast.settings.num_pages, self.cast.settings.page_size, SHARD, guard)
+        settings = self.cast.settings
+        executor = Executor(settings.num_pages, settings.page_size, SHARD, guard, block_tokens=settings.block_tokens)
         thaw(executor, replica.worker, self.cast)
         inbox = list(replica.inbox)
         return Draft(

@@ -74,6 +74,7 @@ class Small(Struct, frozen=True):
     in_turn: bool = False  # nothing of a request comes before those before it have ended on that side
     times: tuple[int, int] = (0, 0)  # that the prompts show on prefill and on decode, as an additional token
     max_new_tokens: int = 2
+    block_tokens: int = 1
     eos_one_in: int = 0
     timeout_ns: Nanos = Nanos(20 * SECOND)
     faults: tuple[tuple[Fault, int], ...] = ()
@@ -114,6 +115,7 @@ class Small(Struct, frozen=True):
             lease_ns=self.lease_ns,
             learn_peer_tries=self.learn_peer_tries,
             host_tier=self._host_tier(),
+            block_tokens=self.block_tokens,
         )
 
     def _host_tier(self) -> TierSettings | None:

@@ -132,6 +132,17 @@ SMALL_WORLDS = (
         decode_pages=3,
         max_new_tokens=3,
     ),
+    # Tokens are found in twos: one prompt ends within a block, both answers do, and there are pages for one on decode.
+    Small(
+        "blocks",
+        TO_THE_END,
+        prompts=(5, 4),
+        window_depth=2,
+        block_tokens=2,
+        decode_pages=3,
+        max_new_tokens=4,
+        prefix_cache=True,
+    ),
     # The same beginning twice: decode holds the whole second prompt, prefill a part of it, and pages are evicted.
     Small("cached", TO_THE_END, prompts=(5, 4), same_prompt=True, prefix_cache=True, prefill_pages=3, decode_pages=3),
     # The first prompt comes again when the second has pushed it out to host memory: it is loaded, on both sides, or

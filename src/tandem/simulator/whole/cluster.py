@@ -67,6 +67,7 @@ class PlainModel:
     token_s: float = 0.00005
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     looks_both_ways: bool = False  # prompts are computed whole
+    block_tokens: int = 1  # that a row samples at once
 
 
 def children(model: PlainModel) -> Mapping[str, Program]:
@@ -89,13 +90,22 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         base_s=model.base_s,
         token_s=model.token_s,
         grid=model.grid,
+        block_tokens=model.block_tokens,
         shards=Shards(launch.rank, place.group, place.pipeline, place.ranks, place.context),
     )
     fields = {"page_size": str(config.page_tokens), "model": "plain"}
-    return Loaded(engine, num_pages, model.grid, known.vocab_size, fields, whole_prompts=model.looks_both_ways)
+    return Loaded(
+        engine,
+        num_pages,
+        model.grid,
+        known.vocab_size,
+        fields,
+        whole_prompts=model.looks_both_ways,
+        block_tokens=model.block_tokens,
+    )
 
 
-def facts(config: ServerConfig) -> ModelFacts:
+def facts(config: ServerConfig, *, block_tokens: int = 1) -> ModelFacts:
     model = read_config(MODEL)
     return ModelFacts(
         model_path=str(MODEL),
@@ -108,11 +118,12 @@ def facts(config: ServerConfig) -> ModelFacts:
         dtype="float32",
         task=Task.EMBEDDINGS if config.is_embedding else Task.TOKENS,
         dimensions=DIMENSIONS,
+        block_tokens=block_tokens,
     )
 
 
-def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1") -> Server:
-    return Server(name, machine, config.port, partial(run_server, config))
+def server(name: str, config: ServerConfig, *, machine: str = "127.0.0.1", block_tokens: int = 1) -> Server:
+    return Server(name, machine, config.port, partial(run_server, config, block_tokens=block_tokens))
 
 
 def router(name: str, config: RouterConfig, *, machine: str = "127.0.0.1") -> Server:
@@ -132,12 +143,12 @@ def router_workers(
     return tuple(workers)
 
 
-def run_server(config: ServerConfig) -> int:
+def run_server(config: ServerConfig, *, block_tokens: int = 1) -> int:
     """As `tandem serve`, from the moment when its flags are read: a server that cannot start says so and ends."""
     try:
         listeners = bind_listeners(config)
         try:
-            serve(with_ports(config, listeners), listeners, facts(config))
+            serve(with_ports(config, listeners), listeners, facts(config, block_tokens=block_tokens))
         finally:
             listeners.close()
     except (ServerFailure, OSError) as failure:

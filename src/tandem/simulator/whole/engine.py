@@ -4,8 +4,10 @@ KV of a position is one 64-bit number made of its token, its position and all KV
 in the memory that the data plane sends from and receives into. The next token is made of the sum of all KV of its row.
 So a page that is wrong, stale, foreign or half written anywhere changes every token after it, and the right tokens are
 known from the prompt alone (`right_tokens`). A grammar is followed as the engine follows it: of the tokens that it
-allows, that number picks one. Of several workers each has its own part of the KV (`shards.py`), and one samples: the
-others take its tokens as those of a real engine do (`engine/late_tokens.py`).
+allows, that number picks one. The tokens of a block are found as if one came after the other, and their KV is written
+once all of them are known: so blocks of any size have the same right tokens. Of several workers each has its own part
+of the KV (`shards.py`), and one samples: the others take its tokens as those of a real engine do
+(`engine/late_tokens.py`).
 """
 
 import time
@@ -167,14 +169,19 @@ class PlainEngine:
         base_s: float,
         token_s: float,
         grid: KvGrid,
+        block_tokens: int = 1,
         shards: Shards = ALONE,
     ) -> None:
-        """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens."""
+        """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens.
+
+        block_tokens: that a row samples at once, as `core/batch.py` says
+        """
         self.kv = PlainKv(num_pages, page_size, grid, shards.rank)
         self._page_size = page_size
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._base_s, self._token_s = base_s, token_s
-        self._tables: BatchTables[Row] = BatchTables(defaultdict(PlainDecodeSet))
+        self._tables: BatchTables[Row] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
+        self._block_tokens = block_tokens
         self._shards = shards
         self._late_tokens = LateTokens(self._tables, shards.pipeline)
         self.fails_next = False
@@ -226,29 +233,32 @@ class PlainEngine:
         batch = RunBatch(plan, spans, self._tables.sampling(plan, spans))
         if self.runs is not None:
             self.runs(plan, batch)
-        following, vectors = self._forward(batch)
+        sampled, vectors = self._forward(batch)
         if batch.samplers and not self._shards.rank.samples:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
+        following = list(chain.from_iterable(sampled))
         if batch.samplers:
             self._shards.send_tokens(following)
-        flags = bytes(self._flag(row, token) for row, token in zip(batch.samplers, following, strict=True))
+        said = [self._said(row, tokens) for row, tokens in zip(batch.samplers, sampled, strict=True)]
+        flags = bytes(self._flag(row, tokens[-1]) for row, tokens in zip(batch.samplers, said, strict=True))
         hashes = self._tables.finish(plan, spans, following)
         flags = bytes(flag | self._end_of_grammar(row) for row, flag in zip(batch.samplers, flags, strict=True))
         return BatchOutcome(
             batch=plan.id,
             iteration=plan.iteration,
-            tokens=array("i", following).tobytes(),
+            tokens=array("i", chain.from_iterable(said)).tobytes(),
             flags=flags,
             hashes=tuple(hashes) if self._shards.rank.samples else (),
             extras=tuple(
-                (row.request, _score(row, token))
-                for row, token in zip(batch.samplers, following, strict=True)
+                (row.request, _score(row, tokens[-1]))
+                for row, tokens in zip(batch.samplers, said, strict=True)
                 if row.params.logprobs
             ),
             prompt_extras=tuple(self._prompt_scores(spans)) if self._shards.rank.samples else (),
             vectors=tuple(vectors) if self._shards.rank.samples else (),
             duration_ns=since(began),
+            counts=tuple(map(len, said)) if self._block_tokens > 1 else (),
         )
 
     def _prompt_scores(self, spans: Sequence[Span[Row]]) -> Iterator[tuple[RequestId, bytes]]:
@@ -260,6 +270,11 @@ class PlainEngine:
                 found = [TokenScore(prompt_logprob(row.tokens[at + 1], at + 1)) for at in positions]
                 yield row.request, msgspec.msgpack.encode(found)
 
+    def _said(self, row: Row, tokens: list[int]) -> list[int]:
+        """Of those of a block: up to the one that ends the answer."""
+        stop = next((count for count, token in enumerate(tokens, 1) if self._flag(row, token)), len(tokens))
+        return tokens[:stop]
+
     def _flag(self, row: Row, token: int) -> int:
         is_end = token == EOS_TOKEN and not row.params.ignore_eos
         is_stop = token in row.params.stop_token_ids
@@ -269,13 +284,12 @@ class PlainEngine:
         """A token after which a grammar allows nothing is the last one."""
         return TokenFlag.STOP if row.matcher is not None and row.matcher.is_finished else 0
 
-    def _forward(self, batch: RunBatch[Row]) -> tuple[list[int], list[tuple[RequestId, bytes]]]:
+    def _forward(self, batch: RunBatch[Row]) -> tuple[list[list[int]], list[tuple[RequestId, bytes]]]:
         """Write the KV of all rows, through their page tables. Returns the tokens of those that sample, and the vectors
         of those that pool.
         """
-        members = list(self._tables.members(batch.plan))
-        rows = [(span.sequence, span.start, span.stop, span.samples) for span in batch.spans]
-        rows += [(member, len(member.tokens) - 1, len(member.tokens), True) for member in members]
+        inputs = self._tables.inputs(batch.plan, batch.spans)
+        rows = [(span.sequence, span.start, span.stop, span.samples) for span in inputs]
         handed_on = self._shards.from_stage_before(len(rows))
         length_s = self._base_s + self._token_s * sum(stop - start for _, start, stop, _ in rows)
         time.sleep(length_s / self._shards.rank.pp_size)  # a stage has its part of the layers
@@ -301,18 +315,29 @@ class PlainEngine:
         self._shards.to_stage_behind(sums)
         pooled = zip(batch.spans, ends, strict=False)
         vectors = [(span.sequence.request, vector_bytes(kv_sum)) for span, kv_sum in pooled if span.pools]
-        following = [
-            next_token(
+        sampled = [
+            self._sampled(row, kv_sum) for (row, _, _, samples), kv_sum in zip(rows, ends, strict=True) if samples
+        ]
+        return sampled, vectors
+
+    def _sampled(self, row: Row, kv_sum: int) -> list[int]:
+        """Tokens up to the border of its block. kv_sum: of all before the block, whose beginning may be known."""
+        length = len(row.tokens)
+        start = length - length % self._block_tokens
+        block = list(row.tokens[start:])
+        for position, token in enumerate(block, start):
+            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+        for position in range(length, start + self._block_tokens):
+            token = next_token(
                 kv_sum,
-                stop - 1,
+                position - 1,
                 vocab_size=self._vocab_size,
                 may_end=not row.params.ignore_eos,
                 matcher=row.matcher,
             )
-            for (row, _, stop, samples), kv_sum in zip(rows, ends, strict=True)
-            if samples
-        ]
-        return following, vectors
+            block.append(token)
+            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+        return block[length - start :]
 
     def accompany(self) -> None:
         """Take part in a step without a batch. Raises WorkerGone."""

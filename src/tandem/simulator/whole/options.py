@@ -14,6 +14,7 @@ from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
 from tandem.simulator.whole.cuts import (
+    UNCUT,
     draw_context,
     draw_cut,
     draw_cuts,
@@ -47,6 +48,7 @@ API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
 STORAGE_SPARED = 0.3  # of them
 STALLS_ONE_IN = 6
+BLOCKS_ONE_IN = 6  # of the seeds that may have them
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -95,6 +97,7 @@ class Options:
     routing: dict[str, Any] = field(default_factory=dict)  # flags of the router
     narrows: Narrows = Narrows()
     vectors: str = ""  # what makes them, decoder or encoder, where the server makes nothing else
+    block_tokens: int = 1  # that are found together
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
 
@@ -206,6 +209,15 @@ def draw_stall(seed: int) -> dict[str, Any]:
     return {} if random.randrange(STALLS_ONE_IN) else {"max_prefill_stall_ms": random.choice((0, 1, 20))}
 
 
+def draw_blocks(seed: int) -> int:
+    """How many tokens a row samples at once. From randomness of its own, too."""
+    random = Random(f"whole blocks {seed}")
+    is_cut = draw_cut(seed) or draw_cuts(seed)[:2] != (UNCUT, UNCUT) or draw_context(seed) != UNCUT
+    if is_cut or draw_together(seed)[0] or random.randrange(BLOCKS_ONE_IN):
+        return 1
+    return random.choice((2, 4))
+
+
 def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Host memory below few pages, in some seeds. Whatever else a seed is like does not depend on it."""
     random = Random(f"whole host tiers {seed}")
@@ -292,6 +304,7 @@ def draw_options(seed: int) -> Options:
         timeouts=(3.0, 10.0, 20.0) if kinds else (20.0,),
         formed=0.0 if vectors else formed,
         vectors=vectors,
+        block_tokens=1 if formed or vectors else draw_blocks(seed),
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
         routing=draw_routing(seed),
         narrows=draw_narrows(seed),
@@ -316,7 +329,7 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
     options = replace(options, flags={**options.flags, **flags, **keys})
     if options.layout == "unified":
         config = ServerConfig(model="tandem/mini", port=30_000, **options.flags)
-        one = cluster.server("unified", config)
+        one = cluster.server("unified", config, block_tokens=options.block_tokens)
         return Cluster([one], one, "127.0.0.1")
     prefills = [_half(options, "prefill", number, secret_file) for number in range(options.num_prefills)]
     decodes = [_half(options, "decode", number, secret_file) for number in range(options.num_decodes)]
@@ -339,11 +352,15 @@ def make_cluster(options: Options, secret_file: str) -> Cluster:
     front = cluster.router("router", config, machine=machine)
     servers = [
         *(
-            cluster.server(f"prefill{number}", one, machine=_machine(options, number))
+            cluster.server(
+                f"prefill{number}", one, machine=_machine(options, number), block_tokens=options.block_tokens
+            )
             for number, one in enumerate(prefills)
         ),
         *(
-            cluster.server(f"decode{number}", one, machine=_machine(options, 10 + number))
+            cluster.server(
+                f"decode{number}", one, machine=_machine(options, 10 + number), block_tokens=options.block_tokens
+            )
             for number, one in enumerate(decodes)
         ),
         front,

@@ -49,7 +49,7 @@ def check(answer: Answer, faults: Faults) -> None:
     if is_patient and not is_disturbed:
         _check_time(answer, what)
     if is_patient and not faults.has_cause(answer.began_ns, True):
-        _check_flow(answer, what, faults.options.base_s)
+        _check_flow(answer, what, faults.options.base_s, faults.options.block_tokens)
 
 
 def _check_error(answer: Answer, error: dict[str, Any], what: str) -> None:
@@ -83,11 +83,11 @@ def _check_scores(said: dict[str, Any], what: str) -> None:
         raise Violation("S14", f"{what}: {scores} are not the scores of {said['output_ids']}")
 
 
-def _check_flow(answer: Answer, what: str, base_s: float) -> None:
-    """What is made token by token comes bit by bit: each takes a batch, however long one of them has to wait."""
+def _check_flow(answer: Answer, what: str, base_s: float, block_tokens: int) -> None:
+    """What is made token by token, or block by block, comes so: each takes a batch, however long one has to wait."""
     if answer.error is not None or not answer.ask.is_streamed or answer.first_s is None or answer.right is not None:
         return  # how many tokens an answer in a form has is the model's to say
-    made_s = (len(answer.ask.right_ids()) - 1) * base_s
+    made_s = (len(answer.ask.right_ids()) // block_tokens - 1) * base_s
     flowed_s = (answer.ended_s or 0.0) - answer.first_s - answer.longest_gap_s
     if made_s > FLOW_S and flowed_s < (made_s - base_s) / 2:
         raise Violation("L1", f"{what}: of tokens of {made_s:.1f} s all but {flowed_s:.1f} s have come at once")

@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import chdir, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -128,7 +129,12 @@ class World:
     def run(self, trace: Callable[[str], None] | None = None) -> SeedResult:
         self.kernel.trace = trace
         looks_both_ways = self.options.vectors == ENCODER
-        model = PlainModel(base_s=self.options.base_s, grid=self.options.grid, looks_both_ways=looks_both_ways)
+        model = PlainModel(
+            base_s=self.options.base_s,
+            grid=self.options.grid,
+            looks_both_ways=looks_both_ways,
+            block_tokens=self.options.block_tokens,
+        )
         table = dict(servers.children(model))
         table["tandem.server.worker_process"] = partial(
             servers.worker_process.main, partial(self._load_engine, model=model)
@@ -294,6 +300,8 @@ class World:
         self.answers.append(await self._ask(ask, random))
 
     async def _ask(self, ask: Ask, random: Random) -> Answer:
+        if self.options.block_tokens > 1:
+            ask = replace(ask, scores=0)  # which tokens have that are found one behind the other
         answer = await ask_at(*self._front, ask, random, self.keys)
         if self.forms.matters_for(ask):
             answer.right = await self.forms.right(ask)
