@@ -3,14 +3,17 @@
 What such a server says is compared with transformers.
 """
 
+import json
 import shutil
 from pathlib import Path
 
 from cluster import Server
-from reference import MINI, NEAR_TIE, parting_of, use_one_thread
+from reference import MINI, NEAR_TIE, PAGE, parting_of, real_prompts, use_one_thread
 from transformers import PreTrainedModel
 
 OUTPUT = 24
+LENGTH = 5 * PAGE + 3  # of a prompt
+POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
 SIZES = {"vocab_size": 512, "max_position_embeddings": 2048}  # of the bundled model's tokenizer
 
 
@@ -31,3 +34,18 @@ def assert_same(model: PreTrainedModel, prompts: list[list[int]], answers: list[
         assert len(answer["output_ids"]) == OUTPUT
         found = parting_of(model, tuple(prompt), tuple(answer["output_ids"]))
         assert found is None or found.gap < NEAR_TIE, f"prompt of {len(prompt)} tokens: {found}"
+
+
+def prompts_of(count: int, *, salt: int) -> list[list[int]]:
+    """Of `LENGTH` tokens; none has the beginning of another one."""
+    text = [token for prompt in real_prompts(60)[10:] for token in prompt]
+    return [[3 + salt, 20 + i, *text[i * LENGTH : (i + 1) * LENGTH - 2]] for i in range(count)]
+
+
+def storage_flags(where: Path) -> list[str]:
+    """What has been written there before is waited for, from one page on."""
+    return [
+        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-storage-dir", str(where)),
+        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+    ]

@@ -6,12 +6,10 @@ import pytest
 from borrowed_models import make
 from cluster import cluster, eventually
 from reference import PAGE, real_prompts
-from served_models import SIZES, ask, assert_same, served
+from served_models import POOL, SIZES, ask, assert_same, prompts_of, served, storage_flags
 from transformers import PreTrainedModel
 
 from tandem.cli.main import main
-
-POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +39,38 @@ def test_a_pair_says_what_transformers_says_and_goes_on_behind_what_is_cached(
             assert "engine: layers by transformers" in server.log
             assert server.call("GET", "/model_info")["architectures"] == ["GPT2LMHeadModel"]
             eventually(server.is_idle, what=server.states)
+
+
+@pytest.mark.slow
+def test_pages_come_back_from_host_memory_and_after_an_end_from_storage(
+    gpt2: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """The pool holds forty pages, a third of what is asked about."""
+    where, model = gpt2
+    flags = [*POOL, "--max-total-tokens", "640", "--hicache-ratio", "8", *storage_flags(tmp_path)]
+    prompts = prompts_of(24, salt=0)
+    for tier in ("host", "storage"):
+        with cluster(unified=True, model=str(where), flags=flags) as running:
+            server = running.unified
+            assert server is not None
+            if tier == "host":
+                assert_same(model, prompts, ask(server, prompts))
+            answers = ask(server, prompts)
+            assert_same(model, prompts, answers)
+            assert sum(one["meta_info"]["cached_tokens_details"][tier] for one in answers) > 24 * PAGE
+            eventually(lambda server=server: not server.state()["copies"] and not server.state()["storage"])
+
+
+@pytest.mark.slow
+def test_every_dp_rank_computes_with_a_model_of_its_own(gpt2: tuple[Path, PreTrainedModel]) -> None:
+    where, model = gpt2
+    flags = [*POOL, "--dp-size", "2", "--load-balance-method", "round_robin"]
+    with cluster(unified=True, model=str(where), flags=flags) as running:
+        assert running.unified is not None
+        prompts = real_prompts(8)
+        answers = ask(running.unified, prompts)
+        assert_same(model, prompts, answers)
+        assert {answer["meta_info"]["dp_rank"] for answer in answers} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ The model is a small random Granite 4 (three of four layers are Mamba 2) with th
 reference is transformers.
 """
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -12,14 +11,12 @@ from pathlib import Path
 import pytest
 from cluster import Server, cluster, eventually
 from reference import NEAR_TIE, PAGE, parting_of, real_prompts
-from served_models import SIZES, ask, assert_same, served
+from served_models import LENGTH, POOL, SIZES, ask, assert_same, prompts_of, served, storage_flags
 from tiny_models import make_granite
 from transformers import PreTrainedModel
 
 from tandem.cli.main import main
 
-LENGTH = 5 * PAGE + 3
-POOL = ("--page-size", str(PAGE), "--chunked-prefill-size", "128")
 SMALL = ("--max-total-tokens", "640", "--max-running-requests", "4")
 
 
@@ -36,11 +33,6 @@ def further(prompts: list[list[int]], answers: list[dict]) -> list[list[int]]:
 
 def cached(answers: list[dict]) -> int:
     return sum(answer["meta_info"]["cached_tokens"] for answer in answers)
-
-
-def prompts_of(count: int, *, salt: int) -> list[list[int]]:
-    text = [token for prompt in real_prompts(60)[10:] for token in prompt]
-    return [[3 + salt, 20 + i, *text[i * LENGTH : (i + 1) * LENGTH - 2]] for i in range(count)]
 
 
 @pytest.mark.parametrize("policy", ["park", pytest.param("retry", marks=pytest.mark.slow)])
@@ -99,12 +91,7 @@ def assert_pushed_back(server: Server, model: PreTrainedModel) -> None:
 
 def test_states_outlive_the_server(granite: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     where, model = granite
-    flags = [
-        *POOL,
-        *("--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--hicache-storage-dir", str(tmp_path)),
-        *("--hicache-storage-backend-extra-config", json.dumps({"prefetch_threshold": PAGE})),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-    ]
+    flags = [*POOL, *storage_flags(tmp_path)]
     prompts = prompts_of(3, salt=20)
     for turn in range(2):
         with cluster(unified=True, model=str(where), flags=flags) as running:
