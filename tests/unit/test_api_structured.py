@@ -56,6 +56,8 @@ ASKED = [
     ({"response_format": NAMED}, YES, NO),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "any"}}}, ["{}"], ["[]"]),
     ({"response_format": {"type": "json_object"}}, ["{}", '{"a": [1, 2]}'], ["[1]", "x"]),
+    ({"response_format": {"type": "json_object", "schema": PERSON}}, YES, NO),
+    ({"response_format": {"type": "json_object", "schema": {}}}, ["{}"], ["[]"]),
     ({"guided_json": PERSON}, YES, NO),
     ({"guided_json": json.dumps(PERSON)}, YES, NO),
     ({"json_schema": json.dumps(PERSON)}, YES, NO),
@@ -86,6 +88,7 @@ UNASKED = [
 REFUSED = [
     ({"response_format": {"type": "nope"}}, "response_format", "nope"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_object", "schema": {"type": "nope"}}}, "response_format", "Invalid type: nope"),
     ({"guided_json": {"type": "nope"}}, "guided_json", "Invalid type: nope"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"guided_json": "[]"}, "guided_json", "an object"),
@@ -230,6 +233,9 @@ def test_another_servers_names_are_refused_with_ours() -> None:
             "max_new_tokens": "max_tokens",
             "num_predict": "max_tokens",
             "max_output_tokens": "max_tokens",
+            "maxTokens": "max_tokens",
+            "stop_words": "stop",
+            "num_return_sequences": "n",
             "repeat_penalty": "repetition_penalty",
             "grammar": "guided_grammar",
             "format": "response_format",
@@ -260,7 +266,7 @@ ENDPOINTS = {
     "/v1/responses": (ResponsesBody, {"input": "x"}),
     "/generate": (NativeBody, {"text": "x"}),
 }
-LORA = ("lora_path", "lora_request", "lora_name", "loras", "adapter_id")
+LORA = ("lora_path", "lora_request", "lora_name", "lora", "loras", "adapter_id")
 
 
 @pytest.mark.parametrize("path", ENDPOINTS)
@@ -293,6 +299,10 @@ DEFAULTS = {
     "logits_processors": [],
     "options": {},
     "enable_thinking": None,
+    "top_n_sigma": -1,
+    "reasoning_budget": -1,
+    "sampling_params": {},
+    "lora": [],
 }
 
 

@@ -79,6 +79,7 @@ class Routing(Struct, kw_only=True):
     lora_path: Raw = NOTHING
     lora_request: Raw = NOTHING
     lora_name: Raw = NOTHING
+    lora: Raw = NOTHING
     loras: Raw = NOTHING
     adapter_id: Raw = NOTHING
     session_params: Raw = NOTHING

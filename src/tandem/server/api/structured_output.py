@@ -94,12 +94,12 @@ def constraints_of(fields: SamplingFields) -> Iterator[Constraint]:
 
 
 def format_constraints(format: dict[str, Any]) -> Iterator[Constraint]:
-    """OpenAI's `response_format`."""
+    """OpenAI's `response_format`, and the schema beside `json_object` that llama.cpp and Together AI read."""
     match format.get("type", "text"):
         case "text":
             return
         case "json_object":
-            yield schema_constraint("response_format", ANY_OBJECT)
+            yield schema_constraint("response_format", format.get("schema") or ANY_OBJECT)
         case "json_schema":
             named = format.get("json_schema")
             if not isinstance(named, dict):
