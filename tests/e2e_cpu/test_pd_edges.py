@@ -75,7 +75,7 @@ def test_a_prefill_elsewhere_is_used_if_its_network_is_allowed_and_refused_by_bo
         stranger = pair_with(prefill, host="198.51.100.7")
         for half in (prefill, decode):
             status, error = refusal(half, **stranger)
-            assert (status, error["code"], error["param"]) == (400, "invalid_value", "bootstrap_host")
+            assert (status, error["code"], error["param"]) == (400, "host_not_allowed", "bootstrap_host")
 
 
 @pytest.fixture(scope="module")

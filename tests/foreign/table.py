@@ -60,7 +60,4 @@ PROGRAMS = (
 NOT_RUN = {
     "sglang bench_serving 0.5.23": "importing it asks for the packages of its engine, one after the other (triton, "
     "torchvision, tvm-ffi); 0.5.2 is the newest one tried that needs none of them",
-    "schemathesis's `negative_data_rejection`": "not asserted: some bodies that do not fit are taken, on purpose: a "
-    "router puts its own `bootstrap_port` in place of any, it keeps responses (`store`), which a decode by itself does "
-    "not, and names of functions may have any printable characters",
 }

@@ -13,7 +13,7 @@ from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.server.api import ops
 from tandem.server.api.errors import RULES, Problem, errors_page
-from tandem.server.api.openapi import bounds, openapi_document
+from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
 from tandem.server.api.validation import Task
 
 NUMBERS = {
@@ -265,6 +265,25 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
     assert "num_predict" not in chat
 
 
+def test_a_router_offers_what_its_decode_does_but_for_the_pair_and_the_debug_pages() -> None:
+    of_decode = openapi_document("decode", needs_room=True)
+    offered = behind_router(msgspec.json.decode(msgspec.json.encode(of_decode)))
+    assert set(of_decode["paths"]) - set(offered["paths"]) == {path for path in of_decode["paths"] if "debug" in path}
+    routing, its_own = (it["components"]["schemas"]["Routing"] for it in (of_decode, offered))
+    assert routing["required"] == ["bootstrap_room"]
+    assert its_own["required"] == []
+    assert set(routing["properties"]) - set(its_own["properties"]) == set(OF_PAIR)
+    parts, routed = (schema_of(it["paths"]["/v1/responses"]["post"])["allOf"] for it in (of_decode, offered))
+    assert [part for part in routed if part not in parts] == [KEEPS]
+    assert [part for part in parts if part not in routed] == [KEEPS_NONE]
+
+
+@pytest.mark.parametrize("item", [5, {"post": 5}, {"post": {"requestBody": []}}, {"get": {}}])
+def test_what_a_worker_says_in_another_shape_stays_as_it_is(item: object) -> None:
+    document = {"paths": {"/x": item}, "components": {"schemas": [item]}}
+    assert behind_router(document) == document
+
+
 def test_the_address_says_what_this_is_and_what_it_offers() -> None:
     w = world(says("x"))
     with w.http() as http:
@@ -369,8 +388,7 @@ def status_with(http: TestClient, name: str, value: float) -> int:
 
 
 def test_a_prefill_offers_nothing_without_a_room() -> None:
-    parts = parts_of(openapi_document("prefill"), "/generate")
-    assert ["bootstrap_room"] in [part.get("required") for part in parts]
+    assert openapi_document("prefill")["components"]["schemas"]["Routing"]["required"] == ["bootstrap_room"]
 
 
 def parts_of(document: dict, path: str) -> list[dict]:

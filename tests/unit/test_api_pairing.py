@@ -129,7 +129,7 @@ def test_prefill_refuses_a_request_without_room_and_says_what_to_do() -> None:
     assert "router" in error["message"]
 
 
-@pytest.mark.parametrize("room", [0, -1, 1 << 63, "abc", "", "1.5", "-4", 1.5, True, [1, 2], "9" * 30])
+@pytest.mark.parametrize("room", [0, -1, 1 << 63, "abc", "", "0", "07", "1.5", "-4", 1.5, True, [1, 2], "9" * 30])
 @pytest.mark.parametrize("half", [prefill, decode])
 def test_a_bad_room_is_refused_by_both_halves(room: object, half) -> None:
     assert refusal_of(half(), PAIR | {"bootstrap_room": room})["param"] == "bootstrap_room"
@@ -138,7 +138,8 @@ def test_a_bad_room_is_refused_by_both_halves(room: object, half) -> None:
 @pytest.mark.parametrize("host", ["8.8.8.8", "169.254.169.254", "example.org", "", "127.0.0.1.example.org", "0.0.0.0"])
 @pytest.mark.parametrize("half", [prefill, decode])
 def test_a_host_that_is_neither_loopback_nor_this_server_is_refused(host: str, half) -> None:
-    assert refusal_of(half(), PAIR | {"bootstrap_host": host})["param"] == "bootstrap_host"
+    error = refusal_of(half(), PAIR | {"bootstrap_host": host})
+    assert (error["param"], error["code"]) == ("bootstrap_host", "host_not_allowed")
 
 
 def test_the_address_this_server_listens_on_is_a_good_host() -> None:
@@ -176,7 +177,8 @@ def test_a_bad_port_is_refused(port: object) -> None:
 
 
 def test_a_room_without_host_is_refused_by_decode() -> None:
-    assert refusal_of(decode(), {"bootstrap_room": 3})["param"] == "bootstrap_host"
+    error = refusal_of(decode(), {"bootstrap_room": 3})
+    assert (error["param"], error["code"]) == ("bootstrap_host", "invalid_combination")
 
 
 def test_two_prompts_may_not_share_a_room() -> None:

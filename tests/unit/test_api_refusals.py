@@ -47,6 +47,10 @@ BAD_CHATS = [
     ({"timeout": -3}, "timeout"),
     ({"rid": ["a", "b"]}, "rid"),
     ({"rid": "line\nbreak"}, "rid"),
+    ({"rid": "grün"}, "rid"),
+    ({"tools": [{"type": "function", "function": {"name": "line\nbreak"}}]}, "tools"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "messages"),
     ({"routed_dp_rank": 1}, "routed_dp_rank"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
 ]
@@ -54,6 +58,7 @@ GOOD_CHATS = [
     {"tools": []},
     {"tools": None},
     {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+    {"tools": [{"type": "function", "function": {"name": "grün"}}]},
     {"tool_choice": "auto"},
     {"response_format": {"type": "text"}},
     {"response_format": None},

@@ -298,6 +298,8 @@ DEFAULTS = {
     "suffix": "",
     "logits_processors": [],
     "options": {},
+    "format": "",
+    "grammar": False,
     "enable_thinking": None,
     "top_n_sigma": -1,
     "reasoning_budget": -1,
@@ -314,7 +316,10 @@ def test_defaults_that_programs_fill_in_ask_for_nothing(path: str) -> None:
         assert http.post(path, json=body | sent).status_code == 200
 
 
-@pytest.mark.parametrize("wish", [b'"do_sample": false', b'"enable_thinking": false', b'"typical_p": 1e400'])
+@pytest.mark.parametrize(
+    "wish",
+    [b'"do_sample": false', b'"enable_thinking": false', b'"typical_p": 1e400', b'"top_a": false', b'"n_cmpl": true'],
+)
 def test_a_wish_that_looks_like_nothing_is_one(wish: bytes) -> None:
     with world().http() as http:
         response = http.post("/v1/completions", content=b'{"prompt": "x", %s}' % wish)

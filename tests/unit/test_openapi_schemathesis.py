@@ -1,44 +1,60 @@
-"""Bodies that schemathesis makes of `/openapi.json`: none is refused but for what a schema cannot say, none is a 500.
+"""Bodies that schemathesis makes of `/openapi.json`: one that fits is refused only for what a schema cannot say, one
+that does not fit is refused, none is a 500.
 
 A fixed seed and a fixed number of them; the node is a fake one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import hypothesis
 import pytest
 import schemathesis
 from api_fakes import says, world
 from hypothesis import HealthCheck, Phase
-from schemathesis import Case
+from schemathesis import Case, GenerationMode
+from schemathesis.schemas import APIOperation
 
-from tandem.server.api.openapi import BEYOND_SCHEMAS
+from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION
 
-EXAMPLES = 15
+EXAMPLES = {GenerationMode.POSITIVE: 15, GenerationMode.NEGATIVE: 8}  # the latter take longer to be made
 ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}}
+ROLES = {"unified": "null", "prefill": "prefill", "decode": "decode"}
 
 
-def offered() -> Iterator[schemathesis.BaseSchema]:
-    yield schemathesis.openapi.from_asgi("/openapi.json", world(says("ok"), answers=ANSWERS).app)
+def operations_of(mode: str) -> dict[str, APIOperation]:
+    app = world(says("ok"), answers=ANSWERS, disaggregation_mode=mode).app
+    found = [it.ok() for it in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
+    return {f"{it.method.upper()} {it.path}": it for it in found}
 
 
-SCHEMA = next(offered())
-OPERATIONS = {f"{it.method.upper()} {it.path}": it for it in (found.ok() for found in SCHEMA.get_all_operations())}
+OPERATIONS = {role: operations_of(mode) for role, mode in ROLES.items()}
+FITTING = [("unified", name) for name in OPERATIONS["unified"] if "/debug/" not in name]
+FITTING += [(role, f"POST {path}") for role in ("prefill", "decode") for path in GENERATION]
+UNFIT = [name for name, it in OPERATIONS["unified"].items() if name.startswith("POST") and it.body]
 
 
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if "/debug/" not in name])
-def test_nothing_that_fits_its_schema_is_refused(name: str) -> None:
-    refused: list[str] = []
+def each(operation: APIOperation, mode: GenerationMode, ask: Callable[[Case], None]) -> None:
+    """Ask what schemathesis makes of it."""
 
     @hypothesis.seed(20)
     @hypothesis.settings(
-        max_examples=EXAMPLES,
+        max_examples=EXAMPLES[mode],
         deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    @hypothesis.given(case=OPERATIONS[name].as_strategy())
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    def run(case: Case) -> None:
+        ask(case)
+
+    run()
+
+
+@pytest.mark.parametrize(("role", "name"), FITTING)
+def test_nothing_that_fits_its_schema_is_refused(role: str, name: str) -> None:
+    refused: list[str] = []
+
     def ask(case: Case) -> None:
         if isinstance(case.body, dict):
             case.body.pop("timeout", None)  # some are too short to be kept
@@ -50,5 +66,18 @@ def test_nothing_that_fits_its_schema_is_refused(name: str) -> None:
             if error["code"] not in BEYOND_SCHEMAS:
                 refused.append(f"{response.status_code} {error['message'][:200]} {str(case.body)[:300]}")
 
-    ask()
+    each(OPERATIONS[role][name], GenerationMode.POSITIVE, ask)
     assert refused == []
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_nothing_that_does_not_fit_its_schema_is_taken(name: str) -> None:
+    taken: list[str] = []
+
+    def ask(case: Case) -> None:
+        response = case.call()
+        if not 400 <= response.status_code < 500:
+            taken.append(f"{response.status_code} {str(case.body)[:300]}")
+
+    each(OPERATIONS["unified"][name], GenerationMode.NEGATIVE, ask)
+    assert taken == []

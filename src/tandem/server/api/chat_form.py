@@ -5,6 +5,7 @@ which functions it may call, the grammar that sees to what it must, and the spli
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any  # messages and schemas of tools are JSON
@@ -26,6 +27,7 @@ from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Functi
 from tandem.server.api.tool_parsers.table import ToolFormat, format_for
 
 MAX_NAME_CHARS = 128
+NAME = r"^[^\x00-\x1f\x7f-\x9f]*$"  # of a function: no control characters
 AUTO, REQUIRED, NONE = "auto", "required", "none"
 
 
@@ -242,7 +244,7 @@ def tools_of(body: ChatBody) -> list[Tool]:
         if not isinstance(function, dict):
             raise invalid("tools", f"tools[{index}] needs a function")
         name = function.get("name")
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or re.fullmatch(NAME, name) is None:
             raise invalid("tools", f"tools[{index}].function.name must have 1 to {MAX_NAME_CHARS} printable characters")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
@@ -305,6 +307,8 @@ def with_arguments(call: Any) -> Any:
         raise invalid("messages", "every call in tool_calls needs a function")
     function = call["function"]
     arguments = function.get("arguments")
+    if not isinstance(function.get("name"), str) or not isinstance(arguments, str | dict | None):
+        raise invalid("messages", "a function in tool_calls needs a name, and arguments as JSON text or an object")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")

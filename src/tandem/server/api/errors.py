@@ -32,6 +32,7 @@ class Problem(StrEnum):
     WRONG_TASK = "wrong_task"
     NOT_FOUND = "not_found"
     RESPONSE_NOT_FOUND = "response_not_found"
+    HOST_NOT_ALLOWED = "host_not_allowed"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     UNAUTHORIZED = "unauthorized"
     UNSIGNED = "unsigned"
@@ -89,6 +90,9 @@ RULES: dict[Code, Rule] = {
         False,
         "edge or router",
         "it was not stored, was deleted, made with another key, or had to go (--max-stored-responses): send all items",
+    ),
+    Problem.HOST_NOT_ALLOWED: Rule(
+        400, False, "edge", "name a prefill on this machine, or in a network of --disaggregation-allow"
     ),
     Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
     Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),

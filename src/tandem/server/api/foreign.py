@@ -14,7 +14,8 @@ from msgspec import Raw, Struct
 
 NULL = Raw(b"null")
 NOTHING: Any = msgspec.field(default_factory=lambda: NULL)  # a raw field that was not sent
-EMPTY = frozenset((b"", b"null", b"false", b"[]", b"{}", b'""'))
+MOST_IDLE_BYTES = 64  # of what asks for nothing, with any spaces in it
+IDLE: tuple[object, ...] = (None, False, "", [], {})
 
 
 class Foreign(Struct, kw_only=True):
@@ -129,7 +130,7 @@ class Foreign(Struct, kw_only=True):
     nvext: Raw = NOTHING
 
 
-# What changes nothing. Of the names here `false` may be a wish.
+# What changes nothing, beside null. Of the names here `false` may be a wish.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("n", "best_of", "n_cmpl", "num_return_sequences", "num_beams", "beam_width", "top_p"), (1,)),
     **dict.fromkeys(("typical_p", "tfs_z", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
@@ -162,16 +163,21 @@ SYNONYMS: tuple[tuple[str, ...], ...] = (
 )
 
 
+def idle_values(name: str) -> tuple[object, ...]:
+    """All that may stand in this field, where it is read by nobody."""
+    return (None, *NEUTRAL[name]) if name in NEUTRAL else IDLE
+
+
 def is_asked_for(name: str, value: Raw) -> bool:
     raw = bytes(value)
-    if raw == b"null":
-        return False
-    if name not in NEUTRAL:
-        return raw not in EMPTY
-    try:
-        return msgspec.json.decode(raw) not in NEUTRAL[name]
-    except (msgspec.DecodeError, RecursionError):  # a number beyond all bounds, say: a wish, whatever it is
+    if len(raw) > MOST_IDLE_BYTES:
         return True
+    try:
+        given = msgspec.json.decode(raw)
+    except msgspec.DecodeError:  # a number beyond all bounds, say: a wish, whatever it is
+        return True
+    is_flag = isinstance(given, bool)
+    return not any(given == idle and is_flag == isinstance(idle, bool) for idle in idle_values(name))
 
 
 @cache

@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse
 from starlette.routing import BaseRoute, Route
 
 from tandem import __version__
-from tandem.server.api.openapi import Schema, openapi_document
+from tandem.server.api.openapi import Schema, behind_router, openapi_document, schema_of
 from tandem.server.api.validation import Task
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -49,10 +49,9 @@ def about(routes: Iterable[BaseRoute], *, role: str, models: Sequence[str]) -> S
 @cache
 def docs_response(role: str, dp_size: int = 1, task: Task = Task.TOKENS) -> HTMLResponse:
     """`/docs`. A router offers what a decode does, but for the debug pages."""
-    document = openapi_document("decode" if role == "router" else role, dp_size, task)
-    hidden = "/debug/" if role == "router" else "\0"
-    paths = {path: item for path, item in document["paths"].items() if not path.startswith(hidden)}
-    page = docs_page(document | {"paths": paths}, role)
+    is_router = role == "router"
+    document = openapi_document("decode" if is_router else role, dp_size, task)
+    page = docs_page(behind_router(document) if is_router else document, role)
     return HTMLResponse(page, headers={"content-security-policy": POLICY, "x-content-type-options": "nosniff"})
 
 
@@ -75,13 +74,11 @@ def operation_lines(method: str, path: str, operation: Schema, document: Schema)
     name = f"{method}-{path}"
     yield f"<h2 id='{escape(name)}'><b class={method}>{method.upper()}</b> <code>{escape(path)}</code></h2>"
     yield f"<p>{escape(operation['summary'])}</p>"
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    body = schema_of(operation)
     fields = fields_of(body, document)
     if fields:
         yield "<details><summary class=light>fields of the body</summary><table>"
         for field, schema in fields.items():
-            if schema == {"type": "null"}:  # refused
-                continue
             yield f"<tr><td>{escape(field)}</td><td>{escape(type_text(schema))}</td></tr>"
         yield "</table>"
         for part in body.get("allOf", ()):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from tandem.config import ServerConfig
-from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.errors import Problem, Refusal, contradiction
 from tandem.server.api.resolver import NoThread, Resolver
 
 EVERY_HOST = ("0.0.0.0", "::", "")
@@ -52,14 +52,14 @@ class Hosts:
         """The `bootstrap_host` of a body. Raises `Refusal`."""
         named = dict.fromkeys([hosts] if isinstance(hosts, str) else hosts or ())
         if len(named) > MAX_HOSTS:
-            raise invalid("bootstrap_host", f"names {len(named)} hosts; at most {MAX_HOSTS} are accepted")
+            raise contradiction("bootstrap_host", f"names {len(named)} hosts; at most {MAX_HOSTS} are accepted")
         for host in named:
             if host is None:
                 continue
             try:
                 await self.addresses(host)
             except HostRefused as refused:
-                raise invalid("bootstrap_host", str(refused)) from None
+                raise Refusal(Problem.HOST_NOT_ALLOWED, f"bootstrap_host: {refused}", param="bootstrap_host") from None
             except NoThread as lack:
                 raise Refusal(Problem.NOT_READY, str(lack)) from None
 

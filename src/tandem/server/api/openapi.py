@@ -1,6 +1,7 @@
 """`/openapi.json`: the bodies that are really decoded, nothing that is not.
 
-A body that fits its schema is refused only for what no schema can say, with one of the codes in `BEYOND_SCHEMAS`.
+A body that fits its schema is refused only for what no schema can say, with one of the codes in `BEYOND_SCHEMAS`; one
+that does not fit is refused.
 """
 
 from functools import cache
@@ -27,11 +28,13 @@ from tandem.server.api.body import (
     StructuredOutputs,
     TokenizeBody,
 )
-from tandem.server.api.bounds import MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM
+from tandem.server.api.bounds import MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM
 from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
+from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
+from tandem.server.api.foreign import idle_values
 from tandem.server.api.messages import MessagesBody
-from tandem.server.api.responses import ROLES, ResponsesBody
+from tandem.server.api.responses import ROLES, ReasoningConfig, ResponsesBody, ResponseStreamOptions
 from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
@@ -40,16 +43,19 @@ BEYOND_SCHEMAS: dict[Code, str] = {
     "`min_tokens` above `max_tokens`, `best_of` other than `n`, a list that is to have one value for each prompt or "
     "sample, more samples or log-probabilities in all than one request may have, names that have to be distinct, a "
     "`tool_choice` that `tools` do not have, `continue_final_message` behind another one's message, two names of "
-    "the DP rank that contradict each other",
+    "the DP rank that contradict each other, a `bootstrap_room` without the `bootstrap_host` that a decode needs",
     Problem.INVALID_GRAMMAR: "a JSON schema, regular expression, grammar or structural tag that does not compile, "
     "or is too large: it is in a language of its own",
     Problem.INVALID_JSON: "`arguments` of a call in `messages` that are a text and not JSON",
     Problem.REFUSED_BY_TEMPLATE: "messages, or variables, that the model's chat template does not take",
     Problem.MODEL_NOT_FOUND: "a `model` that is not among those of `/v1/models`",
+    Problem.RESPONSE_NOT_FOUND: "a `previous_response_id` that is not kept, or not for this API key",
+    Problem.HOST_NOT_ALLOWED: "a `bootstrap_host` that is no host, is unknown, or that this server may not connect to",
     Cause.PROMPT_TOO_LONG: "a prompt that has more tokens than the context of the model",
     Cause.OUT_OF_PAGES: "a prompt that is larger than the KV pool",
     Cause.ROUTE_CONFLICT: "a `disagg_prefill_dp_rank` that the prefill does not have, or routed otherwise",
     Problem.DUPLICATE_RID: "a `rid` that another request has at the same time",
+    Cause.DUPLICATE_ROOM: "a `bootstrap_room` that another prompt has at the same time",
     Cause.DEADLINE_EXCEEDED: "a `timeout` that is over before the first token",
 }
 LIST: Schema = {"type": "array", "minItems": 1}
@@ -89,7 +95,7 @@ MESSAGE: Schema = {
         },
     },
 }
-NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS, "pattern": "^[ -~]*$"}
+NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS, "pattern": NAME_PATTERN}
 PARAMETERS: Schema = {"type": ["object", "null"]}
 FUNCTION: Schema = {"type": "object", "required": ["name"], "properties": {"name": NAME, "parameters": PARAMETERS}}
 TEXTS: Schema = {"type": ["string", "array"], "items": PART, "minItems": 1}
@@ -224,9 +230,6 @@ NARROWER: dict[str, Schema] = {
     "/v1/responses": {
         "properties": {
             "n": {"enum": [1, None]},
-            "kept_items": {"type": "null"},
-            "previous_response_id": {"type": "null"},
-            "store": {"enum": [False, None]},
             "truncation": {"enum": ["disabled", None]},
             "service_tier": {"enum": ["auto", "default", None]},
             "tools": {
@@ -328,11 +331,15 @@ OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     ),
     "/abort_request": (AbortBody, {"rid": TEXT, "abort_all": {"const": True}}, "Abort by exact rid."),
 }
-ROOM: Schema = {  # without which a prefill does nothing
-    "type": "object",
-    "required": ["bootstrap_room"],
-    "properties": {"bootstrap_room": {"type": ["integer", "string", "array"], "minimum": 1, "maximum": MAX_ROOM}},
-}
+KEEPS: Schema = {"properties": {"kept_items": NULL}}  # responses: fills that in
+KEEPS_NONE = rule(
+    "This server keeps no responses; whoever does puts them into the body.",
+    {"kept_items": NULL, "store": OFF, "previous_response_id": NULL},
+    {"kept_items": {"type": "array", "items": ITEM}},
+)
+RESPONSES = "/v1/responses"
+WITHIN_BODIES = (StreamOptions, StructuredOutputs, NativeSampling, ReasoningConfig, ResponseStreamOptions)
+OF_PAIR = ("bootstrap_host", "bootstrap_port", "bootstrap_room")  # a router's to say, whatever a client says
 TOKENS = ("prompt", "input_ids", "tokens", "stop_token_ids")  # fields of ids
 SAFE_ID: Schema = {"type": "string", "pattern": "^[A-Za-z0-9_-]+$"}
 READS = {
@@ -359,20 +366,32 @@ READS = {
 }
 
 
-def bounds(dp_size: int, vocab_size: int) -> dict[str, Schema]:
-    """Of numbers whose type allows more than this server does."""
+def bounds(dp_size: int, vocab_size: int, *, is_paired: bool = False) -> dict[str, Schema]:
+    """Of numbers whose type allows more than this server does. is_paired: it reads what a router says of the pair."""
     rank: Schema = {"minimum": 0, "maximum": dp_size - 1}
     token: Schema = {"minimum": 0, "maximum": vocab_size - 1}
     ranks = dict.fromkeys(("routed_dp_rank", "data_parallel_rank"), rank)
-    return {"priority": {"minimum": 0, "maximum": 0}, **ranks, **dict.fromkeys(TOKENS, token)}
+    found = {"priority": {"minimum": 0, "maximum": 0}, **ranks, **dict.fromkeys(TOKENS, token)}
+    if is_paired:
+        found["bootstrap_room"] = {"minimum": 1, "maximum": MAX_ROOM}
+        found["bootstrap_port"] = {"minimum": 1, "maximum": MAX_PORT}
+    return found
 
 
 @cache
-def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS, vocab_size: int = 1 << 31) -> Schema:
+def openapi_document(
+    role: str,
+    dp_size: int = 1,
+    task: Task = Task.TOKENS,
+    vocab_size: int = 1 << 31,
+    *,
+    needs_room: bool = False,
+) -> Schema:
     """Without what servers of other tasks are for: here it is only refused."""
-    narrower, endpoints = bounds(dp_size, vocab_size), ENDPOINTS[task]
-    shared = (StreamOptions, StructuredOutputs, NativeSampling) if task is Task.TOKENS else (Document,)
-    kinds = [Routing, *shared, *dict.fromkeys(kind for kind, _, _ in (endpoints | OTHERS).values())]
+    is_paired = role in ("prefill", "decode")
+    narrower, endpoints = bounds(dp_size, vocab_size, is_paired=is_paired), ENDPOINTS[task]
+    shared = [Routing, *(WITHIN_BODIES if task is Task.TOKENS else (Document,))]
+    kinds = [*shared, *dict.fromkeys(kind for kind, _, _ in (endpoints | OTHERS).values())]
     _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     for kind in kinds:
         drop_unoffered(components[kind.__name__], kind)
@@ -380,17 +399,26 @@ def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS, voca
             set_bounds(schema, narrower.get(name, {}))
             if name == "logit_bias":
                 schema["propertyNames"] = {"pattern": f"^({decimals_to(vocab_size - 1)})$"}
-        if kind.__name__ in WITHIN:
-            components[kind.__name__]["allOf"] = [WITHIN[kind.__name__]]
+        if kind in shared:
+            within = [WITHIN[kind.__name__]] if kind.__name__ in WITHIN else []
+            components[kind.__name__]["allOf"] = [*within, refused_fields(kind)]
+    if is_paired:
+        room: Schema = {"pattern": f"^({decimals_to(MAX_ROOM, least=1)})$"}
+        set_texts(components["Routing"]["properties"]["bootstrap_room"], room)
+    if needs_room or role == "prefill":
+        components["Routing"]["required"] = ["bootstrap_room"]
+        drop_null(components["Routing"]["properties"]["bootstrap_room"])
     paths: dict[str, Schema] = {path: {"get": operation(text)} for path, text in READS.items()}
     paths["/v1/responses/{id}"]["delete"] = operation("Forget a stored response.")
     for path in (path for path in paths if "{id}" in path):
         for made in paths[path].values():
             made["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": SAFE_ID}]
-    beside = [reference(Routing), OF_ROUTING, *([ROOM] if role == "prefill" else [])]
+    beside = [reference(Routing), OF_ROUTING]
     still = {
         path: [*([NARROWER[path]] if path in NARROWER else []), *RULES.get(path, ())] for path in (*endpoints, *OTHERS)
     }
+    if RESPONSES in still:
+        still[RESPONSES].append(KEEPS_NONE if is_paired else KEEPS)
     for path, (kind, fields, text) in endpoints.items():
         parts = [reference(kind), with_one(fields, of="oneOf"), *still[path], *beside, refused_fields(kind)]
         paths[path] = {"post": operation(text, {"allOf": parts})}
@@ -410,17 +438,58 @@ def openapi_document(role: str, dp_size: int = 1, task: Task = Task.TOKENS, voca
     }
 
 
+def behind_router(document: Schema) -> Schema:
+    """A decode's document as what its router offers: that pairs by itself, keeps responses, and has no debug pages.
+
+    Whatever is not as `openapi_document` has it stays as it is.
+    """
+    paths = {
+        path: with_routers_body(item) for path, item in document["paths"].items() if not path.startswith("/debug/")
+    }
+    made = document | {"paths": paths}
+    match document.get("components"):
+        case {"schemas": {"Routing": {"properties": dict(fields), **routing}, **schemas}}:
+            left = {name: schema for name, schema in fields.items() if name not in OF_PAIR}
+            made["components"] = {"schemas": schemas | {"Routing": routing | {"properties": left, "required": []}}}
+        case _:
+            pass
+    return made
+
+
+def with_routers_body(item: Any) -> Any:
+    """A path whose POST takes what a router takes."""
+    match item:
+        case {"post": dict(operation)} if isinstance(parts := schema_of(operation).get("allOf"), list):
+            routed = [KEEPS if part == KEEPS_NONE else part for part in parts]
+            return item | {"post": operation | {"requestBody": json_body({"allOf": routed})}}
+        case _:
+            return item
+
+
+def json_body(schema: Schema) -> Schema:
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def schema_of(operation: Schema) -> Schema:
+    """Of its body; empty where it has none."""
+    match operation:
+        case {"requestBody": {"content": {"application/json": {"schema": dict(schema)}}}}:
+            return schema
+        case _:
+            return {}
+
+
 def beyond_schemas() -> str:
     """In Markdown: why a body that fits its schema may be refused all the same."""
     lines = [f"* `{code.value}`: {text}." for code, text in BEYOND_SCHEMAS.items()]
     return "\n".join(["A body that fits its schema is refused for these reasons only, by `error.code`:", "", *lines])
 
 
-def decimals_to(most: int) -> str:
-    """A regular expression for the whole numbers from 0 to `most`, without leading zeros."""
+def decimals_to(most: int, *, least: int = 0) -> str:
+    """A regular expression for the whole numbers from `least`, 0 or 1, to `most`, without leading zeros."""
     digits = str(most)
     ways = [f"[1-9][0-9]{{{length}}}" for length in range(1, len(digits) - 1)]  # of fewer digits
-    ways.insert(0, "[0-9]" if len(digits) > 1 else f"[0-{digits}]")
+    ways.insert(0, f"[{least}-9]" if len(digits) > 1 else f"[{least}-{digits}]")
     for place, digit in enumerate(map(int, digits)) if len(digits) > 1 else ():  # equal up to this place, lower there
         lowest = 0 if place else 1
         if digit > lowest:
@@ -444,6 +513,23 @@ def set_bounds(schema: Schema, bounds: Schema) -> None:
         set_bounds(inner, bounds)
 
 
+def set_texts(schema: Schema, text: Schema) -> None:
+    """Of every text in the schema of one field, alone or in a list."""
+    if schema.get("type") == "string":
+        schema |= text
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        set_texts(inner, text)
+
+
+def drop_null(schema: Schema) -> None:
+    """What must be there must be something, and so must each of a list."""
+    if "anyOf" in schema:
+        schema["anyOf"] = [inner for inner in schema["anyOf"] if inner != NULL]
+        schema.pop("default", None)
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        drop_null(inner)
+
+
 def reference(kind: type[Struct]) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
@@ -464,7 +550,7 @@ def refused_fields(kind: type[Struct]) -> Schema:
     names = [field.encode_name for field in msgspec.structs.fields(kind) if field.type is Raw]
     return {
         "description": "What other servers read under these names is refused.",
-        "properties": {key: {"type": "null"} for key in names},
+        "properties": {name: {"enum": list(idle_values(name))} for name in names},
     }
 
 
@@ -474,5 +560,5 @@ def operation(text: str, schema: dict[str, Any] | None = None) -> dict[str, Any]
         "responses": {"200": {"description": "as asked"}, "default": {"description": "an object `error`"}},
     }
     if schema is not None:
-        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        made["requestBody"] = json_body(schema)
     return made

@@ -210,7 +210,15 @@ class Ops:
 
     async def openapi(self, request: Request) -> Response:
         limits = self._limits
-        return json_response(openapi_document(limits.role, limits.dp_size, limits.task, limits.vocab_size))
+        return json_response(
+            openapi_document(
+                limits.role,
+                limits.dp_size,
+                limits.task,
+                limits.vocab_size,
+                needs_room=limits.role == "decode" and limits.is_strict_remote,
+            )
+        )
 
     def _num_pages(self) -> int:
         return self._model.num_pages if self._client.node is None else self._client.node.num_pages

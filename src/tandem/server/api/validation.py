@@ -430,8 +430,8 @@ def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[st
     else:
         base = rid or own_rid
         rids = [base] if count == 1 else [f"{base}_{index}" for index in range(count)]
-    if any(not 0 < len(name) <= MAX_RID_CHARS or not name.isprintable() for name in rids):
-        raise invalid("rid", f"must have 1 to {MAX_RID_CHARS} printable characters")
+    if any(not 0 < len(name) <= MAX_RID_CHARS or not (name.isascii() and name.isprintable()) for name in rids):
+        raise invalid("rid", f"must have 1 to {MAX_RID_CHARS} printable ASCII characters")
     return rids
 
 
@@ -477,7 +477,7 @@ def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -
                 "bootstrap_room", "this decode computes no prompt itself (--strict-remote); send requests via a router"
             )
         if room is not None and address is None and limits.role == "decode":
-            raise invalid("bootstrap_host", "a room without the host of the prefill that holds it")
+            raise contradiction("bootstrap_host", "a room without the host of the prefill that holds it")
         is_paired = limits.role == "decode" and room is not None
         pairs.append(Pair(room, address if is_paired else None, rank))
     used = [pair.room for pair in pairs if pair.room is not None]
@@ -517,7 +517,7 @@ def check_room(value: int | str | None) -> Room | None:
     if value is None:
         return None
     if isinstance(value, str):
-        if not (value.isascii() and value.isdigit() and len(value) <= 19):
+        if not (value.isascii() and value.isdigit() and len(value) <= 19 and value[0] != "0"):
             raise invalid("bootstrap_room", f"{value[:40]!r} is not a decimal integer")
         value = int(value)
     if not 0 < value <= MAX_ROOM:

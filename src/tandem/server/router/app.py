@@ -46,6 +46,7 @@ from tandem.server.api.front import about, docs_response
 from tandem.server.api.gate import error_response
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
+from tandem.server.api.openapi import behind_router
 from tandem.server.api.response_store import ResponsePages, ResponseStore
 from tandem.server.fault_records import folder_of
 from tandem.server.http_pool import PooledTransport
@@ -296,8 +297,8 @@ class RouterApp:
         offered = await off_loop(len(raw), LOOP_BYTES, read_document, raw, OpenApi)
         if document is None or offered is None:
             raise Refusal(Problem.CONNECTION_LOST, "the decode worker describes no API", stage=STAGE)
-        paths = {path: item for path, item in offered.paths.items() if not path.startswith("/debug/")}
-        return await off_loop(len(raw), LOOP_BYTES, passed_on, {**document, "paths": paths})
+        routed = await off_loop(len(raw), LOOP_BYTES, behind_router, document)
+        return await off_loop(len(raw), LOOP_BYTES, passed_on, routed)
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
