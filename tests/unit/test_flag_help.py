@@ -55,6 +55,8 @@ def test_synonyms_lead_to_flags_that_are_there_and_hide_none() -> None:
         ("--pagesize 3", ["unknown argument --pagesize; did you mean --page-size?"]),
         ("--xyzzy -5", ["unknown argument --xyzzy; see"]),
         ("more", ["unknown argument more; see"]),
+        ("--num-speculative-tokens 3", ["--num-speculative-tokens: speculative decoding is not there"]),
+        ("--load-format gguf", ["--load-format: there is no such flag: safetensors and GGUF are read"]),
         ("--block-size 3 --lora-paths x", ["here it is --page-size", "LoRA adapters are not served"]),
     ],
 )
