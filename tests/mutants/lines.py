@@ -1226,9 +1226,30 @@ OTHERS = (
     Break(
         "false_is_never_a_wish",
         "server/api/foreign.py",
-        "    if name not in NEUTRAL:",
-        "    if True:",
+        "(None, *NEUTRAL[name]) if name in NEUTRAL else IDLE",
+        "(*IDLE, *NEUTRAL.get(name, ()))",
         "unit/test_api_structured.py::test_a_wish_that_looks_like_nothing_is_one",
+    ),
+    Break(
+        "true_is_the_same_as_one",
+        "server/api/foreign.py",
+        "given == idle and is_flag == isinstance(idle, bool)",
+        "given == idle",
+        "unit/test_api_structured.py::test_a_wish_that_looks_like_nothing_is_one",
+    ),
+    Break(
+        "schema_says_that_only_null_asks_for_nothing",
+        "server/api/openapi.py",
+        '{"enum": list(idle_values(name))}',
+        '{"type": "null"}',
+        "unit/test_openapi_schemathesis.py::test_nothing_that_does_not_fit_its_schema_is_taken",
+    ),
+    Break(
+        "router_offers_what_it_fills_in_itself",
+        "server/api/openapi.py",
+        "for name, schema in fields.items() if name not in OF_PAIR}",
+        "for name, schema in fields.items()}",
+        "unit/test_api_operations.py::test_a_router_offers_what_its_decode_does_but_for_the_pair_and_the_debug_pages",
     ),
     Break(
         "schema_beside_json_object_is_ignored",
