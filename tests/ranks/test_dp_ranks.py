@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
@@ -142,6 +143,46 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
 
 
+BY_TURNS = ("--load-balance-method", "round_robin")
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param((("--dp", "4"), ("--dp", "2"), ("--dp", "4")), id="rooms name ranks"),
+        pytest.param((("--dp", "2", *BY_TURNS), ("--dp", "1"), ("--dp", "2", *BY_TURNS)), id="ranks are asked for"),
+    ],
+)
+def test_a_prefill_may_come_back_with_fewer_ranks_and_with_more(lives: tuple[tuple[str, ...], ...]) -> None:
+    """Decode lives on. It has learned of ranks that are no more, by which it looks for rooms or asks for them."""
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=lives[0]) as it:
+        assert it.router is not None
+        (prefill,), router = it.prefills, it.router
+        expected = [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS]
+        for former, flags in pairwise(lives):
+            come_back_with(it, prefill, former, flags)
+            found = [both_halves_by_room(it, prompt, 1000 + n) for n, prompt in enumerate(PROMPTS)]
+            assert [answer["output_ids"] for _, answer in found] == expected
+            assert {answer["meta_info"]["path"] for _, answer in found} == {"remote"}
+            # By turns or by room, for the rooms follow each other.
+            assert [half["meta_info"].get("dp_rank", 0) for half, _ in found] == [n % int(flags[1]) for n in range(24)]
+            assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
+        for server in it.servers:
+            eventually(server.is_idle, what=server.states)
+
+
+def come_back_with(it: Cluster, server: Server, former: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """Killed, and started on the same ports with other flags in the place of some that it had."""
+    member = server.member
+    member.process.kill()
+    member.process.wait()
+    start = member.command.index(former[0])
+    assert member.command[start : start + len(former)] == former
+    member.command = (*member.command[:start], *flags, *member.command[start + len(former) :])
+    it.fleet.restart(member)
+    it.fleet.wait_ready(timeout_s=90)
+
+
 @pytest.fixture(scope="module")
 def by_room() -> Iterator[Cluster]:
     """Rooms name the rank of the prefill, which has four, unless somebody routes a request elsewhere."""
@@ -149,13 +190,21 @@ def by_room() -> Iterator[Cluster]:
         yield it
 
 
-def both_halves(it: Cluster, prompt: str, room: int, *, rank: int, **fields: object) -> tuple[dict, dict]:
+def both_halves(it: Cluster, prompt: str, room: int, *, rank: int) -> tuple[dict, dict]:
     """What prefill, routed to `rank`, and decode answer to a router that names ranks by itself."""
+    left, right = {"data_parallel_rank": rank}, {"data_parallel_rank": room // 4 % 2}
+    return both_halves_by_room(it, prompt, room, left, right)
+
+
+def both_halves_by_room(
+    it: Cluster, prompt: str, room: int, left: dict[str, int] | None = None, right: dict[str, int] | None = None
+) -> tuple[dict, dict]:
+    """What prefill and decode answer to a router. left, right: what it says to one of them only."""
     (prefill,), (decode,) = it.prefills, it.decodes
     pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": room}
     with ThreadPoolExecutor(1) as pool:
-        half = pool.submit(prefill.generate, prompt, max_new_tokens=8, data_parallel_rank=rank, **pair, **fields)
-        answer = decode.generate(prompt, max_new_tokens=8, data_parallel_rank=room // 4 % 2, **pair, **fields)
+        half = pool.submit(prefill.generate, prompt, max_new_tokens=8, **pair, **left or {})
+        answer = decode.generate(prompt, max_new_tokens=8, **pair, **right or {})
         return half.result(), answer
 
 

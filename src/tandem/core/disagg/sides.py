@@ -145,6 +145,7 @@ class PeerSearch:
     asks_rank: bool = False  # it is a question which rank has the room
     is_likely: bool = False  # the rank is the one that the room implies, and nobody was asked
     is_astray: bool = False  # it is not, or nobody is there: ask
+    is_informed: bool = False  # the prefill has said who it is since this request came
     rank_asked: int = 0  # times
     rank_until: Nanos | None = None  # when some rank has to have it
     unanswered: int = 0  # times it was found that nobody is there
