@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tandem.core.disagg import decode_side
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import PlainEngine, Row
 from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.world import run_seed
 
@@ -25,7 +25,7 @@ def test_every_request_ends_as_promised_and_its_tokens_come_by_the_block(
     found: Counter[int] = Counter()
     said = PlainEngine._said
 
-    def counted(engine: PlainEngine, row, tokens: list[int]) -> list[int]:  # type: ignore[no-untyped-def]
+    def counted(engine: PlainEngine, row: Row, tokens: list[int]) -> list[int]:
         found[len(tokens)] += 1
         return said(engine, row, tokens)
 

@@ -2,7 +2,7 @@
 
 To ignore one would answer something else than was asked for. So every body of generation has all of them: the ones that
 its endpoint reads it declares anew with their type, the others are raw JSON here, and refused when they ask for
-something (`body.refuse_unsupported`), with the name that the wish has on that endpoint. A value that changes nothing
+something (`body.refuse_unsupported`), with the name that this has on that endpoint. A value that changes nothing
 asks for nothing: programs fill in defaults.
 """
 
@@ -130,7 +130,7 @@ class Foreign(Struct, kw_only=True):
     nvext: Raw = NOTHING
 
 
-# What changes nothing, beside null. Of the names here `false` may be a wish.
+# What changes nothing, beside null. Of the names here `false` may ask for something.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("n", "best_of", "n_cmpl", "num_return_sequences", "num_beams", "beam_width", "top_p"), (1,)),
     **dict.fromkeys(("typical_p", "tfs_z", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
@@ -174,7 +174,7 @@ def is_asked_for(name: str, value: Raw) -> bool:
         return True
     try:
         given = msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number beyond all bounds, say: a wish, whatever it is
+    except msgspec.DecodeError:  # a number beyond all bounds, say
         return True
     is_flag = isinstance(given, bool)
     return not any(given == idle and is_flag == isinstance(idle, bool) for idle in idle_values(name))
@@ -187,6 +187,6 @@ def handled(kind: type[Struct]) -> frozenset[str]:
 
 
 def name_here(name: str, handled: frozenset[str]) -> str | None:
-    """What a foreign wish is called where these fields are read; None: it has no name there."""
+    """What a field of others is called where these fields are read; None: it has no name there."""
     names = next((line for line in SYNONYMS if name in line), (name,))
     return next((other for other in names if other in handled), None)
