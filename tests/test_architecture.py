@@ -86,7 +86,10 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
     *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state", "chunk_budget", "micro_batches")),
-    *((f"core.disagg.{name}", "core.sides") for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering")),
+    *(
+        (f"core.disagg.{name}", "core.sides")
+        for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering", "shared_pull")
+    ),
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),
     ("core.scheduler", "core.scheduler"),

@@ -24,6 +24,7 @@ from tandem.core.disagg.messages import (
 )
 from tandem.core.disagg.prefill_lookup import ask_who, find_rank, key, say_farewell, say_farewells, tell_prefill
 from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
+from tandem.core.disagg.shared_pull import comes_for_another, no_longer_held_back
 from tandem.core.disagg.sides import Arrival, DecodeSide, Local
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
@@ -242,6 +243,7 @@ def await_arrival(node: NodeState, progress: Progress, side: DecodeSide) -> None
     arrival = side.arrival = Arrival(
         side.peer,
         held_pages=progress.inserted,
+        first_wanted=progress.inserted,
         num_wanted=side.total_pages - progress.inserted,
         offered=progress.inserted,
         ready_at=node.now,
@@ -352,7 +354,7 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         or offer.first_page > arrival.offered
     ):
         return
-    complaint = misfit(node, progress, arrival, offer)
+    complaint = misfit(node, progress, side, arrival, offer)
     if complaint is not None:
         fail_transfer(node, progress, side, Cause.PROTOCOL, complaint)
         return
@@ -365,12 +367,19 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         arrival.result = offer.result
 
 
-def misfit(node: NodeState, progress: Progress, arrival: Arrival, offer: Offer) -> str | None:
+def go_on_pulling(node: NodeState) -> list[RequestId]:
+    """Whose pages were pulled for another request, which has them now or has ended: what they lack is asked for."""
+    free = no_longer_held_back(node)
+    for progress, side, arrival in free:
+        send_ready(node, progress, side, arrival)
+    return [progress.id for progress, _, _ in free]
+
+
+def misfit(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, offer: Offer) -> str | None:
     num_pages = len(offer.pages)
     stop = offer.first_page + num_pages
-    total_pages = arrival.held_pages + arrival.num_wanted
-    if offer.total_pages != total_pages or stop > total_pages:
-        return f"prefill offers up to page {stop} of {offer.total_pages}, want {total_pages}"
+    if offer.total_pages != side.total_pages or stop > side.total_pages:
+        return f"prefill offers up to page {stop} of {offer.total_pages}, want {side.total_pages}"
     if len(offer.generations) != num_pages or offer.first_page < arrival.held_pages:
         return "offer is malformed"
     wanted_bytes = DIGEST_BYTES * num_pages
@@ -394,6 +403,8 @@ def is_well_formed(row: ResultSlot, num_tokens: int) -> bool:
 
 
 def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, offer: Offer) -> None:
+    if not arrival.pulling and comes_for_another(node, progress, arrival):
+        return
     skip = arrival.offered - offer.first_page
     if skip >= len(offer.pages):
         return
@@ -406,7 +417,7 @@ def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival
             attempt=side.attempt,
             room=offer.room,
             peer=arrival.peer,
-            first_wanted=start - arrival.held_pages,
+            first_wanted=start - arrival.first_wanted,
             sources=offer.pages[skip:],
             generations=offer.generations[skip:],
             destinations=tuple(progress.pages[start:stop]),

@@ -153,12 +153,13 @@ class PeerSearch:
 
 @dataclass(slots=True)
 class Arrival:
-    """What READY has asked for, and what of it has come. Pages before `held_pages` were here already."""
+    """What READY has asked for, and what of it has come."""
 
     peer: Incarnation  # the prefill to which READY is said
-    held_pages: int
-    num_wanted: int  # pages [held_pages, held_pages + num_wanted) have to come
-    offered: int  # pages [held_pages, offered) were offered and a pull for them was asked
+    held_pages: int  # pages before this one were here already, as READY says
+    first_wanted: int  # and those before this one, from `held_pages` on, have come for others meanwhile
+    num_wanted: int  # pages [first_wanted, first_wanted + num_wanted) have to come
+    offered: int  # pages [first_wanted, offered) were offered and a pull for them was asked
     ready_at: Nanos
     until: Nanos | None  # when the KV has to be here
     resend_at: Nanos = ZERO_NS

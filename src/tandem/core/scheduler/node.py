@@ -101,6 +101,8 @@ class EngineNode:
             handle(node, event)
         for progress in due(node):
             expire(node, progress)
+        for request in decode_side.go_on_pulling(node) if node.held_back else ():
+            start_if_landed(node, request)
         admit(node)
         while plan(node):
             admit(node)

@@ -6,6 +6,7 @@ of a disaggregated pair, is its `side` (`disagg.sides`), exactly one at any time
 A request's state is also its queue: the node keeps one ordered table per state, so a request cannot be in two.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -105,7 +106,7 @@ class WaitingFor(StrEnum):
     SLOT = "slot"
     METADATA_SLOT = "metadata_slot"
     GATE = "gate"  # the prefill delayer
-    PREFIX = "prefix"  # pages that another request is computing
+    PREFIX = "prefix"  # pages that another request is computing, or pulling
     WINDOW = "window"  # its batch
     LANDING = "landing"  # the peer's pages
     TIER = "tier"  # pages of host memory
@@ -127,6 +128,9 @@ _WAITS = {
     State.SENDING: WaitingFor.COLLECTION,
     State.DRAINING: WaitingFor.DRAIN,
 }
+
+
+_MAY_BE_BLOCKED = (State.QUEUED, State.COMPUTING, State.ARRIVING)
 
 
 @dataclass(slots=True)
@@ -180,7 +184,7 @@ class Progress:
 
     @property
     def waiting_for(self) -> WaitingFor | None:
-        if self.state in (State.QUEUED, State.COMPUTING) and self.blocked_on is not None:
+        if self.state in _MAY_BE_BLOCKED and self.blocked_on is not None:
             return self.blocked_on
         match self.state, self.side:
             case State.BOOTSTRAPPING, DecodeSide(search=PeerSearch(asks_rank=True)):
@@ -194,6 +198,11 @@ class Progress:
 def is_early(progress: Progress) -> bool:
     """A prefill side to which no decode has said READY: nobody waits for it yet."""
     return isinstance(progress.side, PrefillSide) and not progress.side.is_ready
+
+
+def num_shared(one: Progress, other: Progress, first: int, last: int) -> int:
+    """Pages of [first, last) up to where the two prompts part. A hash names a whole prefix: they do so once."""
+    return bisect_left(range(first, last), True, key=lambda index: one.hashes[index] != other.hashes[index])
 
 
 def has_ended(progress: Progress) -> bool:

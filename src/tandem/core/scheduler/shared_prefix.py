@@ -5,13 +5,12 @@ only who arrives after the pages are in the prefix tree finds them there.
 
 The wait is in the queue, before slot and pages are taken: who waits is passed over. It ends in the step in which the
 pages are there, or in which who computes them has gone, for whatever reason; then the next one computes them. What
-arrives from a peer is not waited for: whether that peer delivers is not this node's to say.
+arrives from a peer is not waited for here: whether that peer delivers is not this node's to say. Those who want it from
+the same peer are told apart when they pull (`core/disagg/shared_pull.py`).
 """
 
-from bisect import bisect_left
-
 from tandem.core.disagg.sides import DecodeSide
-from tandem.core.scheduler.request_state import Progress, State
+from tandem.core.scheduler.request_state import Progress, State, num_shared
 from tandem.core.scheduler.state import NodeState, pages_for, reusable_tokens
 
 
@@ -42,8 +41,3 @@ def awaits_prefix(node: NodeState, progress: Progress, computing: list[Progress]
             if 2 * shared >= pages_for(node, progress.length) - first:
                 return True
     return False
-
-
-def num_shared(one: Progress, other: Progress, first: int, last: int) -> int:
-    """Pages of [first, last) up to where the two prompts part. A hash names a whole prefix: they do so once."""
-    return bisect_left(range(first, last), True, key=lambda index: one.hashes[index] != other.hashes[index])

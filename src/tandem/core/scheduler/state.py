@@ -137,6 +137,7 @@ class NodeState:
     prefills: dict[str, PrefillInfo] = field(default_factory=dict[str, PrefillInfo])  # by bootstrap address
     peers: dict[str, KnownPeer] = field(default_factory=dict[str, KnownPeer])  # by bootstrap address and DP rank
     asked: dict[str, Nanos] = field(default_factory=dict[str, Nanos])
+    held_back: dict[RequestId, None] = field(default_factory=dict[RequestId, None])  # pulls, while another one pulls
     draining: bool = False
     counters: Counters = field(default_factory=Counters)
     delayer: DelayerState = field(default_factory=DelayerState)
@@ -382,17 +383,35 @@ def checkpoint(node: NodeState, progress: Progress) -> None:
     if first_new < full and node.settings.announces_cache:  # behind a page that was not there none was
         new = tuple(progress.hashes[first_new:full])
         node.out.append(AnnounceStored(progress.id, first_new, parent_of(progress, first_new), new))
-    before, progress.locked = progress.locked, progress.hashes[full - 1]
-    node.tree.lock(progress.locked)
-    if before is not None:
-        node.tree.unlock(before)
     used = progress.hashes[progress.inserted : full]
-    progress.inserted = full
+    lock_up_to(node, progress, full)
     begin_copy(node, node.host.store_used(node.tree, used, node.pool.num_pages, node.now))
 
 
 def parent_of(progress: Progress, index: int) -> PageHash | None:
     return progress.hashes[index - 1] if index else None
+
+
+def adopt_cached(node: NodeState, progress: Progress) -> None:
+    """Read what the prefix tree has by now instead of own pages, of which nobody has written or told any yet."""
+    found = node.tree.match(progress.hashes) if node.settings.prefix_cache else []
+    first, stop = progress.inserted, len(found)
+    if stop <= first:
+        return
+    node.pool.free(progress.pages[first:stop], progress.id)
+    progress.pages[first:stop] = found[first:]
+    lock_up_to(node, progress, stop)
+    progress.computed = progress.launched = stop * node.settings.page_size
+    use_again(node, progress.hashes[first:stop])
+
+
+def lock_up_to(node: NodeState, progress: Progress, num_pages: int) -> None:
+    """So many leading pages are in the prefix tree under its hashes, and stay there."""
+    before, progress.locked = progress.locked, progress.hashes[num_pages - 1]
+    node.tree.lock(progress.locked)
+    if before is not None:
+        node.tree.unlock(before)
+    progress.inserted = num_pages
 
 
 def give_back_pages(node: NodeState, progress: Progress) -> None:
