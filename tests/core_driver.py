@@ -333,6 +333,7 @@ class World:
         self.now = Nanos(TICK_NS)
         self.replicas: dict[Incarnation, Replica] = {}
         self.directory: dict[Address, tuple[Incarnation, str]] = {}
+        self.ranks: dict[Address, list[PeerLearned]] = {}  # of prefills that have several, and no others
         self.announced: dict[Room, int] = {}
         self.next_room = 100
         self.storage: dict[bytes, list[int]] = {}  # hash -> content, for all replicas
@@ -516,6 +517,15 @@ class World:
             if not other.is_dead:
                 self.send(other, PeerLost(replica.name))
 
+    def _who_is(self, address: Address, dp_rank: int | None) -> PeerLearned | PeerUnknown:
+        ranks = self.ranks.get(address)
+        if ranks is None:
+            known = self.directory.get(address)
+            return PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens")
+        if dp_rank in (None, *range(len(ranks))):
+            return ranks[dp_rank or 0]
+        return PeerUnknown(address, f"there is no rank {dp_rank}", dp_rank)
+
     def abort(self, replica: Replica, request: RequestId) -> None:
         self.send(replica, AbortRequested(request))
 
@@ -541,11 +551,12 @@ class World:
                 assert not any(request == row.request for flight in replica.state.inflight for row in flight.rows)
                 render = replica.render[request]
                 replica.parcels.append(Parcel(PromptRendered, lambda: PromptRendered(render(rendered_at))))
-            case LearnPeer(address):
-                known = self.directory.get(address)
-                self.send(replica, PeerLearned(address, *known) if known else PeerUnknown(address, "nobody listens"))
+            case LearnPeer(address, dp_rank):
+                self.send(replica, self._who_is(address, dp_rank))
             case AskDpRank(address, room):
-                self.send(replica, DpRankAnswered(address, room, self.announced.get(room)))
+                ranks = self.ranks.get(address)
+                prefill = None if ranks is None else ranks[0].prefill
+                self.send(replica, DpRankAnswered(address, room, self.announced.get(room), prefill))
             case AnnounceDpRank(room, rank, sought):
                 self.announced[room] = rank
                 for other in self.replicas.values():

@@ -79,6 +79,14 @@ def test_what_decode_has_cached_does_not_travel_again(router: Server) -> None:
     assert (longer["path"], longer["kv_pages"]) == ("remote", 15 - 12)
 
 
+def test_full_pages_of_several_samples_travel_once(router: Server, unified: Server) -> None:
+    prompt = [310 + index % 140 for index in range(201)]  # twelve full pages, and a few tokens
+    sampling = {"n": 4, "temperature": 1.0, "sampling_seed": 11, "ignore_eos": True}
+    ours, theirs = ([*server.generate(prompt, sampling_params=sampling)] for server in (router, unified))
+    assert [answer["output_ids"] for answer in ours] == [answer["output_ids"] for answer in theirs]
+    assert sum(answer["meta_info"]["kv_pages"] for answer in ours) == 13 + 3 * 1
+
+
 def test_many_at_once_all_get_their_tokens_and_leave_nothing(router: Server, it: Cluster) -> None:
     answers: dict[int, list[int]] = {}
 

@@ -36,6 +36,7 @@ OPTIMISTIC = "unit/test_core_optimistic.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
 MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
+OTHER_RANKS = "unit/test_core_dp_ranks.py::test_"
 BLOCKS = "unit/test_core_blocks.py::test_"
 FOUND_TOGETHER = "e2e_cpu/test_engine_blocks.py::test_"
 SERVED = "e2e_cpu/test_serve_unified.py::test_"
@@ -747,6 +748,71 @@ OTHERS = (
         "        memory=None,",
         "e2e_cpu/test_transfer_backends.py::test_on_one_host_auto_copies_from_shared_memory",
     ),
+    # a prefill that comes back with other DP ranks
+    Break(
+        "what_a_room_was_looked_for_on_outlives_its_ranks",
+        "core/disagg/decode_side.py",
+        "            if is_another:",
+        "            if False:",
+        OTHER_RANKS + "an_answer_of_the_former_life_is_forgotten_with_it",
+    ),
+    Break(
+        "ranks_of_the_former_life_are_said_ready_to",
+        "core/disagg/prefill_lookup.py",
+        "        forget_ranks(node, key(address))",
+        "        pass",
+        OTHER_RANKS + "a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now",
+    ),
+    Break(
+        "what_the_answer_for_a_room_says_of_the_prefill_is_not_heard",
+        "core/disagg/decode_side.py",
+        "    if event.prefill is not None and key(event.address) in node.prefills:",
+        "    if False:",
+        OTHER_RANKS + "a_prefill_of_one_rank_that_had_several_is_found_by_the_first_question_for_a_room",
+    ),
+    Break(
+        "a_bootstrap_server_does_not_say_beside_rooms_what_its_prefill_is",
+        "server/api/bootstrap.py",
+        "        headers = None if prefill is None else {",
+        "        headers = None if True else {",
+        "unit/test_bootstrap_server.py::test_with_the_ranks_of_rooms_decode_is_told_what_the_prefill_is_by_now",
+    ),
+    Break(
+        "a_rank_is_refused_by_what_the_former_life_had",
+        "core/disagg/decode_side.py",
+        "        case Conflict() if not search.is_informed:",
+        "        case Conflict() if False:",
+        OTHER_RANKS + "a_rank_that_only_the_next_life_has_is_no_conflict",
+    ),
+    Break(
+        "an_early_end_is_told_to_a_rank_that_is_no_more",
+        "core/disagg/prefill_lookup.py",
+        "        if dp_rank is not None and not whom.is_asked:",
+        "        if False:",
+        OTHER_RANKS + "a_half_that_ends_early_is_told_to_the_rank_that_has_its_room_now",
+    ),
+    Break(
+        "an_early_end_is_told_where_the_room_was_in_the_former_life",
+        "core/disagg/prefill_lookup.py",
+        "                node.farewells[room] = Farewell(address, whom.facts, None)",
+        "                node.farewells[room] = whom",
+        OTHER_RANKS + "a_half_that_ends_while_another_rank_is_learned_of_is_told_to_the_one_that_its_room_implies_now",
+    ),
+    Break(
+        "a_room_that_nobody_has_announced_is_no_ranks",
+        "core/disagg/prefill_lookup.py",
+        "        if rank is None and isinstance(found, Known | Likely):",
+        "        if False:",
+        OTHER_RANKS + "a_half_that_had_said_ready_to_a_rank_of_the_former_life_is_told_where_its_room_is_now",
+    ),
+    Break(
+        "a_prefill_with_fewer_ranks_is_refused",
+        "core/bootstrap_registry.py",
+        "        is_next_life = is_own or new.dp_rank in self._ranks",
+        "        is_next_life = is_own",
+        "unit/test_bootstrap_registry.py::"
+        "test_a_prefill_that_comes_back_with_fewer_ranks_registers_and_none_of_the_former_ones_is_waited_for",
+    ),
     # rows that sample blocks
     Break(
         "end_behind_the_last_token_that_was_asked_for_ends_the_answer",
@@ -924,6 +990,34 @@ OTHERS = (
         "            if 2 * shared >= pages_for(node, progress.length) - first:",
         "            if not shared:",
         "unit/test_core_shared_prefix.py::test_samples_of_a_prompt_are_forked_from_one_prefill",
+    ),
+    Break(
+        "samples_are_pulled_each",
+        "core/disagg/shared_pull.py",
+        "        if first < last and 2 * num_shared(progress, other, first, last) >= arrival.num_wanted:",
+        "        if first < last and 2 * num_shared(progress, other, first, last) > 2 * arrival.num_wanted:",
+        "unit/test_core_shared_pull.py::test_full_pages_of_several_samples_are_pulled_once",
+    ),
+    Break(
+        "what_has_come_for_another_is_pulled_again",
+        "core/disagg/shared_pull.py",
+        "    adopt_cached(node, progress)",
+        "    progress.inserted = progress.inserted",
+        "unit/test_core_shared_pull.py::test_nothing_is_pulled_of_a_prompt_of_full_pages",
+    ),
+    Break(
+        "who_waits_for_another_pull_is_forgotten",
+        "core/scheduler/node.py",
+        "        for request in decode_side.go_on_pulling(node) if node.held_back else ():",
+        "        for request in ():",
+        "unit/test_core_shared_pull.py::test_who_waits_says_what_for_and_holds_no_pages_twice_when_it_goes_on",
+    ),
+    Break(
+        "the_end_is_told_to_a_life_that_has_ended",
+        "core/disagg/decode_side.py",
+        "    if side.arrival is None or not side.arrival.is_answered:",
+        "    if side.is_unmet:",
+        "unit/test_core_rendezvous.py::test_the_next_life_of_a_lost_prefill_hears_of_the_end",
     ),
     # integers over which the library of the grammars would end
     Break(

@@ -208,8 +208,8 @@ def test_rooms_are_asked_for_at_once_and_together_and_unknown_ones_are_answered_
             client.receive(commands.AskDpRank(address, Room(room)))
         await until(lambda: len(node.sent) == 2)
         assert node.sent == [
-            events.DpRankAnswered(address, Room(7), 1),
-            events.DpRankAnswered(address, Room(8), None),
+            events.DpRankAnswered(address, Room(7), 1, ranked(0).prefill),
+            events.DpRankAnswered(address, Room(8), None, ranked(0).prefill),
         ]
         assert counted.bodies == [b'{"bootstrap_rooms":[7,8]}']
         await client.close()

@@ -14,7 +14,7 @@ import pytest
 from api_fakes import REPLICA
 
 from tandem.core import events
-from tandem.core.settings import PrefillInfo
+from tandem.core.settings import LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, ZERO_NS, Address, Incarnation, Nanos, Room
 from tandem.server import wire
 from tandem.server.api import bootstrap_client
@@ -247,6 +247,29 @@ def test_ranks_of_rooms_that_nobody_asked_for_are_not_taken() -> None:
             asker.it.ask_rank(address, Room(7))
             await asker.until(lambda: asker.found)
             assert asker.found == [events.DpRankAnswered(address, Room(7), 1)]
+
+    asks(story)
+
+
+def test_with_the_ranks_of_rooms_comes_what_the_prefill_says_of_itself() -> None:
+    async def story(asker: Asker) -> None:
+        async with server(says(ok(b"{}", 'X-Tandem-Prefill: {"dp_size":3,"method":"round_robin"}'))) as address:
+            asker.it.ask_rank(address, Room(7))
+            await asker.until(lambda: asker.found)
+            prefill = PrefillInfo(3, LoadBalanceMethod.ROUND_ROBIN)
+            assert asker.found == [events.DpRankAnswered(address, Room(7), None, prefill)]
+
+    asks(story)
+
+
+@pytest.mark.parametrize("said", ["{", "7", '{"dp_size":0}', '{"dp_size":100000}', '{"method":"by_mood"}', "[" * 9000])
+def test_a_hostile_word_about_the_prefill_answers_the_room_with_nothing(said: str) -> None:
+    async def story(asker: Asker) -> None:
+        async with server(says(ok(b'{"7":1}', f"X-Tandem-Prefill: {said}"))) as address:
+            asker.it.ask_rank(address, Room(7))
+            await asker.until(lambda: len(asker.found) == 2)
+            assert isinstance(asker.found[0], events.PeerUnknown)
+            assert asker.found[1] == events.DpRankAnswered(address, Room(7), None)
 
     asks(story)
 

@@ -111,8 +111,8 @@ def test_rooms_go_together_at_once_and_the_next_after_an_interval() -> None:
     assert it.tick(NOW) == [FetchRanks(1, HERE, (Room(7), Room(8)))]
     it.ask_rank(HERE, Room(9))
     assert it.tick(NOW) == []
-    told = it.told(1, {Room(7): 1, Room(9): 0}, NOW)
-    assert told == [DpRankAnswered(HERE, Room(7), 1), DpRankAnswered(HERE, Room(8), None)]
+    told = it.told(1, {Room(7): 1, Room(9): 0}, FOUND.prefill, NOW)
+    assert told == [DpRankAnswered(HERE, Room(7), 1, FOUND.prefill), DpRankAnswered(HERE, Room(8), None, FOUND.prefill)]
     pause_ends = it.next_deadline()
     assert pause_ends == NOW + it.interval_ns
     assert it.tick(Nanos(pause_ends - 1)) == []

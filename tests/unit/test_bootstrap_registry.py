@@ -132,6 +132,46 @@ def test_ranks_that_disagree_are_refused_with_the_field() -> None:
     assert not registry.is_ready
 
 
+def test_a_prefill_that_comes_back_with_fewer_ranks_registers_and_none_of_the_former_ones_is_waited_for() -> None:
+    registry = filled(*(rank(number, of=4) for number in range(4)))
+    for number in range(4):
+        registry.announce(Room(number), number, NOW)
+    assert registry.register(rank(1, of=2, life=2)) == Accepted(is_new=True)
+    assert (registry.is_ready, registry.dp_size) == (False, 2)
+    assert registry.ranks_of(map(Room, range(4)), NOW) == {}
+    assert registry.register(rank(0, of=2, life=2)) == Accepted(is_new=True)
+    assert registry.is_ready
+    assert documents(registry) == [b"p/0/2", b"p/1/2"]
+    for number in range(4):
+        late = registry.register(rank(number, of=4))
+        assert isinstance(late, Rejected)
+        assert "was replaced by another" in late.reason or number > 1
+        assert not registry.unregister(rank(number, of=4).who)
+    assert documents(registry) == [b"p/0/2", b"p/1/2"]
+
+
+def test_a_prefill_that_comes_back_with_more_ranks_registers_beginning_with_one_that_it_had() -> None:
+    registry = filled(rank(0, of=2), rank(1, of=2))
+    new = [rank(number, of=4, life=2) for number in range(4)]
+    refused = registry.register(new[3])
+    assert isinstance(refused, Rejected)
+    assert refused.param == "prefill"
+    assert documents(registry) == [b"p/0/1", b"p/1/1"], "who is new at a free place ends nobody"
+    for one in (new[1], new[3], new[0], new[2]):
+        assert registry.register(one) == Accepted(is_new=True)
+    assert documents(registry) == [one.document for one in new]
+
+
+def test_a_life_with_other_flags_does_not_end_a_rank_of_the_server_itself() -> None:
+    registry = filled(rank(1, of=2))
+    registry.register(rank(0, of=2), is_own=True)
+    registry.announce(Room(5), 1, NOW)
+    refused = registry.register(rank(1, of=3, life=2))
+    assert isinstance(refused, Rejected)
+    assert (refused.param, documents(registry)) == ("prefill", [b"p/0/1", b"p/1/1"])
+    assert registry.ranks_of([Room(5)], NOW) == {5: 1}
+
+
 def test_a_rank_of_the_server_itself_is_replaced_by_nobody_else_while_it_lives() -> None:
     registry = Registry()
     registry.register(rank(life=1), is_own=True)

@@ -17,6 +17,7 @@ from tandem.server.api.body_store import MAX_BODY_BYTES
 from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
 from tandem.server.api.cluster_auth import CHALLENGE_NS, WriteGuard, signed_headers
+from tandem.server.documents import read_prefill
 
 SECRET = ClusterSecret(b"a secret of the whole cluster")
 ENDS = (wire.DataEndpoint("10.0.0.1", 6), wire.DataEndpoint("10.0.0.1", 7, "/tmp/seven"))
@@ -128,6 +129,16 @@ def test_decode_learns_the_ranks_of_many_rooms_at_once_and_unknown_rooms_are_abs
     answer = it.post("/query_dp_ranks", {"bootstrap_rooms": [7, 6, large, "8"]})
     assert answer.json() == {"7": 1, str(large): 0, "8": 1}
     assert it.post("/query_dp_ranks", {"bootstrap_rooms": []}).json() == {}
+
+
+def test_with_the_ranks_of_rooms_decode_is_told_what_the_prefill_is_by_now() -> None:
+    it = Bootstrap()
+    nobody = it.post("/query_dp_ranks", {"bootstrap_rooms": [7]})
+    assert (nobody.json(), nobody.headers.get("x-tandem-prefill")) == ({}, None)
+    for life in (replica(0, of=2), replica(0, of=1, life=4)):
+        assert it.put(life).status_code == 200
+        said = it.post("/query_dp_ranks", {"bootstrap_rooms": [7]}).headers["x-tandem-prefill"]
+        assert read_prefill(said.encode()) == life.prefill
 
 
 def test_rooms_are_forgotten_after_two_minutes() -> None:

@@ -398,3 +398,175 @@ def test_farewells_are_bounded_and_forgotten_when_nobody_is_there() -> None:
 
 def told(decode: Replica, kind: type[Message]) -> list[Incarnation]:
     return [said.peer for said in decode.said(Tell) if isinstance(said.message, kind)]
+
+
+# --- a prefill that comes back with other ranks ----------------------------------------------------------------------
+
+FOUR = PrefillInfo(4, LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM, DpConflictPolicy.RESOLVE)
+PLAIN_FOUR = {"dp_size": 4, "method": FOUR.method, "conflict": FOUR.conflict}
+
+
+def once_had_four(**settings: object) -> tuple[World, list[Replica], Replica]:
+    """A prefill of two ranks, of which decode still thinks that it has four. So far it has lost one of those."""
+    world, ranks, decode = two_ranks(FOLLOW, **settings)
+    for rank in range(4):
+        world.send(decode, PeerLearned(SERVER, former(rank), "", "", rank, FOUR))
+    world.send(decode, PeerLost(former(3)))
+    world.run()
+    serve(world, ranks, FOLLOW)
+    return world, ranks, decode
+
+
+def former(rank: int) -> Incarnation:
+    return Incarnation(f"former-{rank}", "1")
+
+
+def ends_in_time(world: World, rank: Replica, left: RequestId) -> None:
+    """The prefill half hears that decode's is over, without its own deadline."""
+    world.run()
+    end = rank.ended[left]
+    assert isinstance(end, FailRequest)
+    assert end.cause is Cause.PEER_ABORTED
+    assert_nothing_is_held(rank)
+
+
+def serve(world: World, ranks: list[Replica], info: PrefillInfo) -> None:
+    """At the prefill's address, from now on."""
+    world.ranks[SERVER] = [PeerLearned(SERVER, one.name, "", "", rank, info) for rank, one in enumerate(ranks)]
+
+
+def test_a_room_of_a_rank_that_is_no_more_is_found_on_the_one_that_it_implies_now() -> None:
+    world, ranks, decode = once_had_four()
+    _left, right = submit(world, ranks[1], decode)
+    world.run()
+    assert (path_of(decode, right), decode.tokens[right]) == (Path.REMOTE, TOKENS)
+    assert decode.state.prefills == {"prefill.host:8998": FOLLOW}
+    assert list(decode.state.peers) == ["prefill.host:8998/1"], "nothing is known of ranks of the former life"
+    assert decode.said(AskDpRank) == [AskDpRank(SERVER, Room(ODD))]
+    questions = len(decode.said(LearnPeer))
+    _left, right = world.submit(ranks[1], room=11), world.submit(decode, room=11, peer=SERVER)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert len(decode.said(LearnPeer)) == questions, "it is known now"
+    assert_nothing_is_held([*ranks, decode])
+
+
+def test_an_answer_of_the_former_life_is_forgotten_with_it() -> None:
+    """The bootstrap server had said rank 3; nothing of it goes on to be asked for."""
+    world, ranks, decode = once_had_four(force_query=True)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 3))
+    world.run()
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))
+    world.run()
+    assert decode.progress(right).waiting_for is WaitingFor.DP_RANK
+    world.submit(ranks[0], room=ODD)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), 0))
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+
+
+def test_a_rank_that_only_the_next_life_has_is_no_conflict() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, PrefillInfo(1)))
+    serve(world, ranks, FOLLOW)
+    world.submit(ranks[1], room=ODD, dp_rank_hint=1)
+    right = world.submit(decode, room=ODD, peer=SERVER, dp_rank_hint=1)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert decode.said(LearnPeer) == [LearnPeer(SERVER), LearnPeer(SERVER, 1)]
+
+
+def test_a_prefill_of_one_rank_that_had_several_is_found_by_the_first_question_for_a_room() -> None:
+    """One rank alone announces nothing: no answer but this one would ever show where its rooms are."""
+    world, _ranks, decode = two_ranks(RESOLVE)
+    world.send(decode, PeerLearned(SERVER, former(0), "", "", 0, RESOLVE))
+    world.run()
+    alone = world.prefill("alone")
+    serve(world, [alone], PrefillInfo())
+    world.submit(alone, room=ODD)
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.run()
+    assert path_of(decode, right) is Path.REMOTE
+    assert len(decode.said(AskDpRank)) == 1
+    assert_nothing_is_held([alone, decode])
+
+
+def test_what_is_waited_for_beside_a_room_that_is_asked_for_is_found_with_it() -> None:
+    world, ranks, decode = two_ranks(RESOLVE)
+    world.send(decode, PeerLearned(SERVER, former(0), "", "", 0, RESOLVE))
+    rights = [world.submit(decode, room=room, peer=SERVER) for room in (ODD, 9)]
+    world.run()
+    serve(world, ranks, FOLLOW)
+    for room in (ODD, 9):
+        world.submit(ranks[1], room=room)
+    world.send(decode, DpRankAnswered(SERVER, Room(ODD), None, FOLLOW))
+    world.run()
+    assert [path_of(decode, right) for right in rights] == [Path.REMOTE] * 2
+
+
+def test_a_half_that_ends_early_is_told_to_the_rank_that_has_its_room_now() -> None:
+    """The rank of the former life is not there any more."""
+    world, ranks, decode = once_had_four()
+    left, right = submit(world, ranks[1], decode)
+    world.abort(decode, right)
+    ends_in_time(world, ranks[1], left)
+    assert decode.state.farewells == {}
+
+
+def test_a_half_that_ends_while_its_room_is_asked_for_is_told_to_the_only_rank_there_is() -> None:
+    world, _ranks, decode = two_ranks(RESOLVE)
+    world.send(decode, PeerLearned(SERVER, former(0), "", "", 0, RESOLVE))
+    world.run()
+    alone = world.prefill("alone")
+    serve(world, [alone], PrefillInfo())
+    left, right = submit(world, alone, decode)
+    world.abort(decode, right)
+    ends_in_time(world, alone, left)
+
+
+def test_a_half_that_ends_while_another_rank_is_learned_of_is_told_to_the_one_that_its_room_implies_now() -> None:
+    """Room 11 was on the second of two ranks, and is on the fourth of four."""
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, former(0), "", "", 0, FOLLOW))
+    world.run()
+    ranks += [world.prefill(f"rank-{rank}", dp_rank=rank, prefill_info=PLAIN_FOUR) for rank in (2, 3)]
+    serve(world, ranks, FOUR)
+    left, right = world.submit(ranks[3], room=11), world.submit(decode, room=11, peer=SERVER)
+    world.abort(decode, right)
+    ends_in_time(world, ranks[3], left)
+
+
+def test_a_half_whose_rank_in_the_request_was_none_before_is_told_there() -> None:
+    world, ranks, decode = two_ranks(FOLLOW)
+    world.send(decode, PeerLearned(SERVER, former(0), "", "", 0, PrefillInfo(1)))
+    world.run()
+    serve(world, ranks, FOLLOW)
+    left = world.submit(ranks[1], room=ODD, dp_rank_hint=1)
+    right = world.submit(decode, room=ODD, peer=SERVER, dp_rank_hint=1)
+    world.abort(decode, right)
+    ends_in_time(world, ranks[1], left)
+    assert decode.state.farewells == {}
+
+
+def test_a_half_that_had_said_ready_to_a_rank_of_the_former_life_is_told_where_its_room_is_now() -> None:
+    world, ranks, decode = once_had_four()
+    world.send(decode, PeerLearned(SERVER, former(3), "", "", 3, FOUR))
+    left, right = submit(world, ranks[1], decode)
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING
+    world.send(decode, PeerLearned(SERVER, ranks[0].name, "", "", 0, FOLLOW))  # another request has asked
+    world.send(decode, PeerLost(former(3)))
+    ends_in_time(world, ranks[1], left)
+    assert path_of(decode, right) is Path.FALLBACK
+
+
+def test_a_rank_that_never_comes_is_asked_for_a_bounded_number_of_times() -> None:
+    """The second of two ranks, which its server says it has."""
+    world, _ranks, decode = once_had_four()
+    del world.ranks[SERVER][1]
+    right = world.submit(decode, room=ODD, peer=SERVER)
+    world.abort(decode, right)
+    world.advance(100 * SECOND)
+    assert decode.said(LearnPeer) == [LearnPeer(SERVER, 3), LearnPeer(SERVER, 1)]
+    assert decode.said(AskDpRank) == [AskDpRank(SERVER, Room(ODD))] * 2

@@ -611,6 +611,24 @@ def test_a_prefill_that_restarts_is_met_again_as_another_incarnation() -> None:
     assert_nothing_is_held([decode, reborn])
 
 
+def test_the_next_life_of_a_lost_prefill_hears_of_the_end() -> None:
+    """Decode has not noticed yet that the life which it knows is over, and says READY there."""
+    world, prefill, decode, _left, _right = meet()
+    world.run()
+    decode.holds.add(PeerLost)
+    world.kill(prefill)
+    reborn = world.prefill(life=2)
+    left, right = world.pair(reborn, decode, prompt_len=100, seed=2)
+    world.run()
+    assert decode.state_of(right) is State.ARRIVING
+    assert reborn.state_of(left) is State.PARKED
+    decode.release()
+    world.run()
+    assert decode.ended[right].path == "fallback"
+    assert reborn.cause(left) is Cause.PEER_ABORTED
+    assert_nothing_is_held([decode, reborn])
+
+
 def test_a_second_decode_cannot_take_a_room_over() -> None:
     world = World()
     prefill, decode, thief = world.prefill(), world.decode(), world.decode("thief")

@@ -5,7 +5,9 @@ A registration brings a whole rank at once, all its shards in one document, so n
     another incarnation of a rank   replaces the one that is there, and forgets the rooms it had announced
     the same one, said again        changes nothing; with another document it is refused: an incarnation does not change
     one that was replaced           is refused, so that a late registration cannot undo a restart; so is its farewell
-    ranks that disagree             about their number, method or layout are refused, with the field
+    ranks that disagree             about their number, method or layout: a newcomer is refused, with the field. Who
+                                    replaces another one shows that their server was started anew, with other flags:
+                                    all of the former life that contradict it are replaced with that one
     a rank of the server itself     whose node runs beside this registry is never replaced from outside, and takes its
                                     place from whoever stands there: who answers here knows best what runs here
     ready                           when every rank is there
@@ -64,9 +66,13 @@ class Registry:
     _rooms: dict[Room, Announced] = field(default_factory=dict[Room, Announced])  # the oldest first
 
     @property
+    def prefill(self) -> PrefillInfo | None:
+        """As the ranks say; None while nobody has registered."""
+        return next((known.prefill for known in self._ranks.values()), None)
+
+    @property
     def dp_size(self) -> int:
-        """As the ranks say; 0 while nobody has registered."""
-        return next((known.prefill.dp_size for known in self._ranks.values()), 0)
+        return 0 if self.prefill is None else self.prefill.dp_size
 
     @property
     def is_ready(self) -> bool:
@@ -79,14 +85,16 @@ class Registry:
         refusal = self._impossible(new) or self._outdated(new, is_own=is_own)
         if refusal is not None:
             return refusal
-        if is_own:
-            self._drop_contradicting(new)
-        complaint = self._disagreement(new)
-        if complaint is not None:
-            return complaint
+        others = self._contradicting(new)
+        is_next_life = is_own or new.dp_rank in self._ranks
+        staying = [other for other in others if other.dp_rank in self._own or not is_next_life]
+        if staying:
+            return disagreement(staying[0], new)
         is_new = self._ranks.get(new.dp_rank) != new
         if is_new:
-            self._put(new)
+            for replaced in [*others, *self._at(new.dp_rank)]:
+                self._replace(replaced, new.who)
+            self._ranks[new.dp_rank] = new
         if is_own:
             self._own[new.dp_rank] = None
         return Accepted(is_new)
@@ -112,12 +120,17 @@ class Registry:
             return Rejected("dp_rank", f"rank {new.dp_rank} runs in this server itself, which nobody replaces")
         return None
 
-    def _drop_contradicting(self, own: Registration) -> None:
-        """What others have registered must not keep this server from serving."""
-        for rank, other in list(self._ranks.items()):
-            agrees = (other.prefill, other.layout_fields) == (own.prefill, own.layout_fields)
-            if not agrees and rank != own.dp_rank and rank not in self._own:
-                self._drop(rank)
+    def _contradicting(self, new: Registration) -> list[Registration]:
+        """The other ranks with which it cannot be one prefill."""
+        said = (new.prefill, new.layout_fields)
+        ranks = self._ranks.values()
+        return [
+            known for known in ranks if known.dp_rank != new.dp_rank and (known.prefill, known.layout_fields) != said
+        ]
+
+    def _at(self, dp_rank: int) -> list[Registration]:
+        known = self._ranks.get(dp_rank)
+        return [] if known is None else [known]
 
     def unregister(self, who: Incarnation) -> bool:
         """This life serves no more. False when it is not, or not any more, the one that is registered."""
@@ -133,29 +146,13 @@ class Registry:
             return None
         return self._ranks.get(dp_rank if dp_rank is not None else min(self._ranks))
 
-    def _disagreement(self, new: Registration) -> Rejected | None:
-        """With the other ranks; the one that it replaces does not count, so a rolling restart may change things."""
-        for rank, other in self._ranks.items():
-            if rank == new.dp_rank:
-                continue
-            if new.prefill != other.prefill:
-                return Rejected("prefill", f"rank {rank} says {other.prefill}, rank {new.dp_rank} {new.prefill}")
-            if new.layout_fields != other.layout_fields:
-                detail = differences(
-                    other.layout_fields, new.layout_fields, them=f"rank {rank}", us=f"rank {new.dp_rank}"
-                )
-                return Rejected("layout_fields", detail)
-        return None
-
-    def _put(self, new: Registration) -> None:
-        replaced = self._ranks.get(new.dp_rank)
-        if replaced is not None:
-            self._drop(new.dp_rank)
-            if replaced.who != new.who:
-                self._replaced[replaced.who] = None
-            while len(self._replaced) > self.limits.max_replaced:
-                del self._replaced[next(iter(self._replaced))]
-        self._ranks[new.dp_rank] = new
+    def _replace(self, known: Registration, who: Incarnation) -> None:
+        """By `who`, which may be the same one, known better."""
+        self._drop(known.dp_rank)
+        if known.who != who:
+            self._replaced[known.who] = None
+        while len(self._replaced) > self.limits.max_replaced:
+            del self._replaced[next(iter(self._replaced))]
 
     def _drop(self, dp_rank: int) -> None:
         self._ranks.pop(dp_rank, None)
@@ -187,3 +184,11 @@ class Registry:
             if announced.expires_at > now:
                 return
             del self._rooms[room]
+
+
+def disagreement(known: Registration, new: Registration) -> Rejected:
+    """Between two ranks of one prefill, of which the first one stays."""
+    if new.prefill != known.prefill:
+        return Rejected("prefill", f"rank {known.dp_rank} says {known.prefill}, rank {new.dp_rank} {new.prefill}")
+    them, us = f"rank {known.dp_rank}", f"rank {new.dp_rank}"
+    return Rejected("layout_fields", differences(known.layout_fields, new.layout_fields, them=them, us=us))

@@ -79,11 +79,15 @@ class PeerUnknown(Struct, frozen=True, tag=True):
 
 
 class DpRankAnswered(Struct, frozen=True, tag=True):
-    """The bootstrap server at `address` told which of its DP ranks has this room; None: it does not know (yet)."""
+    """The bootstrap server at `address` told which of its DP ranks has this room; None: it does not know (yet).
+
+    With every answer it says what the prefill is: who asks may mean a former life, which had other ranks.
+    """
 
     address: Address
     room: Room
     dp_rank: int | None
+    prefill: PrefillInfo | None = None  # None: nobody has answered, or no rank is there
 
 
 class RoomElsewhere(Struct, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from tandem.core.settings import MAX_DP_SIZE
+from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
 from tandem.core.values import Incarnation, Room
 from tandem.logtext import visible
 from tandem.server.wire import DataEndpoint, ReplicaInfo
@@ -32,6 +32,7 @@ MISSING = re.compile(r"missing required field `(\w+)`")
 RankOfRoom = dict[
     Annotated[str, Meta(pattern="^[0-9]+$", max_length=19)], Annotated[int, Meta(ge=0, lt=MAX_DP_SIZE)]
 ]  # the answer of POST /query_dp_ranks
+PREFILL_HEADER = "x-tandem-prefill"  # beside it: a `PrefillInfo`, what the server's ranks say of it
 Document = TypeVar("Document")
 
 
@@ -80,6 +81,11 @@ def read_ranks(raw: bytes, asked: Iterable[Room]) -> dict[Room, int]:
     """What POST /query_dp_ranks answers, for rooms that were asked for. Raises BadDocument."""
     told = read_document(raw, RankOfRoom)
     return {room: told[str(room)] for room in asked if str(room) in told}
+
+
+def read_prefill(raw: bytes | None) -> PrefillInfo | None:
+    """What POST /query_dp_ranks says beside its answer; None: nothing. Raises BadDocument."""
+    return None if raw is None else read_document(raw, PrefillInfo)
 
 
 def check_incarnation(who: Incarnation) -> None:

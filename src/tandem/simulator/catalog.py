@@ -139,7 +139,11 @@ FAULTS: tuple[Row, ...] = (
     Row("F18", "bursts of clients that leave", "faults.fault_injector:FaultInjector.disconnect"),
     Row("F19", "prefill and decode with different layouts", "world:World"),
     Row("F20", "what devices and sockets refuse; logits that are not finite", "world:World"),
-    Row("F21", "servers that come late, are drained, return or not", "faults.fault_injector:FaultInjector.drain"),
+    Row(
+        "F21",
+        "servers that come late, are drained, return or not, or with other DP ranks",
+        "faults.fault_injector:FaultInjector.drain",
+    ),
     Row("F22", "nodes replaced by their own snapshot", "faults.fault_injector:FaultInjector.swap_for_snapshot"),
     Row(
         "F23",

@@ -217,6 +217,8 @@ def of_node(life: Life) -> Iterator[str]:
         yield "three ended ones still hold pages"
     if state.queues[State.PARKED] and not state.results.free_rows:
         yield "parked requests hold the result slots"
+    if state.held_back:
+        yield "who would pull the same waits"
     if len(state.queues[State.RECOVERING]) > 1:
         yield "two transfers have failed and drain"
     decision = state.delayer.decision

@@ -190,6 +190,7 @@ class World:
         self.bootstraps = Bootstraps(self, Random(f"bootstrap {seed}"), timing.look_up, timing.register)
         self.bootstraps.num_lanes = self.options.bootstrap_lanes
         self.harm = FaultInjector(self, self.random, Random(f"hosts {seed}"), Random(f"supervisor {seed}"), self.clock)
+        self.harm.sizes = Random(f"sizes {seed}") if self.options.resizes else None
         self.checkers = Checkers(self)
         pages = self.checkers.tier_pages
         self.tiers = Tiers(self.options, self.clock, pages, self.push, self.count, lambda: self.is_healed)
@@ -221,10 +222,11 @@ class World:
     def add_server(self, name: str, role: Role, template: NodeSettings, info: PrefillInfo = ALONE) -> None:
         """With all of its ranks, up from now on."""
         server = self.servers[name] = Server(name, role, info)
-        for rank, rank_name in enumerate(rank_names(name, info.dp_size)):
-            settings = ranked(template, role, rank, info, force_query=self.options.force_query)
-            replica = self.replicas[rank_name] = Replica(rank_name, role, settings)
-            server.ranks.append(replica)
+        template = msgspec.structs.replace(template, force_query=self.options.force_query)
+        for rank_name in rank_names(name, info.dp_size):
+            replica = self.replicas[rank_name] = Replica(rank_name, role, template)
+            server.places.append(replica)
+        server.resize(info.dp_size)
         self.start_server(server)
 
     def add_replica(self, name: str, role: Role, template: NodeSettings, *, dp_size: int = 1) -> Replica:
@@ -234,6 +236,7 @@ class World:
         info = template.prefill_info if role is Role.PREFILL else msgspec.structs.replace(ALONE, dp_size=dp_size)
         server = self.servers.setdefault(server_name, Server(server_name, role, info))
         replica = self.replicas[name] = Replica(name, role, template)
+        server.places.append(replica)
         server.ranks.append(replica)
         self.start(replica)
         return replica
@@ -682,15 +685,6 @@ class World:
 
     def count(self, fault: str) -> None:
         self.faults[fault] += 1
-
-
-def ranked(template: NodeSettings, role: Role, dp_rank: int, info: PrefillInfo, *, force_query: bool) -> NodeSettings:
-    """The settings of one rank. Only a prefill tells of its ranks; those of any server delay prompts together."""
-    delayer = template.delayer
-    if delayer is not None:
-        delayer = msgspec.structs.replace(delayer, num_ranks=info.dp_size)
-    template = msgspec.structs.replace(template, delayer=delayer, force_query=force_query)
-    return msgspec.structs.replace(template, dp_rank=dp_rank, prefill_info=info) if role is Role.PREFILL else template
 
 
 def restored(life: Life) -> EngineNode:

@@ -22,10 +22,21 @@ from tandem.core.disagg.messages import (
     ReleaseOutcome,
     ResultSlot,
 )
-from tandem.core.disagg.prefill_lookup import ask_who, find_rank, key, say_farewell, say_farewells, tell_prefill
+from tandem.core.disagg.prefill_lookup import (
+    ask_where,
+    ask_who,
+    find_rank,
+    hear_where,
+    key,
+    nobody_to_tell,
+    remember_prefill,
+    say_farewell,
+    say_farewells,
+    tell_prefill,
+)
 from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
 from tandem.core.disagg.shared_pull import comes_for_another, no_longer_held_back
-from tandem.core.disagg.sides import Arrival, DecodeSide, Local
+from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
 from tandem.core.request import Request
@@ -94,6 +105,8 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
                 learn(node, progress, side, rank)
         case Ask():
             ask_rank(node, progress, side)
+        case Conflict() if not search.is_informed:
+            learn(node, progress, side, None)  # since it was asked last it may have come back with more ranks
         case Conflict(explanation):
             fail_transfer(node, progress, side, Cause.ROUTE_CONFLICT, explanation)
         case _:
@@ -131,12 +144,12 @@ def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
 
 
 def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
+    if event.prefill is not None and key(event.address) in node.prefills:
+        hear_prefill(node, event.address, event.prefill)
     progress = node.in_room(event.room)
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide):
-        tombstone = node.tombstones.get(event.room)
-        if tombstone is not None and event.dp_rank is not None:
-            say_farewell(node, Farewell(event.address, RequestFacts(event.room), event.dp_rank), tombstone)
+        hear_where(node, event)
     elif side.address != event.address or event.dp_rank is None:
         pass
     elif progress.state is State.BOOTSTRAPPING:
@@ -149,15 +162,29 @@ def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
 def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     node.asked.pop(key(event.address), None)
     node.asked.pop(key(event.address, event.dp_rank), None)
-    remember_prefill(node, key(event.address), event.prefill)
+    is_another = remember_prefill(node, event.address, event.prefill)
     node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.address, event.peer, event.layout, event.differs)
-    say_farewells(node, event.address)
-    for progress, side in decode_sides(node, State.BOOTSTRAPPING):
-        if side.address == event.address:
-            find_peer(node, progress, side)
+    inform(node, event.address, is_another=is_another)
     for progress, side in decode_sides(node, State.ARRIVING):
         if side.address == event.address and side.arrival is not None and side.arrival.moved_to == event.dp_rank:
             go_on_to(node, progress, side, side.arrival, event.dp_rank)
+
+
+def hear_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> None:
+    """Said beside the answer to another question. Mostly it is no news."""
+    if remember_prefill(node, address, prefill):
+        inform(node, address, is_another=True)
+
+
+def inform(node: NodeState, address: Address, *, is_another: bool) -> None:
+    """Those who wait hear what the prefill says of itself. If that is another one, what they had found is void."""
+    say_farewells(node, address)
+    for progress, side in decode_sides(node, State.BOOTSTRAPPING):
+        if side.address == address:
+            if is_another:
+                side.search = PeerSearch()
+            side.search.is_informed = True
+            find_peer(node, progress, side)
 
 
 def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSide]]:
@@ -165,21 +192,9 @@ def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSi
     return [(progress, progress.side) for progress in node.live(state) if isinstance(progress.side, DecodeSide)]
 
 
-def remember_prefill(node: NodeState, address: str, prefill: PrefillInfo) -> None:
-    node.prefills.pop(address, None)
-    node.prefills[address] = prefill
-    while len(node.prefills) > node.settings.max_prefills:
-        oldest = next(iter(node.prefills))
-        del node.prefills[oldest]
-        for known in [known for known in node.peers if known.rpartition("/")[0] == oldest]:
-            del node.peers[known]
-
-
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
     """Asked again at the next timer of those who wait, some times: a gateway that sent us here waits for our answer."""
-    nobody = (event.address, event.dp_rank)
-    for room in [room for room, whom in node.farewells.items() if (whom.address, whom.dp_rank) == nobody]:
-        del node.farewells[room]
+    nobody_to_tell(node, event.address, event.dp_rank)
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         search = side.search
         if side.address != event.address:
@@ -498,9 +513,12 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
 
 
 def lose_prefill(node: NodeState, progress: Progress, side: DecodeSide, cause: Cause, detail: str) -> None:
-    """Its rank is gone. If it was only likely to have the room, another one may have it, and is to hear of the end."""
-    if side.is_unmet:
-        side.peer, side.search.is_astray = None, True
+    """Its rank is gone. If nothing has come from there the room may be elsewhere: at its next life, or at another rank
+    where it was only likely to be. Who has it is to hear of the end.
+    """
+    side.search.is_astray |= side.is_unmet
+    if side.arrival is None or not side.arrival.is_answered:
+        side.peer = None
     fail_transfer(node, progress, side, cause, detail)
 
 
@@ -552,9 +570,9 @@ def close_room(node: NodeState, progress: Progress, side: DecodeSide, release: R
     if side.peer is not None:
         node.out.append(Tell(side.peer, release))
     elif side.search.is_astray:
-        node.out.append(AskDpRank(side.address, side.room))
+        ask_where(node, side.address, facts_of(progress, side))
     else:
-        tell_prefill(node, side.address, facts_of(progress, side), release)
+        tell_prefill(node, side.address, facts_of(progress, side), release, is_informed=side.search.is_informed)
     record_closed_room(node, side.room, release)
 
 

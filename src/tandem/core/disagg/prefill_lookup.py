@@ -5,13 +5,36 @@ from typing import assert_never
 from tandem.core.commands import AskDpRank, LearnPeer, Tell
 from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts, resolve
 from tandem.core.disagg.messages import LastWord, Release
+from tandem.core.events import DpRankAnswered
 from tandem.core.scheduler.state import Farewell, NodeState
-from tandem.core.values import Address, Nanos
+from tandem.core.settings import PrefillInfo
+from tandem.core.values import Address, Nanos, Room
 
 
 def key(address: Address, dp_rank: int | None = None) -> str:
     where = f"{address.host}:{address.port}"
     return where if dp_rank is None else f"{where}/{dp_rank}"
+
+
+def remember_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> bool:
+    """True if it has said something else before: another life with other flags. Its ranks are others, too."""
+    before = node.prefills.pop(key(address), prefill)
+    if before != prefill:
+        forget_ranks(node, key(address))
+        for room, whom in node.farewells.items():
+            if whom.address == address:
+                node.farewells[room] = Farewell(address, whom.facts, None)
+    node.prefills[key(address)] = prefill
+    while len(node.prefills) > node.settings.max_prefills:
+        oldest = next(iter(node.prefills))
+        del node.prefills[oldest]
+        forget_ranks(node, oldest)
+    return before != prefill
+
+
+def forget_ranks(node: NodeState, server: str) -> None:
+    for known in [known for known in node.peers if known.rpartition("/")[0] == server]:
+        del node.peers[known]
 
 
 def find_rank(node: NodeState, address: Address, facts: RequestFacts) -> Known | Likely | Ask | Conflict | None:
@@ -31,8 +54,13 @@ def ask_who(node: NodeState, address: Address, dp_rank: int | None) -> Nanos:
     return node.asked[question]
 
 
-def tell_prefill(node: NodeState, address: Address, facts: RequestFacts, release: Release) -> None:
-    """A half that never said READY is over. Who has the other half may have to be found out first."""
+def tell_prefill(
+    node: NodeState, address: Address, facts: RequestFacts, release: Release, *, is_informed: bool = False
+) -> None:
+    """A half that never said READY is over. Who has the other half may have to be found out first.
+
+    `is_informed`: since this request came, the prefill has said what it is.
+    """
     found = find_rank(node, address, facts)
     match found:
         case None:
@@ -40,9 +68,11 @@ def tell_prefill(node: NodeState, address: Address, facts: RequestFacts, release
         case Known(rank) | Likely(rank):
             say_farewell(node, Farewell(address, facts, rank), release)
         case Ask():
-            node.out.append(AskDpRank(address, facts.room))
+            ask_where(node, address, facts)
+        case Conflict() if not is_informed:
+            say_farewell(node, Farewell(address, facts, None), release)
         case Conflict():
-            pass  # there is no such rank
+            node.farewells.pop(facts.room, None)  # there is no such rank
         case _:
             assert_never(found)
 
@@ -56,9 +86,31 @@ def say_farewell(node: NodeState, whom: Farewell, last_word: LastWord) -> None:
         node.out.append(Tell(known.incarnation, last_word))
         return
     ask_who(node, whom.address, whom.dp_rank)
+    keep_farewell(node, room, whom)
+
+
+def ask_where(node: NodeState, address: Address, facts: RequestFacts) -> None:
+    """Which rank is to be told? Answered by `hear_where`."""
+    node.out.append(AskDpRank(address, facts.room))
+    keep_farewell(node, facts.room, Farewell(address, facts, None, is_asked=True))
+
+
+def keep_farewell(node: NodeState, room: Room, whom: Farewell) -> None:
     node.farewells[room] = whom
     while len(node.farewells) > node.settings.tombstones:
         del node.farewells[next(iter(node.farewells))]
+
+
+def hear_where(node: NodeState, event: DpRankAnswered) -> None:
+    """A half that is over hears where its prefill half is. If no rank has told: where such a room belongs by now."""
+    whom, last_word, rank = node.farewells.get(event.room), node.tombstones.get(event.room), event.dp_rank
+    if whom is not None and whom.is_asked and whom.dp_rank is None and whom.address == event.address:
+        del node.farewells[event.room]
+        found = find_rank(node, event.address, whom.facts) if event.prefill is not None else None
+        if rank is None and isinstance(found, Known | Likely):
+            rank = found.rank
+    if last_word is not None and rank is not None:
+        say_farewell(node, Farewell(event.address, RequestFacts(event.room), rank, is_asked=True), last_word)
 
 
 def say_farewells(node: NodeState, address: Address) -> None:
@@ -69,5 +121,16 @@ def say_farewells(node: NodeState, address: Address) -> None:
             del node.farewells[room]
         elif whom.address == address and whom.dp_rank is not None:
             say_farewell(node, whom, last_word)
-        elif whom.address == address and isinstance(last_word, Release):
-            tell_prefill(node, address, whom.facts, last_word)
+        elif whom.address == address and isinstance(last_word, Release) and not whom.is_asked:
+            tell_prefill(node, address, whom.facts, last_word, is_informed=True)
+
+
+def nobody_to_tell(node: NodeState, address: Address, dp_rank: int | None) -> None:
+    """Nobody is there. Of one rank: the prefill may have other ones by now, and say where the room is."""
+    for room, whom in list(node.farewells.items()):
+        if (whom.address, whom.dp_rank) != (address, dp_rank):
+            continue
+        if dp_rank is not None and not whom.is_asked:
+            ask_where(node, address, whom.facts)
+        elif dp_rank is not None or not whom.is_asked:
+            del node.farewells[room]

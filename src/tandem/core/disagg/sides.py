@@ -145,6 +145,7 @@ class PeerSearch:
     asks_rank: bool = False  # it is a question which rank has the room
     is_likely: bool = False  # the rank is the one that the room implies, and nobody was asked
     is_astray: bool = False  # it is not, or nobody is there: ask
+    is_informed: bool = False  # the prefill has said who it is since this request came
     rank_asked: int = 0  # times
     rank_until: Nanos | None = None  # when some rank has to have it
     unanswered: int = 0  # times it was found that nobody is there
@@ -169,6 +170,11 @@ class Arrival:
     offered_at: Nanos | None = None  # first offer
     result: ResultSlot | None = None
     result_at: Nanos = ZERO_NS  # when it came first
+
+    @property
+    def is_answered(self) -> bool:
+        """Something has come from the prefill: an offer, or where the room is."""
+        return self.offered_at is not None or self.moved_to is not None
 
     def hear(self, shard: ShardId, report: ShardReport) -> None:
         """A shard has said how far it is, or that it failed."""
@@ -202,10 +208,7 @@ class DecodeSide(Struct, tag="decode"):
     @property
     def is_unmet(self) -> bool:
         """READY went where the room is likely to be, and nothing has come from there: it may be elsewhere."""
-        has_answered = self.arrival is not None and (
-            self.arrival.offered_at is not None or self.arrival.moved_to is not None
-        )
-        return self.search.is_likely and not has_answered
+        return self.search.is_likely and not (self.arrival is not None and self.arrival.is_answered)
 
     @property
     def offered(self) -> int:

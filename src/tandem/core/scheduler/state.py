@@ -66,6 +66,7 @@ class Farewell:
     address: Address  # of the bootstrap server
     facts: RequestFacts
     dp_rank: int | None  # the one that is meant; None: follows from the facts
+    is_asked: bool = False  # the server was asked where the room is; it is asked once
 
 
 @dataclass(slots=True)

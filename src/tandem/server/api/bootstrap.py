@@ -3,7 +3,8 @@
     GET  /route[?prefill_dp_rank=N]   a rank's `ReplicaInfo`, the first one's without N; 503 until all are there, 404
     PUT  /route                       a rank registers with its `ReplicaInfo`: all its shards in one call
     POST /register_dp_rank            {"bootstrap_room", "dp_rank"}: where a request was dispatched
-    POST /query_dp_ranks              {"bootstrap_rooms": [...]}: {"<room>": rank} for those that are known
+    POST /query_dp_ranks              {"bootstrap_rooms": [...]}: {"<room>": rank} for those that are known, and in a
+                                      header what this prefill is: who asks may mean a former life with other ranks
     GET  /challenge                   what the next write has to prove the secret for
     GET  /health                      200 once all ranks are there
 
@@ -37,7 +38,7 @@ from tandem.server.api.errors import Failure, Problem, Refusal, invalid
 from tandem.server.api.gate import error_response, request_id_of
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.validation import check_room
-from tandem.server.documents import BadDocument, one_line, read_document, read_replica
+from tandem.server.documents import PREFILL_HEADER, BadDocument, one_line, read_document, read_replica
 
 REFUSAL_LOG_NS = 10 * SECOND  # between two log lines about refused writes
 RANK = re.compile(r"-1|[0-9]{1,9}")
@@ -120,7 +121,9 @@ class BootstrapServer:
             raise invalid("bootstrap_rooms", f"at most {MAX_ROOMS_PER_QUERY} at a time")
         found = self.registry.ranks_of(map(room_of, body.bootstrap_rooms), self.now())
         document = {str(room): rank for room, rank in found.items()}
-        return Response(msgspec.json.encode(document), media_type="application/json")
+        prefill = self.registry.prefill
+        headers = None if prefill is None else {PREFILL_HEADER: msgspec.json.encode(prefill).decode()}
+        return Response(msgspec.json.encode(document), media_type="application/json", headers=headers)
 
     async def challenge(self, request: Request) -> Response:
         return PlainTextResponse(self.guard.challenge(), headers={"cache-control": "no-store"})

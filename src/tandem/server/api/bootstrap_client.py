@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from tandem.core import events
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Address, Nanos, Room
 from tandem.server import wire
 from tandem.server.api.bootstrap_questions import (
@@ -25,9 +26,9 @@ from tandem.server.api.bootstrap_questions import (
     GiveUp,
 )
 from tandem.server.api.hosts import EVERY_HOST, HostRefused, Hosts
-from tandem.server.api.http_exchange import ExchangeError, exchange
+from tandem.server.api.http_exchange import Answer, ExchangeError, exchange
 from tandem.server.api.question_lanes import Lanes
-from tandem.server.documents import BadDocument, read_ranks, read_replica
+from tandem.server.documents import PREFILL_HEADER, BadDocument, read_prefill, read_ranks, read_replica
 
 SILENCE = (HostRefused, OSError)  # no answer at all
 Report = Callable[[wire.Connect | events.PeerLearned | events.PeerUnknown | events.DpRankAnswered], None]
@@ -104,7 +105,7 @@ class BootstrapClient:
                     replica = await self._fetch_replica(address, dp_rank)
                     end = partial(self._questions.found, number, replica)
                 case FetchRanks(number, address, rooms):
-                    end = partial(self._questions.told, number, await self._query_ranks(address, rooms))
+                    end = partial(self._questions.told, number, *await self._query_ranks(address, rooms))
         except Exception as error:  # whatever it is, it has to do with this address and ends there
             is_silent = isinstance(error, SILENCE)
             end = partial(self._questions.failed, call.number, self._trouble(error), is_silent=is_silent)
@@ -112,8 +113,8 @@ class BootstrapClient:
 
     async def _fetch_replica(self, address: Address, dp_rank: int | None) -> wire.ReplicaInfo:
         path = "/route" if dp_rank is None else f"/route?prefill_dp_rank={dp_rank}"
-        body, host = await self._call(address, "GET", path)
-        return self._reachable(read_replica(body), host)
+        answer, host = await self._call(address, "GET", path)
+        return self._reachable(read_replica(answer.body), host)
 
     def _reachable(self, replica: wire.ReplicaInfo, found_at: str) -> wire.ReplicaInfo:
         """A server that listens everywhere cannot name an address of itself: it is the one where it was found."""
@@ -131,14 +132,14 @@ class BootstrapClient:
         control_host = checked(replica.control_host, "control_host")
         return msgspec.structs.replace(replica, control_host=control_host, shards=shards)
 
-    async def _query_ranks(self, address: Address, rooms: Sequence[Room]) -> dict[Room, int]:
+    async def _query_ranks(self, address: Address, rooms: Sequence[Room]) -> tuple[dict[Room, int], PrefillInfo | None]:
         body = msgspec.json.encode({"bootstrap_rooms": rooms})
         answer, _ = await self._call(address, "POST", "/query_dp_ranks", body)
-        return read_ranks(answer, rooms)
+        return read_ranks(answer.body, rooms), read_prefill(answer.headers.get(PREFILL_HEADER.encode()))
 
     # --- HTTP --------------------------------------------------------------------------------------------------------
 
-    async def _call(self, address: Address, method: str, path: str, body: bytes | None = None) -> tuple[bytes, str]:
+    async def _call(self, address: Address, method: str, path: str, body: bytes | None = None) -> tuple[Answer, str]:
         """The answer, and the address where it came from. Raises what `_trouble` can put in words."""
         candidates = await self.hosts.addresses(address.host)
         for host in candidates[:-1]:
@@ -149,12 +150,14 @@ class BootstrapClient:
         host = candidates[-1]
         return await self._call_at(host, address.port, method, path, body), host
 
-    async def _call_at(self, host: str, port: int, method: str, path: str, body: bytes | None, share: int = 1) -> bytes:
+    async def _call_at(
+        self, host: str, port: int, method: str, path: str, body: bytes | None, share: int = 1
+    ) -> Answer:
         connect_s = self.answer_s / share
         answer = await exchange(host, port, method, path, body=body, timeout_s=self.answer_s, connect_s=connect_s)
         if answer.status != 200:
             raise ExchangeError(f"{method} {path} answered {answer.status}")
-        return answer.body
+        return answer
 
     def _trouble(self, error: BaseException) -> str:
         match error:

@@ -27,6 +27,7 @@ from msgspec import Struct
 from tandem.core.bootstrap_registry import Registration
 from tandem.core.disagg import layout_check
 from tandem.core.events import DpRankAnswered, PeerLearned, PeerUnknown
+from tandem.core.settings import PrefillInfo
 from tandem.core.values import MILLISECOND, SECOND, ZERO_NS, Address, Nanos, Room
 from tandem.logtext import visible
 from tandem.server.api.question_lanes import LaneRefused, Lanes
@@ -51,7 +52,7 @@ class FetchReplica(Struct, frozen=True):
 
 
 class FetchRanks(Struct, frozen=True):
-    """Call `told` with the rooms that are known there, or `failed`."""
+    """Call `told` with the rooms that are known there and what the prefill says of itself, or `failed`."""
 
     number: int
     address: Address
@@ -135,12 +136,12 @@ class BootstrapQuestions:
         )
         return [Connect(call.address, replica), learned, *self._next_replica(call.address, now)]
 
-    def told(self, number: int, ranks: Mapping[Room, int], now: Nanos) -> Actions:
+    def told(self, number: int, ranks: Mapping[Room, int], prefill: PrefillInfo | None, now: Nanos) -> Actions:
         call = self._end(number, has_answered=True)
         if call is None:
             return []
         assert isinstance(call, FetchRanks)
-        return self._answer_rooms(call, ranks, now)
+        return self._answer_rooms(call, ranks, prefill, now)
 
     def failed(self, number: int, trouble: str, now: Nanos, *, is_silent: bool) -> Actions:
         """`is_silent`: nobody answered at all, so nobody else need wait for an answer from there."""
@@ -213,9 +214,11 @@ class BootstrapQuestions:
             del rooms[room]
         return self._call(FetchRanks(self._new_number(), address, asked), now)
 
-    def _answer_rooms(self, call: FetchRanks, ranks: Mapping[Room, int], now: Nanos) -> Actions:
+    def _answer_rooms(
+        self, call: FetchRanks, ranks: Mapping[Room, int], prefill: PrefillInfo | None, now: Nanos
+    ) -> Actions:
         self._pauses[call.address] = Nanos(now + self.interval_ns)
-        return [DpRankAnswered(call.address, room, ranks.get(room)) for room in call.rooms]
+        return [DpRankAnswered(call.address, room, ranks.get(room), prefill) for room in call.rooms]
 
     # --- calls -------------------------------------------------------------------------------------------------------
 
@@ -250,7 +253,7 @@ class BootstrapQuestions:
         if isinstance(call, FetchReplica):
             return self._learned_nothing(call, trouble, now, is_silent=is_silent)
         unknown = PeerUnknown(call.address, trouble_at(call.address, trouble))
-        return [unknown, *self._answer_rooms(call, {}, now)]
+        return [unknown, *self._answer_rooms(call, {}, None, now)]
 
 
 def trouble_at(address: Address, text: str) -> str:

@@ -24,6 +24,9 @@ class ExchangeError(Exception):
 class Answer:
     status: int = 0
     body: bytes = b""
+    headers: Mapping[bytes, bytes] = field(
+        default_factory=dict[bytes, bytes]
+    )  # names in lower case; the last of a name
 
 
 @dataclass(slots=True)
@@ -34,6 +37,7 @@ class _Reader:
     error: str = ""
     parser: httptools.HttpResponseParser = field(init=False)
     _body: list[bytes] = field(default_factory=list)
+    _headers: dict[bytes, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.parser = httptools.HttpResponseParser(self)
@@ -41,6 +45,7 @@ class _Reader:
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
             self.error = "the answer is compressed, which nobody asked for"
+        self._headers[name.lower()] = value
 
     def on_body(self, piece: bytes) -> None:
         self._body.append(piece)
@@ -48,7 +53,7 @@ class _Reader:
     def on_message_complete(self) -> None:
         status = self.parser.get_status_code()
         if status >= 200 and self.answer is None:
-            self.answer = Answer(status, b"".join(self._body))
+            self.answer = Answer(status, b"".join(self._body), self._headers)
 
 
 async def exchange(

@@ -216,7 +216,8 @@ class Bootstraps:
                 return lambda now: client.questions.found(number, replica, now)
             case FetchRanks(number, _, rooms):
                 ranks = registry.ranks_of(rooms, server.local_time(self.world.clock.time))
-                return lambda now: client.questions.told(number, ranks, now)
+                prefill = registry.prefill
+                return lambda now: client.questions.told(number, ranks, prefill, now)
 
     # -- prefill's own word
 

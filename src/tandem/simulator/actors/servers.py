@@ -8,6 +8,8 @@ further ranks are called `prefill-0/0`, `prefill-0/1`, ...
 
 from dataclasses import dataclass, field
 
+from msgspec import structs
+
 from tandem.core.bootstrap_registry import Registry
 from tandem.core.scheduler.delayer_sync import DelayerSync
 from tandem.core.settings import DpConflictPolicy, NodeSettings, PrefillInfo, Role
@@ -36,7 +38,8 @@ class Server:
     name: str
     role: Role
     info: PrefillInfo  # its method is not `auto`; of other roles than prefill only that counts
-    ranks: list[Replica] = field(default_factory=list)
+    places: list[Replica] = field(default_factory=list)  # for the most ranks that it ever has
+    ranks: list[Replica] = field(default_factory=list)  # those of its life, the first ones of them
     epoch: int = 0  # lives of the API process
     is_up: bool = False
     is_unreachable: bool = False  # down with its host: who calls is not even refused
@@ -49,6 +52,13 @@ class Server:
     requests: LiveRequests | None = None  # while it is up
     halves: dict[RequestId, Half] = field(default_factory=dict)  # those whose clients have heard no end
     wakes_at: Nanos | None = None  # on its clock: when the machine is woken next
+
+    def resize(self, dp_size: int) -> None:
+        """Its next life has so many ranks. The others are not there until one that has them."""
+        self.info = structs.replace(self.info, dp_size=dp_size)
+        self.ranks = self.places[:dp_size]
+        for number, rank in enumerate(self.ranks):
+            rank.template = ranked(rank.template, self.role, number, self.info)
 
     def start(self, clock: LocalClock, template: NodeSettings) -> None:
         """A new API process, which knows nothing of the old one's. template: of each of its ranks."""
@@ -91,6 +101,15 @@ class Server:
     def frozen_until(self) -> int:
         """A pause stops all of its processes. Where one of them hangs, the API process goes on."""
         return max((rank.paused_until for rank in self.ranks if not has_hanging_node(rank)), default=0)
+
+
+def ranked(template: NodeSettings, role: Role, dp_rank: int, info: PrefillInfo) -> NodeSettings:
+    """The settings of one rank. Only a prefill tells of its ranks; those of any server delay prompts together."""
+    delayer = template.delayer
+    if delayer is not None:
+        delayer = structs.replace(delayer, num_ranks=info.dp_size)
+    template = structs.replace(template, delayer=delayer)
+    return structs.replace(template, dp_rank=dp_rank, prefill_info=info) if role is Role.PREFILL else template
 
 
 def has_hanging_node(rank: Replica) -> bool:

@@ -185,6 +185,9 @@ class RightRank:
             return
         if ready.target.name in self.homes[ready.room]:
             return  # a room that was used twice: the other use is or was there
+        target = self.world.replicas[ready.target.name].life
+        if target is None or target.incarnation != ready.target:
+            return  # that life has ended, and its server may have other ranks by now: decode is about to hear of it
         for home in homes:
             there = self.world.replicas[home.replica].life
             progress = there.node.state.requests.get(home.request) if there is not None and home.is_open else None

@@ -74,6 +74,7 @@ class FaultInjector:
     hosts: Random  # whether a server dies with its host
     supervisor: Random  # when a server that ended by itself is started again
     clock: Clock
+    sizes: Random | None = None  # how many DP ranks a server has when it comes back; None: as many as it had
 
     def _ranks_of(self, name: str) -> list[Replica]:
         world = self.world
@@ -81,14 +82,14 @@ class FaultInjector:
 
     # -- deaths
 
-    def crash(self, name: str, *, down_ns: int) -> None:
-        """A server with all of its ranks, or one of several ranks."""
+    def crash(self, name: str, *, down_ns: int, dp_size: int | None = None) -> None:
+        """A server with all of its ranks, or one of several ranks. dp_size: of the server that comes back."""
         server = self.world.servers[server_of(name)]
         if name != server.name:
             self._lose_rank(self.world.replicas[name], down_ns)
         elif server.is_up:
             self.world.count("F6")
-            self._stop_server(server, down_ns, with_host=self._takes_host())
+            self._stop_server(server, down_ns, with_host=self._takes_host(), dp_size=dp_size)
 
     def lose_shard(self, name: str, *, down_ns: int) -> None:
         """One of several workers dies; without several, one of several ranks."""
@@ -134,14 +135,14 @@ class FaultInjector:
     def _takes_host(self) -> bool:
         return self.hosts.random() < HOST_SHARE
 
-    def _stop_server(self, server: Server, down_ns: int, *, with_host: bool) -> None:
+    def _stop_server(self, server: Server, down_ns: int, *, with_host: bool, dp_size: int | None = None) -> None:
         """With its host, or its processes only: then who talks to it learns at once."""
         server.stop(is_unreachable=with_host)
         for rank in server.ranks:
             if rank.life is not None:
                 self._end_life(rank.life)
         self.world.num_planned += 1
-        self.clock.after(down_ns, self._restart_server, server)
+        self.clock.after(down_ns, self._restart_server, server, dp_size)
 
     def _stop_rank(self, life: Life, down_ns: int) -> None:
         self._end_life(life)
@@ -157,10 +158,20 @@ class FaultInjector:
         world.network.die(life.host, with_host=with_host)
         world.edge.see_death(life)
 
-    def _restart_server(self, server: Server) -> None:
+    def _restart_server(self, server: Server, dp_size: int | None = None) -> None:
         self.world.num_planned -= 1
         if not server.is_up and not server.is_gone:
+            dp_size = self._next_size(server) if dp_size is None else dp_size
+            if dp_size != len(server.ranks):
+                server.resize(dp_size)
             self.world.start_server(server)
+
+    def _next_size(self, server: Server) -> int:
+        """Whoever starts it again may have given it other flags."""
+        if self.sizes is None or len(server.places) == 1:
+            return len(server.ranks)
+        self.world.count("F21")
+        return self.sizes.randrange(1, len(server.places) + 1)
 
     def _restart_rank(self, replica: Replica) -> None:
         self.world.num_planned -= 1

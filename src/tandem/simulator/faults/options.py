@@ -10,12 +10,13 @@
     F6  crash and restart of servers,
         bootstrap servers and routers       F20 what devices and sockets refuse: batches, publishing, pulls, messages,
     F7  one shard or DP rank dies               requests; logits that are not finite
-    F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not
-    F9  slow executors, slow shards, and    F22 nodes replaced by their own snapshot
-        processes or batches that hang      F23 connections that break and come back, or go silent
-    F10 clocks that began elsewhere, drift  F24 operators at work: caches flushed, hooks changed, restarts; an edge that
-    F11 few metadata slots                      refuses by itself
-    F12 few pages                           F25 requests that do not fit, a rendezvous with short timeouts
+    F8  pauses of a node                    F21 scaling: servers that come late, are drained, return or not, or with
+    F9  slow executors, slow shards, and        other DP ranks
+        processes or batches that hang      F22 nodes replaced by their own snapshot
+    F10 clocks that began elsewhere, drift  F23 connections that break and come back, or go silent
+    F11 few metadata slots                  F24 operators at work: caches flushed, hooks changed, restarts; an edge that
+    F12 few pages                               refuses by itself
+                                            F25 requests that do not fit, a rendezvous with short timeouts
 
 What the classes do at moments is `fault_schedule.py`; everything else is a distribution that is drawn here.
 """
@@ -151,6 +152,7 @@ class Options:
     storage_page_ns: int = 0  # to fetch a page from storage; to write one takes twice as long
     storage_faults: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes
     bootstrap_lanes: int = MAX_UNKNOWN  # bootstrap servers that a client asks at a time, of those that keep silent
+    resizes: bool = False  # a server of several DP ranks may have another number of them when it comes back
 
     def time_of_a_probe(self, index: int) -> ShownTime | None:
         """After healing: of every other probe, where some requests show the time."""
@@ -240,6 +242,7 @@ def draw_options(seed: int) -> Options:
         slow_readers=0.05 if "F2" in classes else 0.0,
         misfits=0.1 if "F25" in classes else 0.0,
         bootstrap_lanes=Random(f"bootstrap lanes {seed}").choice((1, 2, MAX_UNKNOWN)),
+        resizes="F21" in classes and Random(f"resizes {seed}").random() < 0.5,
     )
     options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
     return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options

@@ -34,6 +34,8 @@ STORAGE = structs.replace(
     faults=((Fault.RESTART, 1),),
 )
 
+SAMPLES = Small("samples", TO_THE_END, prompts=(5, 5), same_prompt=True, max_new_tokens=1, prefix_cache=True)
+
 SMALL_WORLDS = (
     # Two requests, and any half of them leaves, or never comes, at any moment.
     Small("aborts", TO_THE_END, prompts=(3, 3), faults=((Fault.ABORT, 1),)),
@@ -152,12 +154,16 @@ SMALL_WORLDS = (
     structs.replace(TIERS, name="tiers and failures", faults=((Fault.FAILURE, 1),)),
     # The same prompt comes again when a side has died in between: its page is in storage.
     STORAGE,
+    # Two samples of one prompt: one is pulled, the other takes over what has come.
+    SAMPLES,
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )
 
 # Searched where there is time, in `make hunt`.
 LARGE_WORLDS = (
+    structs.replace(SAMPLES, name="samples and aborts", faults=((Fault.ABORT, 1),)),
+    structs.replace(SAMPLES, name="samples and failures", faults=((Fault.FAILURE, 1),)),
     structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),
     structs.replace(STORAGE, name="storage and all", faults=((Fault.RESTART, 1), (Fault.FAILURE, 1), (Fault.ABORT, 1))),
 )

@@ -10,6 +10,7 @@
     at 5ms decode-0 abort prompt 2            # whoever has this story, if it is there
     at 5ms decode-0 pause 2s | crash [2s] | restart | drain | slow 20 [2s] | swap   # for its own snapshot
     at 5ms decode-0 hang node [2s] | hang worker [2s] | hang batch [2s]   # till its watchdog fires
+    at 5ms prefill-0 crash 2s ranks 1         # comes back with so many DP ranks
     at 5ms prefill-0 drain 2s | bootstrap crash [2s] | shard crash [2s] | shard 1 slow 20 [2s]
     at 5ms decode-0 told {"type":"..."}       # any event of the core, without blanks
     at 5ms decode-0 look                      # what its node holds, as lines of the trace
@@ -166,6 +167,8 @@ class Scenario:
     def _harm(self, name: str, words: list[str]) -> Callable[[], None]:
         world = self.world
         match words:
+            case ["crash", duration, "ranks", number]:
+                return lambda: world.harm.crash(name, down_ns=parse_ns(duration), dp_size=int(number))
             case ["crash", *duration]:
                 return lambda: world.harm.crash(name, down_ns=_duration_ns(duration))
             case ["drain", duration]:
