@@ -16,8 +16,10 @@ A worker keeps more of a request than this (sampling parameters, a script of wha
 from array import array
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Values
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
+
+from msgspec import Struct, structs
 
 from tandem.core.batch import BatchPlan, Row, num_sampled
 from tandem.core.kv_parts import share
@@ -81,8 +83,7 @@ class Sequence:
 S = TypeVar("S", bound=Sequence)
 
 
-@dataclass(frozen=True, slots=True)
-class Span(Generic[S]):
+class Span(Struct, Generic[S], frozen=True):
     """Tokens [start, stop) of a request, whose KV this batch writes."""
 
     sequence: S
@@ -111,7 +112,7 @@ def shared_out(spans: Values[Span[S]], num_ranks: int) -> list[list[Span[S]]] | 
             if start < stop:
                 is_end = stop == span.stop
                 samples, pools = span.samples and is_end, span.pools and is_end
-                part.append(replace(span, start=start, stop=stop, samples=samples, pools=pools))
+                part.append(structs.replace(span, start=start, stop=stop, samples=samples, pools=pools))
         first = last
     return parts
 
@@ -242,7 +243,10 @@ class BatchTables(Generic[S]):
         member. The span of a row that samples ends where its last whole block does, and may be empty.
         """
         block = self.block_tokens
-        rows = [replace(span, stop=span.stop - span.stop % block) if span.samples else span for span in spans]
+        rows = [
+            structs.replace(span, stop=span.stop - span.stop % block) if span.samples and span.stop % block else span
+            for span in spans
+        ]
         return rows + [
             Span(member, len(member.tokens) - block, len(member.tokens), True) for member in self.members(plan)
         ]

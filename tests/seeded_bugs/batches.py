@@ -1,7 +1,6 @@
 """Seeded bugs of plans and of what comes back."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -57,7 +56,7 @@ def grown_page_is_not_told() -> Iterator[None]:
     original = batch_planner.launch
 
     def launch(node_state, rows, decode):
-        original(node_state, rows, decode and replace(decode, grow=decode.grow[1:]))
+        original(node_state, rows, decode and structs.replace(decode, grow=decode.grow[1:]))
 
     with replaced(batch_planner, "launch", launch):
         yield

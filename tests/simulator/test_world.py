@@ -144,7 +144,7 @@ def test_a_question_whose_call_is_lost_is_answered_all_the_same() -> None:
     world.bootstraps.ask(decode, LearnPeer(Address("prefill-0", BOOTSTRAP_PORT)))
     asked_at = world.clock.time
     while not decode.inbox:
-        world.clock.run_next()
+        assert world.clock.run_next()
     assert [type(event) for event in decode.inbox] == [PeerUnknown]
     assert world.clock.time == asked_at + ANSWER_NS
 

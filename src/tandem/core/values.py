@@ -1,6 +1,7 @@
 """Ids and units of the core, and the small arithmetic on them."""
 
 from enum import StrEnum
+from functools import cache
 from typing import NewType
 
 from msgspec import Struct
@@ -61,6 +62,11 @@ class Incarnation(Struct, frozen=True, order=True, cache_hash=True):
     id: str
 
 
+@cache
+def _first_shards(count: int) -> tuple[ShardId, ...]:
+    return tuple(map(ShardId, range(count)))
+
+
 class Cut(Struct, frozen=True, order=True):
     """Into how many workers a replica is cut: pipeline stages, each of so many context-parallel ranks, each of so many
     tensor-parallel shards.
@@ -92,7 +98,7 @@ class Cut(Struct, frozen=True, order=True):
 
     @property
     def shards(self) -> tuple[ShardId, ...]:
-        return tuple(map(ShardId, range(self.num_shards)))
+        return _first_shards(self.num_shards)
 
     @property
     def name(self) -> str:

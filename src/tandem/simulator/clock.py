@@ -48,7 +48,9 @@ class Clock:
         heappush(self.heap, (due, self.num_scheduled, action, arguments))
 
     def after(self, delay_ns: float, action: Action, *arguments: Any) -> None:
-        self.at(self.time + int(delay_ns), action, *arguments)
+        self.num_scheduled += 1
+        due = self.time + int(delay_ns) if delay_ns > 0 else self.time
+        heappush(self.heap, (due, self.num_scheduled, action, arguments))
 
     def in_background(self, time_ns: int, action: Action, *arguments: Any) -> None:
         """As `at`. Where only such things are left to happen, nothing does: they happen for ever."""
@@ -63,7 +65,11 @@ class Clock:
         """When the next thing happens; None when nothing is left."""
         return self.heap[0][0] if len(self.heap) > self.num_in_background else None
 
-    def run_next(self) -> None:
-        """Go to the next thing and do it."""
-        self.time, _, action, arguments = heappop(self.heap)
+    def run_next(self, until_ns: int | None = None) -> bool:
+        """Go to the next thing and do it. False: nothing is left, or nothing up to `until_ns`."""
+        heap = self.heap
+        if len(heap) <= self.num_in_background or (until_ns is not None and heap[0][0] > until_ns):
+            return False
+        self.time, _, action, arguments = heappop(heap)
         action(*arguments)
+        return True

@@ -390,10 +390,8 @@ class World:
 
     def run(self, until_ns: int | None = None) -> None:
         """To the end of the seed, or until a moment of virtual time. Raises `Violation`."""
-        while (next_time := self.clock.next_time()) is not None:
-            if until_ns is not None and next_time > until_ns:
-                return
-            self.clock.run_next()
+        run_next = self.clock.run_next
+        while run_next(until_ns):
             self.num_events += 1
             if self.num_events % self.recount_every == 0:
                 self.checkers.recount()
@@ -401,6 +399,9 @@ class World:
                     raise Violation("W2", f"{self.num_events} events, and it goes on for ever")
             if self.edge.num_open == 0 and self._is_over():
                 break
+        else:
+            if self.clock.next_time() is not None:
+                return
         self.checkers.at_idle()
 
     def _is_over(self) -> bool:
@@ -500,6 +501,9 @@ class World:
                 self.edge.see_tokens(life, requests, tokens)
             case FinishRequest() | FailRequest():
                 self.edge.see_end(life, command)
+            case Tell(peer, message):
+                if not self.io_fails():
+                    self.network.send(life.host, life.incarnation, peer, message)
             case RenderAgain(request, rendered_at):
                 self.edge.render_again(life.halves[request], rendered_at)
             case StartRequest() | AnnounceStored() | AnnounceRemoved() | AnnounceCleared():
@@ -510,9 +514,6 @@ class World:
                 self._announce(life, command)
             case GatherSnapshot(number, snapshot):
                 self._gather(life, number, snapshot)
-            case Tell(peer, message):
-                if not self.io_fails():
-                    self.network.send(life.host, life.incarnation, peer, message)
             case PublishPages():
                 life.store.publish(command, failing=self._failing_shard(life))
             case RevokePages():

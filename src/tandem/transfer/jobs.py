@@ -45,8 +45,7 @@ class OfferedPages:
     secret: bytes = field(repr=False)  # of the grant
 
 
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
+class PeerAddress(Struct, frozen=True):
     """Of one worker."""
 
     host: str

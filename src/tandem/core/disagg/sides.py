@@ -18,6 +18,7 @@ structs have the tag by which msgspec tells the members of a union apart.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 from msgspec import Struct
@@ -31,6 +32,8 @@ from tandem.core.values import ZERO_NS, Address, Cut, Incarnation, Nanos, Room, 
 
 class Local(Struct, tag="local"):
     """Computed and decoded here; no peer has a part in it."""
+
+    state: ClassVar[None] = None  # of a transfer
 
     @property
     def counterpart(self) -> None:

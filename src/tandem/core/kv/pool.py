@@ -59,8 +59,9 @@ class PagePool:
         assert num_pages <= len(self.free_pages), "allocate after admission said it fits"
         assert owner != NOBODY
         pages = [self.free_pages.pop() for _ in range(num_pages)]
+        free, owned = PageState.FREE, PageState.OWNED
         for page in pages:
-            self._move(page, PageState.FREE, PageState.OWNED)
+            self._move(page, free, owned)
             self.owners[page] = owner
         return pages
 

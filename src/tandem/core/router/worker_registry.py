@@ -147,7 +147,7 @@ class Registry:
         return {
             entry.worker.id: entry.silent_since
             for entry in self._entries.values()
-            if entry.health is Health.DEAD and entry.silent_since is not None
+            if entry.silent_since is not None and entry.health is Health.DEAD
         }
 
     def live(self, role: Role, model: str | None = None) -> list[Worker]:
@@ -251,16 +251,18 @@ class Registry:
 
     def wake_at(self) -> Nanos | None:
         """When the next probe is to be sent or given up; None without workers."""
-        return min((self._next(entry) for entry in self._entries.values()), default=None)
+        limit = self._settings.probe_timeout_ns
+        return min(
+            [
+                e.next_probe if e.probing_since is None else Nanos(e.probing_since + limit)
+                for e in self._entries.values()
+            ],
+            default=None,
+        )
 
     def _entry(self, worker: Worker, now: Nanos) -> _Entry:
         breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
         return _Entry(worker, next_probe=now, breaker=breaker)
-
-    def _next(self, entry: _Entry) -> Nanos:
-        if entry.probing_since is None:
-            return entry.next_probe
-        return Nanos(entry.probing_since + self._settings.probe_timeout_ns)
 
     def _miss(self, entry: _Entry, result: ProbeResult, now: Nanos) -> None:
         entry.misses += 1

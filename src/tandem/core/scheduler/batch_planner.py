@@ -5,7 +5,7 @@ Plans are made before the results of the batches in flight are known. A decode r
 request', so that costs nothing but one useless row when the token before turns out to be the last.
 """
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row, num_sampled
 from tandem.core.commands import LaunchBatch
@@ -64,8 +64,7 @@ def plan(node: NodeState) -> bool:
     return len(node.queues[State.RUNNING]) < num_running
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeTurn:
+class DecodeTurn(Struct, frozen=True):
     """A micro-batch that can get its next tokens, and the pages that some of its members need for that."""
 
     index: int
@@ -161,6 +160,8 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
 def num_decodable(node: NodeState) -> int:
     """Take those out of the decode sets whose last token is being sampled already; how many are left?"""
     members = node.micro_batches.members
+    if not members:
+        return 0
     done = [
         progress
         for progress in map(node.requests.__getitem__, members)

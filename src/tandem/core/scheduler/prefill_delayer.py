@@ -143,7 +143,8 @@ class Delayer(Struct, frozen=True):
         if self.settings.num_ranks > 1 and any(map(is_fresh, node.live(State.COMPUTING))):
             times.append(node.delayer.ask_at)
         # What is over already is asked again whenever a batch returns.
-        return min((Nanos(time) for time in times if time > node.now), default=None)
+        times = [time for time in times if time > node.now]
+        return Nanos(min(times)) if times else None
 
 
 ALWAYS_OPEN = AlwaysOpen()

@@ -195,6 +195,9 @@ class Progress:
                 return _WAITS.get(state)
 
 
+_ENDED = (State.DRAINING, State.DONE)
+
+
 def is_early(progress: Progress) -> bool:
     """A prefill side to which no decode has said READY: nobody waits for it yet."""
     return isinstance(progress.side, PrefillSide) and not progress.side.is_ready
@@ -207,7 +210,7 @@ def num_shared(one: Progress, other: Progress, first: int, last: int) -> int:
 
 def has_ended(progress: Progress) -> bool:
     """The request has ended for its client; late results of its batches and transfers are dropped."""
-    return progress.state in (State.DRAINING, State.DONE)
+    return progress.state in _ENDED
 
 
 @dataclass(slots=True)

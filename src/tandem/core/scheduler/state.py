@@ -5,6 +5,7 @@ functions here are the only ones that move a request between states or take and 
 """
 
 import heapq
+import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -173,13 +174,12 @@ class NodeState:
     @property
     def num_slots_used(self) -> int:
         """Requests in `SLOT_STATES`: counted by those that are not, which are fewer states."""
-        queues = self.queues
-        num_waiting = len(queues[State.BOOTSTRAPPING]) + len(queues[State.QUEUED])
-        return len(self.requests) - num_waiting - len(queues[State.DRAINING])
+        return len(self.requests) - sum(map(len, _queues_without_slot(self.queues)))
 
     def live(self, state: State) -> list[Progress]:
         """The requests in one state, in order of entry."""
-        return list(map(self.requests.__getitem__, self.queues[state]))
+        queue = self.queues[state]
+        return list(map(self.requests.__getitem__, queue)) if queue else []
 
     def in_room(self, room: Room) -> Progress | None:
         request = self.rooms.get(room)
@@ -188,19 +188,21 @@ class NodeState:
 
 def enter(node: NodeState, progress: Progress, trigger: Trigger, *, first: bool = False) -> None:
     """Move a request along the lifecycle table; `first` puts it at the head of the new queue."""
-    after = LIFECYCLE.next(progress.state, trigger)
+    request, after = progress.id, LIFECYCLE.next(progress.state, trigger)
     charge_stage(node, progress)
-    del node.queues[progress.state][progress.id]
+    del node.queues[progress.state][request]
     progress.state = after
     if after is State.DONE:
         return
     queue = node.queues[after]
-    queue[progress.id] = None
+    queue[request] = None
     if first:
         assert isinstance(queue, OrderedDict)
-        queue.move_to_end(progress.id, last=False)
+        queue.move_to_end(request, last=False)
     schedule(node, progress)
 
+
+_queues_without_slot = operator.itemgetter(State.BOOTSTRAPPING, State.QUEUED, State.DRAINING)
 
 _STAGES = {
     State.BOOTSTRAPPING: "bootstrap",

@@ -200,11 +200,10 @@ class Links:
                 times.append(peer.lost_at)
             if peer.retry_at is not None:
                 times.append(peer.retry_at)
-            for link in peer.dials.values():
-                times.append(link.since_ns + HELLO_NS)
-            if peer.link is not None:
-                times.append(peer.link.heard_ns + peer.link.silence_ns)
-                times.append(peer.link.said_ns + self.heartbeat.interval_ns)
+            if peer.dials:
+                times += [link.since_ns + HELLO_NS for link in peer.dials.values()]
+            if (link := peer.link) is not None:
+                times += (link.heard_ns + link.silence_ns, link.said_ns + self.heartbeat.interval_ns)
         return Nanos(min(times)) if times else None
 
     def tick(self, now: Nanos) -> None:

@@ -40,25 +40,28 @@ class PageMemory:
     page_size: int
     slots: list[list[int]] = field(default_factory=list)
     sums: list[int] = field(default_factory=list)
+    empty: list[int] = field(default_factory=list)  # what stands for every page that nobody has written yet
 
     def __post_init__(self) -> None:
-        empty = list(empty_page(self.page_size))
-        self.slots = [empty.copy() for _ in range(self.num_pages)]
+        self.empty = list(empty_page(self.page_size))
+        self.slots = [self.empty] * self.num_pages
         self.sums = [0] * self.num_pages
 
     def write(self, table: list[PageId], start: int, contents: Values[int], states: Values[int]) -> None:
         """The slots of positions from `start` on; and of each page the state behind the last of them in it.
 
-        contents, states: by position; what does not fit 64 bits is cut off
+        contents, states: by position, of 64 bits
         """
-        written = 0
-        while written < len(contents):
-            index, slot = divmod(start + written, self.page_size)
-            page, stop = table[index], min(len(contents), written + self.page_size - slot)
-            row, new = self.slots[page], [content & MASK for content in contents[written:stop]]
-            self.sums[page] += sum(new) - sum(row[slot : slot + len(new)])
-            row[slot : slot + len(new)] = new
-            row[self.page_size] = states[stop - 1] & MASK
+        written, count, page_size = 0, len(contents), self.page_size
+        while written < count:
+            index, slot = divmod(start + written, page_size)
+            page, stop = table[index], min(count, written + page_size - slot)
+            if self.slots[page] is self.empty:
+                self.slots[page] = self.empty.copy()
+            row, end = self.slots[page], slot + stop - written
+            before, row[slot:end] = row[slot:end], contents[written:stop]
+            self.sums[page] += sum(row[slot:end]) - sum(before)
+            row[page_size] = states[stop - 1]
             written = stop
 
     def read(self, table: list[PageId], length: int) -> int:
@@ -226,10 +229,10 @@ class Executor:
                 self._sample(row.sequence, kv_sum, sampled, flags, invalid)
             if row.pools:
                 vectors.append((row.sequence.request, told_of(kv_sum)))
-        counts = tuple(map(num_told, sampled))
         hashes = self.tables.finish(plan, spans, [token for tokens in sampled for token in tokens])
         if self.shard != 0:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
+        counts = tuple(map(num_told, sampled))
         told_tokens = [tokens[:count] for tokens, count in zip(sampled, counts, strict=True)]
         tokens = array("i", [token for tokens in told_tokens for token in tokens]).tobytes()
         return BatchOutcome(
@@ -285,9 +288,10 @@ class Executor:
             position += 1
         while len(block) < self.block_tokens:
             token = sample(kv_sum=kv_sum, position=position - 1, eos_one_in=sequence.script.eos_one_in)
-            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
             block.append(token)
-            position += 1
+            if len(block) < self.block_tokens:
+                kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
+                position += 1
         if len(sampled) in invalid:
             flags.append(TokenFlag.INVALID)
             sequence.is_broken = True
@@ -316,13 +320,14 @@ class Executor:
             )
         contents: list[int] = []
         sums: list[int] = []  # behind each position
-        for position in range(start, stop):
-            contents.append(kv_content(sum_before=kv_sum, token=sequence.tokens[position], position=position))
-            kv_sum = (kv_sum + contents[-1]) & MASK
+        for position, token in enumerate(sequence.tokens[start:stop], start):
+            content = kv_content(sum_before=kv_sum, token=token, position=position)
+            kv_sum = (kv_sum + content) & MASK
+            contents.append(content)
             sums.append(kv_sum)
         for cell, memory in self.memory.cells.items():
             weight = cell_weight(cell)
-            memory.write(table, start, [one * weight for one in contents], [one * weight for one in sums])
+            memory.write(table, start, [one * weight & MASK for one in contents], [one * weight & MASK for one in sums])
         first = sequence.script.logprobs_from
         if first is not None:
             wanted = range(max(first, start), min(stop, sequence.prompt_len - 1))

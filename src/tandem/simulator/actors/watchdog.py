@@ -70,8 +70,10 @@ class Watchdogs:
             answer_if_it_can(life)
         if vitals.questions.tick():
             answer_if_it_can(life)
-        self._tell(server, life.vitals.liveness.longest, rank_number(life.replica.name))
-        self.num_recovered += was_sick and not vitals.liveness.longest.is_sick
+        is_sick = vitals.liveness.longest.is_sick
+        if was_sick or is_sick:
+            self._tell(server, vitals.liveness.longest, rank_number(life.replica.name))
+        self.num_recovered += was_sick and not is_sick
 
     def _tell(self, server: Server, longest: Stall, rank: int) -> None:
         if server.requests is not None:

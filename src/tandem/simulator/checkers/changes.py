@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any  # machines of any state and trigger type
 
 from tandem.core.commands import RenderAgain
-from tandem.core.disagg.sides import Local, PrefillSide
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER, TransferState
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE, Progress, State, WaitingFor
@@ -55,14 +55,15 @@ class StateChanges:
         self.seen: dict[Incarnation, dict[RequestId, Seen]] = {}
 
     def after_step(self, life: Life) -> list[Move]:
-        before, after = self.seen.get(life.incarnation, {}), {}
+        requests = life.node.state.requests
+        seen = self.seen.setdefault(life.incarnation, {})
         moves: list[Move] = []
-        for request, progress in life.node.state.requests.items():
+        for request, progress in requests.items():
             side = progress.side
-            now = after[request] = (progress.state, None if isinstance(side, Local) else side.state)
-            known = before.get(request)
+            now, known = (progress.state, side.state), seen.get(request)
             if known == now:
                 continue
+            seen[request] = now
             if known is None:
                 moves.append((progress, None))
                 continue
@@ -75,7 +76,9 @@ class StateChanges:
             )
             if known[0] is not now[0]:
                 moves.append((progress, known[0]))
-        self.seen[life.incarnation] = after
+        if len(seen) > len(requests):
+            for request in seen.keys() - requests.keys():
+                del seen[request]
         return moves
 
     def _check(

@@ -255,8 +255,8 @@ class Checkers:
                 if isinstance(event, DRAINED):
                     self.one_verdict.drained(life, event)
         kinds = list(map(type, commands))
-        for kind, command in zip(kinds, commands, strict=True):
-            for look in self.of_command.get(kind, ()):
+        for command in commands:
+            for look in self.of_command.get(type(command), ()):
                 look(life, command)
         if EmitTokens in kinds:
             self.stream.settled(life)
@@ -278,7 +278,8 @@ class Checkers:
         self.vetoes.heard(life, events)
 
     def compare_with_twin(self, life: Life, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
-        self.same_after_restore.compare(life, events, now, effects)
+        if life.twin is not None:
+            self.same_after_restore.compare(life, life.twin, events, now, effects)
 
     def recount(self) -> None:
         """Of every life that has made a step since the last time: nothing of a node changes in between."""

@@ -96,5 +96,5 @@ class Bounds:
             raise Violation(self.id, f"{where(life)}: {len(state.inflight)} batches in flight")
         if len(state.stash) > settings.stashed_messages or len(state.tombstones) > settings.tombstones:
             raise Violation(self.id, f"{where(life)}: {len(state.stash)} stashed, {len(state.tombstones)} tombstones")
-        if state.num_slots_used > settings.max_running:
-            raise Violation(self.id, f"{where(life)}: {state.num_slots_used} of {settings.max_running} slots")
+        if (used := len(state.requests) - waiting - len(queues[State.DRAINING])) > settings.max_running:
+            raise Violation(self.id, f"{where(life)}: {used} of {settings.max_running} slots")

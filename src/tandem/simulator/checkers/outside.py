@@ -5,6 +5,7 @@ from tandem.core.disagg.messages import Abort, Message, Moved, Offer, Ready, Rel
 from tandem.core.disagg.sides import AnySide, PrefillSide
 from tandem.core.events import Event
 from tandem.core.kv_parts import parts
+from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import has_ended
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.simulator.actors.clients import Half
@@ -112,14 +113,12 @@ class SameAfterRestore:
 
     id = "S33"
 
-    def compare(self, life: Life, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
-        if life.twin is None:
-            return
-        if life.twin.step(events, now) != effects:
+    def compare(self, life: Life, twin: EngineNode, events: tuple[Event, ...], now: Nanos, effects: Effects) -> None:
+        if twin.step(events, now) != effects:
             raise Violation(self.id, f"{where(life)}: a node restored from a snapshot decides otherwise")
         life.twin_steps -= 1
         if life.twin_steps == 0:
-            life.node, life.twin = life.twin, None
+            life.node, life.twin = twin, None
 
 
 class OwnClock:

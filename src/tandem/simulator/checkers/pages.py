@@ -26,6 +26,7 @@ from tandem.simulator.oracle import Violation
 
 HAS_OWNER = (PageState.OWNED, PageState.QUARANTINED)
 IS_OF_THE_TREE = (PageState.CACHED, PageState.LOADING)
+EVERY_STATE = tuple(PageState)
 
 
 class PageAccounting:
@@ -38,9 +39,10 @@ class PageAccounting:
 
     def recount(self, life: Life) -> None:
         pool = life.node.state.pool
-        for state in PageState:
-            if (counted := pool.states.count(state)) != pool.counts[state]:
-                raise Violation(self.id, f"{where(life)}: {counted} pages are {state.name}, not {pool.counts[state]}")
+        states = bytes(pool.states)  # small numbers, which are counted faster in bytes
+        for state, shown in zip(EVERY_STATE, pool.counts, strict=True):
+            if (counted := states.count(state)) != shown:
+                raise Violation(self.id, f"{where(life)}: {counted} pages are {state.name}, not {shown}")
         if not set(map(pool.states.__getitem__, pool.free_pages)) <= {PageState.FREE}:
             raise Violation(self.id, f"{where(life)}: a page in the free list is not free")
         if len(frozenset(pool.free_pages)) != len(pool.free_pages):
@@ -56,9 +58,9 @@ class PageOwnership:
         self, life: Life, request: RequestId, table: list[PageId], first_written: int, num_used: int
     ) -> None:
         pool = life.node.state.pool
-        owners, states = pool.owners, pool.states
+        owners, states, cached = pool.owners, pool.states, PageState.CACHED
         for page in table[:first_written]:
-            if owners[page] != request and states[page] != PageState.CACHED:
+            if owners[page] != request and states[page] != cached:
                 raise Violation(self.id, f"{where(life, request)} reads page {page}, which is {owner_of(pool, page)}")
         for page in table[first_written:num_used]:
             if owners[page] != request:
@@ -149,9 +151,9 @@ class PrefixTreePins:
                 if node.pins != (right := expected.get(page_hash, 0)):
                     raise Violation(self.id, f"{where(life)}: page {node.page} has {node.pins} pins, not {right}")
             raise Violation(self.id, f"{where(life)}: a page is pinned that is not in the tree")
-        states = state.pool.states
+        states, cached = state.pool.states, PageState.CACHED
         for page in [node.page for node in tree.nodes.values() if node.is_landed]:
-            if states[page] != PageState.CACHED:
+            if states[page] != cached:
                 raise Violation(self.id, f"{where(life)}: cached page {page} is {owner_of(state.pool, page)}")
         if tree.num_pinned != sum(node.is_landed for node in pinned.values()):
             raise Violation(self.id, f"{where(life)}: {tree.num_pinned} nodes are not what is pinned")
@@ -285,8 +287,9 @@ class Quarantine:
         state = life.node.state
         if not state.pool.counts[PageState.QUARANTINED]:
             return
+        quarantined = PageState.QUARANTINED
         for page, page_state in enumerate(state.pool.states):
-            if page_state != PageState.QUARANTINED:
+            if page_state != quarantined:
                 continue
             progress = state.requests.get(state.pool.owners[page])
             if progress is None or progress.state is not State.DRAINING:

@@ -23,12 +23,12 @@ class Counted:
     """Ticks for which something has stood still in one life."""
 
     ticks: dict[Standing, int] = field(default_factory=dict[Standing, int])
+    longest: int = 0  # of these
     before: int = 0  # the longest at the tick before: what goes on between two ticks is seen at the second
     unhealthy: int = 0  # ticks in a row
 
-    @property
-    def longest(self) -> int:
-        return max(self.ticks.values(), default=0)
+
+NOTHING_COUNTED = Counted()
 
 
 class Standstills:
@@ -50,6 +50,7 @@ class Standstills:
             counted = self.counted[life.incarnation] = Counted()
         counted.before = counted.longest
         counted.ticks = dict(self._count(life, counted.ticks))
+        counted.longest = max(counted.ticks.values(), default=0)
         is_healthy = self.world.servers[server_of(life.replica.name)].trusts(life.replica)
         counted.unhealthy = 0 if is_healthy else counted.unhealthy + 1
         at_least, at_most = self._bounds(counted)
@@ -72,7 +73,9 @@ class Standstills:
         standing: list[Standing] = [(hang, life.vitals.num_hangs)] if hang is Hang.WORKER else []
         if life.store.dead:
             standing.append(("lost shards", 0))  # what hung before went on as it died
-        for what in (*standing, *(("batch", flight.batch) for flight in window[:1])):
+        if window:
+            standing.append(("batch", window[0].batch))
+        for what in standing:
             yield what, before.get(what, -1) + 1
 
     def _bounds(self, counted: Counted) -> tuple[int, int]:
@@ -92,7 +95,7 @@ class Standstills:
         """Everything that hangs is watched, and both counts say the same."""
         if life.vitals.hang is not None and not life.vitals.is_watched:
             raise Violation(self.id, f"recount: {where(life)} hangs, and no watchdog looks")
-        at_least, at_most = self._bounds(self.counted.get(life.incarnation, Counted()))
+        at_least, at_most = self._bounds(self.counted.get(life.incarnation, NOTHING_COUNTED))
         ticks = life.vitals.liveness.longest.ticks
         if not at_least - LATE_TICKS <= ticks <= at_most:
             raise Violation(

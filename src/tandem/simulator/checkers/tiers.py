@@ -83,7 +83,7 @@ def disorder(tree: PrefixTree, host: HostTier, storage: StorageTier) -> str:
         return f"{len(copies)} nodes have a copy, {pool.counts[PageState.CACHED]} pages of host memory are one"
     if len(storing) != pool.counts[PageState.OWNED] or pool.num_free + len(copies) + len(storing) != pool.num_pages:
         return f"{len(storing)} pages of host memory are being filled, {pool.counts[PageState.OWNED]} are owned"
-    if any(pool.states[page] != PageState.CACHED for page in copies):
+    if not set(map(pool.states.__getitem__, copies)) <= {PageState.CACHED}:
         return "a node's copy is no copy"
     nodes = tree.nodes
     landed = {page_hash: node.parent for page_hash, node in nodes.items() if node.is_landed}
@@ -91,16 +91,18 @@ def disorder(tree: PrefixTree, host: HostTier, storage: StorageTier) -> str:
         return f"{tree.num_landed} nodes are not what has landed"
     if not landed.keys() | {None} >= set(landed.values()):
         return "a page is on the device without the one before it"
-    on_device = tally(node.parent for node in nodes.values() if node.page != NOWHERE)
+    on_device = tally([node.parent for node in nodes.values() if node.page != NOWHERE])
     if {page_hash: node.num_children for page_hash, node in nodes.items() if node.num_children} != on_device:
         return "a node does not count its children on the device"
-    in_host = tally(node.parent for node in nodes.values() if node.host != NOWHERE)
+    in_host = tally([node.parent for node in nodes.values() if node.host != NOWHERE])
     if {page_hash: node.num_host_children for page_hash, node in nodes.items() if node.num_host_children} != in_host:
         return "a node does not count its children in host memory"
-    below = tally(node.parent for node in nodes.values())
+    below = tally([node.parent for node in nodes.values()])
     if {page_hash: node.num_nodes_below for page_hash, node in nodes.items() if node.num_nodes_below} != below:
         return "a node does not count those below it"
-    if any(node.page == node.host == NOWHERE and not (node.num_nodes_below or node.pins) for node in nodes.values()):
+    if [
+        node for node in nodes.values() if node.page == node.host == NOWHERE and not (node.num_nodes_below or node.pins)
+    ]:
         return "a node is nowhere, and nothing is below it"
     return ""
 

@@ -189,8 +189,8 @@ def planned(options: Options, until_ns: int) -> list[Happening]:
     """The faults of a seed that are moments."""
     diary = Diary()
     FaultSchedule(diary, Random(f"nemesis {options.seed}"), options).schedule(until_ns)
-    while diary.clock.next_time() is not None:
-        diary.clock.run_next()
+    while diary.clock.run_next():
+        pass
     return diary.happenings
 
 
