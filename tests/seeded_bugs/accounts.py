@@ -55,7 +55,7 @@ def retraction_resets_the_first_token_clock() -> Iterator[None]:
 
 @mutant(162, "S31")
 def sizes_of_an_offer_are_not_checked() -> Iterator[None]:
-    with replaced(decode_side, "misfit", lambda node_state, one, arrival, offer: None):
+    with replaced(decode_side, "misfit", lambda node_state, one, side, arrival, offer: None):
         yield
 
 

@@ -2,7 +2,8 @@
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.commands import PullPages
-from tandem.core.events import PagesLanded, PeerLost
+from tandem.core.disagg.messages import Offer
+from tandem.core.events import PagesLanded, PeerLost, PeerSaid
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import Cause
@@ -69,6 +70,23 @@ def test_when_the_one_who_pulls_ends_the_next_one_pulls_all() -> None:
     assert pulled(decode) == 2 * 13 + 1
     for request in (second, third):
         assert decode.tokens[request] == expected_tokens(PROMPT, 4, seed=1)
+    assert_nothing_is_held([prefill, decode])
+
+
+def test_an_offer_that_comes_again_as_the_other_ends_is_pulled_and_waits_no_more() -> None:
+    world, prefill, decode = one_pair()
+    decode.holds.add(PagesLanded)
+    (_, first), (_, second) = (world.pair(prefill, decode, prompt_len=PROMPT) for _ in range(2))
+    world.run()
+    again = next(offer for offer in prefill.said(Offer) if offer.room == world.next_room)
+    world.abort(decode, first)
+    world.send(decode, PeerSaid(prefill.name, again))
+    world.run()
+    assert pulled(decode) == 13 + len(again.pages)
+    assert decode.progress(second).waiting_for is WaitingFor.LANDING
+    decode.release()
+    world.advance(2 * decode.state.settings.resend_ns)  # the last page was offered while it waited
+    assert decode.tokens[second] == expected_tokens(PROMPT, 4, seed=1)
     assert_nothing_is_held([prefill, decode])
 
 

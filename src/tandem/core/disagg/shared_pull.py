@@ -17,11 +17,14 @@ from tandem.core.scheduler.state import NodeState, adopt_cached
 def comes_for_another(node: NodeState, progress: Progress, arrival: Arrival) -> bool:
     """Before its first pull: take over what has come for others, and hold back while most of the rest is coming."""
     take_over(node, progress, arrival)
-    if not another_pulls(node, progress, arrival):
-        return False
-    node.held_back[progress.id] = None
-    progress.blocked_on = WaitingFor.PREFIX
-    return True
+    if another_pulls(node, progress, arrival):
+        node.held_back[progress.id] = None
+        progress.blocked_on = WaitingFor.PREFIX
+        return True
+    if progress.id in node.held_back:
+        del node.held_back[progress.id]
+        progress.blocked_on = None
+    return False
 
 
 def take_over(node: NodeState, progress: Progress, arrival: Arrival) -> None:
@@ -59,7 +62,5 @@ def no_longer_held_back(node: NodeState) -> list[tuple[Progress, DecodeSide, Arr
         if progress is None or progress.state is not State.ARRIVING or not isinstance(side, DecodeSide):
             del node.held_back[request]  # it has ended, or its transfer has
         elif side.arrival is not None and not comes_for_another(node, progress, side.arrival):
-            del node.held_back[request]
-            progress.blocked_on = None
             free.append((progress, side, side.arrival))
     return free
