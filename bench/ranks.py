@@ -1,4 +1,4 @@
-"""What several workers cost and what they are worth, against one: pipeline and tensor parallel, and replicas.
+"""What two, four and eight workers cost and are worth, against one: pipeline and tensor parallel, and replicas.
 
 Unified servers with the bundled model, all alive at once on this machine's cores; they are asked in turn, in a new
 order every time, and only one has work at a time. Each gets the threads that it would take if it were alone here. A
@@ -57,6 +57,8 @@ SPREAD = {
     "pp 4": (1, 4),
     "tp 2": (2, 1),
     "tp 4": (4, 1),
+    "tp 2 pp 4": (2, 4),
+    "tp 8": (8, 1),
 }  # tensor-parallel shards, stages
 REPLICAS = {ONE: 1, "dp 2": 2, "dp 4": 4}
 CHUNK = 128
@@ -320,7 +322,7 @@ def main() -> None:
             least, most = row["range"]
             ideal = f"   ideal {row['ideal']:.2f}" if "ideal" in row else ""
             print(
-                f"{row['what']:<9} {row['load']:<27} {row['server']:<9} {row['p50']:>10} {row['unit']:<4}"
+                f"{row['what']:<9} {row['load']:<27} {row['server']:<10} {row['p50']:>10} {row['unit']:<4}"
                 f" {row['ratio']:>7.2f}x ({least:.2f} to {most:.2f}){ideal}",
                 flush=True,
             )

@@ -16,7 +16,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -47,10 +47,9 @@ RECOVERY_S = 10.0
 READY_S = 90.0
 ORDER_SLACK_S = 1.0
 
-CUT = tuple(os.environ.get("CHAOS_CUT", "").split())  # flags that spread every server over workers: "--tp 2"
-DP_SIZE = int(CUT[CUT.index("--dp") + 1]) if "--dp" in CUT else 1
-LIMITS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
-SERVER_FLAGS = (*LIMITS, *CUT)
+# Flags that spread servers over workers: "--tp 2" all alike, "--tp 2 / --pp 2 / --dp 2" one by one, the last the rest
+CUTS = tuple(tuple(words.split()) for words in os.environ.get("CHAOS_CUT", "").split("/"))
+SERVER_FLAGS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
 ROUTER_FLAGS = ("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20")
 
 PROCESS_FAULTS = ("kill_prefill", "kill_decode", "kill_child", "kill_router", "pause", "pause", "pause", "pause")
@@ -86,6 +85,7 @@ class Target:
     server: Server
     role: str
     link: Link
+    dp_size: int
     is_impaired: bool = False
 
     @property
@@ -202,6 +202,15 @@ async def start(it: Arena, model: str) -> None:
     it.router = Server(it.fleet.start("router", words, port=int(words[2])))
 
 
+def cut_of(index: int) -> tuple[str, ...]:
+    """Of a prefill; the decodes are counted behind all of them."""
+    return CUTS[min(index, len(CUTS) - 1)]
+
+
+def dp_size_of(cut: Sequence[str]) -> int:
+    return int(cut[cut.index("--dp") + 1]) if "--dp" in cut else 1
+
+
 def shares_memory(index: int) -> bool:
     """Pages of every second prefill are copied from shared memory; those of the others pass a link that is damaged."""
     return index % 2 == 1
@@ -209,10 +218,10 @@ def shares_memory(index: int) -> bool:
 
 async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     """URL and bootstrap port, as the router is to know them."""
-    name = f"prefill-{index}"
+    name, cut = f"prefill-{index}", cut_of(index)
     port, bootstrap = free_ports(2)
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
-    words = serve_words(model, port, *mode, *SERVER_FLAGS, *records.flags(it.records, name))
+    words = serve_words(model, port, *mode, *SERVER_FLAGS, *cut, *records.flags(it.records, name))
     member = it.fleet.start(name, words, port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
 
@@ -227,19 +236,19 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     it.routes.append(route)
     await route.open()
     boot = await it.open_link(f"bootstrap {name}", route.port, is_damageable=False)
-    it.targets.append(Target(Server(member), "prefill", link))
+    it.targets.append(Target(Server(member), "prefill", link, dp_size_of(cut)))
     return f"http://{LOOPBACK}:{link.port}", str(boot.port)
 
 
 async def start_decode(it: Arena, model: str, index: int) -> str:
     """URL as the router is to know it. The second has no prefix cache: whatever it decodes was pulled or computed."""
-    name = f"decode-{index}"
+    name, cut = f"decode-{index}", cut_of(PREFILLS + index)
     (port,) = free_ports(1)
     cache = ("--disable-radix-cache",) if index % 2 else ()
-    flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *cache, *records.flags(it.records, name))
+    flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *cut, *cache, *records.flags(it.records, name))
     member = it.fleet.start(name, serve_words(model, port, *flags), port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
-    it.targets.append(Target(Server(member), "decode", link))
+    it.targets.append(Target(Server(member), "decode", link, dp_size_of(cut)))
     return f"http://{LOOPBACK}:{link.port}"
 
 
@@ -379,22 +388,22 @@ async def revive(it: Arena, target: Target) -> None:
     """As a supervisor does: wait for its end, start it again on the same ports."""
     member = target.server.member
     process = member.process
-    if not (DP_SIZE > 1 and process.poll() is None):
+    if not (target.dp_size > 1 and process.poll() is None):
         await eventually(lambda: has_ended(process), within_s=20, what=f"{target.name} ends after one of it was killed")
         await asyncio.sleep(it.random.uniform(0.0, 1.0))
         records.set_aside(it.records, target.name)
         it.fleet.restart(member)
-    await eventually(lambda: has_all_ranks(member.port), within_s=READY_S, what=f"{target.name} has all its ranks")
+    await eventually(lambda: has_all_ranks(target), within_s=READY_S, what=f"{target.name} has all its ranks")
     await eventually(lambda: answers(member.port), within_s=READY_S, what=f"{target.name} is ready again")
     it.returns.append(await eventually(lambda: are_used(it, target), within_s=READY_S, what=f"{target.name} is used"))
     target.is_impaired = False
 
 
-async def has_all_ranks(port: int) -> bool:
+async def has_all_ranks(target: Target) -> bool:
     try:
         async with httpx.AsyncClient(timeout=1.0, trust_env=False, verify=False) as http:
-            answer = await http.get(f"http://{LOOPBACK}:{port}/v1/loads")
-            return answer.status_code == 200 and len(answer.json()["loads"]) == DP_SIZE
+            answer = await http.get(f"http://{LOOPBACK}:{target.server.member.port}/v1/loads")
+            return answer.status_code == 200 and len(answer.json()["loads"]) == target.dp_size
     except httpx.HTTPError:
         return False
 

@@ -4,7 +4,8 @@
 
     CHAOS_SECONDS=600 CHAOS_SEED=4711 pytest tests/chaos -s
 
-CHAOS_CUT="--tp 2" (or "--pp 2", "--dp 2", "--dp 2 --tp 2 --enable-dp-attention") spreads every server over workers.
+CHAOS_CUT="--tp 2" (or "--pp 2", "--dp 2", "--dp 2 --tp 2 --enable-dp-attention") spreads every server over workers,
+and CHAOS_CUT="--tp 2 / --pp 2 / --dp 2" each prefill and then each decode otherwise; the last of them is for the rest.
 """
 
 import asyncio

@@ -97,6 +97,7 @@ class ThreadRanks:
     group: ThreadGroup
     sizes: list[int] = field(default_factory=list)
     is_exact: bool = False
+    num_prefill_ranks: int = 0
 
     def all_gather(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
         raise AssertionError("only exact groups gather inputs")
@@ -105,8 +106,10 @@ class ThreadRanks:
     def shard(self) -> Shard:
         return self.group.shard
 
-    def meet(self, rows: int | None) -> bool:
-        self.sizes = self.group._exchange(torch.tensor([rows or 0]), torch.cat).tolist()
+    def meet(self, rows: int | None, *, has_prompts: bool = False) -> bool:
+        said = self.group._exchange(torch.tensor([[rows or 0, has_prompts]]), torch.cat)
+        self.sizes, prefills = said.T.tolist()
+        self.num_prefill_ranks = sum(prefills)
         return any(self.sizes)
 
     def rows(self, own: Tensor) -> Tensor:

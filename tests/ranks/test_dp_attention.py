@@ -130,13 +130,53 @@ def test_prompts_of_one_rank_wait_for_what_the_other_one_sees(experts: tuple[Pat
 
 def delayer_outcomes(server: Server) -> Counter[tuple[int, str, str]]:
     """By rank, who had prompts, and why prompts began or did not."""
+    return counted(server, "sglang:prefill_delayer_outcomes_total", "input_estimation", "output_reason")
+
+
+def test_tokens_are_counted_by_how_many_ranks_had_prompts_in_the_same_step(alone: Server) -> None:
+    """What SGLang calls `dp_cooperation_info`."""
+    text, server = real_prompts(10)[-1], alone
+    prompts = ([first, *text] for first in range(3, 500))  # nothing of one is cached for another
+    prompt, began = next(prompts), cooperation(server)
+    ask(server, prompt, routed_dp_rank=0)
+    assert cooperation(server) - began == {
+        (0, "prefill_compute", "1"): len(prompt),
+        (0, "decode", "0"): OUTPUT - 1,  # the first one comes with the prompt
+    }
+    cached = ask(server, prompt, routed_dp_rank=0)["meta_info"]["cached_tokens"]
+    assert (cooperation(server) - began)[0, "prefill_cache", "1"] == cached > 0
+
+    def decodes_beside_a_prompt() -> bool:
+        ask(server, next(prompts), routed_dp_rank=0)
+        return cooperation(server)[1, "decode", "1"] > began[1, "decode", "1"]
+
+    stream = stream_on(server, 1)
+    eventually(decodes_beside_a_prompt)
+    stream.close()
+
+    def have_prompts_together() -> bool:
+        ask_ranks(server, [next(prompts) for _ in range(4)])
+        found = cooperation(server) - began
+        return all(found[rank, "prefill_compute", "2"] > 0 for rank in (0, 1))
+
+    eventually(have_prompts_together)
+    timed = counted(server, "sglang:dp_cooperation_forward_execution_seconds_total", "category", "num_prefill_ranks")
+    assert {(0, "extend", "1"), (0, "decode", "0"), (1, "decode", "1")} <= timed.keys()
+
+
+def cooperation(server: Server) -> Counter[tuple[int, str, str]]:
+    """Tokens by rank, mode, and how many ranks had prompts."""
+    return counted(server, "sglang:dp_cooperation_realtime_tokens_total", "mode", "num_prefill_ranks")
+
+
+def counted(server: Server, name: str, *by: str) -> Counter[tuple[int, str, str]]:
+    """The samples of a metric, in whole numbers, by DP rank and two other labels."""
     found: Counter[tuple[int, str, str]] = Counter()
     with server.open("GET", "/metrics") as reply:
         for line in reply.read().decode().splitlines():
-            if "prefill_delayer_outcomes_total{" in line:
+            if line.startswith(name + "{"):
                 labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
-                key = (int(labels["dp_rank"]), labels["input_estimation"], labels["output_reason"])
-                found[key] += int(float(line.rsplit(" ", 1)[1]))
+                found[int(labels["dp_rank"]), labels[by[0]], labels[by[1]]] += int(float(line.rsplit(" ", 1)[1]))
     return found
 
 

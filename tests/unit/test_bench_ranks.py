@@ -36,6 +36,10 @@ def test_every_method_of_dispatch_has_a_row_for_one_rank_and_for_four(bench: Mod
     assert all(row["ratio"] == 1 for row in rows if row["server"] == "dp 1")
 
 
+def test_steps_are_timed_of_one_two_four_and_eight_workers(bench: ModuleType) -> None:
+    assert {tp * pp for tp, pp in bench.SPREAD.values()} == {1, 2, 4, 8}
+
+
 def test_a_ratio_compares_what_was_measured_together(bench: ModuleType) -> None:
     drifting = [1.0, 10.0, 100.0]
     assert bench.ratios_to_one([2.0, 20.0, 350.0], drifting) == {"ratio": 2.0, "range": [2.0, 3.5]}

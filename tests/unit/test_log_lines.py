@@ -303,3 +303,35 @@ def test_every_process_logs_through_these_formatters() -> None:
     assert makers == ["server/logs.py"]
     users = {name for name, text in texts.items() if "logs.set_up(" in text}
     assert users == {"cli/serve.py", "cli/router.py", "server/node/process.py", "server/worker_process.py"}
+
+
+def test_batches_of_ranks_that_step_together_are_counted_by_what_they_were() -> None:
+    world = World()
+    row = Row(RequestId(2), 16, 20, 0, (PageId(2),), True)
+    mixed = LaunchBatch(BatchPlan(BatchId(3), 3, BatchKind.MIXED, (row,), decodes=True))
+    world.step(prefill(1), decode(2, 1), mixed)
+    for number, prefill_ranks in ((1, 2), (2, 0), (3, 1)):
+        took = Nanos(number * SECOND)
+        world.step(
+            BatchReturned(
+                BatchOutcome(BatchId(number), number, b"", b"", (), duration_ns=took, prefill_ranks=prefill_ranks)
+            )
+        )
+    tokens, seconds = "dp_cooperation_realtime_tokens_total", "dp_cooperation_forward_execution_seconds_total"
+    assert world.log.cooperation.numbers() == {
+        f"{tokens}{{mode=prefill_compute,num_prefill_ranks=2}}": 16,
+        f"{tokens}{{mode=decode,num_prefill_ranks=0}}": 1,
+        f"{tokens}{{mode=prefill_compute,num_prefill_ranks=1}}": 4,
+        f"{tokens}{{mode=prefill_cache,num_prefill_ranks=1}}": 16,
+        f"{tokens}{{mode=decode,num_prefill_ranks=1}}": 1,
+        f"{seconds}{{category=extend,num_prefill_ranks=2}}": 1.0,
+        f"{seconds}{{category=decode,num_prefill_ranks=0}}": 2.0,
+        f"{seconds}{{category=mixed,num_prefill_ranks=1}}": 3.0,
+    }
+
+
+def test_of_a_rank_that_steps_alone_nothing_of_the_others_is_counted() -> None:
+    world = World()
+    world.step(prefill(1))
+    world.step(returned(1))
+    assert world.log.cooperation.numbers() == {}

@@ -23,7 +23,7 @@ pass over `rows` and, when `decodes`, over the decode set.
 from enum import StrEnum
 from itertools import accumulate
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from tandem.core.values import BatchId, Nanos, PageHash, PageId, RequestId
 
@@ -101,6 +101,7 @@ class BatchOutcome(Struct, frozen=True, gc=False):
     ] = ()  # float32 little endian, opaque to the core, of rows that pool; none of a row that is not finite
     duration_ns: Nanos = Nanos(0)
     counts: tuple[int, ...] = ()  # tokens of each sampling row, up to the one that ends it; none: one of each
+    prefill_ranks: int | UnsetType = UNSET  # DP attention: how many ranks had prompts in the same step
 
     def tokens_by_row(self) -> list[bytes]:
         """Of each sampling row, in order."""

@@ -164,6 +164,7 @@ class Engine:
             vectors=vectors,
             duration_ns=since(started),
             counts=sampled.counts,
+            prefill_ranks=self._ranks.num_prefill_ranks,
         )
 
     @torch.inference_mode()
@@ -184,7 +185,7 @@ class Engine:
             return self._denoiser.run(self._tables.inputs(batch.plan, batch.spans), batch.samplers), (), ()
         decode_set = self._decode_sets[batch.plan.micro_batch] if batch.plan.decodes else None
         rows = self._batches.build(batch.spans, decode_set)
-        self._ranks.meet(len(rows.token_ids))
+        self._ranks.meet(len(rows.token_ids), has_prompts=bool(batch.spans))
         self.kv.clear(rows.pages_to_clear)
         if self._states is not None:
             self._states.plan(rows)

@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec import UNSET, UnsetType
 from torch import Tensor
 
 from tandem.core.kv_parts import holders, kv_heads_of, share
@@ -115,8 +116,14 @@ class OneShard:
 class DpRanks(Protocol):
     """The DP ranks that go through the same steps, as one of them sees the others (DP attention)."""
 
-    def meet(self, rows: int | None) -> bool:
-        """Begin a step: say how many rows this rank has in it, None without a batch; hear it of all others.
+    @property
+    def num_prefill_ranks(self) -> int | UnsetType:
+        """How many of them compute prompts in the step that has begun last; UNSET where there is only one."""
+        ...
+
+    def meet(self, rows: int | None, *, has_prompts: bool = False) -> bool:
+        """Begin a step: say how many rows this rank has in it, None without a batch, and whether prompts are among
+        them; hear it of all others.
 
         Returns whether anybody has rows. Until the next step every MLP is computed for them. Raises WorkerGone.
         """
@@ -127,7 +134,9 @@ class DpRanks(Protocol):
 class OneRank:
     """Of a replica that steps alone."""
 
-    def meet(self, rows: int | None) -> bool:
+    num_prefill_ranks: int | UnsetType = UNSET
+
+    def meet(self, rows: int | None, *, has_prompts: bool = False) -> bool:
         return bool(rows)
 
 

@@ -1,8 +1,8 @@
 """DP attention over torch.distributed: rows of all DP ranks for every MLP, and each sum back to the rank of its row.
 
 The workers are those of all DP ranks of a server, one each. Every step begins with an exchange of one number: how many
-rows each of them has, or that it has no batch. The parts of a sum are added in order of ranks, so that a row's bits do
-not depend on which rank has it.
+rows each of them has, and whether prompts are among them, or that it has no batch. The parts of a sum are added in
+order of ranks, so that a row's bits do not depend on which rank has it.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from tandem.engine.parallel import Shard
 from tandem.engine.process_group import as_bytes, connect, gathered, joined_rows, least, others_there
 
 NO_BATCH = -1  # said instead of a number of rows
+PROMPTS = 1 << 32  # added to that of a rank which computes prompts
 
 
 class RowExchange:
@@ -34,15 +35,17 @@ class RowExchange:
         self.shard = shard
         self._lockstep = lockstep
         self._sizes: Sequence[int] = ()  # rows of each rank in this step
+        self.num_prefill_ranks = 0
         connect(shard.rank, shard.size, host=host, port=port, listener_fd=listener_fd, own=own)
         least(0)  # all have connected to all
         close_doors()
 
-    def meet(self, rows: int | None) -> bool:
-        own = torch.tensor([NO_BATCH if rows is None else rows], dtype=torch.int64)
+    def meet(self, rows: int | None, *, has_prompts: bool = False) -> bool:
+        own = torch.tensor([NO_BATCH if rows is None else rows + PROMPTS * has_prompts], dtype=torch.int64)
         said = [int(number) for number in gathered(own, self.shard.size)]
         self._lockstep.ran([rank for rank, number in enumerate(said) if number != NO_BATCH])
-        self._sizes = [max(number, 0) for number in said]
+        self._sizes = [max(number, 0) % PROMPTS for number in said]
+        self.num_prefill_ranks = sum(number >= PROMPTS for number in said)
         return any(self._sizes)
 
     def rows(self, own: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ HELP = {
     "prefill_delayer_outcomes_total": "Passes of the prefill delayer by what it decided.",
     "prefill_delayer_wait_forward_passes": "Passes that a prompt batch waited for; 0: none.",
     "prefill_delayer_wait_seconds": "Seconds that a prompt batch waited; 0: none.",
+    "dp_cooperation_realtime_tokens_total": "DP attention: tokens computed or found cached, by ranks with prompts.",
+    "dp_cooperation_forward_execution_seconds_total": "DP attention: time of batches, by ranks with prompts.",
     "num_retracted_reqs": "Requests pushed back from the running batch.",
     "gen_throughput": "Tokens generated per second.",
     "live_rooms": "Rooms with pages that a peer may read, or that are being pulled.",

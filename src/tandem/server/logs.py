@@ -23,6 +23,7 @@ from tandem.core.commands import Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.values import SECOND, BatchId, Nanos, RequestId
 from tandem.logtext import MAX_LINE_CHARS, visible
+from tandem.metrics.dp_cooperation import DpCooperation
 
 NEVER = Nanos(0)
 TRACE_MARK = "  | "  # before each line of a trace: no line of ours begins so
@@ -163,12 +164,15 @@ class _Launched:
 
 @dataclass(slots=True)
 class BatchLog:
-    """Observes launches and returns and writes the lines. `load` is asked once per line."""
+    """Observes launches and returns, writes the lines, and has batches of ranks that step together counted. `load` is
+    asked once per line.
+    """
 
     write: Callable[[str], None]
     load: Callable[[], Load]
     shows_numbers: bool
     decode_interval: int = DECODE_INTERVAL
+    cooperation: DpCooperation = field(default_factory=DpCooperation)
     _forward_count: int = 0
     _launched: dict[BatchId, _Launched] = field(default_factory=dict)
     _decode_sets: defaultdict[int, set[RequestId]] = field(default_factory=lambda: defaultdict(set))  # by micro-batch
@@ -227,6 +231,13 @@ class BatchLog:
         self._generated += len(outcome.tokens) // 4
         self._busy_ns += now - self._busy_since
         self._busy_since = now
+        self.cooperation.add(
+            launched.plan.kind,
+            outcome,
+            prefill_compute=launched.figures.new_tokens,
+            prefill_cache=launched.figures.cached_tokens,
+            decode=launched.num_decode_rows,
+        )
         number = (
             batch_number(launched.plan.iteration, forward_count=self._forward_count) if self.shows_numbers else None
         )

@@ -33,6 +33,7 @@ from tandem.core.settings import NodeSettings
 from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
 from tandem.membership import ClusterSecret, new_challenge
+from tandem.metrics.dp_cooperation import DpCooperation
 from tandem.ranks import all_ranks
 from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
@@ -66,6 +67,7 @@ class Questions:
 
     node: EngineNode
     inbox: Inbox
+    cooperation: DpCooperation
 
     def answer(self, query: wire.Query, now: Nanos) -> bytes:
         match query.what:
@@ -76,7 +78,7 @@ class Questions:
             case "flow":
                 found = inspect.flow(self.node, now)
             case "metrics":
-                found = inspect.gauges(self.node)
+                found = inspect.gauges(self.node) | self.cooperation.numbers()
             case "flush":
                 found = {"flushed": True}  # the step before has done it
             case "faults":
@@ -161,13 +163,12 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     recorder = _recorder(launch.config, settings, node)
     kept = keep_last_steps(folder_of(launch.config.fault_records), settings, node)
     observers: list[Observer] = [observer for observer in (recorder, kept) if observer is not None]
-    observers.append(
-        logs.BatchLog(
-            logger.info,
-            lambda: logs.load_of(inspect.gauges(node)),
-            shows_numbers=environment_switch(LOG_FORWARD_ITERS),
-        )
+    batches = logs.BatchLog(
+        logger.info,
+        lambda: logs.load_of(inspect.gauges(node)),
+        shows_numbers=environment_switch(LOG_FORWARD_ITERS),
     )
+    observers.append(batches)
     publisher = _publisher(launch, settings)
     if publisher is not None:
         kv_events = KvEvents(publisher, page_size=settings.page_size)
@@ -178,7 +179,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     gc.collect()
     gc.freeze()  # what is here now stays; the collector need not look at it again
     try:
-        questions = Questions(node, inbox)
+        questions = Questions(node, inbox, batches.cooperation)
         drive(node, inbox, clock, observers=observers, answer=questions.answer, siblings=_siblings(launch, inbox))
     except Exception as error:
         if kept is not None:
