@@ -303,6 +303,7 @@ def test_a_prefill_that_dies_leaves_its_prompt_to_decode_and_what_comes_after_fa
         answers: list[dict[str, Any]] = []
         asking = threading.Thread(target=lambda: answers.append(gateway.generate(LONG, max_new_tokens=4)))
         asking.start()
+        eventually(lambda: any(prefill.state()["queues"].values()), what=prefill.state)  # its head is on the way
         eventually(lambda: decode.state()["queues"]["arriving"], what=decode.state)
         prefill.member.process.kill()
         asking.join()
