@@ -51,8 +51,7 @@ class FolderRefused(Exception):
     """Why pages cannot be kept there, in a sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Struct, frozen=True, gc=False):
     name: str
     num_bytes: int
     used_at: float  # seconds

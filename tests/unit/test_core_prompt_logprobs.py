@@ -62,6 +62,17 @@ def test_a_prompt_that_is_computed_twice_is_told_once(settings: dict[str, object
     assert told(decode, right) == list(range(99))
 
 
+def test_whoever_did_not_ask_is_told_nothing_by_a_half_of_its_room_that_was_asked() -> None:
+    """Two clients have used one room for one prompt, and each has one half of it."""
+    world = World()
+    prefill, decode = world.prefill(), world.decode()
+    world.submit(prefill, prompt_len=100, room=7, logprobs_from=20)
+    right = world.submit(decode, prompt_len=100, room=7, peer=prefill.address)
+    world.run()
+    assert decode.ended[right].path == "remote"
+    assert told(decode, right) == []
+
+
 def results_said(prefill: Replica) -> list[Offer]:
     return [offer for offer in prefill.said(Offer) if offer.result is not None]
 

@@ -475,7 +475,8 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     if landed is None:
         return
     progress, first = landed
-    progress.prompt_extras = list(first.prompt_extras)
+    if progress.request.prompt_logprobs_from is not None:  # the halves of a room may have come from two clients
+        progress.prompt_extras = list(first.prompt_extras)
     enter(node, progress, Trigger.RUN)
     checkpoint(node, progress)
     emitted = Emission()

@@ -123,10 +123,13 @@ class Host:
         if self.frozen_until() > self.clock.time:
             self.clock.at(self.frozen_until(), self.go_on)
             return
+        self._take()
+        self._plan()
+
+    def _take(self) -> None:
         while self.inbound:
             action, arguments = self.inbound.popleft()
             action(*arguments)
-        self._plan()
 
     # -- time
 
@@ -148,6 +151,6 @@ class Host:
             self.clock.in_background(self.wakes_at, self._wake, self.wakes_at)
             return
         self.wakes_at = None
-        self.go_on()
+        self._take()
         self.links.tick(self.now())
         self._plan()
