@@ -269,6 +269,14 @@ BREAKS = (
         "return Pending(min(behind)) if len(behind) == len(expected) else Landed()",
         "unit/test_core_rendezvous.py::test_a_transfer_waits_for_its_slowest_shard",
     ),
+    Break(
+        "failure_before_ready_on_a_later_shard_is_ignored_in_processes",
+        "core/disagg/prefill_side.py",
+        '    fail(node, progress, side, event.cause, f"shard {event.shard}: {event.detail}")',
+        '    event.shard or fail(node, progress, side, event.cause, f"shard {event.shard}: {event.detail}")',
+        "ranks/test_rank_orphans.py::"
+        "test_a_failure_that_one_worker_reports_before_ready_ends_the_request_on_all_and_decode_hears_it",
+    ),
     # sglang#23189
     Break(
         "delayer_waits_50_s_by_default",

@@ -1,10 +1,10 @@
 """Whatever ends a request, and wherever that reaches it, every worker of both sides lets go of it.
 
 Pairs of several workers each: pipeline stages, tensor-parallel shards, and shards that send to stages. Aborts come
-before READY, while a prompt is computed, while pages move and after; halves come without the other; transfers fail; a
-decode dies. Afterwards each worker counts from its own tables that it holds nothing, and the pair says the tokens that
-it said before. The tests run in the order of this file; `tests/mutants/test_real_server.py` names the bugs that they
-are there for.
+before READY, while a prompt is computed, while pages move and after; halves come without the other; transfers fail,
+before READY too (`failing_workers`); a decode dies. Afterwards each worker counts from its own tables that it holds
+nothing, and the pair says the tokens that it said before. The tests run in the order of this file;
+`tests/mutants/test_real_server.py` names the bugs that they are there for.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
@@ -40,11 +41,23 @@ WORKERS = r"worker (TP0 PP[01]|TP1 PP0|TP0 CP[01] PP0)"  # of any of these serve
 rooms = count(1)
 
 
+@pytest.fixture(scope="module")
+def failing_shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Workers of the shards in this file report failures before READY."""
+    file = tmp_path_factory.mktemp("failing") / "shards"
+    file.write_text("")
+    folders = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).with_name("failing_workers"))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_TEST_FAILING_SHARDS", str(file))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        yield file
+
+
 @pytest.fixture(
     scope="module",
     params=["pp2", "tp2 to pp2", *(pytest.param(it, marks=pytest.mark.slow) for it in ("tp2", "cp2 to tp2"))],
 )
-def it(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def it(request: pytest.FixtureRequest, failing_shards: Path) -> Iterator[Cluster]:
     prefill, decode = CUTS[request.param]
     with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill, decode_flags=[*STRICT, *decode]) as it:
         yield it
@@ -114,6 +127,16 @@ def failing(*servers: Server, prob: float) -> Iterator[None]:
     finally:
         for server in servers:
             server.call("PUT", "/debug/faults", {"disagg_failure_prob": 0})
+
+
+@contextmanager
+def failing_before_ready(file: Path, *shards: int) -> Iterator[None]:
+    """Of both servers, of which only those that compute a prompt before READY have anything to fail."""
+    file.write_text(" ".join(map(str, shards)))
+    try:
+        yield
+    finally:
+        file.write_text("")
 
 
 def lines_of(server: Server, rid: str) -> list[str]:
@@ -222,6 +245,30 @@ def test_after_a_storm_of_aborts_and_failures_no_rank_holds_anything(it: Cluster
         assert re.search(rf"shard [01]: {WORKERS}: injected", line), line
 
 
+def test_after_a_storm_of_aborts_and_of_failures_before_ready_no_rank_holds_anything(
+    it: Cluster, tokens: list[list[int]], failing_shards: Path
+) -> None:
+    storm = Storm(it, random.Random(3))
+    alone = [half_alone(it.prefills[0]) for _ in range(6)]
+    storm.halves += alone
+    with failing_before_ready(failing_shards, 0, 1):
+        for half in alone:
+            half.send()
+        storm.blow()
+    assert_nothing_is_left(it, tokens)
+    for half in storm.halves:
+        (line,) = lines_of(half.server, half.rid)
+        assert half not in alone or re.search(
+            rf" transfer_failed .*shard [01]: {WORKERS}: the data plane is gone", line
+        )
+
+
+def half_alone(prefill: Server) -> Half:
+    """Whose decode never comes."""
+    pair = pair_with(prefill)
+    return Half(prefill, f"{pair['bootstrap_room']}-alone", prompt_of(pair["bootstrap_room"], 300), pair)
+
+
 # --- awkward moments -------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +336,28 @@ def test_a_half_that_leaves_before_ready_was_never_anywhere(it: Cluster, tokens:
     half = prefill.open_stream(prompt_of(7, 300), **pair_with(prefill))
     eventually(lambda: prefill.state()["rooms"], within_s=SOON_S, what=prefill.state)
     half.close()
+    assert_nothing_is_left(it, tokens)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_failure_that_one_worker_reports_before_ready_ends_the_request_on_all_and_decode_hears_it(
+    it: Cluster, tokens: list[list[int]], failing_shards: Path, shard: int
+) -> None:
+    prefill, decode = it.prefills[0], it.decodes[0]
+    pair, rid = pair_with(prefill), f"early-{shard}"
+    prompt = prompt_of(pair["bootstrap_room"], 300)
+    says = rf"shard {shard}: {WORKERS}: the data plane is gone"
+    with failing_before_ready(failing_shards, shard):
+        error = error_of(prefill, prompt, rid=rid, **pair)
+        assert error["code"] == "transfer_failed"
+        assert re.search(says, error["message"]), error
+        eventually(lambda: lines_of(prefill, rid))
+        (line,) = lines_of(prefill, rid)
+        assert re.search(says, line)
+        assert_nothing_is_held(it)
+        late = error_of(decode, prompt, rid=rid, **pair)
+    assert late["code"] == "transfer_failed"
+    assert re.search(says, late["message"]), late
     assert_nothing_is_left(it, tokens)
 
 
