@@ -91,9 +91,17 @@ def test_what_cannot_be_spread_like_that_is_refused_in_one_line(
     tmp_path, flags: Sequence[str], code: int, reason: str
 ) -> None:
     with starting(tmp_path, *flags) as server:
-        eventually(lambda: server.member.process.poll() is not None, within_s=90, what=lambda: server.log)
+        children: set[int] = set()
+        eventually(lambda: has_ended(server, children), within_s=90, what=lambda: server.log)
         assert server.member.process.returncode == code
         assert reason in error_line(server)
+        assert not children, "it is refused before any worker is started"
+
+
+def has_ended(server: Server, children: set[int]) -> bool:
+    """children: collects those that are seen meanwhile."""
+    children.update(children_of(server.member.process.pid))
+    return server.member.process.poll() is not None
 
 
 def test_more_workers_than_cores_are_worth_a_warning(tmp_path) -> None:
