@@ -84,6 +84,27 @@ def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_compute
     eventually(prefill.is_idle, what=prefill.state)
 
 
+def test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between(
+    common: Cluster,
+) -> None:
+    """Both were sent directly; prefill would wait for a minute."""
+    prefill, decode = common.prefills[0], common.decodes[0]
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 43}
+    held = decode.open_stream(PROMPT, rid="twice", sampling_params={"ignore_eos": True, "max_new_tokens": 4000})
+    assert held.getresponse().status == 200
+    half = prefill.stream(PROMPT, timeout=60, **pair)
+    eventually(lambda: prefill.state()["rooms"], what=prefill.state)
+    began = time.monotonic()
+    with pytest.raises(HttpError) as refused:
+        decode.generate(PROMPT, rid="twice", **pair)
+    assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_rid")
+    assert half.rest()[-1]["error"]["code"] == "peer_aborted"
+    print(f"prefill's half has ended {time.monotonic() - began:.3f} s later")
+    held.close()
+    for server in (prefill, decode):
+        eventually(server.is_idle, what=server.state)
+
+
 def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:

@@ -685,6 +685,15 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # a half that is refused at the door, wherever its other half was sent
+    Break(
+        "refusal_at_the_door_is_told_to_nobody",
+        "server/api/live_requests.py",
+        "return Declined(failure, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), failure)))",
+        "return Declined(failure)",
+        "e2e_cpu/test_pd_refusals.py::"
+        "test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
+    ),
     # decision 032: what readers copy from shared memory
     Break(
         "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",
