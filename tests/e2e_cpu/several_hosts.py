@@ -5,15 +5,18 @@
             ...
         with unplugged(hosts["left"], hosts["right"]):
             ...
+        with poor(hosts["left"], hosts["right"]):  # late, and not all of it
+            ...
 
-Needs what only root may do, and `ip` of iproute2.
+Needs what only root may do, and `ip` and `tc` of iproute2.
 """
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import combinations
@@ -23,6 +26,8 @@ import pytest
 
 CLONE_NEWNET = 0x40000000
 NAMESPACES = Path("/run/netns")
+NETEM = ("netem", "delay", "10ms", "5ms", "loss", "2%")
+NARROW = ("tbf", "rate", "4mbit", "burst", "8kb", "limit", "12kb")
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Host:
 @contextmanager
 def several_hosts(*names: str) -> Iterator[dict[str, Host]]:
     """Skips the test where this machine lets us make none."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("hosts of its own need root and `ip` (iproute2)")
+    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+        pytest.skip("hosts of its own need root, `ip` and `tc` (iproute2)")
     found = {
         name: Host(name, f"tandem-{os.getpid()}-{name}", f"10.98.0.{number}") for number, name in enumerate(names, 1)
     }
@@ -82,6 +87,29 @@ def unplugged(one: Host, other: Host) -> Iterator[None]:
         plug(one, other)
 
 
+@contextmanager
+def poor(one: Host, other: Host) -> Iterator[Callable[[], int]]:
+    """Packets are late and some are lost, in both directions; how many, says what is yielded.
+
+    By netem where the kernel has it. Elsewhere the cable is narrow, and loses what its short queue has no room for.
+    """
+    ends = ((one, one.cable_to(other)), (other, other.cable_to(one)))
+    for host, cable in ends:
+        queue = ("-n", host.namespace, "qdisc", "replace", "dev", cable, "root")
+        if tc(*queue, *NETEM, check=False).returncode:
+            tc(*queue, *NARROW)
+    try:
+        yield lambda: sum(num_lost(host, cable) for host, cable in ends)
+    finally:
+        for host, cable in ends:
+            tc("-n", host.namespace, "qdisc", "del", "dev", cable, "root")
+
+
+def num_lost(host: Host, cable: str) -> int:
+    told = tc("-n", host.namespace, "-s", "qdisc", "show", "dev", cable).stdout
+    return sum(map(int, re.findall(r"dropped (\d+)", told)))
+
+
 def plug(one: Host, other: Host) -> None:
     for here, there in ((one, other), (other, one)):
         ip("-n", here.namespace, "link", "set", here.cable_to(there), "up")
@@ -92,6 +120,10 @@ def plug(one: Host, other: Host) -> None:
 
 def ip(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=check)
+
+
+def tc(*words: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["tc", *words], capture_output=True, text=True, check=check)
 
 
 def _enter(namespace: Path) -> None:

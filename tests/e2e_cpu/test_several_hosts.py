@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster import MODEL, START_S, HttpError, Server, eventually, secret_flags, show_logs
-from several_hosts import Host, several_hosts, unplugged
+from several_hosts import Host, poor, several_hosts, unplugged
 
 from tandem.cli.fleet import Fleet, serve_words
 
@@ -132,6 +132,20 @@ def test_a_cable_that_is_pulled_and_put_back_while_a_stream_decodes_changes_no_t
     assert stream.next() is not None
     with unplugged(pair.hosts["prefill"], pair.hosts["decode"]):
         assert stream.rest()[-1]["output_ids"] == whole
+    recovers(pair)
+
+
+def test_over_a_cable_that_delays_and_loses_packets_every_request_goes_remote_and_has_its_tokens(pair: Pair) -> None:
+    prompts = [number * prompt for number, prompt in enumerate(PROMPTS[:6], 1)]  # of up to a dozen pages
+    with pair.hosts["decode"].inside():
+        alone = [pair.decode.generate(prompt)["output_ids"] for prompt in prompts]
+        with pair.decode.open("POST", "/flush_cache") as reply:
+            assert reply.status == 200
+    with pair.hosts["router"].inside(), poor(pair.hosts["prefill"], pair.hosts["decode"]) as num_lost:
+        answers = [pair.router.generate(prompt, timeout=60) for prompt in prompts]
+        assert num_lost() > 0
+    assert [answer["output_ids"] for answer in answers] == alone
+    assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
     recovers(pair)
 
 

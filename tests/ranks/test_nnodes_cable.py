@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import MODEL, START_S, Server, children_of, eventually, is_running, secret_flags, show_logs
-from several_hosts import Host, several_hosts, unplugged
+from several_hosts import Host, poor, several_hosts, unplugged
 from two_hosts import POOL
 
 from tandem.cli.fleet import Fleet, serve_words
@@ -29,9 +29,9 @@ class Spread:
         with self.hosts[0].inside():
             return self.leader.is_ready()
 
-    def answer(self) -> list[int]:
+    def answer(self, prompt: str = PROMPT) -> list[int]:
         with self.hosts[0].inside():
-            return self.leader.generate(PROMPT)["output_ids"]
+            return self.leader.generate(prompt)["output_ids"]
 
 
 @pytest.fixture
@@ -72,3 +72,14 @@ def test_without_the_cable_requests_end_with_a_cause_and_with_it_a_new_life_begi
         eventually(lambda: "is lost: silent for 5 s; the workers here have ended" in spread.follower.log)
     eventually(spread.is_ready, within_s=START_S, what=lambda: (spread.leader.log, spread.follower.log))
     assert spread.answer() == tokens
+
+
+def test_over_a_cable_that_delays_and_loses_packets_the_server_says_the_same(spread: Spread) -> None:
+    prompt = PROMPT * 6  # what its sums carry is more than a queue on the way has room for
+    tokens = spread.answer(prompt)
+    with spread.hosts[0].inside(), spread.leader.open("POST", "/flush_cache") as reply:
+        assert reply.status == 200
+    with poor(*spread.hosts) as num_lost:
+        assert spread.answer(prompt) == tokens
+        assert num_lost() > 0
+    assert spread.is_ready()
