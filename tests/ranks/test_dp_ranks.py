@@ -143,6 +143,29 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
 
 
+SIDES = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]  # two with two is above, four with two below
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("prefill", "decode"), SIDES)
+def test_sides_may_have_unequal_numbers_of_ranks(prefill: int, decode: int) -> None:
+    """With nothing in its cache the decode alone says what one engine says."""
+    sizes = {"prefill_flags": ("--dp", str(prefill)), "decode_flags": ("--dp", str(decode))}
+    with cluster(prefills=1, decodes=1, flags=FLAGS, **sizes) as it:
+        assert it.router is not None
+        router, (alone,) = it.router, it.decodes
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+        assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
+        assert ranks_of(answers) == dict.fromkeys(range(decode), len(PROMPTS) // decode)
+        with alone.open("POST", "/flush_cache") as reply:
+            assert reply.status == 200
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer["output_ids"] == alone.generate(prompt, max_new_tokens=12)["output_ids"]
+        for server in it.servers:
+            eventually(server.is_idle, what=server.states)
+
+
 BY_TURNS = ("--load-balance-method", "round_robin")
 
 

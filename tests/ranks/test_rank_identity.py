@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from cluster import Cluster, Server, cluster, eventually
 from rank_gauges import worker_gauges
-from reference import CHUNK, ask_each, assert_same_tokens, real_prompts
+from reference import CHUNK, ask_all, ask_each, assert_same_tokens, real_prompts
 
 NUM_PROMPTS = 24
 FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
+FAULTS = ("--enable-fault-injection",)
+FAILING = 0.7  # of the transfers, one draw for each worker
 NO_OVERLAP = ("--disable-overlap-schedule",)
 MIXED = ("--enable-mixed-chunk",)
 EXACT = ("--deterministic",)
@@ -85,6 +87,12 @@ MORE_PAIRS = slow(
     (Grid(1, 1), Grid(2, 2)),
     (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
     (Grid(3, 1), Grid(2, 1)),
+    (Grid(1, 1), Grid(1, 4)),
+    *((Grid(2, 1), Grid(*decode)) for decode in ((1, 4), (2, 2))),
+    *((Grid(4, 1), Grid(*decode)) for decode in ((1, 2), (1, 4), (2, 2))),
+    *((Grid(1, 2), Grid(*decode)) for decode in ((4, 1), (1, 4), (2, 2))),
+    *((Grid(1, 4), Grid(*decode)) for decode in ((1, 1), (2, 1), (4, 1), (2, 2))),
+    *((Grid(2, 2), Grid(*decode)) for decode in ((2, 1), (4, 1), (1, 2))),
     (Grid(1, 2, EXACT), Grid(2, 1, EXACT)),
     # The tokens of prompts are shared out.
     (Grid(2, 1, cp=2), Grid(1, 1)),
@@ -127,12 +135,33 @@ def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_e
 def test_a_pair_of_several_workers_each_says_what_transformers_says(
     prompts: list[list[int]], pair: tuple[Grid, Grid]
 ) -> None:
+    """And says it again while transfers fail."""
     prefill, decode = pair
-    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=prefill.words, decode_flags=decode.words) as it:
+    flags = [*FLAGS, *FAULTS]
+    with cluster(prefills=1, decodes=1, flags=flags, prefill_flags=prefill.words, decode_flags=decode.words) as it:
         assert it.router is not None
         assert_same_tokens(prompts, ask_each(it.router, prompts), path="remote")
         assert_idle(it.servers)
+        for server in it.servers:
+            with server.open("POST", "/flush_cache") as reply:
+                assert reply.status == 200
+        it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
+        some = prompts[::2]
+        answers = ask_all(it.router, some)
+        assert "fallback" in {answer["meta_info"]["path"] for answer in answers}
+        for path in ("remote", "fallback"):
+            took = [number for number, answer in enumerate(answers) if answer["meta_info"]["path"] == path]
+            assert_same_tokens([some[number] for number in took], [answers[number] for number in took], path=path)
+        assert_idle(it.servers)
         assert_each_worker_counts_for_itself(it, prefill, decode)
+
+
+def test_every_prefill_is_tried_with_every_decode() -> None:
+    """That shards and stages make of at most four workers, and are not one worker each."""
+    sizes = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4) if tp * pp <= 4]
+    pairs = [*PAIRS, *(param.values[0] for param in MORE_PAIRS)]
+    tried = {((left.tp, left.pp), (right.tp, right.pp)) for left, right in pairs if left.cp == 1}
+    assert {(left, right) for left in sizes for right in sizes if (left, right) != ((1, 1), (1, 1))} <= tried
 
 
 def assert_idle(servers: Sequence[Server]) -> None:
