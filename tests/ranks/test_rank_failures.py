@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any  # marks of pytest
 
 import pytest
 from cluster import MODEL, Server, children_of, cluster, eventually, is_running
@@ -40,9 +41,18 @@ WORKERS = [
     (("--pp", "2"), 0, "TP0 PP0"),
     (("--attn-cp-size", "2"), 1, "TP0 CP1 PP0"),
 ]
+OTHER_WORKERS = [
+    (("--tp", "2"), 0, "TP0 PP0"),
+    (("--pp", "2"), 1, "TP0 PP1"),
+    *((("--tp", "2", "--pp", "2"), shard, f"TP{shard % 2} PP{shard // 2}") for shard in range(4)),
+]
 
 
-@pytest.mark.parametrize(("words", "shard", "name"), WORKERS)
+def slow(cases: Sequence[tuple[Any, ...]]) -> list[Any]:  # pytest does not name the type
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("words", "shard", "name"), [*WORKERS, *slow(OTHER_WORKERS)])
 def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str], shard: int, name: str) -> None:
     with cluster(unified=True, flags=[*POOL, *words]) as it:
         server = it.unified
@@ -59,14 +69,22 @@ def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str],
         assert not any(is_running(child) for child in children)
 
 
-def test_a_worker_that_hangs_is_named_by_the_watchdog() -> None:
-    with cluster(unified=True, flags=[*POOL, "--pp", "2", "--watchdog-timeout", "3"]) as it:
+@pytest.mark.parametrize(("words", "shard", "name"), [(("--pp", "2"), 1, "TP0 PP1"), *slow(WORKERS)])
+def test_a_worker_that_hangs_is_named_by_the_watchdog(words: Sequence[str], shard: int, name: str) -> None:
+    """And the server says before that it is not well."""
+    with cluster(unified=True, flags=[*POOL, *words, "--watchdog-timeout", "3"]) as it:
         server = it.unified
         assert server is not None
         server.generate(PROMPT, max_new_tokens=4)
-        os.kill(workers_of(server)[1], signal.SIGSTOP)
+        os.kill(workers_of(server)[shard], signal.SIGSTOP)
+        eventually(lambda: health(server) == 503, what=lambda: server.log)
         eventually(lambda: server.member.process.poll() == 1, within_s=60)
-        assert "the worker TP0 PP1 process hangs: no answer for 3 s" in error_line(server)
+        assert f"the worker {name} process hangs: no answer for 3 s" in error_line(server)
+
+
+def health(server: Server) -> int:
+    with server.open("GET", "/health") as reply:
+        return reply.status
 
 
 @contextmanager
