@@ -6,6 +6,7 @@ from api_fakes import END, Script, ids, prompt_of, says, sse, world
 from tandem.core import events
 from tandem.core.commands import FinishReason, Path
 from tandem.core.values import Cause
+from tandem.server.api.bounds import LOOP_BYTES
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -32,6 +33,17 @@ def test_a_chat_answer_holds_text_reason_and_usage() -> None:
     assert answer["usage"]["total_tokens"] == prompt_tokens + output_tokens
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert (answer["object"], answer["model"]) == ("chat.completion", "toy")
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2 * LOOP_BYTES])
+def test_a_whole_number_may_be_written_with_a_point_however_large_the_body_is(num_bytes: int) -> None:
+    """JSON schemas know no difference, and clients whose language has one kind of number write it so."""
+    body = {**CHAT, "user": "u" * num_bytes, "max_tokens": 7.0, "top_logprobs": 2.0, "logprobs": True}
+    with (w := world()).http() as http:
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+        refused = http.post("/v1/chat/completions", json=body | {"max_tokens": 7.5})
+    assert w.node.submits[0].request.max_new_tokens == 7
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
 def test_a_chat_prompt_is_the_rendered_template() -> None:

@@ -16,7 +16,6 @@ from msgspec import Meta, Raw, Struct
 
 from tandem.core.values import MAX_RENDERED_AT
 from tandem.server.api.bounds import (
-    LOOP_BYTES,
     MAX_MESSAGES,
     MAX_PROMPTS,
     MAX_TOOLS,
@@ -293,11 +292,11 @@ def decode_body(raw: bytes, kind: type[AnyBody]) -> AnyBody:
 
 
 def decode_numbers(raw: bytes, kind: type[AnyBody]) -> AnyBody:
-    """`2.0` is an integer too, as JSON has it, in a body that is small enough to be looked at twice."""
+    """`2.0` is an integer too, as JSON schemas have it; a body that writes one so is looked at twice."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        if "got `float`" not in str(error) or len(raw) > LOOP_BYTES:
+        if "got `float`" not in str(error):
             raise
         body = msgspec.json.encode(with_integers(msgspec.json.decode(raw)))
     return msgspec.json.decode(body, type=kind)
