@@ -114,6 +114,10 @@ def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Ser
     assert stream.next() is not None
     os.kill(worker_of(replicas, 1), signal.SIGKILL)
     assert stream.rest()[-1]["error"]["code"] == "worker_lost"
+    well, lost = replicas.get("/server_info")["dp_ranks"]
+    assert well == {"dp_rank": 0, "status": "ready"}
+    assert (lost["dp_rank"], lost["status"]) == (1, "not_ready")
+    assert "the worker process was killed by signal SIGKILL" in lost["reason"]
 
     meanwhile = [replicas.generate(PROMPTS[0], max_new_tokens=8) for _ in range(4)]
     assert all(answer["output_ids"] == tokens for answer in meanwhile)
@@ -123,6 +127,7 @@ def test_one_rank_that_dies_is_started_anew_while_the_others_serve(replicas: Ser
     assert (back["output_ids"], back["meta_info"]["dp_rank"]) == (tokens, 1)
     assert "DP rank 1 is lost: the worker process was killed by signal SIGKILL" in replicas.log
     eventually(lambda: "DP rank 1 serves again" in replicas.log)
+    assert [rank["status"] for rank in replicas.get("/server_info")["dp_ranks"]] == ["ready", "ready"]
 
 
 def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> None:

@@ -108,6 +108,7 @@ def test_server_info_has_what_gateways_read_and_no_keys() -> None:
             assert (info["served_model_name"], info["tokenizer_path"]) == ("toy", "/models/toy")
             assert info["max_total_num_tokens"] == 1600
             assert info["internal_states"][0]["last_gen_throughput"] == 0, "nothing runs"
+            assert info["dp_ranks"] == [{"dp_rank": 0, "status": "ready"}]
 
 
 def test_model_info_and_models_describe_the_model() -> None:

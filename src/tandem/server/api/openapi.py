@@ -354,7 +354,7 @@ READS = {
     "/health_generate": "Generates one token, unless a request has just ended well.",
     "/version": "Version of the server.",
     "/metrics": "Prometheus text.",
-    "/server_info": "Settings and state.",
+    "/server_info": "Settings and state, and of each data-parallel rank whether it is well.",
     "/model_info": "About the model.",
     "/v1/loads": "Load per data-parallel rank.",
     "/get_load": "Load, as a list.",

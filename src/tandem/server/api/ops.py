@@ -27,6 +27,7 @@ from tandem.server.api.facts import ModelFacts
 from tandem.server.api.front import about, docs_response
 from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
+from tandem.server.api.live_requests import LOADING, LiveRank
 from tandem.server.api.openapi import openapi_document
 from tandem.server.api.probe import SharedProbe
 from tandem.server.api.tenant import tenant_of
@@ -181,6 +182,7 @@ class Ops:
                 "max_total_num_tokens": self._num_pages() * self._model.page_size,
                 "version": __version__,
                 "status": "ready" if self._client.is_healthy else "not_ready",
+                "dp_ranks": [health_of(dp_rank, one.state) for dp_rank, one in enumerate(self._client.ranks)],
                 "internal_states": [internal_state(one, throughput) for one in numbers.values()],
                 "kv_connections": connections(workers),
             }
@@ -323,6 +325,13 @@ def connections(workers: Sequence[wire.WorkerNumbers]) -> dict[str, int]:
     for one in workers:
         found.update(one.connections)
     return dict(found)
+
+
+def health_of(dp_rank: int, rank: LiveRank) -> dict[str, Any]:
+    """One that is not well takes no requests; the server is well as long as another one is."""
+    if rank.is_active:
+        return {"dp_rank": dp_rank, "status": "ready"}
+    return {"dp_rank": dp_rank, "status": "not_ready", "reason": rank.loss or rank.trouble or LOADING}
 
 
 def internal_state(numbers: Numbers, gen_throughput: float | None) -> Numbers:
