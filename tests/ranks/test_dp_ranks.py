@@ -148,6 +148,21 @@ def test_a_rank_of_either_side_may_die_and_every_request_gets_its_tokens() -> No
         assert [router.generate(prompt, max_new_tokens=8)["output_ids"] for prompt in PROMPTS] == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["total_requests", "total_tokens"])
+def test_a_request_goes_to_the_rank_that_has_least_to_do(method: str) -> None:
+    with cluster(unified=True, flags=[*FLAGS, "--dp-size", "2", "--load-balance-method", method]) as it:
+        assert it.unified is not None
+        for busy in (0, 1):
+            endless = {"max_new_tokens": 4000, "sampling_params": {"ignore_eos": True}}
+            stream = it.unified.stream(PROMPTS[0], routed_dp_rank=busy, **endless)
+            assert stream.next() is not None
+            answers = [it.unified.generate(prompt, max_new_tokens=2) for prompt in PROMPTS[:4]]
+            assert ranks_of(answers) == {1 - busy: 4}
+            stream.close()
+            eventually(it.unified.is_idle, what=it.unified.states)
+
+
 SIDES = [(1, 2), (1, 4), (2, 1), (2, 4), (4, 1), (4, 4)]  # two with two is above, four with two below
 
 
