@@ -31,8 +31,10 @@ from transfer_world import (
 from attackers_data import Asker
 from data_planes import introduce
 from tandem.core.events import PagesLanded, ReadsDrained, TransferFailed
+from tandem.core.kv_parts import Runs
 from tandem.core.values import Cause
 from tandem.transfer import nixl_access, protocol
+from tandem.transfer.link import LinkBroken, LinkFrozen
 from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import Status
 
@@ -173,6 +175,25 @@ def test_an_agent_whose_read_has_not_ended_is_not_used_again_and_ends_after_it(m
         reader.wait(PagesLanded, 1, where=lambda event: event.attempt == 2)
         eventually(lambda: late not in living(), "its agent is destroyed")
         assert len(living()) == 1
+
+
+def test_where_a_read_was_not_done_in_time_no_other_connection_reads_either(reading: Reading) -> None:
+    """Whoever still has one to that worker is told to make another one."""
+    with pair("nixl") as (owner, _):
+        memory = owner.transfer._owner._nixl
+        assert memory is not None
+        settings = {"page_bytes": owner.page_bytes, "host": "127.0.0.1", "slot_bytes": 1 << 20, "timeout_s": 0.2}
+        source, whole = nixl_access.source(memory.registered, **settings), Runs(0, owner.page_bytes, 1, 1)
+        try:
+            with pytest.raises(LinkFrozen), source.reach([1, 2], whole, has_news=lambda: False):
+                pass
+            assert source.is_spent
+            with pytest.raises(LinkBroken, match="not used any more"), source.reach([3], whole, has_news=lambda: False):
+                pass
+        finally:
+            reading.go_on()
+            eventually(source.may_end, "the end of the read")
+            source.end()
 
 
 def test_an_owner_that_is_killed_while_nixl_reads_fails_the_attempt_before_its_timeout(

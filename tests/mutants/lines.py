@@ -761,7 +761,7 @@ OTHERS = (
         "transfer/nixl_memory.py",
         "            if slot.is_quiet:",
         "            if slot:",
-        BY_NIXL + "an_agent_whose_read_has_not_ended_is_not_used_again_and_ends_after_it",
+        BY_NIXL + "where_a_read_was_not_done_in_time_no_other_connection_reads_either",
     ),
     Break(
         "an_agent_of_nixl_is_destroyed_while_it_reads",
