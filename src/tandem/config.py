@@ -227,8 +227,8 @@ class ServerConfig(DoorConfig):
     disaggregation_transfer_backend: str = flag(
         "auto",
         "how KV travels: shm: through shared memory, which needs both servers on one host, under one user; sock: over "
-        "sockets; nixl: read by NIXL, over RDMA or whatever UCX finds; auto: shm where that can be, nixl with a server "
-        "that is set to it, else sock",
+        "sockets; nixl: read by NIXL, over the network of --host or the devices that UCX_NET_DEVICES names; auto: shm "
+        "where that can be, nixl with a server that is set to it, else sock",
         choices=("auto", "sock", "shm", "nixl"),
     )
     disaggregation_decode_enable_radix_cache: bool | None = flag(

@@ -99,7 +99,7 @@ class ReadMemory:
         self._num_pages = registered.num_bytes // page_bytes
         self._slot_bytes, self._timeout_s = slot_bytes, timeout_s
         self._agent: Agent | None = Agent(host, is_owner=False)
-        with _named("the peer's metadata are not taken"):
+        with _named("the peer is not reached, or its metadata are not taken"):
             self._peer = self._agent.meet(registered.metadata)
         self._lock = threading.Lock()
         self._slots: list[Slot] = []  # as many as were in use at once
