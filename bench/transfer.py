@@ -32,6 +32,7 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, 
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
+from tandem.storage_config import is_nixl_installed
 from tandem.transfer import link, protocol, shared_memory
 from tandem.transfer.handshake import ReaderHandshake
 from tandem.transfer.jobs import PeerAddress
@@ -44,6 +45,12 @@ SECRET = ClusterSecret(b"the secret of the two processes")
 HANDSHAKES = 200
 SCHEDULERS = {os.SCHED_OTHER: "normal", os.SCHED_FIFO: "fifo", os.SCHED_RR: "rr"}
 BACKENDS = {"shm": Backend.SHM, "unix": Backend.SOCK, "tcp": Backend.SOCK}
+UCX_TLS = {
+    "nixl": None,
+    "nixl-tcp": "tcp",
+}  # what NIXL may use: all (on one host the owner's memory), or as on a network
+if is_nixl_installed():
+    BACKENDS |= dict.fromkeys(UCX_TLS, Backend.NIXL)
 POOL_FACTOR = 2  # the pool has twice as many pages as are moved, so that they lie scattered
 
 
@@ -83,6 +90,8 @@ def serve(control: Connection, num_pages: int, page_bytes: int, fabric: str) -> 
         memory=descriptor,
         backend=BACKENDS[fabric],
     )
+    if fabric in UCX_TLS:
+        transfer.start_nixl(lends=True)
     control.send((transfer.host, transfer.port, transfer.unix))
     try:
         while True:
@@ -122,6 +131,8 @@ class Reading:
             memory=descriptor,
             backend=BACKENDS[fabric],
         )
+        if fabric in UCX_TLS:
+            self.transfer.start_nixl(lends=False)
         host, port, unix = control.recv()
         self.address = (host, port, "" if fabric == "tcp" else unix)
         self.transfer.connect(PEER, Cut(), [PeerAddress(*self.address)])
@@ -151,7 +162,12 @@ class Reading:
         begin = time.perf_counter()
         with link.dial(*self.address, timeout_s=5) as one:
             ours = ReaderHandshake(
-                SECRET, peer=PEER, reader=reader, page_bytes=self.page_bytes, wants_memory=self.fabric == "shm"
+                SECRET,
+                peer=PEER,
+                reader=reader,
+                page_bytes=self.page_bytes,
+                wants_memory=self.fabric == "shm",
+                needs_nixl=self.fabric in UCX_TLS,
             )
             challenge = link.receive(one, protocol.CHALLENGE_MESSAGE_BYTES, timeout_s=5)
             link.send(one, [ours.hello(challenge)], timeout_s=5)
@@ -204,6 +220,8 @@ class Reading:
 def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: int) -> dict:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
+    if (transports := UCX_TLS.get(fabric)) is not None:
+        os.environ["UCX_TLS"] = transports
     server = context.Process(target=serve, args=(theirs, POOL_FACTOR * pages, page_bytes, fabric), daemon=True)
     server.start()
     theirs.close()
@@ -220,6 +238,8 @@ def measure(fabric: str, *, pages: int, page_bytes: int, rounds: int, warm_up: i
     reading.transfer.close()
     ours.close()
     server.join(10)
+    if transports is not None:
+        del os.environ["UCX_TLS"]
     copies, boths, pulls = zip(*samples[warm_up:], strict=True)
     gigabytes = pages * page_bytes / 1e9
     return {
@@ -262,7 +282,7 @@ def as_row(r: dict) -> str:
     low, high = r["ratio_quartiles"]
     speeds = f"{r['memcpy_gb_s']:5.2f} GB/s  {r['publish_and_pull_gb_s']:5.2f} GB/s    {r['pull_gb_s']:5.2f} GB/s"
     ratios = f"{r['ratio']:5.3f} ({low:5.3f}-{high:5.3f})   {r['pull_ratio']:5.3f}"
-    return f"{r['fabric']:6} {r['page_kib']:3} KiB  {speeds}   {ratios}       {r['handshake_us']:5} us"
+    return f"{r['fabric']:8} {r['page_kib']:3} KiB  {speeds}   {ratios}       {r['handshake_us']:5} us"
 
 
 def main() -> None:
@@ -281,7 +301,7 @@ def main() -> None:
     ]
     if not args.json:
         print(f"{args.pages} pages, random to random, median of {args.rounds} rounds; ratio = of one core's memcpy")
-        print("fabric  page     memcpy    publish+pull  pull alone   ratio (quartiles)     of pull alone   handshake")
+        print("fabric    page     memcpy    publish+pull  pull alone   ratio (quartiles)     of pull alone   handshake")
         for r in results:
             print(as_row(r))
     print(json.dumps({"bench": "transfer", **conditions(args.pages, args.rounds, args.warm_up), "results": results}))

@@ -227,8 +227,9 @@ class ServerConfig(DoorConfig):
     disaggregation_transfer_backend: str = flag(
         "auto",
         "how KV travels: shm: through shared memory, which needs both servers on one host, under one user; sock: over "
-        "sockets; auto: shm where that can be, else sock",
-        choices=("auto", "sock", "shm"),
+        "sockets; nixl: read by NIXL, over the network of --host or the devices that UCX_NET_DEVICES names; auto: shm "
+        "where that can be, nixl with a server that is set to it, else sock",
+        choices=("auto", "sock", "shm", "nixl"),
     )
     disaggregation_decode_enable_radix_cache: bool | None = flag(
         None, "decode: keep a prefix cache, so that only what it lacks travels (default: on)"
@@ -419,6 +420,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.disaggregation_transfer_backend == "shm" and c.nnodes > 1,
         "--disaggregation-transfer-backend shm needs all workers on the host of their peers, so it excludes --nnodes",
+    ),
+    Rule(
+        lambda c: c.disaggregation_transfer_backend == "nixl" and not storage_config.is_nixl_installed(),
+        "--disaggregation-transfer-backend nixl needs NIXL: pip install 'tandem-llm[nixl]'",
     ),
     Rule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
     Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),

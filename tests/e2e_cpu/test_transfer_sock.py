@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_world import DECODE, PREFILL, Gate, Side, eventually, pair, transfer_threads
+from transfer_world import DECODE, NIXL, PREFILL, Gate, Side, eventually, pair, transfer_threads
 
 from data_planes import introduce
 from tandem.core.commands import PullPages
@@ -24,7 +24,7 @@ def no_thread_is_left() -> Iterator[None]:
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 
 
-@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm", NIXL])
 @pytest.mark.parametrize("page_bytes", [512, 4096, 16384, 1 << 20])
 def test_scattered_pages_arrive_byte_for_byte(fabric: str, page_bytes: int) -> None:
     num_pages = min(4096, (16 << 20) // page_bytes)
@@ -127,7 +127,7 @@ def test_another_generation_is_refused() -> None:
         assert not reader.all(PagesLanded, 1)
 
 
-@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm"])
+@pytest.mark.parametrize("fabric", ["unix", "tcp", "shm", NIXL])
 def test_another_life_of_the_peer_is_refused(fabric: str) -> None:
     with pair(fabric) as (owner, reader):
         digests = owner.publish(1, [0])

@@ -1,12 +1,12 @@
-"""Pages between servers that are cut differently, over real sockets and through shared memory: every byte comes to its
-place, once, checked."""
+"""Pages between servers that are cut differently, over real sockets, through shared memory and by NIXL: every byte
+comes to its place, once, checked."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from transfer_world import DECODE, PREFILL, Side
+from transfer_world import DECODE, PREFILL, WITH_NIXL, Side
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import PagesDigested, PagesLanded, ReadsDrained, TransferDrained, TransferFailed
@@ -82,6 +82,8 @@ def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backe
     for one, shard in zip(prefill, source.shards, strict=True):
         for page in range(num_pages):
             one.write(page, content(page, box_of(GRID, source, shard)))
+        if backend is Backend.NIXL:
+            one.transfer.start_nixl(lends=True)
     ends = [PeerAddress(one.transfer.host, one.transfer.port, one.transfer.unix) for one in prefill]
     for one in decode:
         one.transfer.connect(PREFILL, source, ends)
@@ -92,7 +94,14 @@ def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backe
             one.close()
 
 
-BACKENDS = pytest.mark.parametrize("backend", [Backend.SOCK, Backend.SHM], ids=lambda backend: backend.value)
+BACKENDS = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(Backend.SOCK, id="sock"),
+        pytest.param(Backend.SHM, id="shm"),
+        pytest.param(Backend.NIXL, id="nixl", marks=WITH_NIXL),
+    ],
+)
 
 
 @BACKENDS

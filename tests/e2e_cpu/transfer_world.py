@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+import pytest
+
 from attackers_data import Target
 from data_planes import introduce
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
@@ -22,6 +24,7 @@ from tandem.core.events import Event, PagesDigested, PagesLanded, ReadsDrained, 
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
+from tandem.storage_config import is_nixl_installed
 from tandem.transfer import shared_memory
 from tandem.transfer.port import Backend
 from tandem.transfer.protocol import GRANT_SECRET_BYTES
@@ -33,6 +36,9 @@ DEADLINE_S = 10.0
 PREFILL = Incarnation("prefill", "7")
 DECODE = Incarnation("decode", "1")
 SECRET = ClusterSecret(b"the secret of this cluster")
+WITH_NIXL = pytest.mark.skipif(not is_nixl_installed(), reason="NIXL is not installed: pip install '.[nixl]'")
+NIXL = pytest.param("nixl", marks=WITH_NIXL)  # a fabric of `pair`
+NOTHING_OPEN = {"shm": 0, "nixl": 0, "unix": 0, "tcp": 0}
 
 
 def eventually(condition: Callable[[], bool], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -203,16 +209,19 @@ class Side:
 
 @contextmanager
 def pair(fabric: str = "unix", **options: object) -> Iterator[tuple[Side, Side]]:
-    """(owner, reader), connected over `fabric`: unix or tcp, where bytes are sent, or shm."""
-    options.setdefault("backend", Backend.SHM if fabric == "shm" else Backend.SOCK)
+    """(owner, reader), connected over `fabric`: unix or tcp, where bytes are sent, shm or nixl."""
+    options.setdefault("backend", {"shm": Backend.SHM, "nixl": Backend.NIXL}.get(fabric, Backend.SOCK))
     owner, reader = Side(PREFILL, seed=1, **options), Side(DECODE, seed=2, **options)  # type: ignore[arg-type]
     reader.lender = owner
+    if options["backend"] is Backend.NIXL:
+        owner.transfer.start_nixl(lends=True)
+        reader.transfer.start_nixl(lends=False)
     introduce(
         reader.transfer,
         PREFILL,
         owner.transfer.host,
         owner.transfer.port,
-        "" if fabric == "tcp" else owner.transfer.unix,
+        "" if fabric in ("tcp", "nixl") else owner.transfer.unix,
     )
     try:
         yield owner, reader
@@ -298,9 +307,10 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import link, shared_memory
+from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
 
-name, id, secret, num_pages, page_bytes, frame_ms, shares = json.loads(sys.argv[1])
+name, id, secret, num_pages, page_bytes, frame_ms, shares, backend = json.loads(sys.argv[1])
 send = link.send
 def slow_send(*args, **options):
     time.sleep(frame_ms / 1000)
@@ -317,20 +327,39 @@ def report(event):
         print(json.dumps([*at, event.digests[0].hex(), event.secret.hex()]), flush=True)
 transfer = SockTransfer(memory, KvShard.whole(page_bytes), incarnation=Incarnation(name, id), host="127.0.0.1",
                         secret=ClusterSecret(bytes.fromhex(secret)), report=report,
-                        memory=descriptor if shares else None)
+                        memory=descriptor if shares else None, backend=Backend(backend))
+if backend == "nixl":
+    transfer.start_nixl(lends=True)
 transfer.publish(PublishPages(1, 0, 0, tuple(range(num_pages)), (1,) * num_pages, 1))
 sys.stdin.read()
 """
 
 
+def state_of(task: str) -> str:
+    with open(f"{task}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
+
+
 class ServingProcess:
     """A real process that has published all its pages as request 1, room 1, and sends slowly, frame by frame."""
 
-    def __init__(self, *, num_pages: int, page_bytes: int, frame_ms: float, shares: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_bytes: int,
+        frame_ms: float,
+        shares: bool = False,
+        backend: Backend = Backend.AUTO,
+    ) -> None:
         """shares: gives its memory to those who want it"""
-        settings = json.dumps([PREFILL.name, PREFILL.id, SECRET.raw.hex(), num_pages, page_bytes, frame_ms, shares])
+        self.is_frozen = False
+        told = (PREFILL.name, PREFILL.id, SECRET.raw.hex(), num_pages, page_bytes, frame_ms, shares)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, settings], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", SERVE, json.dumps([*told, backend.value])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         self.host, self.port, self.unix, digests, secret = json.loads(self._process.stdout.readline())
@@ -339,6 +368,15 @@ class ServingProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+
+    def freeze(self) -> None:
+        """None of its threads runs when this returns."""
+        self.signal(signal.SIGSTOP)
+        tasks = f"/proc/{self._process.pid}/task"
+        eventually(
+            lambda: {state_of(f"{tasks}/{one}") for one in os.listdir(tasks)} == {"T"}, "all threads stand still"
+        )
+        self.is_frozen = True
 
     def end(self) -> None:
         self._process.kill()

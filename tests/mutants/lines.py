@@ -67,6 +67,7 @@ BORROWED = "e2e_cpu/test_engine_borrowed.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
 QUANTIZED = "e2e_cpu/test_quantized_checkpoints.py::test_"
+BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 
@@ -746,16 +747,16 @@ OTHERS = (
     ),
     Break(
         "pages_beyond_the_memory_are_copied",
-        "transfer/reader.py",
-        "        if not memory.pages.has_all(command.sources[span]):",
-        "        if not command.sources[span]:",
+        "transfer/shared_memory.py",
+        "        if not self.pages.has_all(sources):",
+        "        if not sources:",
         SHARED + "an_owner_that_lends_pages_beyond_its_memory_fails_the_transfer",
     ),
     Break(
         "a_reader_that_is_to_use_shm_only_takes_bytes",
         "transfer/reader.py",
-        "            if status is Status.OK and memory is None and self._backend is Backend.SHM:",
-        "            if status is Status.OK and memory is None and self._backend is None:",
+        "            if status is Status.OK and known.way(link) != WAY_OF.get(self._backend, known.way(link)):",
+        "            if status is None:",
         SHARED + "the_two_sides_choose_how_pages_travel",
     ),
     Break(
@@ -771,6 +772,48 @@ OTHERS = (
         "        memory=memory_to_lend(engine.kv, backend),",
         "        memory=None,",
         "e2e_cpu/test_transfer_backends.py::test_on_one_host_auto_copies_from_shared_memory",
+    ),
+    Break(
+        "memory_that_nixl_may_still_write_to_is_used_again",
+        "transfer/nixl_memory.py",
+        "            if slot.is_quiet:",
+        "            if slot:",
+        BY_NIXL + "where_a_read_was_not_done_in_time_no_other_connection_reads_either",
+    ),
+    Break(
+        "an_agent_of_nixl_is_destroyed_while_it_reads",
+        "transfer/nixl_memory.py",
+        "            return all(slot.transfer is None or slot.transfer.has_ended() for slot in self._slots)",
+        "            return True",
+        BY_NIXL + "what_a_frozen_owner_sends_when_it_is_drained_comes_to_no_page",
+    ),
+    Break(
+        "nixl_is_waited_for_though_the_connection_has_ended",
+        "transfer/nixl_memory.py",
+        "                if not is_told and has_news():",
+        "                if is_told and has_news():",
+        BY_NIXL + "a_cancelled_pull_drains_soon_though_nixl_reads_on",
+    ),
+    Break(
+        "nixl_is_handed_what_nobody_has_proved",
+        "transfer/handshake.py",
+        "        if not self._secret.is_proof(proof, NIXL_PURPOSE, self._challenge, self._hello, said):",
+        "        if not proof:",
+        BY_NIXL + "what_nixl_has_to_know_is_believed_with_its_proof_only",
+    ),
+    Break(
+        "auto_takes_nixl_of_its_own_accord",
+        "transfer/handshake.py",
+        "        is_asked_for = hello.needs_nixl or (hello.takes_nixl and self._nixl_only)",
+        "        is_asked_for = hello.needs_nixl or hello.takes_nixl",
+        SHARED + "over_tcp_no_memory_travels",
+    ),
+    Break(
+        "agents_of_nixl_listen_on_every_interface",
+        "transfer/nixl_memory.py",
+        "        interface = interface_of(host)  # UCX_NET_DEVICES counts more, where it is set",
+        "        interface = None",
+        BY_NIXL + "an_agent_listens_on_the_interface_of_its_server_only",
     ),
     # a prefill that comes back with other DP ranks
     Break(

@@ -79,6 +79,7 @@ NOT_SIMULATED: dict[str, str] = {
     "code node_silent": "the watchdogs of whole clusters end who hangs before anybody asks",
     "code internal_error": "a bug of ours: in a simulation it is a violation of S13, not an answer",
     "Status NOT_A_MEMBER": ALIKE,
+    "data plane Registered": "NIXL is code of others, whose reads no virtual network sees",
     "Status OTHER_BACKEND": "servers of whole clusters leave it to each connection how pages come",
     "Status WRONG_PAGE_BYTES": ALIKE,
     "Status WRONG_VERSION": ALIKE,

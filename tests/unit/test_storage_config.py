@@ -51,6 +51,14 @@ def test_nixl_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         assert violations(config(**{**BELOW, "hicache_storage_backend": "nixl"})) == reasons
 
 
+def test_a_data_plane_by_nixl_needs_its_package_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = config(disaggregation_mode="decode", disaggregation_transfer_backend="nixl")
+    for is_there in (True, False):
+        monkeypatch.setattr(storage_config, "is_nixl_installed", lambda is_there=is_there: is_there)
+        said = " ".join(violations(asked))
+        assert ("--disaggregation-transfer-backend nixl needs NIXL: pip install" in said) is not is_there
+
+
 def test_a_flag_that_would_do_nothing_is_refused() -> None:
     assert without_effect(config(**BELOW)) == []
     assert any("--hicache-storage-backend" in one for one in without_effect(config(hicache_storage_backend="file")))

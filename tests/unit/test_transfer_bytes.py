@@ -22,7 +22,7 @@ from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
 from tandem.transfer.handshake import NotProven, OwnerHandshake, ReaderHandshake
 from tandem.transfer.jobs import OfferedPages
 from tandem.transfer.owner import ReaderLink
-from tandem.transfer.protocol import Hello, Malformed, Status
+from tandem.transfer.protocol import Hello, Malformed, Registered, Status
 from tandem.transfer.reader import PullFailed
 from tandem.transfer.sock import SockTransfer
 
@@ -55,6 +55,36 @@ def test_a_decoder_returns_or_says_malformed(name: str, data: st.DataObject) -> 
     assert len(message) == size
 
 
+REGISTERED = st.builds(
+    Registered,
+    st.integers(0, 2**63),
+    st.integers(0, 2**63 - 1),
+    st.binary(max_size=300),
+)
+
+
+@given(registered=REGISTERED, proof=st.binary(min_size=32, max_size=32))
+def test_what_nixl_has_to_know_survives_the_wire(registered: Registered, proof: bytes) -> None:
+    message = protocol.pack_registered(registered) + proof
+    assert protocol.size_of_registered(message[: protocol.REGISTERED_HEADER_BYTES]) == len(message)
+    assert protocol.unpack_registered(message) == registered
+
+
+@given(
+    tag=st.sampled_from([b"NIXL", b"READ"]),
+    numbers=st.tuples(*[st.sampled_from([0, 1, 9, 65536, 65537, 2**32 - 1])] * 2, st.integers(0, 2**64 - 1)),
+    rest=st.binary(max_size=120),
+)
+def test_what_nixl_has_to_know_is_bounded_and_whole(tag: bytes, numbers: tuple[int, int, int], rest: bytes) -> None:
+    message = struct.pack("<4sIQQ", tag, *numbers) + rest
+    try:
+        registered = protocol.unpack_registered(message)
+    except Malformed:
+        return
+    assert len(registered.metadata) == numbers[0] <= protocol.MAX_NIXL_METADATA_BYTES
+    assert registered.address + registered.num_bytes <= 2**64
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(-3, 3000))
 def test_a_frame_is_never_larger_than_what_is_due_and_what_one_call_receives(
     status: int, count: int, count_max: int
@@ -77,7 +107,8 @@ def test_digests_of_any_length_are_told(packed: bytes) -> None:
 
 @given(page_bytes=st.integers(1, 2**32 - 1), version=st.integers(0, 2**16 - 1), fields=st.binary(min_size=96))
 def test_a_hello_survives_the_wire(page_bytes: int, version: int, fields: bytes) -> None:
-    hello = Hello(version, page_bytes, fields[:16], fields[16:32], fields[32:64], fields[64:96])
+    wants = [bool(byte & 1) for byte in fields[:3]]
+    hello = Hello(version, page_bytes, fields[:16], fields[16:32], fields[32:64], fields[64:96], *wants)
     assert protocol.unpack_hello(protocol.pack_hello(hello)) == hello
 
 
@@ -190,6 +221,15 @@ WORDS = st.one_of(
 )
 
 
+class Silent:
+    """A handshake after which nothing is said."""
+
+    brings_memory = brings_nixl = False
+
+    def welcome(self, status: Status) -> bytes:
+        return b""
+
+
 @given(said=st.lists(WORDS, max_size=4).map(b"".join), copies=st.booleans())
 def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, said: bytes, copies: bool) -> None:
     owner = plane.transfer._owner
@@ -202,7 +242,7 @@ def test_whatever_a_member_says_costs_it_the_connection_at_most(plane: Plane, sa
         assert owner._lender.admit(known, known.reader, 0)
         far.sendall(said)
         far.shutdown(socket.SHUT_WR)
-        owner._serve(known, b"")
+        owner._serve(known, Silent())
         answer = b""
         with contextlib.suppress(ConnectionResetError):
             while data := far.recv(4096):

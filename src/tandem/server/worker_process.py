@@ -79,7 +79,7 @@ from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
 from tandem.server.worker_storage import WorkerStorage, open_page_files
-from tandem.transfer import shared_memory
+from tandem.transfer import nixl_access, shared_memory
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Backend, KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
@@ -523,7 +523,7 @@ def open_transfer(
             f"KV on the device {launch.config.device} cannot be sent; use --device cpu or --disaggregation-mode null"
         )
     backend = Backend(launch.config.disaggregation_transfer_backend)
-    return SockTransfer(
+    transfer = SockTransfer(
         engine.kv.buffer,
         KvShard(grid, launch.rank.cut, launch.rank.shard, engine.kv.cell_bytes),
         incarnation=launch.incarnation,
@@ -533,11 +533,17 @@ def open_transfer(
         memory=memory_to_lend(engine.kv, backend),
         backend=backend,
     )
+    if backend is Backend.NIXL:
+        try:
+            transfer.start_nixl(lends=launch.config.role == "prefill")
+        except nixl_access.Unavailable as error:
+            raise ServerFailure(f"--disaggregation-transfer-backend nixl: {error}") from error
+    return transfer
 
 
 def memory_to_lend(kv: KvBytes, backend: Backend) -> int | None:
     """The descriptor that peers on this host get, sealed; None: they are sent bytes. Raises ServerFailure."""
-    if kv.fd is None or backend is Backend.SOCK:
+    if kv.fd is None or backend in (Backend.SOCK, Backend.NIXL):
         return None
     try:
         shared_memory.seal(kv.fd)

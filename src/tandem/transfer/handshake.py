@@ -9,10 +9,11 @@ before the proof: an owner names what does not fit to members only, and a reader
 from tandem.core.values import Incarnation
 from tandem.membership import PROOF_BYTES, ClusterSecret, new_challenge
 from tandem.transfer import protocol
-from tandem.transfer.protocol import NO_PROOF, Hello, Status
+from tandem.transfer.protocol import NO_PROOF, Hello, Registered, Status
 
 READER_PURPOSE = "data plane reader"
 OWNER_PURPOSE = "data plane owner"
+NIXL_PURPOSE = "data plane memory by NIXL"
 
 
 class NotProven(Exception):
@@ -30,18 +31,23 @@ class OwnerHandshake:
         page_bytes: int,
         has_memory: bool = False,
         memory_only: bool = False,
+        has_nixl: bool = False,
+        nixl_only: bool = False,
     ) -> None:
         """incarnation: digest of this owner's
 
         has_memory: this connection can bring a descriptor of it
         memory_only: whoever does not want that is refused
+        has_nixl: the memory can be read by NIXL, by those who need that
+        nixl_only: and by all who take it; whoever does not is refused
         """
         self._secret = secret
         self._has_memory, self._memory_only = has_memory, memory_only
+        self._has_nixl, self._nixl_only = has_nixl, nixl_only
         self._incarnation, self._page_bytes = incarnation, page_bytes
         self._challenge = new_challenge()
         self._hello: bytes | None = None  # once it is proven
-        self.brings_memory = False  # with the Welcome, if that is OK
+        self.brings_memory = self.brings_nixl = False  # with the Welcome, if that is OK; one of them at most
         self.challenge = protocol.pack_challenge(self._challenge)
 
     def hear(self, message: bytes | bytearray) -> tuple[Hello, Status]:
@@ -57,7 +63,11 @@ class OwnerHandshake:
         if hello.page_bytes != self._page_bytes:
             return hello, Status.WRONG_PAGE_BYTES
         self.brings_memory = hello.wants_memory and self._has_memory
+        is_asked_for = hello.needs_nixl or (hello.takes_nixl and self._nixl_only)
+        self.brings_nixl = is_asked_for and self._has_nixl and not self.brings_memory
         if self._memory_only and not self.brings_memory:
+            return hello, Status.OTHER_BACKEND
+        if self._nixl_only and not self.brings_nixl:
             return hello, Status.OTHER_BACKEND
         return hello, Status.OK
 
@@ -65,10 +75,17 @@ class OwnerHandshake:
         """The answer. Who has proved nothing is told nothing but that, and gets no proof of ours."""
         if self._hello is None:
             return protocol.pack_welcome(Status.NOT_A_MEMBER, NO_PROOF)
-        has_memory = self.brings_memory and status is Status.OK
-        said = _unproven(protocol.pack_welcome(status, NO_PROOF, has_memory=has_memory))
+        is_ok = status is Status.OK
+        has = {"has_memory": self.brings_memory and is_ok, "has_nixl": self.brings_nixl and is_ok}
+        said = _unproven(protocol.pack_welcome(status, NO_PROOF, **has))
         proof = self._secret.proof(OWNER_PURPOSE, self._challenge, self._hello, said)
-        return protocol.pack_welcome(status, proof, has_memory=has_memory)
+        return protocol.pack_welcome(status, proof, **has)
+
+    def registered(self, registered: Registered) -> bytes:
+        """What follows a Welcome that brings NIXL."""
+        assert self._hello is not None
+        said = protocol.pack_registered(registered)
+        return said + self._secret.proof(NIXL_PURPOSE, self._challenge, self._hello, said)
 
 
 class ReaderHandshake:
@@ -82,12 +99,15 @@ class ReaderHandshake:
         reader: bytes,
         page_bytes: int,
         wants_memory: bool = False,
+        takes_nixl: bool = False,
+        needs_nixl: bool = False,
     ) -> None:
         """peer: the owner that is meant; reader: digest of the worker that asks; page_bytes: of the owner"""
         self._secret, self._wants_memory = secret, wants_memory
+        self._takes_nixl, self._needs_nixl = takes_nixl, needs_nixl
         self._peer, self._reader, self._page_bytes = protocol.incarnation_digest(peer), reader, page_bytes
         self._challenge = self._hello = b""
-        self.brings_memory = False  # the Welcome that was heard
+        self.brings_memory = self.brings_nixl = False  # the Welcome that was heard
 
     def hello(self, message: bytes | bytearray) -> bytes:
         """The answer to the owner's Challenge. Raises Malformed."""
@@ -100,6 +120,8 @@ class ReaderHandshake:
             challenge=new_challenge(),
             proof=NO_PROOF,
             wants_memory=self._wants_memory,
+            takes_nixl=self._takes_nixl,
+            needs_nixl=self._needs_nixl,
         )
         said = _unproven(protocol.pack_hello(unproven))
         self._hello = said + self._secret.proof(READER_PURPOSE, self._challenge, said)
@@ -113,7 +135,16 @@ class ReaderHandshake:
         if not self._secret.is_proof(welcome.proof, OWNER_PURPOSE, self._challenge, self._hello, _unproven(message)):
             raise NotProven("whoever listens there does not prove the secret of the cluster")
         self.brings_memory = welcome.has_memory and self._wants_memory
+        self.brings_nixl = welcome.has_nixl and (self._takes_nixl or self._needs_nixl) and not self.brings_memory
         return welcome.status
+
+    def hear_registered(self, message: bytes | bytearray) -> Registered:
+        """What follows a Welcome that brings NIXL. Raises Malformed and NotProven."""
+        registered = protocol.unpack_registered(message)
+        proof, said = bytes(message[-PROOF_BYTES:]), _unproven(message)
+        if not self._secret.is_proof(proof, NIXL_PURPOSE, self._challenge, self._hello, said):
+            raise NotProven("what NIXL has to know is not proven")
+        return registered
 
 
 def _unproven(message: bytes | bytearray) -> bytes:

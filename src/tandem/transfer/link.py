@@ -94,10 +94,8 @@ def is_same_user(link: socket.socket) -> bool:
     return uid == os.getuid()
 
 
-def way(link: socket.socket, *, has_memory: bool) -> str:
-    """How pages travel on it, in a word."""
-    if has_memory:
-        return "shm"
+def way(link: socket.socket) -> str:
+    """How pages travel on it that are sent, in a word."""
     return "unix" if link.family == socket.AF_UNIX else "tcp"
 
 
@@ -126,7 +124,7 @@ def cut(link: socket.socket) -> None:
 
 
 def stop_hearing(link: socket.socket) -> None:
-    """As `cut`, of a unix socket, for calls that wait for the other side; and that one is told nothing. What has been
+    """As `cut`, for calls that wait for the other side; and that one is told nothing. What has been
     sent already is heard."""
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_RD)

@@ -5,7 +5,8 @@ admitted, and what may be read, `Lender` decides; it is called under one lock, a
 
 To a reader on this host that wants it the memory itself is given, for reading only, and it copies what it was lent.
 Its thread here waits meanwhile for the word that the copy has ended, and nothing that happens here, other than the
-timeout, cuts this short: the lease ends when nothing copies any more.
+timeout, cuts this short: the lease ends when nothing copies any more. The same goes for a reader that reads the memory
+by NIXL (decision 034), for which it is registered when the first one comes that must.
 """
 
 import logging
@@ -14,6 +15,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.core.commands import PublishPages
@@ -25,10 +27,11 @@ from tandem.transfer import protocol
 from tandem.transfer.handshake import OwnerHandshake
 from tandem.transfer.lender import Grant, Lender
 from tandem.transfer.listener import Listener
+from tandem.transfer.nixl_access import RegisteredMemory, Unavailable
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend, Held
-from tandem.transfer.protocol import GRANT_SECRET_BYTES, Read, Status
+from tandem.transfer.protocol import GRANT_SECRET_BYTES, Read, Registered, Status
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +43,7 @@ class ReaderLink:
     link: socket.socket
     reader: bytes  # digest of the worker
     has_memory: bool = False  # it copies, and gets no bytes
+    way: str = ""  # how pages travel, in a word
     is_copying: bool = False  # and has not said yet that it has
 
 
@@ -58,10 +62,19 @@ class PageOwner:
         max_links: int,
         memory: int | None,
         backend: Backend,
+        register: Callable[[], RegisteredMemory],
     ) -> None:
-        """memory: descriptor of the sealed memfd that the pages are in; None: they are in no such thing"""
-        self._memory = memory if backend is not Backend.SOCK else None
-        self._memory_only = backend is Backend.SHM
+        """memory: descriptor of the sealed memfd that the pages are in; None: they are in no such thing
+
+        register: the pages with NIXL, which takes a second and may raise Unavailable
+        """
+        self._memory = memory if backend in (Backend.AUTO, Backend.SHM) else None
+        self._memory_only, self._nixl_only = backend is Backend.SHM, backend is Backend.NIXL
+        self._has_nixl = backend in (Backend.AUTO, Backend.NIXL)
+        self._register = register
+        self._nixl: RegisteredMemory | None = None  # once somebody has needed it
+        self._nixl_failure: Unavailable | None = None
+        self._nixl_lock, self._is_registering = threading.Lock(), False
         self._pages, self._kv, self._outbox = pages, kv, outbox
         self._incarnation, self._secret = protocol.incarnation_digest(incarnation), secret
         self._io_timeout_s = io_timeout_s
@@ -99,7 +112,7 @@ class PageOwner:
     def connections(self) -> list[str]:
         """How pages travel on each."""
         with self._lock:
-            return [links.way(known.link, has_memory=known.has_memory) for known in self._links]
+            return [known.way for known in self._links]
 
     def close(self, *, grace_s: float) -> None:
         """Stop listening, cut all readers, and wait for their threads for `grace_s` at most."""
@@ -113,6 +126,36 @@ class PageOwner:
                 links.cut(known.link)
         for thread in threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
+        with self._nixl_lock:
+            if self._nixl is not None:
+                self._nixl.close()
+
+    def register(self) -> None:
+        """With NIXL, unless it is done: takes a second, and more where much else runs. Raises Unavailable."""
+        with self._nixl_lock:
+            if self._is_closed:
+                raise Unavailable("the data plane is closed")
+            if self._nixl is None:
+                self._nixl = self._register()
+
+    def _registered(self) -> Registered | None:
+        """None: that is begun. Raises Unavailable."""
+        if self._nixl is not None:
+            return self._nixl.registered
+        with self._lock:
+            if self._nixl_failure is not None:
+                raise self._nixl_failure
+            if not self._is_registering:
+                self._is_registering = True
+                threading.Thread(target=self._register_once, name="kv-nixl", daemon=True).start()
+        return None
+
+    def _register_once(self) -> None:
+        try:
+            self.register()
+        except Unavailable as error:
+            self._nixl_failure = error
+            log.warning("readers that need NIXL are refused: %s", error)
 
     def _handshake(self, link: socket.socket) -> OwnerHandshake:
         return OwnerHandshake(
@@ -121,16 +164,18 @@ class PageOwner:
             page_bytes=self._pages.page_bytes,
             has_memory=self._memory is not None and link.family == socket.AF_UNIX,
             memory_only=self._memory_only,
+            has_nixl=self._has_nixl,
+            nixl_only=self._nixl_only,
         )
 
     def _admit(self, link: socket.socket, reader: bytes, handshake: OwnerHandshake) -> bool:
         """Give the connection a thread, if there is a place or one can be made."""
-        new = ReaderLink(link, reader, has_memory=handshake.brings_memory)
-        welcome = handshake.welcome(Status.OK)
+        new = ReaderLink(link, reader, has_memory=handshake.brings_memory or handshake.brings_nixl)
+        new.way = "nixl" if handshake.brings_nixl else "shm" if handshake.brings_memory else links.way(link)
         with self._lock:
             if self._is_closed or not self._lender.admit(new, reader, time.monotonic_ns()):
                 return False
-            thread = threading.Thread(target=self._serve, args=(new, welcome), name="kv-owner", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(new, handshake), name="kv-owner", daemon=True)
             self._links[new] = thread
             try:
                 thread.start()
@@ -144,11 +189,10 @@ class PageOwner:
         del self._links[known]
         self._lender.left(known)
 
-    def _serve(self, known: ReaderLink, welcome: bytes) -> None:
+    def _serve(self, known: ReaderLink, handshake: OwnerHandshake) -> None:
         link = known.link
         try:
-            self._welcome(known, welcome)
-            is_good = self._answer(known, self._receive_read(link))
+            is_good = self._welcome(known, handshake) and self._answer(known, self._receive_read(link))
             while is_good:
                 with self._lock:
                     self._lender.idle(known, time.monotonic_ns())
@@ -165,11 +209,24 @@ class PageOwner:
                 self._forget(known)  # before the link is closed: `cut` must never meet a closed descriptor
             link.close()
 
-    def _welcome(self, known: ReaderLink, welcome: bytes) -> None:
-        if known.has_memory and self._memory is not None:
+    def _welcome(self, known: ReaderLink, handshake: OwnerHandshake) -> bool:
+        """Returns whether the reader is welcome: what it needs may not be there yet, or turn out not to be there."""
+        status, follows = Status.OK, b""
+        if handshake.brings_nixl:
+            try:
+                registered = self._registered()
+                if registered is None:
+                    status = Status.BUSY
+                else:
+                    follows = handshake.registered(registered)
+            except Unavailable:
+                status = Status.OTHER_BACKEND
+        welcome = handshake.welcome(status)
+        if handshake.brings_memory and self._memory is not None:
             links.send_with_descriptor(known.link, welcome, self._memory, timeout_s=self._io_timeout_s)
         else:
-            links.send(known.link, [welcome], timeout_s=self._io_timeout_s)
+            links.send(known.link, [welcome + follows], timeout_s=self._io_timeout_s)
+        return status is Status.OK
 
     def _receive_read(self, link: socket.socket) -> tuple[Read, bytearray]:
         header = links.receive(link, protocol.READ_BYTES, timeout_s=self._io_timeout_s)

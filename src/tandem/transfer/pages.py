@@ -42,16 +42,7 @@ class Pages:
 
     def pieces(self, pages: Sequence[int], runs: Runs) -> list[memoryview]:
         """These bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
-        buffer, size = self.buffer, runs.size
-        views: list[memoryview] = []
-        start = stop = pages[0] * self.page_bytes + runs.first
-        for at in self._starts(pages, runs):
-            if at != stop:
-                views.append(buffer[start:stop])
-                start = at
-            stop = at + size
-        views.append(buffer[start:stop])
-        return views
+        return [self.buffer[start:stop] for start, stop in spans(pages, runs, page_bytes=self.page_bytes)]
 
     def copy_from(
         self, other: "Pages", *, pages: Sequence[int], runs: Runs, sources: Sequence[int], source_runs: Runs
@@ -62,7 +53,8 @@ class Pages:
         """
         assert runs.num_bytes == source_runs.num_bytes
         size = min(runs.size, source_runs.size)
-        to_at, from_at = self._starts(pages, _cut(runs, size)), other._starts(sources, _cut(source_runs, size))
+        to_at = _starts(pages, _cut(runs, size), self.page_bytes)
+        from_at = _starts(sources, _cut(source_runs, size), other.page_bytes)
         copy_pieces(self.buffer, to_at, other.buffer, from_at, size=size)
 
     def digests(
@@ -87,17 +79,32 @@ class Pages:
 
     def _digest(self, page: int, runs: Runs, seed: int) -> int:
         hashed = xxh3_64(seed=seed)
-        for at in self._starts((page,), runs):
+        for at in _starts((page,), runs, self.page_bytes):
             hashed.update(self.buffer[at : at + runs.size])
         return hashed.intdigest()
 
-    def _starts(self, pages: Sequence[int], runs: Runs) -> list[int]:
-        """Where each run of each page begins."""
-        page_bytes, first = self.page_bytes, runs.first
-        if runs.count == 1:
-            return [page * page_bytes + first for page in pages]
-        within = range(first, first + runs.count * runs.stride, runs.stride)
-        return [page * page_bytes + at for page in pages for at in within]
+
+def spans(pages: Sequence[int], runs: Runs, *, page_bytes: int) -> list[tuple[int, int]]:
+    """Where these bytes of `pages` lie, in order: (first, behind the last) from the beginning of page 0. Neighbours in
+    memory become one."""
+    found: list[tuple[int, int]] = []
+    start = stop = pages[0] * page_bytes + runs.first
+    for at in _starts(pages, runs, page_bytes):
+        if at != stop:
+            found.append((start, stop))
+            start = at
+        stop = at + runs.size
+    found.append((start, stop))
+    return found
+
+
+def _starts(pages: Sequence[int], runs: Runs, page_bytes: int) -> list[int]:
+    """Where each run of each page begins."""
+    first = runs.first
+    if runs.count == 1:
+        return [page * page_bytes + first for page in pages]
+    within = range(first, first + runs.count * runs.stride, runs.stride)
+    return [page * page_bytes + at for page in pages for at in within]
 
 
 def _cut(runs: Runs, size: int) -> Runs:

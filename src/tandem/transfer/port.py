@@ -28,9 +28,10 @@ from tandem.transfer.jobs import PeerAddress
 class Backend(Enum):
     """How pages travel: the values of `--disaggregation-transfer-backend`."""
 
-    AUTO = "auto"  # through shared memory where both sides can, else over the socket
+    AUTO = "auto"  # through shared memory where both sides can, else over the socket; by NIXL where the other side must
     SOCK = "sock"  # over the socket only
     SHM = "shm"  # through shared memory, or not at all
+    NIXL = "nixl"  # read by NIXL, or not at all
 
 
 class Held(Struct, frozen=True):
@@ -69,7 +70,7 @@ class KvTransfer(Protocol):
         ...
 
     def connections(self) -> dict[str, int]:
-        """Open ones to workers of peers, in both directions, by how pages travel on them: shm, unix, tcp."""
+        """Open ones to workers of peers, in both directions, by how pages travel on them: shm, nixl, unix, tcp."""
         ...
 
     def close(self) -> None: ...

@@ -15,6 +15,10 @@ Who has got the memory copies from it: there no pages follow a Frame, which says
     reader -> owner   Copied     the pages of the Frame have been copied: nothing reads them any more
     owner -> reader   Frame      the same count: they were lent all the while. Another status: what was copied is void
 
+The memory can be had in two ways: by that descriptor, or by NIXL. Then there follows the Welcome
+
+    owner -> reader   Registered  where the memory lies and what NIXL has to know about it, with a proof
+
 The first three are the handshake (`handshake.py`): their sizes and the place of the version are the same in all
 versions, so that two versions can name what divides them. One Read is under way per connection, and it belongs to one
 attempt of one request: a connection can therefore be cut without harm to anybody else. A peer that says anything else
@@ -36,13 +40,14 @@ from tandem.core.values import Cause, Incarnation, ShardId
 from tandem.membership import CHALLENGE_BYTES, PROOF_BYTES
 
 MAGIC = b"TandemKV"
-VERSION = 3
+VERSION = 4
 MAX_READ_PAGES = 2048  # pages that one Read may name
 MAX_FRAME_PAGES = 512
 FRAME_BYTES = 1 << 20  # of pages in one Frame, unless a single page is larger: larger frames fall out of the cache
 COPIED_FRAME_BYTES = 4 << 20  # where the reader copies: every frame costs an answer, and holds the lease as long
 GRANT_SECRET_BYTES = 16
 DIGEST_BYTES = 16  # of an incarnation
+MAX_NIXL_METADATA_BYTES = 1 << 16  # some hundred for each network card
 
 _CHALLENGE = struct.Struct(f"<8sH6x{CHALLENGE_BYTES}s")
 _HELLO = struct.Struct(f"<8sHHI{DIGEST_BYTES}s{DIGEST_BYTES}s{CHALLENGE_BYTES}s{PROOF_BYTES}s")
@@ -50,11 +55,15 @@ _WELCOME = struct.Struct(f"<8sHHI{PROOF_BYTES}s")
 _READ = struct.Struct(f"<4sIQ{GRANT_SECRET_BYTES}sIIII")
 _FRAME = struct.Struct("<II")
 _COPIED = struct.Struct("<4sI")
-_READ_TAG, _COPIED_TAG = b"READ", b"DONE"
+_REGISTERED = struct.Struct("<4sIQQ")
+_READ_TAG, _COPIED_TAG, _REGISTERED_TAG = b"READ", b"DONE", b"NIXL"
+_WANTS_MEMORY, _TAKES_NIXL, _NEEDS_NIXL = 1, 2, 4  # of a Hello
+_HAS_MEMORY, _HAS_NIXL = 1, 2  # of a Welcome
 _U64_STOP = 1 << 64
 
 CHALLENGE_MESSAGE_BYTES, HELLO_BYTES, WELCOME_BYTES = _CHALLENGE.size, _HELLO.size, _WELCOME.size
 READ_BYTES, FRAME_HEADER_BYTES, COPIED_BYTES = _READ.size, _FRAME.size, _COPIED.size
+REGISTERED_HEADER_BYTES = _REGISTERED.size
 NAME_BYTES = 16  # of one page name in a Read: source page and generation
 NO_PROOF = bytes(PROOF_BYTES)
 
@@ -70,7 +79,7 @@ class Status(IntEnum):
     WRONG_VERSION = 5
     BUSY = 6  # all connections are in use, or all that one reader may have
     NOT_A_MEMBER = 7  # has not proved the secret of the cluster: nothing else is said to it
-    OTHER_BACKEND = 8  # one side is to use shared memory only, which this connection cannot bring
+    OTHER_BACKEND = 8  # one side is to use a backend only that the other one cannot
 
 
 # What a refusal means for the transfer, in words for the log and for the user.
@@ -84,7 +93,8 @@ REFUSALS: dict[Status, tuple[Cause, str]] = {
     Status.NOT_A_MEMBER: (Cause.TRANSFER_FAILED, "the peer says that this server does not have its cluster's secret"),
     Status.OTHER_BACKEND: (
         Cause.TRANSFER_FAILED,
-        "--disaggregation-transfer-backend shm needs both servers on one host, under one user, and neither set to sock",
+        "the two servers' --disaggregation-transfer-backend do not fit: shm needs both servers on one host, under one "
+        "user, and neither set to sock; nixl needs NIXL on both, and neither set to sock or shm",
     ),
 }
 
@@ -101,6 +111,8 @@ class Hello(Struct, frozen=True):
     challenge: bytes  # for the owner
     proof: bytes
     wants_memory: bool = False
+    takes_nixl: bool = False  # if the owner would rather
+    needs_nixl: bool = False  # or not at all
 
 
 class Welcome(Struct, frozen=True):
@@ -108,6 +120,15 @@ class Welcome(Struct, frozen=True):
     status: Status
     proof: bytes
     has_memory: bool = False  # a descriptor of it comes along
+    has_nixl: bool = False  # Registered follows
+
+
+class Registered(Struct, frozen=True):
+    """Memory of an owner, as NIXL finds it."""
+
+    address: int  # where it begins, in the owner
+    num_bytes: int
+    metadata: bytes
 
 
 class Read(Struct, frozen=True):
@@ -144,7 +165,8 @@ def unpack_challenge(message: bytes | bytearray) -> bytes:
 
 
 def pack_hello(hello: Hello) -> bytes:
-    wants, page_bytes = int(hello.wants_memory), hello.page_bytes
+    wants = hello.wants_memory * _WANTS_MEMORY | hello.takes_nixl * _TAKES_NIXL | hello.needs_nixl * _NEEDS_NIXL
+    page_bytes = hello.page_bytes
     return _HELLO.pack(
         MAGIC, hello.version, wants, page_bytes, hello.incarnation, hello.reader, hello.challenge, hello.proof
     )
@@ -161,19 +183,52 @@ def unpack_hello(message: bytes | bytearray) -> Hello:
         reader=reader,
         challenge=challenge,
         proof=proof,
-        wants_memory=bool(wants),
+        wants_memory=bool(wants & _WANTS_MEMORY),
+        takes_nixl=bool(wants & _TAKES_NIXL),
+        needs_nixl=bool(wants & _NEEDS_NIXL),
     )
 
 
-def pack_welcome(status: Status, proof: bytes, *, has_memory: bool = False) -> bytes:
-    return _WELCOME.pack(MAGIC, VERSION, status, has_memory, proof)
+def pack_welcome(status: Status, proof: bytes, *, has_memory: bool = False, has_nixl: bool = False) -> bytes:
+    return _WELCOME.pack(MAGIC, VERSION, status, has_memory * _HAS_MEMORY | has_nixl * _HAS_NIXL, proof)
 
 
 def unpack_welcome(message: bytes | bytearray) -> Welcome:
-    magic, version, status, has_memory, proof = _fields(_WELCOME, message)
+    magic, version, status, has, proof = _fields(_WELCOME, message)
     if magic != MAGIC:
         raise Malformed("not a welcome")
-    return Welcome(version=version, status=_status(status), proof=proof, has_memory=bool(has_memory))
+    return Welcome(
+        version=version,
+        status=_status(status),
+        proof=proof,
+        has_memory=bool(has & _HAS_MEMORY),
+        has_nixl=bool(has & _HAS_NIXL),
+    )
+
+
+def pack_registered(registered: Registered) -> bytes:
+    """Without the proof that ends the message."""
+    metadata = registered.metadata
+    assert len(metadata) <= MAX_NIXL_METADATA_BYTES
+    head = _REGISTERED.pack(_REGISTERED_TAG, len(metadata), registered.address, registered.num_bytes)
+    return head + metadata
+
+
+def size_of_registered(header: bytes | bytearray) -> int:
+    """Bytes of the whole message, of which this is the beginning."""
+    tag, metadata_bytes, _, _ = _fields(_REGISTERED, header)
+    if tag != _REGISTERED_TAG or metadata_bytes > MAX_NIXL_METADATA_BYTES:
+        raise Malformed("not what NIXL has to know")
+    return _REGISTERED.size + metadata_bytes + PROOF_BYTES
+
+
+def unpack_registered(message: bytes | bytearray) -> Registered:
+    if len(message) != size_of_registered(message[: _REGISTERED.size]):
+        raise Malformed("not all of what NIXL has to know")
+    _, _, address, num_bytes = _fields(_REGISTERED, message[: _REGISTERED.size])
+    if address + num_bytes > _U64_STOP:
+        raise Malformed("memory behind the end of all memory")
+    return Registered(address=address, num_bytes=num_bytes, metadata=bytes(message[_REGISTERED.size : -PROOF_BYTES]))
 
 
 def may_be_read(room: int, pages: Sequence[int], generations: Sequence[int]) -> bool:

@@ -7,9 +7,10 @@ somebody waits for a job, so that it finds one as soon as there is one.
 The owner proves that it is a member of the cluster before anything is asked (`handshake.py`). What it says afterwards
 is checked like what anybody says: a frame that cannot be ends the attempt, and nothing else.
 
-Where the owner gives its memory with its welcome, a frame is copied from there. Its pages count when the owner has said
-afterwards that they were lent all the while. Such a connection is never closed in the middle of a copy, not even to cut
-it: its end tells the owner that nothing copies any more.
+Where the owner gives its memory with its welcome, a frame is copied from there, or from where NIXL has read it to
+(`copy_source.py`). Its pages count when the owner has said afterwards that they were lent all the while. Such a
+connection is never closed in the middle of a copy, not even to cut it: its end tells the owner that nothing copies any
+more.
 """
 
 import contextlib
@@ -27,19 +28,28 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import SECOND, Cut, Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import link as links
-from tandem.transfer import protocol
+from tandem.transfer import nixl_access, protocol
+from tandem.transfer.copy_source import CopySource
 from tandem.transfer.handshake import NotProven, ReaderHandshake
 from tandem.transfer.jobs import Dial, Failure, Origin, PeerAddress, Receive, Trouble
+from tandem.transfer.nixl_access import NixlSource
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend, Held
-from tandem.transfer.protocol import Status
+from tandem.transfer.protocol import Registered, Status
 from tandem.transfer.puller import Puller, is_stalled
 from tandem.transfer.shared_memory import PeerMemory, file_of
 
 log = logging.getLogger(__name__)
+MAX_RESTLESS = 8  # agents of NIXL whose reads have not ended: with more of them no further one is made
 CACHED_BYTES = 1 << 20  # of pages that are still in a processor's cache when they have been copied
-WAYS = {"shm": "through shared memory (shm)", "unix": "over a unix socket (sock)", "tcp": "over TCP (sock)"}
+WAYS = {
+    "shm": "through shared memory (shm)",
+    "nixl": "read by NIXL (nixl)",
+    "unix": "over a unix socket (sock)",
+    "tcp": "over TCP (sock)",
+}
+WAY_OF = {Backend.SHM: "shm", Backend.NIXL: "nixl"}  # of these no other is taken
 Job = Dial[socket.socket] | Receive[socket.socket]
 
 
@@ -56,7 +66,11 @@ class OwnerLink:
     """What is known of an open connection."""
 
     origin: Origin
-    memory: PeerMemory | None  # of the owner, if it came along
+    memory: CopySource | None  # of the owner, if it gives it
+
+    def way(self, link: socket.socket) -> str:
+        """How pages travel, in a word."""
+        return links.way(link) if self.memory is None else self.memory.way
 
 
 class PageReader:
@@ -71,10 +85,16 @@ class PageReader:
         flush_later: Callable[[], None],
         io_timeout_s: float,
         max_transfers: int,
-        backend: Backend = Backend.SOCK,
+        host: str,
+        backend: Backend,
     ) -> None:
-        """`flush_later` flushes the outbox in another thread, and never blocks. RuntimeError: no thread is left."""
-        self._backend = backend
+        """host: the server's address, which NIXL listens on
+
+        `flush_later` flushes the outbox in another thread, and never blocks. RuntimeError: no thread is left."""
+        self._backend, self._host = backend, host
+        self._nixl: dict[Registered, NixlSource] = {}  # for new connections
+        self._restless: list[NixlSource] = []  # not for new ones, and not ended yet
+        self._nixl_lock = threading.Lock()  # held while one is made or ended; before the other one
         self._known: dict[socket.socket, OwnerLink] = {}
         self._mapped: WeakValueDictionary[tuple[int, int, int], PeerMemory] = WeakValueDictionary()  # by file
         self._pages, self._outbox, self._flush_later = pages, outbox, flush_later
@@ -103,6 +123,7 @@ class PageReader:
     def forget(self, incarnation: Incarnation) -> None:
         with self._lock:
             self._puller.forget(incarnation)
+        self._end_nixl()
 
     def pull(self, command: PullPages) -> None:
         assert self._pages.has_all(command.destinations)
@@ -124,7 +145,7 @@ class PageReader:
     def connections(self) -> list[str]:
         """How pages travel on each."""
         with self._lock:
-            return [links.way(link, has_memory=known.memory is not None) for link, known in self._known.items()]
+            return [known.way(link) for link, known in self._known.items()]
 
     def close(self, *, grace_s: float) -> None:
         """No byte lands after this. Threads that still dial end by themselves: they find nothing to arm."""
@@ -136,6 +157,7 @@ class PageReader:
             threads = list(self._threads)
         for thread in threads:
             thread.join(max(0.0, give_up_at - time.monotonic()))
+        self._end_nixl()
 
     # -- threads
 
@@ -162,6 +184,7 @@ class PageReader:
             while job is not None:
                 job = self._work(job)
                 self._outbox.flush()
+            self._end_nixl()
             if not self._stays():
                 return
 
@@ -223,7 +246,8 @@ class PageReader:
 
     def _receive(self, job: Receive[socket.socket]) -> None:
         """Read what the job names, in order. Raises when the rest of it cannot be had from this link."""
-        if job.was_idle and _has_news(job.link):
+        memory = self._known[job.link].memory if job.link in self._known else None
+        if job.was_idle and (_has_news(job.link) or (memory is not None and memory.is_spent)):
             raise links.LinkBroken("closed while it was idle")
         command, span = job.command, slice(job.start, job.stop)
         pages, generations = command.sources[span], command.generations[span]
@@ -268,26 +292,25 @@ class PageReader:
         if tuple(landed) != job.offer.digests[span]:
             raise PullFailed(Trouble.CORRUPT)
 
-    def _copy_frame(self, job: Receive[socket.socket], memory: PeerMemory, span: slice) -> None:
+    def _copy_frame(self, job: Receive[socket.socket], memory: CopySource, span: slice) -> None:
         """A few pages at a time, whose digests are made while they are in the processor's cache. The last ones are
         compared after the word that all have been copied, while the owner answers."""
         command, tile = job.command, job.tile
-        if not memory.pages.has_all(command.sources[span]):
-            raise protocol.Malformed("a frame of pages that the memory does not have")
         few = max(1, CACHED_BYTES // tile.here.num_bytes)
-        for start in range(span.start, span.stop, few):
-            part = slice(start, min(start + few, span.stop))
-            self._pages.copy_from(
-                memory.pages,
-                pages=command.destinations[part],
-                runs=tile.here,
-                sources=command.sources[part],
-                source_runs=tile.there,
-            )
-            if part.stop == span.stop:
-                copied = protocol.pack_copied(span.stop - span.start)
-                links.send(job.link, [copied], timeout_s=self._io_timeout_s)
-            self._compare(job, part)
+        with memory.reach(command.sources[span], tile.there, has_news=lambda: _has_news(job.link)) as reached:
+            for start in range(span.start, span.stop, few):
+                part = slice(start, min(start + few, span.stop))
+                self._pages.copy_from(
+                    reached.pages,
+                    pages=command.destinations[part],
+                    runs=tile.here,
+                    sources=reached.sources[part.start - span.start : part.stop - span.start],
+                    source_runs=reached.runs,
+                )
+                if part.stop == span.stop:
+                    copied = protocol.pack_copied(span.stop - span.start)
+                    links.send(job.link, [copied], timeout_s=self._io_timeout_s)
+                self._compare(job, part)
 
     def _hear_that_it_was_lent(self, link: socket.socket, frame: protocol.Frame) -> None:
         header = links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=self._io_timeout_s)
@@ -304,7 +327,8 @@ class PageReader:
         link = links.dial(to.host, to.port, to.unix, timeout_s=self._io_timeout_s)
         try:
             status, memory = self._shake_hands(job, link, give_up_at)
-            if status is Status.OK and memory is None and self._backend is Backend.SHM:
+            known = OwnerLink(job.origin, memory)
+            if status is Status.OK and known.way(link) != WAY_OF.get(self._backend, known.way(link)):
                 status = Status.OTHER_BACKEND
             if status is not Status.OK:
                 raise PullFailed(Trouble.REFUSED, status=status)
@@ -312,23 +336,24 @@ class PageReader:
             link.close()
             raise
         with self._lock:
-            is_first = all(known.origin != job.origin for known in self._known.values())
-            self._known[link] = OwnerLink(job.origin, memory)
+            is_first = all(other.origin != job.origin for other in self._known.values())
+            self._known[link] = known
         if is_first:
-            how = links.way(link, has_memory=memory is not None)
-            log.info("KV of %s, worker %d: %s", job.origin.peer.name, job.origin.shard, WAYS[how])
+            log.info("KV of %s, worker %d: %s", job.origin.peer.name, job.origin.shard, WAYS[known.way(link)])
         return link
 
     def _shake_hands(
         self, job: Dial[socket.socket], link: socket.socket, give_up_at: float
-    ) -> tuple[Status, PeerMemory | None]:
+    ) -> tuple[Status, CopySource | None]:
         """What the owner answers, and its memory, if it gives it."""
         handshake = ReaderHandshake(
             self._secret,
             peer=job.origin.peer,
             reader=self._reader,
             page_bytes=job.tile.page_bytes,
-            wants_memory=self._backend is not Backend.SOCK and link.family == socket.AF_UNIX,
+            wants_memory=self._backend in (Backend.AUTO, Backend.SHM) and link.family == socket.AF_UNIX,
+            takes_nixl=self._backend in (Backend.AUTO, Backend.NIXL),
+            needs_nixl=self._backend is Backend.NIXL,
         )
 
         def left_s() -> float:
@@ -340,11 +365,20 @@ class PageReader:
             welcome, descriptor = links.receive_with_descriptor(link, protocol.WELCOME_BYTES, timeout_s=left_s())
             with _closed(descriptor):
                 status = handshake.hear(welcome)
-                return status, self._map(job, descriptor) if handshake.brings_memory else None
+                if handshake.brings_memory:
+                    return status, self._map(job, descriptor)
+            if not handshake.brings_nixl:
+                return status, None
+            header = links.receive(link, protocol.REGISTERED_HEADER_BYTES, timeout_s=left_s())
+            left = protocol.size_of_registered(header) - len(header)
+            registered = handshake.hear_registered(header + links.receive(link, left, timeout_s=left_s()))
+            return status, self._read_by_nixl(job, registered)
         except links.LinkBroken as error:
             raise PullFailed(Trouble.HANDSHAKE_BROKEN, str(error)) from error
         except NotProven as error:
             raise PullFailed(Trouble.NOT_PROVEN, str(error)) from error
+        except nixl_access.Unavailable as error:
+            raise PullFailed(Trouble.OURS, str(error)) from error
 
     def _map(self, job: Dial[socket.socket], descriptor: int | None) -> PeerMemory:
         """One mapping for all connections to a worker. Raises Malformed and OSError."""
@@ -357,6 +391,51 @@ class PageReader:
                 memory = self._mapped[key] = PeerMemory.map(descriptor, job.tile.page_bytes)
             return memory
 
+    def _read_by_nixl(self, job: Dial[socket.socket], registered: Registered) -> NixlSource:
+        """One for all connections to a worker, until something does not go well with it. Raises Malformed and
+        Unavailable."""
+        with self._nixl_lock:
+            with self._lock:
+                known = self._nixl.get(registered)
+                if known is not None and not known.is_spent:
+                    known.num_links += 1
+                    return known
+                if known is not None:
+                    self._restless.append(self._nixl.pop(registered))
+            self._end_restless()
+            if len(self._restless) >= MAX_RESTLESS:
+                raise nixl_access.Unavailable(f"reads of {len(self._restless)} agents of NIXL do not end")
+            new = nixl_access.source(
+                registered,
+                page_bytes=job.tile.page_bytes,
+                host=self._host,
+                slot_bytes=max(protocol.COPIED_FRAME_BYTES, self._pages.page_bytes),
+                timeout_s=self._io_timeout_s,
+            )
+            with self._lock:
+                self._nixl[registered] = new
+                new.num_links += 1
+            return new
+
+    def _end_nixl(self) -> None:
+        """Of what no connection needs any more, whatever has no read under way. Whoever makes one meanwhile does it."""
+        if not (self._nixl or self._restless) or not self._nixl_lock.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                for registered, known in list(self._nixl.items()):
+                    if known.num_links == 0 or known.is_spent:
+                        self._restless.append(self._nixl.pop(registered))
+            self._end_restless()
+        finally:
+            self._nixl_lock.release()
+
+    def _end_restless(self) -> None:
+        for known in list(self._restless):
+            if known.may_end():
+                self._restless.remove(known)
+                known.end()
+
     # -- links: both are called by the puller, with the lock
 
     def _cut(self, link: socket.socket) -> None:
@@ -366,7 +445,10 @@ class PageReader:
             links.cut(link)
 
     def _close(self, link: socket.socket) -> None:
-        self._known.pop(link, None)
+        known = self._known.pop(link, None)
+        for source in self._nixl.values():
+            if known is not None and known.memory is source:
+                source.num_links -= 1
         with contextlib.suppress(OSError):
             link.close()
 

@@ -10,8 +10,12 @@ A mapping shows all pages, not those that were granted: see docs/security.md.
 import fcntl
 import mmap
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tandem.core.kv_parts import Runs
+from tandem.transfer.copy_source import Reached
 from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Malformed
 
@@ -26,7 +30,7 @@ def seal(descriptor: int) -> None:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PeerMemory:
-    """The pages of another process, mapped for as long as this object is."""
+    """The pages of another process, mapped for as long as this object is. A `CopySource`."""
 
     pages: Pages
 
@@ -44,6 +48,21 @@ class PeerMemory:
             raise Malformed(f"the peer shares {found.st_size} bytes, and says that pages have {page_bytes}")
         mapping = mmap.mmap(descriptor, found.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
         return cls(Pages(memoryview(mapping), page_bytes))
+
+    @property
+    def way(self) -> str:
+        return "shm"
+
+    @property
+    def is_spent(self) -> bool:
+        return False
+
+    @contextmanager
+    def reach(self, sources: Sequence[int], runs: Runs, *, has_news: Callable[[], bool]) -> Iterator[Reached]:
+        """They are there already."""
+        if not self.pages.has_all(sources):
+            raise Malformed("a frame of pages that the memory does not have")
+        yield Reached(self.pages, sources, runs)
 
 
 def file_of(descriptor: int) -> tuple[int, int]:

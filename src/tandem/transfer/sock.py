@@ -5,7 +5,8 @@ reader receives into its own. A byte that is late meets a closed socket, never a
 the answers to commands are said by one thread, the desk, in the order of the commands.
 
 On one host the reader may be lent the owner's memory instead, mapped read-only (`shared_memory.py`, decision 032). Then
-it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same.
+it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same. So it is where
+NIXL reads the memory, on whatever network it knows (`nixl_memory.py`, decision 034).
 """
 
 import logging
@@ -13,12 +14,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
 from tandem.core.events import Event
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation
 from tandem.membership import ClusterSecret
+from tandem.transfer import nixl_access
 from tandem.transfer.digests import pack_digests
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.lender import Grant
@@ -82,6 +85,7 @@ class SockTransfer:
             max_links=max_links,
             memory=memory,
             backend=backend,
+            register=partial(nixl_access.register, buffer, host=host),
         )
         self._reader = PageReader(
             self._pages,
@@ -92,11 +96,19 @@ class SockTransfer:
             flush_later=self._flush_later,
             io_timeout_s=io_timeout_s,
             max_transfers=max_transfers,
+            host=host,
             backend=backend,
         )
         self.host, self.port, self.unix = self._owner.host, self._owner.port, self._owner.unix
         self._desk = threading.Thread(target=self._desk_loop, name="kv-desk", daemon=True)
         self._desk.start()
+
+    def start_nixl(self, *, lends: bool) -> None:
+        """Where NIXL is to be used from the start. lends: peers read here. Raises Unavailable."""
+        if lends:
+            self._owner.register()
+        else:
+            nixl_access.try_out()
 
     def connect(self, peer: Incarnation, cut: Cut, shards: Sequence[PeerAddress]) -> None:
         self._reader.learn(peer, cut, shards)
@@ -129,7 +141,7 @@ class SockTransfer:
         )
 
     def connections(self) -> dict[str, int]:
-        found = Counter({"shm": 0, "unix": 0, "tcp": 0})
+        found = Counter({"shm": 0, "nixl": 0, "unix": 0, "tcp": 0})
         found.update(self._owner.connections() + self._reader.connections())
         return dict(found)
 
