@@ -174,8 +174,10 @@ class FaultInjector:
         return self.sizes.randrange(1, len(server.places) + 1)
 
     def _restart_rank(self, replica: Replica) -> None:
+        """Unless its server has come back meanwhile, with fewer ranks."""
         self.world.num_planned -= 1
-        if replica.life is None and self.world.servers[server_of(replica.name)].is_up:
+        server = self.world.servers[server_of(replica.name)]
+        if replica.life is None and server.is_up and replica in server.ranks:
             self.world.start(replica)
 
     def lose_bootstrap(self, name: str, *, down_ns: int) -> None:
