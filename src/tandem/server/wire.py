@@ -226,6 +226,7 @@ NodeToWorker = (
     | commands.RevokePages
     | commands.PullPages
     | commands.CancelPull
+    | commands.FreeWindows
     | commands.StorePages
     | commands.LoadPages
     | commands.LookUpPages

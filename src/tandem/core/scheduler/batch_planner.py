@@ -21,8 +21,9 @@ from tandem.core.scheduler.state import (
     forget_command,
     make_room,
     pages_for,
+    take_parts,
 )
-from tandem.core.values import BatchId, Cause, RequestId
+from tandem.core.values import BatchId, Cause, RequestId, ceil_div
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
 GIVING_BACK = (
@@ -146,6 +147,8 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
     if is_fresh(progress):  # what it waited for the gate, and for its turn after it, was no computing
         progress.computing_since = node.now
         charge_stage_as_waiting(node, progress)
+    page_size = node.settings.page_size
+    take_parts(node, progress.pages[start // page_size : ceil_div(stop, page_size)])
     first = progress.synced_pages
     row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), samples, progress.untold_token, pools)
     progress.untold_token = b""
@@ -199,6 +202,7 @@ def decode_rows(node: NodeState, micro_batch: MicroBatch) -> tuple[Grow, ...] | 
 def grow(node: NodeState, progress: Progress) -> Grow:
     first = len(progress.pages)
     progress.pages += node.pool.allocate(1, progress.id)
+    take_parts(node, progress.pages[first:])
     progress.synced_pages = len(progress.pages)
     return Grow(progress.id, first, tuple(progress.pages[first:]))
 

@@ -74,6 +74,8 @@ from tandem.core.scheduler.state import (
     flush_cache,
     forget_command,
     forget_if_drained,
+    free_windows_command,
+    pass_window,
     record_closed_room,
     schedule,
     too_long,
@@ -107,6 +109,7 @@ class EngineNode:
         while plan(node):
             admit(node)
         forget_command(node)
+        free_windows_command(node)
         commands, node.out = tuple(node.out), []
         return Effects(commands, earlier(earliest_timer(node), prefill_gate(node.settings).opens_at(node)))
 
@@ -289,6 +292,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
             settle_vector(node, progress, vectors.get(row.request))
         else:
             settle_prompt_row(node, progress, emitted, row.samples, tokens, flags, extras.get(row.request, b""))
+        pass_window(node, progress)
     for request in flight.members:
         progress = node.requests[request]
         progress.in_flight -= 1
@@ -296,6 +300,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
         if progress.state is State.RUNNING:
             progress.computed = progress.length
             extra = extras.get(request, b"") if extras else b""
+            pass_window(node, progress)
             take_tokens(node, progress, emitted, of_rows[index], outcome.flags[index], extra)
         else:
             settle_late(node, progress)
@@ -478,6 +483,7 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     if progress.request.prompt_logprobs_from is not None:  # the halves of a room may have come from two clients
         progress.prompt_extras = list(first.prompt_extras)
     enter(node, progress, Trigger.RUN)
+    pass_window(node, progress)  # what came of the pages behind it need not be whole
     checkpoint(node, progress)
     emitted = Emission()
     goes_on = take_tokens(node, progress, emitted, first.token, first.flags, first.extra)

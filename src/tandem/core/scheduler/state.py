@@ -21,6 +21,7 @@ from tandem.core.commands import (
     FetchPages,
     FinishRequest,
     ForgetRequests,
+    FreeWindows,
     LoadPages,
     LookUpPages,
     StorePages,
@@ -28,13 +29,14 @@ from tandem.core.commands import (
 )
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
-from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
+from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
 from tandem.core.kv.host_tier import Copy, HostTier
-from tandem.core.kv.pool import PagePool
+from tandem.core.kv.pool import PagePool, PageState
 from tandem.core.kv.storage_tier import Act, Operation, StorageTier
 from tandem.core.kv.tree import PrefixTree
+from tandem.core.kv.windows import Windows, most_seen
 from tandem.core.request import Request
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
@@ -47,8 +49,8 @@ from tandem.core.scheduler.request_state import (
     Trigger,
     has_ended,
 )
-from tandem.core.settings import NodeSettings, PrefillInfo
-from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageHash, RequestId, Room, ceil_div
+from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings
+from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageHash, PageId, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
@@ -119,6 +121,7 @@ class NodeState:
     settings: NodeSettings
     pool: PagePool
     tree: PrefixTree
+    windows: Windows
     results: ResultSlots
     host: HostTier
     storage: StorageTier
@@ -148,10 +151,15 @@ class NodeState:
 
     @classmethod
     def empty(cls, settings: NodeSettings) -> "NodeState":
+        windows = settings.windows or WindowSettings(0, 0)
+        ahead = settings.chunk_tokens * settings.window_depth
+        least = most_seen(windows.tokens, ahead, page_size=settings.page_size) if windows.tokens else 0
+        assert windows.max_parts >= least, "one request may need more window parts than there are"
         return cls(
             settings,
-            PagePool.empty(settings.num_pages),
+            PagePool.empty(settings.num_pages, max_parts=windows.max_parts),
             PrefixTree(),
+            Windows(windows.tokens, settings.page_size),
             ResultSlots.empty(settings.metadata_slots),
             HostTier.empty(settings.host_tier),
             StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
@@ -252,26 +260,36 @@ def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pag
     assert not progress.pages
     hashes = progress.hashes[:match_pages]
     matched = node.tree.match(hashes) if node.settings.prefix_cache else []
+    below = worth_loading(node, progress, hashes[len(matched) :])
+    below = below[: node.pool.max_parts] if node.windows.are_there else below
+    num_found = node.windows.num_usable(node.tree, node.pool, matched, below)
+    matched, below = matched[:num_found], below[: max(0, num_found - len(matched))]
     num_matched = len(matched)
-    below = worth_loading(node, progress, hashes[num_matched:])
-    num_found = num_matched + len(below)
     deepest = hashes[num_found - 1] if num_found else None
     if deepest is not None:
         node.tree.lock(deepest)
-    wanted = num_pages - num_matched - sum(node.tree.nodes[page_hash].is_loading for page_hash in below)
+    num_loading = sum(node.tree.nodes[page_hash].is_loading for page_hash in below)
+    wanted = num_pages - num_matched - num_loading
+    num_loads = len(below) - num_loading
     lacks = wanted + reserve > node.pool.num_free + node.tree.num_evictable
-    if lacks or not make_room_copied(node, wanted):
+    claims = not lacks and claim_parts(node, progress, num_pages, num_found, num_loads)
+    if not claims or not make_room_copied(node, wanted):
+        if claims:
+            give_up_claim(node, progress, num_found)
         if deepest is not None:
             node.tree.unlock(deepest)
         return False
     if not progress.is_counted:
         progress.host_tokens = len(below) * node.settings.page_size
         progress.storage_tokens = min(len(below), progress.fetched_pages) * node.settings.page_size
+    node.windows.make_room(node.tree, node.pool, num_loads)
     begin_copy(node, node.host.load(node.tree, node.pool, below, node.now))
     loading = [node.tree.nodes[page_hash].page for page_hash in below]
     progress.pages = matched + loading + node.pool.allocate(num_pages - num_found, progress.id)
     progress.inserted = num_found
     progress.locked = deepest
+    if isinstance(progress.side, DecodeSide):  # all of it is going to be written by transfers
+        take_parts(node, progress.pages[num_found:])
     progress.synced_pages = 0
     progress.computed = progress.launched = num_found * node.settings.page_size
     use_again(node, hashes[:num_matched])
@@ -380,15 +398,28 @@ def checkpoint(node: NodeState, progress: Progress) -> None:
         return
     first_new = full
     for index in range(progress.inserted, full):
-        if node.tree.insert(progress.hashes[index], progress.pages[index], parent_of(progress, index)):
-            node.pool.share(progress.pages[index], progress.id)
+        page_hash, page = progress.hashes[index], progress.pages[index]
+        if node.tree.insert(page_hash, page, parent_of(progress, index)):
             first_new = min(first_new, index)
+        elif is_better(node, page_hash, page):
+            node.pool.evict(node.tree.replace(page_hash, page))
+        else:
+            continue
+        node.pool.share(page, progress.id)
+        if node.windows.are_there and index >= progress.window_from:
+            node.windows.pin((page_hash,))
     if first_new < full and node.settings.announces_cache:  # behind a page that was not there none was
         new = tuple(progress.hashes[first_new:full])
         node.out.append(AnnounceStored(progress.id, first_new, parent_of(progress, first_new), new))
     used = progress.hashes[progress.inserted : full]
     lock_up_to(node, progress, full)
     begin_copy(node, node.host.store_used(node.tree, used, node.pool.num_pages, node.now))
+
+
+def is_better(node: NodeState, page_hash: PageHash, page: PageId) -> bool:
+    """Than the cached one, which has lost its window part, and nobody holds it."""
+    cached, has_part = node.tree.nodes[page_hash], node.pool.has_part
+    return bool(has_part) and has_part[page] and not has_part[cached.page] and not cached.pins
 
 
 def parent_of(progress: Progress, index: int) -> PageHash | None:
@@ -398,12 +429,15 @@ def parent_of(progress: Progress, index: int) -> PageHash | None:
 def adopt_cached(node: NodeState, progress: Progress) -> None:
     """Read what the prefix tree has by now instead of own pages, of which nobody has written or told any yet."""
     found = node.tree.match(progress.hashes) if node.settings.prefix_cache else []
-    first, stop = progress.inserted, len(found)
+    first, stop = progress.inserted, node.windows.num_usable(node.tree, node.pool, found)
     if stop <= first:
         return
     node.pool.free(progress.pages[first:stop], progress.id)
-    progress.pages[first:stop] = found[first:]
+    progress.pages[first:stop] = found[first:stop]
     lock_up_to(node, progress, stop)
+    if node.windows.are_there:
+        node.windows.pin(progress.hashes[max(first, progress.window_from) : stop])
+        give_up_parts(node, progress, node.windows.first_seen(stop * node.settings.page_size))
     progress.computed = progress.launched = stop * node.settings.page_size
     use_again(node, progress.hashes[first:stop])
 
@@ -421,6 +455,7 @@ def give_back_pages(node: NodeState, progress: Progress) -> None:
     """Empty the page table. What the tree took stays cached; the rest is free at once, so nothing may touch it."""
     assert progress.in_flight == 0, "a launched batch may still write these pages"
     assert not progress.drains, "a transfer may still touch these pages"
+    give_up_claim(node, progress, len(progress.pages))
     node.pool.free(progress.pages, progress.id)
     if progress.locked is not None:
         node.tree.unlock(progress.locked)
@@ -465,10 +500,96 @@ def too_long(node: NodeState, request: Request) -> str | None:
             f"{request.prompt_len} prompt tokens do not fit one batch of {node.settings.chunk_tokens}, "
             "and a model that looks both ways computes a prompt in one"
         )
-    if pages_for(node, request.prompt_len + 1) <= node.pool.num_pages:
-        return None
-    tokens = node.pool.num_pages * node.settings.page_size
-    return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
+    if pages_for(node, request.prompt_len + 1) > node.pool.num_pages:
+        tokens = node.pool.num_pages * node.settings.page_size
+        return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
+    if request.room is not None and pages_for(node, request.prompt_len) > node.pool.max_parts > 0:
+        tokens = node.pool.max_parts * node.settings.page_size
+        return f"{request.prompt_len} prompt tokens do not fit the {tokens} tokens of layers with a window"
+    return None
+
+
+# --- window parts (`kv/windows.py`) ----------------------------------------------------------------------------------
+
+
+def claim_parts(node: NodeState, progress: Progress, num_pages: int, num_found: int, num_loads: int) -> bool:
+    """It gets a page table of so many pages, with a cached prefix, part of which has to be loaded: is there room for
+    what it may need at one time? Then that is its claim, and what it sees of the prefix stays.
+    """
+    windows, pool = node.windows, node.pool
+    if not windows.are_there:
+        return True
+    most = pages_for(node, progress.length + progress.request.max_new_tokens - progress.generated)
+    claim = min(most, parts_to_decode(node))
+    first = windows.first_seen(num_found * node.settings.page_size)
+    match progress.side:
+        case Local():
+            ahead = node.settings.chunk_tokens * node.settings.window_depth
+            claim = max(claim, min(most, windows.most_seen(ahead)))
+        case DecodeSide():
+            claim = max(claim, num_pages)
+        case PrefillSide():
+            claim, first = num_pages, 0
+    claim = max(claim, num_loads)
+    claims = claim + sum(other.window_claim for other in node.requests.values())
+    if claims + pool.counts[PageState.LOADING] > pool.max_parts:
+        return False
+    windows.pin(progress.hashes[first:num_found])
+    progress.window_from, progress.window_claim = first, claim
+    return True
+
+
+def parts_to_decode(node: NodeState) -> int:
+    """That a request needs which gets one token, or block, after the other."""
+    return node.windows.most_seen(node.settings.block_tokens * (node.settings.window_depth + 1))
+
+
+def give_up_claim(node: NodeState, progress: Progress, num_pages: int) -> None:
+    """It has, or would have had, a page table of so many pages, or cached pages of one."""
+    give_up_parts(node, progress, num_pages)
+    progress.window_from = progress.window_claim = 0
+
+
+def take_parts(node: NodeState, pages: Sequence[PageId]) -> None:
+    """They are about to be written."""
+    if node.windows.are_there:
+        has_part = node.pool.has_part
+        node.windows.make_room(node.tree, node.pool, sum(not has_part[page] for page in pages))
+        for page in pages:
+            node.pool.take_part(page)
+
+
+def pass_window(node: NodeState, progress: Progress) -> None:
+    """More has been computed, or has landed: parts that no query sees any more go back. Who sends keeps them."""
+    if not node.windows.are_there or isinstance(progress.side, PrefillSide):
+        return
+    if progress.state is State.RUNNING:
+        progress.window_claim = min(progress.window_claim, parts_to_decode(node))
+    elif progress.state is not State.COMPUTING:
+        return
+    give_up_parts(node, progress, node.windows.first_seen(progress.computed))
+
+
+def give_up_parts(node: NodeState, progress: Progress, stop: int) -> None:
+    """Of the leading pages: own ones lose them, cached ones when others need room."""
+    if not node.windows.are_there:
+        return
+    pool, sends = node.pool, isinstance(progress.side, PrefillSide)
+    for index in range(progress.window_from, stop):
+        page = progress.pages[index] if progress.pages else None
+        if page is not None and pool.owners[page] == progress.id:
+            pool.lose_part(page)
+            continue
+        node.windows.unpin(node.tree, pool, progress.hashes[index : index + 1])
+        if page is not None and sends and not pool.has_part[page]:
+            pool.lost_parts.append(page)  # reading has brought zeros there
+    progress.window_from = max(progress.window_from, stop)
+
+
+def free_windows_command(node: NodeState) -> None:
+    """The first of its step: what has lost its part may be written again by any of the others."""
+    if node.pool.lost_parts:
+        node.out.insert(0, FreeWindows(node.pool.take_lost_parts()))
 
 
 # --- ends ------------------------------------------------------------------------------------------------------------
