@@ -96,6 +96,7 @@ TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 8
 WINDOWS_ONE_IN = 6
+FIRST_WITH_WINDOWS = 10_000  # seeds below are on record, in tests and elsewhere, from before models had windows
 CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
@@ -361,7 +362,8 @@ def with_windows(options: Options) -> Options:
     others. Nothing else of a seed depends on it.
     """
     random = Random(f"windows {options.seed}")
-    if random.randrange(WINDOWS_ONE_IN) or options.grid is not None or options.prefill.block_tokens > 1:
+    is_older = options.seed < FIRST_WITH_WINDOWS
+    if is_older or random.randrange(WINDOWS_ONE_IN) or options.grid is not None or options.prefill.block_tokens > 1:
         return options
     page_size = options.prefill.page_size
     tokens = random.choice((1, page_size, page_size + 1, 3 * page_size))

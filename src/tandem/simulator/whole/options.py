@@ -10,6 +10,7 @@ from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
 from tandem.simulator.actors.storage import StorageFaults
+from tandem.simulator.faults.options import FIRST_WITH_WINDOWS
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
@@ -223,7 +224,8 @@ def draw_blocks(seed: int) -> int:
 def draw_windows(seed: int) -> int:
     """How many tokens a query sees in some layers of the model; 0: all. From randomness of its own, too."""
     random = Random(f"whole windows {seed}")
-    return 0 if random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
+    is_older = seed < FIRST_WITH_WINDOWS
+    return 0 if is_older or random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
 
 
 def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
