@@ -19,6 +19,7 @@ from tandem.transfer.digests import DIGEST_BYTES
 from tandem.transfer.jobs import OfferedPages, PeerAddress, Trouble
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
+from tandem.transfer.port import Backend
 from tandem.transfer.protocol import Status
 from tandem.transfer.reader import PageReader, PullFailed
 
@@ -38,6 +39,8 @@ def reader(tell: Callable[[Event], None] = lambda event: None) -> tuple[PageRead
         flush_later=outbox.flush,
         io_timeout_s=5,
         max_transfers=1,
+        host="127.0.0.1",
+        backend=Backend.SOCK,
     )
     return made, memory
 
