@@ -34,6 +34,7 @@ from tandem.core.commands import (
     FetchPages,
     FinishRequest,
     ForgetRequests,
+    FreeWindows,
     LaunchBatch,
     LearnPeer,
     LoadPages,
@@ -74,7 +75,7 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ceil_div
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
 from tandem.simulator.checkers.tiers import disorder
 
@@ -161,8 +162,9 @@ def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
 class Worker:
     """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
 
-    def __init__(self, num_pages: int, page_size: int, block_tokens: int) -> None:
-        self.page_size, self.block_tokens = page_size, block_tokens
+    def __init__(self, num_pages: int, page_size: int, block_tokens: int, window_tokens: int) -> None:
+        self.page_size, self.block_tokens, self.window_tokens = page_size, block_tokens, window_tokens
+        self.is_whole = [False] * num_pages  # nothing that layers with a window have written was given back
         self.kv = [[0] * page_size for _ in range(num_pages)]
         self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
         self.orders: list[LaunchBatch | ForgetRequests] = []
@@ -170,6 +172,7 @@ class Worker:
         self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
         self.stopped_pulls: set[tuple[RequestId, int]] = set()
         self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
+        self.cut_copies: set[PageId] = set()  # of host memory: of pages that were not whole
         self.breaks_copies = False  # from here on nothing can be copied
         self.token_ns = 0  # that a prompt token takes
 
@@ -229,6 +232,10 @@ class Worker:
         content = one.content(stop)
         held = [self.kv[one.pages[position // size]][position % size] for position in range(start)]
         assert held == content[:start], "the KV before this span is not that of its tokens"
+        seen = one.pages[max(0, start + 1 - self.window_tokens) // size : ceil_div(start, size)]
+        assert not self.window_tokens or all(self.is_whole[page] for page in seen), "the window is not there"
+        for page in one.pages[start // size : ceil_div(stop, size)]:
+            self.is_whole[page] = True
         for position in range(start, stop):
             self.kv[one.pages[position // size]][position % size] = content[position]
 
@@ -252,7 +259,7 @@ class Worker:
         return tokens, num_tokens, 0
 
     def digest(self, page: PageId) -> bytes:
-        return hashlib.sha256(repr(self.kv[page]).encode()).digest()[:8]
+        return hashlib.sha256(repr((self.kv[page], self.is_whole[page])).encode()).digest()[:8]
 
 
 @dataclass
@@ -352,7 +359,8 @@ class World:
     def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
         asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
-        worker = Worker(made.num_pages, made.page_size, made.block_tokens)
+        window_tokens = made.windows.tokens if made.windows is not None else 0
+        worker = Worker(made.num_pages, made.page_size, made.block_tokens, window_tokens)
         replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
         self.replicas[made.incarnation] = replica
         if role is Role.PREFILL and is_known:
@@ -579,6 +587,9 @@ class World:
                 replica.worker.stopped_pulls.add((request, attempt))
                 for shard in replica.state.settings.shards:
                     self.send(replica, TransferDrained(request, attempt, shard))
+            case FreeWindows(pages):
+                for page in pages:
+                    replica.worker.is_whole[page] = False
             case StorePages() | LoadPages():
                 for shard in replica.state.settings.shards:
                     replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
@@ -595,10 +606,12 @@ class World:
         host, num_whole = replica.worker.host, 0
         for page_hash, page in zip(command.hashes, command.host_pages, strict=True):
             if isinstance(command, WritePages) and host[page][0] == page_hash:
+                assert not replica.state.windows.are_there or page not in replica.worker.cut_copies
                 self.storage[page_hash] = list(host[page][1])
             elif isinstance(command, FetchPages) and page_hash in self.storage:
                 assert replica.state.host.pool.states[page] == PageState.OWNED
                 host[page] = page_hash, list(self.storage[page_hash])
+                replica.worker.cut_copies.discard(page)
             else:
                 break
             num_whole += 1
@@ -613,9 +626,11 @@ class World:
             if isinstance(command, StorePages):
                 assert replica.state.pool.states[page] == PageState.CACHED
                 worker.host[host] = page_hash, list(worker.kv[page])
+                (worker.cut_copies.discard if worker.is_whole[page] else worker.cut_copies.add)(host)
             elif worker.host[host][0] == page_hash:
                 assert replica.state.pool.states[page] == PageState.LOADING
                 worker.kv[page] = list(worker.host[host][1])
+                worker.is_whole[page] = host not in worker.cut_copies
             else:
                 break
             num_whole += 1
@@ -647,6 +662,7 @@ class World:
             if source.is_dead or not is_same or digest != source.worker.digest(page):
                 return TransferFailed(command.request, command.attempt, shard, Cause.CORRUPT_PAGES, f"page {page}")
             replica.worker.kv[command.destinations[index]] = content
+            replica.worker.is_whole[command.destinations[index]] = source.worker.is_whole[page]
         assert owner is not None
         self.send(source, PageRead(owner, shard))
         return PagesLanded(command.request, command.attempt, shard, command.first_wanted + len(command.sources))
@@ -712,6 +728,8 @@ def check_pages(replica: Replica) -> None:
         for page in progress.pages:
             assert pool.states[page] in (PageState.CACHED, PageState.LOADING) or pool.owners[page] == progress.id
     assert node.tree.num_pinned == sum(entry.pins > 0 and entry.is_landed for entry in node.tree.nodes.values())
+    assert not any(has_part and pool.states[page] is PageState.FREE for page, has_part in enumerate(pool.has_part))
+    assert pool.num_parts == sum(pool.has_part) <= pool.max_parts
     assert disorder(node.tree, node.host, node.storage) == ""
 
 
@@ -737,6 +755,7 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert all((one.members, one.joins, one.leaves) == ({}, {}, []) for one in node.micro_batches.each)
         assert node.pool.counts[PageState.OWNED] == node.pool.counts[PageState.QUARANTINED] == 0
         assert node.tree.num_pinned == 0
+        assert node.windows.pins == {}
         assert node.host.copies == node.storage.prefetches == node.storage.operations == {}
         assert node.host.pool.counts[PageState.OWNED] == node.pool.counts[PageState.LOADING] == 0
         assert node.results.owners == {}

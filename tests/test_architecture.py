@@ -79,13 +79,14 @@ EDGES: dict[str, set[str]] = {
     "bench": SHELLS_USE,
     "cli": {"server", "server.machines", "simulator", "simulator.whole", "bench", *SHELLS_USE},
 }
+CORE_STATE = ("state", "request_state", "page_tables", "window_claims", "leaving", "chunk_budget", "micro_batches")
 # The first prefix that fits names the part.
 PREFIXES: tuple[tuple[str, str], ...] = (
     *((name, "core.base") for name in BASE),
     ("core.disagg.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
     ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
-    *((f"core.scheduler.{name}", "core.state") for name in ("state", "request_state", "chunk_budget", "micro_batches")),
+    *((f"core.scheduler.{name}", "core.state") for name in CORE_STATE),
     *(
         (f"core.disagg.{name}", "core.sides")
         for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering", "shared_pull")

@@ -120,6 +120,10 @@ class ServerConfig(DoorConfig):
     max_prefill_stall_ms: int = flag(
         250, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
     )
+    swa_full_tokens_ratio: float = flag(
+        0.0, "share of the KV pool's tokens that layers with a window have memory for; 0: 0.8 if that keeps nobody out"
+    )
+    disable_hybrid_swa_memory: bool = flag(False, "layers with a sliding window keep the KV that nobody sees any more")
     disable_radix_cache: bool = flag(False, "keep no prefix cache")
     enable_hierarchical_cache: bool = flag(
         False, "pages that leave the KV pool go to host memory, and come back where that is cheaper than computing them"
@@ -305,6 +309,11 @@ class ServerConfig(DoorConfig):
         return max(1, self.num_workers // self.nnodes)
 
     @property
+    def window_depth(self) -> int:
+        """Batches that are launched ahead."""
+        return 1 if self.disable_overlap_schedule else self.pp_size + 1
+
+    @property
     def page_tokens(self) -> int:
         """`page_size`, or what it is where nothing says it."""
         return PAGE_TOKENS if self.page_size is None else self.page_size
@@ -427,6 +436,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(lambda c: c.pp_min_micro_batch_size < 1, "--pp-min-micro-batch-size must be at least 1"),
     Rule(lambda c: c.max_prefill_stall_ms < 0, "--max-prefill-stall-ms must not be negative"),
+    Rule(lambda c: not 0 <= c.swa_full_tokens_ratio < 1, "--swa-full-tokens-ratio must be between 0 and 1"),
+    Rule(
+        lambda c: c.swa_full_tokens_ratio > 0 and c.disable_hybrid_swa_memory,
+        "--swa-full-tokens-ratio does nothing beside --disable-hybrid-swa-memory; leave one of them out",
+    ),
     Rule(
         lambda c: c.hicache_ratio <= 0 or c.hicache_size < 0,
         "--hicache-ratio must be positive, and --hicache-size not negative",

@@ -169,9 +169,11 @@ NO_KV = "does nothing for an encoder, which keeps no KV"
 ENCODERS: dict[str, str] = {
     "--disable-radix-cache": "does nothing for an encoder: its attention looks both ways, so prompts share no prefix",
     "--enable-hierarchical-cache": NO_KV,
+    "--disable-hybrid-swa-memory": NO_KV,
     "--kv-cache-dtype": NO_KV,
     "--kv-events-config": NO_KV,
     "--mem-fraction-static": NO_KV,
+    "--swa-full-tokens-ratio": NO_KV,
 }
 
 

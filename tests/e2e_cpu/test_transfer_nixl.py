@@ -330,8 +330,9 @@ WAYS = [
 
 
 @contextmanager
-def two(of_owner: Backend, of_reader: Backend, *, unix: bool) -> Iterator[tuple[Side, Side]]:
-    owner, reader = Side(PREFILL, seed=1, backend=of_owner), Side(DECODE, seed=2, backend=of_reader)
+def two(of_owner: Backend, of_reader: Backend, *, unix: bool, **of_pages: object) -> Iterator[tuple[Side, Side]]:
+    owner = Side(PREFILL, seed=1, backend=of_owner, **of_pages)  # type: ignore[arg-type]
+    reader = Side(DECODE, seed=2, backend=of_reader)
     reader.lender = owner
     plane = owner.transfer
     introduce(reader.transfer, PREFILL, plane.host, plane.port, plane.unix if unix else "")
@@ -382,6 +383,15 @@ def test_who_cannot_load_nixl_is_refused_or_says_so(who: str, monkeypatch: pytes
     with two(*backends, unix=True) as (owner, reader):
         expected = "nixl needs NIXL on both" if who == "owner" else "no module named nixl"
         assert expected in is_refused(owner, reader)
+
+
+def test_memory_that_is_given_back_in_parts_is_not_registered() -> None:
+    """`auto` follows nobody there. Who asks is told."""
+    with two(AUTO, NIXL, unix=True, gives_back=True) as (owner, reader):
+        assert "prefill set to nixl where layers have a window" in is_refused(owner, reader)
+    with two(AUTO, AUTO, unix=True, gives_back=True) as (owner, reader):
+        pull(owner, reader)
+        reader.wait_landed(1, 10)
 
 
 def test_nixl_is_loaded_where_it_is_needed_and_nowhere_else() -> None:

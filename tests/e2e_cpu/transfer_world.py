@@ -64,6 +64,7 @@ class Side:
         kv: KvShard | None = None,
         seed: int = 0,
         secret: ClusterSecret = SECRET,
+        gives_back: bool = False,
         **options: object,
     ) -> None:
         """kv: of a worker that is one of several; else it has all of every page, `page_bytes`"""
@@ -72,9 +73,10 @@ class Side:
         page_bytes = kv.page_bytes
         self._descriptor = os.memfd_create("pages", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._descriptor, num_pages * page_bytes)
-        self.memory = memoryview(mmap.mmap(self._descriptor, num_pages * page_bytes))
+        self.mapping = mmap.mmap(self._descriptor, num_pages * page_bytes)
+        self.memory = memoryview(self.mapping)
         self.memory[:] = random.Random(seed).randbytes(len(self.memory))
-        shared_memory.seal(self._descriptor)
+        self._lent = shared_memory.seal(self._descriptor, gives_back=gives_back)
         self.events: list[Event] = []
         self.secrets: dict[int, bytes] = {}  # by room: of the latest grant there
         self.lender: Lender | None = None  # whose secrets are presented when nothing else is said
@@ -86,16 +88,17 @@ class Side:
             secret=secret,
             host="127.0.0.1",
             report=self._report,
-            memory=self._descriptor,
+            memory=self._lent,
+            gives_back=gives_back,
             **options,  # type: ignore[arg-type]
         )
 
     def close(self) -> None:
         """Of the data plane. The memory is there as long as this object is."""
         self.transfer.close()
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        for descriptor in {self._descriptor, self._lent} - {-1}:
+            os.close(descriptor)
+        self._descriptor = self._lent = -1
 
     def _report(self, event: Event) -> None:
         with self._arrived:

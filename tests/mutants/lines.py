@@ -67,6 +67,9 @@ BORROWED = "e2e_cpu/test_engine_borrowed.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
 QUANTIZED = "e2e_cpu/test_quantized_checkpoints.py::test_"
+WINDOWS = "unit/test_core_windows.py::test_"
+WINDOWED = "e2e_cpu/test_windows_served.py::test_"
+POOL_SIZE = "unit/test_pool_size.py::test_"
 BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
@@ -500,16 +503,16 @@ BREAKS = (
     # sglang#20845
     Break(
         "prefill_ignores_the_overlap_switch",
-        "server/node/settings.py",
-        "window_depth=1 if config.disable_overlap_schedule",
-        'window_depth=1 if config.disable_overlap_schedule and config.role != "prefill"',
+        "config.py",
+        "        return 1 if self.disable_overlap_schedule else",
+        '        return 1 if self.disable_overlap_schedule and self.role != "prefill" else',
         FLAGS + "the_overlap_switch_reaches_the_node_of_every_role",
     ),
     Break(
         "decode_ignores_the_overlap_switch",
-        "server/node/settings.py",
-        "window_depth=1 if config.disable_overlap_schedule",
-        'window_depth=1 if config.disable_overlap_schedule and config.role != "decode"',
+        "config.py",
+        "        return 1 if self.disable_overlap_schedule else",
+        '        return 1 if self.disable_overlap_schedule and self.role != "decode" else',
         FLAGS + "the_overlap_switch_reaches_the_node_of_every_role",
     ),
     Break(
@@ -731,18 +734,131 @@ OTHERS = (
         "            pass",
         SHARED + "a_page_that_is_overwritten_during_the_copy_is_a_failure_that_can_be_tried_again",
     ),
+    # layers with a window
+    Break(
+        "a_window_begins_one_token_late",
+        "core/kv/windows.py",
+        "        return max(0, position + 1 - self.tokens) // self.page_size",
+        "        return max(0, position + 2 - self.tokens) // self.page_size",
+        WINDOWS + "what_is_seen_begins_with_the_page_that_the_window_begins_in",
+    ),
+    Break(
+        "window_parts_are_taken_from_those_who_see_them",
+        "core/kv/windows.py",
+        "            if node is None or not node.is_landed or page_hash in self.pins or not pool.has_part[node.page]:",
+        "            if node is None or not node.is_landed or not pool.has_part[node.page]:",
+        WINDOWS + "cached_parts_that_somebody_sees_stay",
+    ),
+    Break(
+        "a_prefix_is_used_whatever_it_has_lost",
+        "core/kv/windows.py",
+        "            whole = whole + 1 if has_part else 0",
+        "            whole = whole + 1",
+        WINDOWS + "a_cached_prefix_is_used_as_far_as_the_window_before_its_end_is_whole",
+    ),
+    Break(
+        "windows_are_given_back_behind_what_writes_there",
+        "core/scheduler/window_claims.py",
+        "        node.out.insert(0, FreeWindows(node.pool.take_lost_parts()))",
+        "        node.out.append(FreeWindows(node.pool.take_lost_parts()))",
+        WINDOWS + "parts_go_back_before_anything_else_of_a_step_is_told",
+    ),
+    Break(
+        "the_windows_of_who_sends_pass_too",
+        "core/scheduler/window_claims.py",
+        "    if not node.windows.are_there or isinstance(progress.side, PrefillSide):",
+        "    if not node.windows.are_there:",
+        WINDOWS + "what_a_peer_reads_keeps_its_parts",
+    ),
+    Break(
+        "who_sends_keeps_no_cached_parts",
+        "core/scheduler/window_claims.py",
+        "            claim, first = num_pages, 0",
+        "            claim = num_pages",
+        WINDOWS + "what_a_peer_reads_keeps_its_parts",
+    ),
+    Break(
+        "windows_of_what_has_come_do_not_pass",
+        "core/scheduler/node.py",
+        "    pass_window(node, progress)  # what came of the pages behind it need not be whole",
+        "    pass",
+        WINDOWS + "a_pair_hands_over_what_decode_sees_and_decode_trusts_nothing_else",
+    ),
+    Break(
+        "who_decodes_claims_what_the_prompt_did",
+        "core/scheduler/window_claims.py",
+        "        progress.window_claim = min(progress.window_claim, parts_to_decode(node))",
+        "        pass",
+        WINDOWS + "a_request_that_decodes_claims_less_than_its_prompt_did",
+    ),
+    Break(
+        "window_parts_are_promised_twice",
+        "core/scheduler/window_claims.py",
+        "    if claims + pool.counts[PageState.LOADING] > pool.max_parts:",
+        "    if claim > pool.max_parts:",
+        WINDOWS + "who_would_need_parts_that_others_may_need_waits_for_them",
+    ),
+    Break(
+        "what_is_whole_again_is_not_cached",
+        "core/scheduler/page_tables.py",
+        "        elif is_better(node, page_hash, page):",
+        "        elif False:",
+        WINDOWS + "a_cached_prefix_is_used_as_far_as_the_window_before_its_end_is_whole",
+    ),
+    Break(
+        "copies_are_whole_whatever_was_copied",
+        "core/kv/host_tier.py",
+        "has_part=not device.has_part or device.has_part[node.page])",
+        "has_part=True)",
+        WINDOWS + "a_copy_of_a_page_without_its_part_brings_none",
+    ),
+    Break(
+        "what_comes_back_is_whole_whatever_was_copied",
+        "core/kv/host_tier.py",
+        "                if not node.host_has_part:",
+        "                if False:",
+        WINDOWS + "what_comes_from_host_memory_has_the_parts_that_it_had_when_it_was_copied",
+    ),
+    Break(
+        "window_parts_that_come_back_stay_for_ever",
+        "core/scheduler/loading.py",
+        "        node.windows.offer(node.tree, node.pool, copy.hashes)",
+        "        pass",
+        WINDOWS + "what_comes_from_host_memory_has_the_parts_that_it_had_when_it_was_copied",
+    ),
+    Break(
+        "workers_give_no_window_back",
+        "server/worker_process.py",
+        "                self._engine.kv.free_windows(pages)",
+        "                pass",
+        WINDOWED + "the_pool_has_memory_for_the_windows_only_and_every_token_is_the_same",
+    ),
+    Break(
+        "pages_that_nixl_may_have_pinned_are_given_back_in_parts",
+        "server/pool_size.py",
+        '    if config.role == "prefill" and config.disaggregation_transfer_backend == Backend.NIXL.value:',
+        "    if False:",
+        POOL_SIZE + "pages_that_nixl_reads_stay_whole",
+    ),
+    Break(
+        "memory_that_is_given_back_in_parts_is_registered",
+        "transfer/sock.py",
+        "            register=None if gives_back else partial(nixl_access.register, buffer, host=host),",
+        "            register=partial(nixl_access.register, buffer, host=host),",
+        BY_NIXL + "memory_that_is_given_back_in_parts_is_not_registered",
+    ),
     Break(
         "memory_is_mapped_whatever_its_seals",
         "transfer/shared_memory.py",
-        "        if seals & SEALS != SEALS:",
+        "        if seals & SIZE_SEALS != SIZE_SEALS or not (seals & F_SEAL_FUTURE_WRITE or is_for_reading):",
         "        if seals < 0:",
         SHARED + "what_could_harm_its_reader_is_not_mapped",
     ),
     Break(
         "shared_memory_may_be_written_by_its_readers",
         "transfer/shared_memory.py",
-        "SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE",
-        "SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW",
+        "SEALS = SIZE_SEALS | F_SEAL_FUTURE_WRITE",
+        "SEALS = SIZE_SEALS",
         SHARED + "a_reader_can_write_nothing_and_the_owner_can",
     ),
     Break(
@@ -767,9 +883,16 @@ OTHERS = (
         SHARED + "the_two_sides_choose_how_pages_travel",
     ),
     Break(
+        "memory_that_is_given_back_in_parts_may_be_written_by_its_readers",
+        "transfer/shared_memory.py",
+        "os.O_RDONLY | os.O_CLOEXEC)",
+        "os.O_RDWR | os.O_CLOEXEC)",
+        SHARED + "a_reader_can_write_nothing_and_the_owner_can",
+    ),
+    Break(
         "auto_never_shares_memory_in_processes",
         "server/worker_process.py",
-        "        memory=memory_to_lend(engine.kv, backend),",
+        "        memory=memory_to_lend(kv, backend, gives_back=gives_back),",
         "        memory=None,",
         "e2e_cpu/test_transfer_backends.py::test_on_one_host_auto_copies_from_shared_memory",
     ),
@@ -1442,14 +1565,14 @@ OTHERS = (
     ),
     Break(
         "logprobs_of_a_prompt_are_taken_from_a_cache",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "return min(prompt_logprobs_from, progress.length - 1)",
         "return progress.length - 1",
         PROMPT_LOGPROBS + "what_is_wanted_is_computed_and_what_is_before_it_comes_from_the_cache",
     ),
     Break(
         "logprobs_of_a_prompt_are_told_twice_after_a_retry",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "progress.prompt_extras = []  # of what is computed again",
         "pass",
         PROMPT_LOGPROBS + "a_prompt_that_is_computed_twice_is_told_once",
@@ -1889,21 +2012,21 @@ OTHERS = (
     # KV events
     Break(
         "cached_pages_are_stored_again",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "first_new = min(first_new, index)",
         "first_new = progress.inserted",
         KV_LAW,
     ),
     Break(
         "flush_says_all_is_cleared_although_pages_are_held",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "AnnounceRemoved(removed) if node.tree.nodes else AnnounceCleared()",
         "AnnounceCleared()",
         KV_LAW,
     ),
     Break(
         "evictions_are_not_told",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "node.out.append(AnnounceRemoved(removed))",
         "pass",
         KV_SERVED + "events_follow_the_cache_of_a_server_through_use_pressure_and_flush",
@@ -1997,7 +2120,7 @@ OTHERS = (
     # sglang#27028: `release_aborted_request`; #34568: what is there is what every worker has
     Break(
         "who_ends_goes_on_fetching",
-        "core/scheduler/state.py",
+        "core/scheduler/leaving.py",
         "    node.storage.release(progress.id)",
         "    del progress",
         STORAGE + "who_ends_meanwhile_asks_for_no_more",
@@ -2067,7 +2190,7 @@ OTHERS = (
     ),
     Break(
         "write_back_drops_what_it_should_copy",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "if node.host.writes_back and drop_copied(node, num_pages) > 0:",
         "if False:",
         TIER + "write_back_copies_what_is_about_to_leave_and_nothing_is_lost",
@@ -2116,7 +2239,7 @@ OTHERS = (
     ),
     Break(
         "prompts_beyond_a_batch_wait_for_ever",
-        "core/scheduler/state.py",
+        "core/scheduler/page_tables.py",
         "if node.settings.whole_prompts and request.prompt_len > node.settings.chunk_tokens:",
         "if False:",
         VECTORS + "a_prompt_that_no_batch_holds_is_refused_by_name",

@@ -20,6 +20,7 @@ from seeded_bugs import (
     rows,
     tiers,
     watchdogs,
+    windows,
 )
 from seeded_bugs.base import MUTANTS, Mutant
 
@@ -40,4 +41,5 @@ __all__ = [
     "rows",
     "tiers",
     "watchdogs",
+    "windows",
 ]

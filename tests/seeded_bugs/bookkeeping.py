@@ -8,7 +8,7 @@ from seeded_bugs.base import mutant, replaced
 from tandem.core.kv.pool import PagePool, PageState
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.machine import Machine
-from tandem.core.scheduler import inspect, node, request_state, state
+from tandem.core.scheduler import inspect, leaving, node, request_state, state
 from tandem.core.scheduler.request_state import State
 
 
@@ -54,14 +54,14 @@ def sent_request_keeps_its_place() -> Iterator[None]:
 
 @mutant(0, "S17")
 def room_outlives_its_request() -> Iterator[None]:
-    original = state.forget_if_drained
+    original = leaving.forget_if_drained
 
     def forget_if_drained(node_state, gone):
         original(node_state, gone)
         if gone.request.room is not None and gone.state is State.DONE and gone.id % 3 == 0:
             node_state.rooms[gone.request.room] = gone.id
 
-    with replaced(state, "forget_if_drained", forget_if_drained):
+    with replaced(leaving, "forget_if_drained", forget_if_drained):
         yield
 
 

@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 
 from seeded_bugs.base import mutant, replaced
-from tandem.core.scheduler import batch_planner, node, state
+from tandem.core.scheduler import batch_planner, leaving, node
 from tandem.core.scheduler.request_state import State
 
 
 @mutant(0, "S12")
 def terminal_event_comes_twice() -> Iterator[None]:
-    original = state.end
+    original = leaving.end
 
     def end(node_state, gone, verdict):
         node_state.out.append(verdict)
         original(node_state, gone, verdict)
 
-    with replaced(state, "end", end):
+    with replaced(leaving, "end", end):
         yield
 
 
@@ -52,13 +52,13 @@ def stall_timeout_has_no_timer() -> Iterator[None]:
 
 @mutant(0, "L2", "S17", "L11")
 def drained_request_is_never_forgotten() -> Iterator[None]:
-    original = state.forget_if_drained
+    original = leaving.forget_if_drained
 
     def forget_if_drained(node_state, gone):
         if gone.id % 5:
             original(node_state, gone)
 
-    with replaced(state, "forget_if_drained", forget_if_drained):
+    with replaced(leaving, "forget_if_drained", forget_if_drained):
         yield
 
 

@@ -6,7 +6,7 @@ from seeded_bugs.base import mutant, replaced
 from tandem.core.commands import AnnounceCleared, AnnounceStored
 from tandem.core.disagg import decode_side
 from tandem.core.events import FlushRequested, HooksChanged, PeerLost, PeerReturned, RequestRefused
-from tandem.core.scheduler import node, state
+from tandem.core.scheduler import node, page_tables
 
 
 @mutant(7, "S36")
@@ -73,29 +73,29 @@ def flush_leaves_every_second_leaf() -> Iterator[None]:
 
 @mutant(1, "S37")
 def evicted_pages_are_not_announced() -> Iterator[None]:
-    original = state.evict
+    original = page_tables.evict
 
     def evict(node_state, num_pages):
         original(node_state, num_pages)
         return ()
 
-    with replaced(state, "evict", evict):
+    with replaced(page_tables, "evict", evict):
         yield
 
 
 @mutant(15, "S37")
 def flush_announces_that_nothing_is_left_although_requests_read_on() -> Iterator[None]:
     def flush_cache(node_state):
-        if state.evict(node_state, node_state.pool.num_pages):
+        if page_tables.evict(node_state, node_state.pool.num_pages):
             node_state.out.append(AnnounceCleared())
 
-    with replaced(state, "flush_cache", flush_cache):
+    with replaced(page_tables, "flush_cache", flush_cache):
         yield
 
 
 @mutant(13, "S37")
 def what_a_prefill_gives_back_is_not_announced() -> Iterator[None]:
-    original = state.give_back_if_idle
+    original = page_tables.give_back_if_idle
 
     def give_back_if_idle(node_state, progress):
         out, node_state.out = node_state.out, []
@@ -103,7 +103,7 @@ def what_a_prefill_gives_back_is_not_announced() -> Iterator[None]:
         node_state.out = out + [command for command in node_state.out if not isinstance(command, AnnounceStored)]
         return is_idle
 
-    with replaced(state, "give_back_if_idle", give_back_if_idle):
+    with replaced(page_tables, "give_back_if_idle", give_back_if_idle):
         yield
 
 

@@ -7,21 +7,21 @@ from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.events import TransferDrained
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.tree import PrefixTree
-from tandem.core.scheduler import node, state
+from tandem.core.scheduler import leaving, node, page_tables
 from tandem.transfer import lender
 from tandem.transfer.puller import Puller
 
 
 @mutant(0, "S2", "S4", "S5", "S13", "S14")
 def pages_freed_with_a_batch_in_flight() -> Iterator[None]:
-    original = state.end
+    original = leaving.end
 
     def end(node_state, gone, verdict):
         original(node_state, gone, verdict)
         if gone.in_flight:
             node_state.pool.free(gone.pages, gone.id)
 
-    with replaced(state, "end", end):
+    with replaced(leaving, "end", end):
         yield
 
 
@@ -124,7 +124,7 @@ def cached_pages_come_in_the_wrong_order() -> Iterator[None]:
 
 @mutant(3, "S5", "S19", "S26")
 def prefix_hit_counts_one_token_too_many() -> Iterator[None]:
-    original = state.take_pages
+    original = page_tables.take_pages
 
     def take_pages(node_state, one, **sizes):
         taken = original(node_state, one, **sizes)
@@ -132,7 +132,7 @@ def prefix_hit_counts_one_token_too_many() -> Iterator[None]:
             one.computed = one.launched = min(one.computed + 1, one.length - 1)
         return taken
 
-    with replaced(state, "take_pages", take_pages):
+    with replaced(page_tables, "take_pages", take_pages):
         yield
 
 
@@ -147,12 +147,12 @@ def cached_pages_are_evicted_while_read() -> Iterator[None]:
 
 @mutant(0, "S2")
 def page_is_cached_before_it_is_computed() -> Iterator[None]:
-    original = state.checkpoint
+    original = page_tables.checkpoint
 
     def checkpoint(node_state, progress):
         computed, progress.computed = progress.computed, progress.launched
         original(node_state, progress)
         progress.computed = computed
 
-    with replaced(state, "checkpoint", checkpoint):
+    with replaced(page_tables, "checkpoint", checkpoint):
         yield

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from seeded_bugs.base import mutant, replaced
 from tandem.core.disagg.sides import Local, PrefillSide
 from tandem.core.kv.pool import PageState
-from tandem.core.scheduler import admission, node, preemption, request_state, state
+from tandem.core.scheduler import admission, node, page_tables, preemption, request_state, state
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.simulator.actors import edge
@@ -96,14 +96,14 @@ def refused_half_tells_nobody() -> Iterator[None]:
 
 @mutant(0, "L11")
 def quarantined_pages_are_forgotten() -> Iterator[None]:
-    original = state.give_back_pages
+    original = page_tables.give_back_pages
 
     def give_back_pages(node_state, one):
         if one.pages and node_state.pool.states[one.pages[-1]] == PageState.QUARANTINED and one.id % 3 == 0:
             one.pages = one.pages[:-1]
         original(node_state, one)
 
-    with replaced(state, "give_back_pages", give_back_pages):
+    with replaced(page_tables, "give_back_pages", give_back_pages):
         yield
 
 

@@ -15,7 +15,7 @@ ROWS = (*INVARIANTS, *FAULTS)
 
 
 def test_all_invariants_and_faults_have_a_row() -> None:
-    safety, liveness = [f"S{number}" for number in range(1, 38)], [f"L{number}" for number in range(1, 13)]
+    safety, liveness = [f"S{number}" for number in range(1, 39)], [f"L{number}" for number in range(1, 13)]
     assert [row.id for row in INVARIANTS] == [*safety, *liveness, "W1", "W2", "W3", "W4", "W5"]
     assert [row.id for row in FAULTS] == [f"F{number}" for number in range(1, 26)]
 

@@ -54,6 +54,7 @@ SEEDS = (
     626,
     631,
     772,
+    10_000,
 )  # every name in one of them
 WHOLE_SEEDS = (10, 16, 24, 74, 112)  # every name of whole clusters
 MANY, MANY_WHOLE = 800, 200

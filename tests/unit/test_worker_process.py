@@ -15,7 +15,7 @@ from tandem.core.commands import CancelPull, ForgetRequests, LaunchBatch, Publis
 from tandem.core.events import BatchFailed, BatchReturned
 from tandem.core.lockstep import Lockstep
 from tandem.core.values import BatchId, Cause, Cut, Incarnation, PageId, RequestId
-from tandem.engine import machine_memory, self_check, weights
+from tandem.engine import self_check, weights
 from tandem.engine.model_config import ModelError
 from tandem.engine.parallel import WorkerGone
 from tandem.ranks import Rank
@@ -23,7 +23,7 @@ from tandem.sampling import Payload, SamplingParams
 from tandem.server import wire
 from tandem.server.channel import BlockingChannel
 from tandem.server.processes import Launch, ServerFailure
-from tandem.server.worker_process import Worker, layout_digest, pool_pages, start
+from tandem.server.worker_process import Worker, layout_digest, start
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Held
 
@@ -219,14 +219,6 @@ def test_a_node_that_is_gone_ends_the_worker() -> None:
 
 
 MINI = Path(__file__).parents[2] / "src/tandem/bundled/mini"
-TOKEN_BYTES = 4 * 4 * 2 * 32 * 4  # KV heads, layers, key and value, head_dim, fp32
-
-
-def mini_pool(*, left: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
-    """Pages of a pool for the bundled model where so many bytes are left beside its weights."""
-    model = weights.load(MINI)
-    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: model.weight_bytes + left)
-    return pool_pages(ServerConfig(model="tandem/mini", **settings), model)
 
 
 def test_a_kv_pool_beyond_the_machine_is_refused_at_start_with_what_fits() -> None:
@@ -237,15 +229,6 @@ def test_a_kv_pool_beyond_the_machine_is_refused_at_start_with_what_fits() -> No
     told = r"--max-total-tokens 100000000000000 needs more memory than the [0-9.]+ GiB .*; at most [0-9]+ tokens fit"
     with node, worker, pytest.raises(ServerFailure, match=told):
         start(launch, BlockingChannel(worker, wire.NodeToWorker))
-
-
-def test_what_is_told_to_fit_fits_and_one_page_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = 100 * 16 * TOKEN_BYTES + 5
-
-    with pytest.raises(ServerFailure, match="at most 1600 tokens fit"):
-        mini_pool(left=left, monkeypatch=monkeypatch, max_total_tokens=1601)
-
-    assert mini_pool(left=left, monkeypatch=monkeypatch, max_total_tokens=1600) == 100
 
 
 def test_a_promise_that_cannot_be_kept_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,14 +256,6 @@ def test_the_attention_backend_is_the_one_that_was_asked_for() -> None:
     node, worker = socket.socketpair()
     with node, worker, pytest.raises(ModelError, match="the attention backend 'fastest' is not known"):
         start(launch, BlockingChannel(worker, wire.NodeToWorker))
-
-
-def test_a_share_of_the_machine_is_no_more_than_what_the_weights_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    left = 100 * 16 * TOKEN_BYTES
-
-    assert mini_pool(left=left, monkeypatch=monkeypatch, mem_fraction_static=0.99) == 100
-    with pytest.raises(ServerFailure, match="the KV pool has 0 pages"):
-        mini_pool(left=0, monkeypatch=monkeypatch, mem_fraction_static=0.99)
 
 
 @pytest.mark.parametrize("other", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])

@@ -21,6 +21,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "memory and batches": (
         *("max_total_tokens", "page_size", "chunked_prefill_size", "enable_mixed_chunk", "max_prefill_stall_ms"),
+        *("swa_full_tokens_ratio", "disable_hybrid_swa_memory"),
         *("max_queued_requests", "max_active_requests"),
         *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
         *("cpu_threads", "device", "quantization", "kv_cache_dtype", "attention_backend", "deterministic"),

@@ -203,6 +203,15 @@ class AnnounceCleared(Struct, frozen=True, tag=True):
     """A flush has left nothing in the prefix tree."""
 
 
+class FreeWindows(Struct, frozen=True, tag=True):
+    """Every shard: give back the memory of these pages' KV in layers with a window. No answer.
+
+    No batch, transfer or copy under way needs it; what writes there next is a command behind this one.
+    """
+
+    pages: tuple[PageId, ...]
+
+
 class StorePages(Struct, frozen=True, tag=True):
     """Every shard: copy its part of these pages to host memory, in order. Answered by `PagesCopied`, once per shard."""
 
@@ -270,6 +279,7 @@ Command = (
     | AnnounceStored
     | AnnounceRemoved
     | AnnounceCleared
+    | FreeWindows
     | StorePages
     | LoadPages
     | LookUpPages

@@ -125,6 +125,13 @@ class TierSettings(Struct, frozen=True):
         return 2 if self.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE else 1
 
 
+class WindowSettings(Struct, frozen=True):
+    """Some layers see the latest tokens only, and the rest of their KV is given back (`kv/windows.py`)."""
+
+    tokens: int  # that a query sees there, itself included
+    max_parts: int  # pages whose KV of these layers there is memory for
+
+
 class PrefillStall(Struct, frozen=True):
     """How long prompts may keep those who decode from their next token (`scheduler/chunk_budget.py`)."""
 
@@ -138,6 +145,7 @@ class NodeSettings(Struct, frozen=True):
     num_pages: int
     page_size: int = 16  # tokens
     block_tokens: int = 1  # that a row samples at once, up to a border of its blocks; pages hold whole blocks
+    windows: WindowSettings | None = None  # None: pages are kept and given back whole
     layout: str = ""  # digest compared with the peer's
     cut: Cut = Cut()  # of this replica
     dp_rank: int = 0  # of this replica among those of its server

@@ -12,6 +12,9 @@ Behind the layers of attention, each head has the state of the state-space layer
 know after the last token that was written into the page. So a page is all that it takes to go on behind it, and whoever
 keeps, sends or drops pages need not know that there is a state (decision 029).
 
+Layers with a window: what they have in a page may be given back by itself (`free_windows`). It is memory of the file
+that is punched out, and there again, as zeros, when it is written or read.
+
 int8: a row of a token and head is `head_dim` codes and the four bytes of its fp32 scale, so wherever pages go the
 scales go with them. Zeros are zeros there, too.
 """
@@ -19,6 +22,7 @@ scales go with them. Zeros are zeros there, too.
 import mmap
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +31,7 @@ from torch import Tensor
 from tandem.core.values import ceil_div
 
 SCALE_BYTES = 4
+SYSTEM_PAGE = mmap.PAGESIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class KvShape:
     head_dim: int
     is_int8: bool = False  # whatever type is computed with
     state: StateShape | None = None
+    windowed: tuple[int, ...] = ()  # those of the layers that have a window, in order
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Of one token and head, key or value. dtype: that is computed with."""
@@ -73,6 +79,19 @@ class KvShape:
     def cell_bytes(self, *, page_size: int, dtype: torch.dtype) -> int:
         """Of one page, head and layer: keys and values."""
         return 2 * page_size * self.row_bytes(dtype)
+
+    def window_runs(self, *, page_size: int, dtype: torch.dtype) -> list[range]:
+        """The bytes of a page that layers with a window have, in runs that are as long as can be."""
+        cell = self.cell_bytes(page_size=page_size, dtype=dtype)
+        of_head = self.num_cells(page_size=page_size, dtype=dtype) * cell
+        runs: list[range] = []
+        for head in range(self.num_kv_heads):
+            for layer in self.windowed:
+                start = head * of_head + layer * cell
+                if runs and runs[-1].stop == start:
+                    start = runs.pop().start
+                runs.append(range(start, head * of_head + (layer + 1) * cell))
+        return runs
 
     def num_cells(self, *, page_size: int, dtype: torch.dtype) -> int:
         """Of one page and head: one for each layer of attention, and as many as the state takes."""
@@ -102,13 +121,17 @@ class KvMemory:
         # A state is of all layers of the stage, so what goes to somebody else is all that a head has of a page.
         self.cell_bytes = cell_bytes if shape.state is None else self.num_cells * cell_bytes
         self.page_bytes = page_bytes(shape, page_size=page_size, dtype=dtype)
+        self.window_bytes = window_bytes(shape, page_size=page_size, dtype=dtype)
+        self._window_runs = shape.window_runs(page_size=page_size, dtype=dtype)
         self.fd: int | None = None
+        self._mapping: mmap.mmap | None = None
         self.buffer: memoryview | None = None
         sizes = (num_pages, shape.num_kv_heads, self.num_cells, 2, page_size, row)
         if device == "cpu" and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
-            self.buffer = memoryview(mmap.mmap(self.fd, num_pages * self.page_bytes))
+            self._mapping = mmap.mmap(self.fd, num_pages * self.page_bytes)
+            self.buffer = memoryview(self._mapping)
             self.tensor = torch.frombuffer(self.buffer, dtype=stored).view(sizes)
         else:
             self.tensor = torch.zeros(sizes, dtype=stored, device=device)
@@ -130,11 +153,38 @@ class KvMemory:
         for page_id in pages:
             self.tensor[page_id].zero_()
 
+    def free_windows(self, pages: Iterable[int]) -> None:
+        """Of layers with a window: give back what they have in these pages, as far as it is whole pages of the system.
+
+        From any thread, as long as nobody reads or writes there.
+        """
+        assert self._mapping is not None, "memory of a device is not given back"
+        for page in pages:
+            for run in self._window_runs:
+                start, size = whole_system_pages(page * self.page_bytes + run.start, page * self.page_bytes + run.stop)
+                if size:
+                    self._mapping.madvise(mmap.MADV_REMOVE, start, size)
+
     def close(self) -> None:
         """Give the descriptor back; the mapping goes with the last view of it."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def whole_system_pages(start: int, stop: int) -> tuple[int, int]:
+    """Where those within [start, stop) begin, and how many bytes they are."""
+    first, last = ceil_div(start, SYSTEM_PAGE) * SYSTEM_PAGE, stop // SYSTEM_PAGE * SYSTEM_PAGE
+    return first, max(0, last - first)
+
+
+def window_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
+    """What at least comes back when layers with a window give back what they have in one page, whichever it is."""
+    is_aligned = page_bytes(shape, page_size=page_size, dtype=dtype) % SYSTEM_PAGE == 0
+    runs = shape.window_runs(page_size=page_size, dtype=dtype)
+    if is_aligned:
+        return sum(whole_system_pages(run.start, run.stop)[1] for run in runs)
+    return sum(max(0, len(run) - SYSTEM_PAGE + 1) // SYSTEM_PAGE * SYSTEM_PAGE for run in runs)
 
 
 def page_bytes(shape: KvShape, *, page_size: int, dtype: torch.dtype) -> int:
@@ -156,7 +206,13 @@ def from_int8(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return (rows[:, :-SCALE_BYTES].float() * scales).to(dtype)
 
 
-def pages_for_memory(shape: KvShape, *, page_size: int, dtype: torch.dtype, budget_bytes: int) -> int:
-    """How many pages fit into so many bytes; 0 when not even one does. Of pages without bytes as many as one likes."""
+def pages_for_memory(
+    shape: KvShape, *, page_size: int, dtype: torch.dtype, budget_bytes: int, windowed_share: float = 1.0
+) -> int:
+    """How many pages fit into so many bytes; 0 when not even one does. Of pages without bytes as many as one likes.
+
+    windowed_share: of the pages, those that have what layers with a window need at the same time
+    """
     each = page_bytes(shape, page_size=page_size, dtype=dtype)
-    return budget_bytes // each if each else sys.maxsize
+    spared = int((1 - windowed_share) * window_bytes(shape, page_size=page_size, dtype=dtype))
+    return budget_bytes // (each - spared) if each else sys.maxsize

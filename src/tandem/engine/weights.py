@@ -152,18 +152,19 @@ def _scheme(config: ModelConfig, asked: str | None) -> Quantization | None:
 def _kv_shape(config: ModelConfig, layers: range, heads: HeadShard, *, is_int8: bool) -> KvShape:
     if config.encoder is not None:
         return KvShape(0, heads.num_kv, config.head_dim, is_int8)
-    num_attending = sum(layer in config.attention_layers for layer in layers)
+    attending = [layer for layer in layers if layer in config.attention_layers]
     sizes, state = config.state_space, None
     if sizes is not None:
         state = StateShape(
-            num_layers=len(layers) - num_attending,
+            num_layers=len(layers) - len(attending),
             num_heads=sizes.num_heads // config.num_kv_heads,
             head_dim=sizes.head_dim,
             state_size=sizes.state_size,
             conv_width=sizes.conv_width,
             group_features=sizes.group_features,
         )
-    return KvShape(num_attending, heads.num_kv, config.head_dim, is_int8, state)
+    windowed = tuple(own for own, layer in enumerate(attending) if config.window_of(layer) is not None)
+    return KvShape(len(attending), heads.num_kv, config.head_dim, is_int8, state, windowed)
 
 
 def _layout_fields(

@@ -31,6 +31,8 @@ HELP = {
     "num_used_tokens": "Tokens of KV in use.",
     "max_total_num_tokens": "Tokens of KV that fit the pool.",
     "token_usage": "Share of the KV pool in use, 0 to 1.",
+    "swa_token_usage": "Share of the KV of layers with a window that requests may need at one time, 0 to 1.",
+    "tandem:swa_max_total_num_tokens": "Tokens of KV of layers with a window that there is memory for.",
     "cache_hit_rate": "Share of prompt tokens found in the prefix cache, without reprocessed tokens.",
     "num_prefill_bootstrap_queue_reqs": "Prefill: requests without READY of their decode, computed or not.",
     "tandem:num_prefill_early_reqs": "Prefill: those of them that are being computed.",

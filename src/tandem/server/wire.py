@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 from tandem.core import commands, events
 from tandem.core.kv_parts import KvGrid
 from tandem.core.request import Request
-from tandem.core.settings import MAX_DP_SIZE, PrefillInfo
+from tandem.core.settings import MAX_DP_SIZE, PrefillInfo, WindowSettings
 from tandem.core.values import MAX_SHARDS, Address, Cut, Incarnation
 from tandem.sampling import Payload
 
@@ -159,6 +159,7 @@ class EngineReady(Struct, frozen=True, tag=True):
     whole_prompts: bool = False  # a prompt is computed in one batch, or not at all
     host_pages: int = 0  # of host memory below the pool
     block_tokens: int = 1  # that a row samples at once
+    windows: WindowSettings | None = None  # of some layers
 
 
 class NodeReady(Struct, frozen=True, tag=True):
@@ -226,6 +227,7 @@ NodeToWorker = (
     | commands.RevokePages
     | commands.PullPages
     | commands.CancelPull
+    | commands.FreeWindows
     | commands.StorePages
     | commands.LoadPages
     | commands.LookUpPages

@@ -36,6 +36,7 @@ from tandem.core.commands import (
     CancelPull,
     FetchPages,
     ForgetRequests,
+    FreeWindows,
     LaunchBatch,
     LoadPages,
     LookUpPages,
@@ -48,10 +49,10 @@ from tandem.core.commands import (
 from tandem.core.events import BatchFailed, BatchReturned, Event
 from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.lockstep import Lockstep
-from tandem.core.values import Cause, PageId, ceil_div
+from tandem.core.settings import WindowSettings
+from tandem.core.values import Cause, PageId
 from tandem.engine import machine_memory, self_check, weights
 from tandem.engine.engine import Engine
-from tandem.engine.kv_memory import pages_for_memory
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library as native
 from tandem.engine.parallel import (
@@ -77,6 +78,7 @@ from tandem.server import logs, wire
 from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
+from tandem.server.pool_size import pool_size
 from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
 from tandem.server.worker_storage import WorkerStorage, open_page_files
 from tandem.transfer import nixl_access, shared_memory
@@ -85,43 +87,9 @@ from tandem.transfer.port import Backend, KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
 from tandem.transfer.sock import SockTransfer
 
-USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
-
 EngineWork = Payload | ForgetRequests | LaunchBatch | wire.BatchLaunched
 
 logger = logging.getLogger("tandem.worker")
-
-
-def pool_pages(config: ServerConfig, model: LoadedModel) -> int:
-    """Pages of the KV pool. Raises ServerFailure when there is no room for one request, or less memory than asked for.
-
-    Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
-    The workers of a server on one host share the machine's memory evenly.
-    """
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers_here
-    fitting = pages_for_memory(model.kv_shape, page_size=config.page_tokens, dtype=model.dtype, budget_bytes=left_bytes)
-    if config.max_total_tokens is not None:
-        num_pages = ceil_div(config.max_total_tokens, config.page_tokens)
-        if num_pages > fitting:
-            raise ServerFailure(
-                f"--max-total-tokens {config.max_total_tokens} needs more memory than the {left_bytes / (1 << 30):.1f} "
-                f"GiB that are there beside the weights; at most {fitting * config.page_tokens} tokens fit"
-            )
-    else:
-        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
-        budget_bytes //= config.num_workers_here
-        budgeted = pages_for_memory(
-            model.kv_shape, page_size=config.page_tokens, dtype=model.dtype, budget_bytes=budget_bytes
-        )
-        context = config.context_length or model.max_context
-        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_tokens)
-        num_pages = min(useful, budgeted, fitting)
-    if num_pages < 2:
-        raise ServerFailure(
-            f"the KV pool has {num_pages} pages of {config.page_tokens} tokens; "
-            "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
-        )
-    return num_pages
 
 
 def layout_fields(config: ServerConfig, model: LoadedModel) -> dict[str, str]:
@@ -143,9 +111,14 @@ class KvBytes(Protocol):
     """KV memory, as far as the data plane is concerned."""
 
     page_bytes: int  # of one page
+    window_bytes: int  # of it, what `free_windows` gives back
     cell_bytes: int  # of it, for one head and layer (`core/kv_parts.py`)
     buffer: memoryview | None  # all pages, one behind the other; None where the host cannot see them
     fd: int | None  # of the memfd that the buffer is a mapping of
+
+    def free_windows(self, pages: Iterable[PageId]) -> None:
+        """Of layers with a window: give back the memory of what they have in these pages. From the reader thread."""
+        ...
 
 
 class WorkerEngine(Protocol):
@@ -180,6 +153,7 @@ class Loaded:
     layout_fields: dict[str, str]
     whole_prompts: bool = False  # an encoder's: a prompt is computed in one batch
     block_tokens: int = 1  # that a row samples at once
+    windows: WindowSettings | None = None  # of some layers
     kernels: str = ""  # how it computes, in words
 
 
@@ -293,6 +267,8 @@ class Worker:
                 self._data_plane.pull(message)
             case CancelPull():
                 self._data_plane.cancel(message)
+            case FreeWindows(pages):  # at once: what writes there next may be on its way already
+                self._engine.kv.free_windows(pages)
             case StorePages() | LoadPages():
                 self._copies.put(message)
             case LookUpPages() | FetchPages() | WritePages():
@@ -365,7 +341,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         kv_is_int8=config.kv_cache_dtype == "int8",
     )
     model = load(group=place.group, stage=place.pipeline.stage)
-    num_pages = place.least(pool_pages(config, model))
+    pool = pool_size(config, model, place.least)
     if config.deterministic:
         is_whole = launch.rank.num_shards == 1
         model = self_check.proven(
@@ -377,17 +353,18 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
             attention=config.attention_backend,
         )
     vocabulary = open_vocabulary(Path(launch.model_dir), model) if place.pipeline.samples else None
-    engine = open_engine(config, model, place, num_pages, vocabulary)
+    engine = open_engine(config, model, place, pool.num_pages, vocabulary)
     native.set_waiting(spins=owns_cores(config, launch.cpu_threads))
     logger.info("engine: %s, %d threads", engine.kernels, torch.get_num_threads())
     return Loaded(
         engine,
-        num_pages,
+        pool.num_pages,
         model.kv_grid,
         model.config.vocab_size,
         layout_fields(config, model),
         whole_prompts=model.config.encoder is not None,
         block_tokens=model.attention.block_tokens,
+        windows=pool.windows,
         kernels=engine.kernels,
     )
 
@@ -409,7 +386,7 @@ def start(
     host_pages = place.least(host_tier_pages(launch.config, loaded)) if launch.config.enable_hierarchical_cache else 0
     host = open_host_memory(host_pages, engine.kv.page_bytes) if host_pages else None
     files = open_storage(launch, loaded) if launch.config.hicache_storage_backend else None
-    transfer = open_transfer(launch, engine, loaded.grid, channel)
+    transfer = open_transfer(launch, loaded, channel)
     data = wire.DataEndpoint(transfer.host, transfer.port, transfer.unix) if transfer else wire.DataEndpoint("", 0)
     try:
         channel.send(
@@ -425,6 +402,7 @@ def start(
                 whole_prompts=loaded.whole_prompts,
                 host_pages=host_pages,
                 block_tokens=loaded.block_tokens,
+                windows=loaded.windows,
             )
         )
         gc.collect()
@@ -449,13 +427,20 @@ def host_tier_pages(config: ServerConfig, loaded: Loaded) -> int:
     page_bytes = loaded.engine.kv.page_bytes
     by_size = int(config.hicache_size * 1e9) // page_bytes
     num_pages = by_size if config.hicache_size else int(loaded.num_pages * config.hicache_ratio)
-    left_bytes = machine_memory.total_bytes("cpu") // config.num_workers_here - loaded.num_pages * page_bytes
+    left_bytes = machine_memory.total_bytes("cpu") // config.num_workers_here - pool_bytes(loaded)
     if not 0 < num_pages * page_bytes <= left_bytes:
         raise ServerFailure(
             f"host memory for {num_pages} pages of {page_bytes} bytes is not there, or too little to be of use; "
             "change --hicache-size or --hicache-ratio"
         )
     return num_pages
+
+
+def pool_bytes(loaded: Loaded) -> int:
+    """That the KV pool may take."""
+    kv, windows = loaded.engine.kv, loaded.windows
+    num_cut = loaded.num_pages - windows.max_parts if windows is not None else 0
+    return loaded.num_pages * kv.page_bytes - num_cut * kv.window_bytes
 
 
 def open_storage(launch: Launch, loaded: Loaded) -> PageFiles:
@@ -507,10 +492,9 @@ def open_engine(
         ) from error
 
 
-def open_transfer(
-    launch: Launch, engine: WorkerEngine, grid: KvGrid, channel: BlockingChannel[wire.NodeToWorker]
-) -> SockTransfer | None:
+def open_transfer(launch: Launch, loaded: Loaded, channel: BlockingChannel[wire.NodeToWorker]) -> SockTransfer | None:
     """The data plane, where the role needs one."""
+    kv = loaded.engine.kv
     if launch.config.role == "unified":
         return None
 
@@ -518,19 +502,20 @@ def open_transfer(
         with contextlib.suppress(ChannelClosed):  # the node is gone; this process is about to notice
             channel.send(event)
 
-    if engine.kv.buffer is None:
+    if kv.buffer is None:
         raise ServerFailure(
             f"KV on the device {launch.config.device} cannot be sent; use --device cpu or --disaggregation-mode null"
         )
-    backend = Backend(launch.config.disaggregation_transfer_backend)
+    backend, gives_back = Backend(launch.config.disaggregation_transfer_backend), loaded.windows is not None
     transfer = SockTransfer(
-        engine.kv.buffer,
-        KvShard(grid, launch.rank.cut, launch.rank.shard, engine.kv.cell_bytes),
+        kv.buffer,
+        KvShard(loaded.grid, launch.rank.cut, launch.rank.shard, kv.cell_bytes),
         incarnation=launch.incarnation,
         secret=ClusterSecret(launch.cluster_secret),
         host=numeric_host(launch.config.host),
         report=report,
-        memory=memory_to_lend(engine.kv, backend),
+        memory=memory_to_lend(kv, backend, gives_back=gives_back),
+        gives_back=gives_back,
         backend=backend,
     )
     if backend is Backend.NIXL:
@@ -541,18 +526,17 @@ def open_transfer(
     return transfer
 
 
-def memory_to_lend(kv: KvBytes, backend: Backend) -> int | None:
+def memory_to_lend(kv: KvBytes, backend: Backend, *, gives_back: bool) -> int | None:
     """The descriptor that peers on this host get, sealed; None: they are sent bytes. Raises ServerFailure."""
     if kv.fd is None or backend in (Backend.SOCK, Backend.NIXL):
         return None
     try:
-        shared_memory.seal(kv.fd)
+        return shared_memory.seal(kv.fd, gives_back=gives_back)
     except OSError as error:
         if backend is Backend.SHM:
             raise ServerFailure(f"this system cannot seal shared memory ({error.strerror}); use sock") from error
         logger.info("peers on this host are sent bytes: memory cannot be sealed (%s)", error.strerror)
         return None
-    return kv.fd
 
 
 def main(load: Load = load_engine) -> int:

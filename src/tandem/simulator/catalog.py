@@ -87,6 +87,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row("S35", "what an operator orders is done: caches flushed, hooks changed", "checkers.orders:Orders"),
     Row("S36", "a connection that is back ends nothing, and READY is said again", "checkers.orders:Returns"),
     Row("S37", "what is announced of the cache is what the prefix tree holds", "checkers.pages:AnnouncedPages"),
+    Row("S38", "layers with a window have the KV that is seen or sent, and no more", "checkers.pages:WindowParts"),
     Row("L1", "every request ends by its deadline + 1 s", "checkers.liveness:Deadlines"),
     Row("L2", "after its end a request's resources come back", "checkers.liveness:Releases"),
     Row("L3", "the delayer holds nobody beyond its bounds", "checkers.agreement:DelayIsBounded"),

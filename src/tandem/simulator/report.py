@@ -27,6 +27,7 @@ from tandem.core.commands import (
     FetchPages,
     FinishRequest,
     ForgetRequests,
+    FreeWindows,
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
@@ -303,6 +304,8 @@ def describe_command(command: Command) -> str:
             return f"announce that {len(hashes)} pages are no longer cached"
         case AnnounceCleared():
             return "announce that nothing is cached any more"
+        case FreeWindows(pages):
+            return f"free the windows of {_pages(pages)}"
         case StorePages() | LoadPages() | LookUpPages() | FetchPages() | WritePages():
             return _describe_copy(command)
 

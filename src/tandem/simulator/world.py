@@ -28,6 +28,7 @@ from tandem.core.commands import (
     FetchPages,
     FinishRequest,
     ForgetRequests,
+    FreeWindows,
     GatherSnapshot,
     LaunchBatch,
     LearnPeer,
@@ -320,6 +321,7 @@ class World:
             num_pages=settings.num_pages,
             page_size=settings.page_size,
             block_tokens=settings.block_tokens,
+            window_tokens=settings.windows.tokens if settings.windows is not None else 0,
             guard=self._guard_of(replica),
             seed=f"{self.options.seed} {incarnation.name} {incarnation.id}",
         )
@@ -522,6 +524,8 @@ class World:
                 life.store.pull(command, failing=self._failing_shard(life))
             case CancelPull():
                 life.store.cancel(command)
+            case FreeWindows(pages):
+                life.workers.free_windows(pages)
             case StorePages() | LoadPages():
                 assert life.tier is not None, "a node without host memory asks for a copy"
                 life.tier.begin(command)

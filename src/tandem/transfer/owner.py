@@ -62,15 +62,15 @@ class PageOwner:
         max_links: int,
         memory: int | None,
         backend: Backend,
-        register: Callable[[], RegisteredMemory],
+        register: Callable[[], RegisteredMemory] | None,
     ) -> None:
         """memory: descriptor of the sealed memfd that the pages are in; None: they are in no such thing
 
-        register: the pages with NIXL, which takes a second and may raise Unavailable
+        register: the pages with NIXL, which takes a second and may raise Unavailable; None: they must not be
         """
         self._memory = memory if backend in (Backend.AUTO, Backend.SHM) else None
         self._memory_only, self._nixl_only = backend is Backend.SHM, backend is Backend.NIXL
-        self._has_nixl = backend in (Backend.AUTO, Backend.NIXL)
+        self._has_nixl = register is not None and backend in (Backend.AUTO, Backend.NIXL)
         self._register = register
         self._nixl: RegisteredMemory | None = None  # once somebody has needed it
         self._nixl_failure: Unavailable | None = None
@@ -136,6 +136,7 @@ class PageOwner:
             if self._is_closed:
                 raise Unavailable("the data plane is closed")
             if self._nixl is None:
+                assert self._register is not None, "memory that is given back in parts is not registered"
                 self._nixl = self._register()
 
     def _registered(self) -> Registered | None:

@@ -94,7 +94,8 @@ REFUSALS: dict[Status, tuple[Cause, str]] = {
     Status.OTHER_BACKEND: (
         Cause.TRANSFER_FAILED,
         "the two servers' --disaggregation-transfer-backend do not fit: shm needs both servers on one host, under one "
-        "user, and neither set to sock; nixl needs NIXL on both, and neither set to sock or shm",
+        "user, and neither set to sock; nixl needs NIXL on both, neither set to sock or shm, and prefill set to nixl "
+        "where layers have a window",
     ),
 }
 

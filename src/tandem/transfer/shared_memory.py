@@ -1,8 +1,9 @@
 """The KV allocation of one worker as its peers on the same host see it: mapped, and never written by them.
 
-The owner *seals* its memfd when its own mapping is there. From then on the kernel refuses every new writable mapping
-and every write, through whatever descriptor (F_SEAL_FUTURE_WRITE), and the file keeps its size: a reader of a mapping
-whose file shrinks dies of SIGBUS. So a reader maps nothing that is not sealed so, whoever sent it.
+The owner *seals* its memfd when its own mapping is there. From then on the file keeps its size: a reader of a mapping
+whose file shrinks dies of SIGBUS, so a reader maps nothing that is not sealed so, whoever sent it. And the kernel
+refuses every new writable mapping and every write, through whatever descriptor (F_SEAL_FUTURE_WRITE). An owner that
+gives parts of its memory back cannot have that, for this counts as a write: readers get a descriptor for reading only.
 
 A mapping shows all pages, not those that were granted: see docs/security.md.
 """
@@ -20,12 +21,21 @@ from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
-SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+SIZE_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS = SIZE_SEALS | F_SEAL_FUTURE_WRITE
 
 
-def seal(descriptor: int) -> None:
-    """Of a memfd that may be sealed. Mappings that are there stay as they are. Raises OSError."""
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+def seal(descriptor: int, *, gives_back: bool = False) -> int:
+    """Of a memfd that may be sealed. Mappings that are there stay as they are. Raises OSError.
+
+    Returns the descriptor that readers may have: this one, or where the owner `gives_back` parts of it a new one, the
+    caller's, that nothing can be written through.
+    """
+    if not gives_back:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        return descriptor
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SIZE_SEALS)
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -41,7 +51,8 @@ class PeerMemory:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError as error:
             raise Malformed("what the peer shares is no memfd") from error
-        if seals & SEALS != SEALS:
+        is_for_reading = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        if seals & SIZE_SEALS != SIZE_SEALS or not (seals & F_SEAL_FUTURE_WRITE or is_for_reading):
             raise Malformed("what the peer shares is not sealed")
         found = os.fstat(descriptor)
         if found.st_size == 0 or found.st_size % page_bytes:

@@ -52,6 +52,7 @@ class SockTransfer:
         max_transfers: int = 4,
         max_links: int = 64,
         memory: int | None = None,
+        gives_back: bool = False,
         backend: Backend = Backend.AUTO,
     ) -> None:
         """buffer: num_pages * kv.page_bytes writable bytes, the caller's, valid until `close` has returned
@@ -66,6 +67,7 @@ class SockTransfer:
         max_transfers: pulls that move at the same time, each by one thread; an attempt has one for each of its sources
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
         memory: a sealed memfd that `buffer` is a mapping of, the caller's, valid as long; None: bytes are sent to all
+        gives_back: parts of the buffer, which NIXL may have pinned: it cannot be read by NIXL
         """
         assert not buffer.readonly
         self._pages = Pages(buffer, kv.page_bytes)
@@ -85,7 +87,7 @@ class SockTransfer:
             max_links=max_links,
             memory=memory,
             backend=backend,
-            register=partial(nixl_access.register, buffer, host=host),
+            register=None if gives_back else partial(nixl_access.register, buffer, host=host),
         )
         self._reader = PageReader(
             self._pages,

@@ -40,6 +40,8 @@ from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
 from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnknown, TransferFailed
 from tandem.core.request import Request
+from tandem.core.scheduler.leaving import end, failure, record_closed_room
+from tandem.core.scheduler.page_tables import give_back_pages, reusable_tokens, worth_loading
 from tandem.core.scheduler.request_state import Progress, State, Trigger
 from tandem.core.scheduler.state import (
     Farewell,
@@ -47,17 +49,11 @@ from tandem.core.scheduler.state import (
     NodeState,
     add_stage,
     charge_stage,
-    end,
     enter,
-    failure,
-    give_back_pages,
     is_over,
     later,
     pages_for,
-    record_closed_room,
-    reusable_tokens,
     schedule,
-    worth_loading,
 )
 from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Room, ShardId

@@ -30,20 +30,18 @@ from tandem.core.disagg.sides import PrefillSide, Reader
 from tandem.core.disagg.transfer_state import TransferTrigger
 from tandem.core.events import PageRead, PagesDigested, RoomElsewhere, TransferFailed
 from tandem.core.request import Request
+from tandem.core.scheduler.leaving import end, failure, record_closed_room
+from tandem.core.scheduler.page_tables import give_back_if_idle
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import (
     NodeState,
     Stashed,
     charge_stage,
-    end,
     enter,
-    failure,
-    give_back_if_idle,
     is_over,
     later,
     page_generations,
     pages_for,
-    record_closed_room,
     schedule,
 )
 from tandem.core.settings import OptimisticPolicy

@@ -16,8 +16,10 @@ from tandem.core.disagg import prefill_side
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.request import Request
+from tandem.core.scheduler.leaving import release_aborted_request
+from tandem.core.scheduler.page_tables import give_back_pages, too_long
 from tandem.core.scheduler.request_state import Progress, State, Trigger, has_ended
-from tandem.core.scheduler.state import NodeState, enter, give_back_pages, release_aborted_request, too_long
+from tandem.core.scheduler.state import NodeState, enter
 from tandem.core.values import Cause, Incarnation
 
 

@@ -10,8 +10,9 @@ asking meanwhile as anyone whose READY may be lost does, and by the time that an
 """
 
 from tandem.core.disagg.sides import Arrival, DecodeSide
+from tandem.core.scheduler.page_tables import adopt_cached
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor, num_shared
-from tandem.core.scheduler.state import NodeState, adopt_cached
+from tandem.core.scheduler.state import NodeState
 
 
 def comes_for_another(node: NodeState, progress: Progress, arrival: Arrival) -> bool:

@@ -203,18 +203,20 @@ class HostTier:
             if num_whole == len(copy.pages):
                 self.break_even.loaded(num_whole, Nanos(now - copy.begun_at))
         else:
-            self._finish_store(tree, copy, num_whole)
+            self._finish_store(tree, device, copy, num_whole)
         for page_hash in copy.hashes:
             tree.unlock(page_hash)
 
-    def _finish_store(self, tree: PrefixTree, copy: Copy, num_whole: int) -> None:
+    def _finish_store(self, tree: PrefixTree, device: PagePool, copy: Copy, num_whole: int) -> None:
         owner = RequestId(copy.number)
         for index, (page_hash, host_page) in enumerate(zip(copy.hashes, copy.host_pages, strict=True)):
             node = tree.nodes[page_hash]
             node.is_storing = False
+            if device.has_part and not device.has_part[node.page]:
+                device.lost_parts.append(node.page)  # reading has brought zeros there
             if index < num_whole:
                 self.pool.share(host_page, owner)
-                tree.keep_copy(page_hash, host_page)
+                tree.keep_copy(page_hash, host_page, has_part=not device.has_part or device.has_part[node.page])
                 self.counters.stored += 1
             else:
                 self.pool.free([host_page], owner)
@@ -228,6 +230,8 @@ class HostTier:
             elif index < num_whole and tree.is_landed(node.parent):
                 device.landed(page)
                 tree.place(page_hash, page)
+                if not node.host_has_part:
+                    device.lose_part(page)
                 self.counters.loaded += 1
             else:
                 device.abandon(page)

@@ -9,6 +9,10 @@
 OWNED belongs to one request, which alone writes it. CACHED belongs to the prefix tree and is read-only for ever.
 QUARANTINED still belongs to a request that has ended, until no byte can land in it or be read from it any more.
 LOADING belongs to the prefix tree, too: it is being filled from host memory, and nobody else may touch it.
+
+Where some layers have a window, their KV is a part of the page that is there or not (`windows.py`), and of such parts
+there are fewer than pages: a page takes one when it is written, and loses it with its owner, or before.
+
 Whoever read a page under one generation and finds another afterwards has read somebody else's KV.
 """
 
@@ -38,9 +42,13 @@ class PagePool:
     owners: list[RequestId] = field(default_factory=list[RequestId])
     generations: list[int] = field(default_factory=list[int])
     counts: list[int] = field(default_factory=list[int])  # pages per PageState
+    max_parts: int = 0  # pages that may have a window part; 0: there is no such thing
+    num_parts: int = 0
+    has_part: list[bool] = field(default_factory=list[bool])  # of each page; empty where there is no such thing
+    lost_parts: list[PageId] = field(default_factory=list[PageId])  # pages without it since the last `take_lost_parts`
 
     @classmethod
-    def empty(cls, num_pages: int) -> "PagePool":
+    def empty(cls, num_pages: int, *, max_parts: int = 0) -> "PagePool":
         return cls(
             num_pages,
             free_pages=[PageId(page) for page in range(num_pages - 1, -1, -1)],
@@ -48,6 +56,8 @@ class PagePool:
             owners=[NOBODY] * num_pages,
             generations=[0] * num_pages,
             counts=[num_pages, 0, 0, 0, 0],
+            max_parts=max_parts,
+            has_part=[False] * num_pages if max_parts else [],
         )
 
     @property
@@ -81,6 +91,7 @@ class PagePool:
         pages = [self.free_pages.pop() for _ in range(num_pages)]
         for page in pages:
             self._move(page, PageState.FREE, PageState.LOADING)
+            self.take_part(page)
         return pages
 
     def landed(self, page: PageId) -> None:
@@ -105,7 +116,26 @@ class PagePool:
                 self.owners[page] = NOBODY
                 self._to_free_list(page)
 
+    def take_part(self, page: PageId) -> None:
+        """The page is about to be written. The caller has made sure that there is a part."""
+        if self.has_part and not self.has_part[page]:
+            assert self.num_parts < self.max_parts, "more window parts than admission said"
+            self.has_part[page] = True
+            self.num_parts += 1
+
+    def lose_part(self, page: PageId) -> None:
+        """Nobody reads it any more."""
+        if self.has_part and self.has_part[page]:
+            self.has_part[page] = False
+            self.num_parts -= 1
+            self.lost_parts.append(page)
+
+    def take_lost_parts(self) -> tuple[PageId, ...]:
+        lost, self.lost_parts = tuple(self.lost_parts), []
+        return lost
+
     def _to_free_list(self, page: PageId) -> None:
+        self.lose_part(page)
         self.generations[page] += 1
         self.free_pages.append(page)
 

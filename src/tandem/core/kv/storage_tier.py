@@ -152,7 +152,7 @@ class StorageTier:
             node = tree.nodes.get(page_hash)
             if len(wanted) >= self.settings.max_writing - under_way:
                 break
-            if node is not None and node.host != NOWHERE and not node.in_storage:
+            if node is not None and node.host != NOWHERE and node.host_has_part and not node.in_storage:
                 node.in_storage = True
                 wanted.append(page_hash)
         if not wanted:

@@ -26,6 +26,7 @@ class TreeNode:
     pins: int = 0  # locks on this node plus pinned children
     used_at: int = 0  # step number
     host: PageId = NOWHERE  # the page of host memory that has a copy
+    host_has_part: bool = True  # and it has the window part of the page (`windows.py`)
     num_host_children: int = 0
     num_nodes_below: int = 0  # children, wherever they are
     is_loading: bool = False  # `page` is being filled from `host`: nobody may read it yet
@@ -126,6 +127,15 @@ class PrefixTree:
         self._offer_for_eviction(page_hash, node)
         self._offer_copy(page_hash, node)
 
+    def replace(self, page_hash: PageHash, page: PageId) -> PageId:
+        """Keep this page instead of one that nobody holds, which is returned."""
+        node = self.nodes[page_hash]
+        assert node.is_landed
+        assert not node.pins
+        before, node.page = node.page, page
+        node.used_at = self.step
+        return before
+
     def evict(self, num_pages: int, *, only_copied: bool = False) -> list[PageId]:
         """Take up to `num_pages` unpinned leaves off the device, least recently used first, and return their pages."""
         evicted: list[PageId] = []
@@ -214,10 +224,10 @@ class PrefixTree:
         assert node.is_loading
         self._leave_device(page_hash, node)
 
-    def keep_copy(self, page_hash: PageHash, host: PageId) -> None:
+    def keep_copy(self, page_hash: PageHash, host: PageId, *, has_part: bool = True) -> None:
         node = self.nodes[page_hash]
         assert node.host == NOWHERE
-        node.host = host
+        node.host, node.host_has_part = host, has_part
         if node.parent is not None:
             self.nodes[node.parent].num_host_children += 1
         self._offer_copy(page_hash, node)

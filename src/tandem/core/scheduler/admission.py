@@ -5,19 +5,11 @@ from itertools import islice
 
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
+from tandem.core.scheduler.page_tables import is_loading, lacks_page, reusable_tokens, take_pages
 from tandem.core.scheduler.prefetch import awaits_storage
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.shared_prefix import awaits_prefix, computes_shareable
-from tandem.core.scheduler.state import (
-    NodeState,
-    enter,
-    is_loading,
-    lacks_page,
-    later,
-    pages_for,
-    reusable_tokens,
-    take_pages,
-)
+from tandem.core.scheduler.state import NodeState, enter, later, pages_for
 from tandem.core.values import RequestId, ceil_div
 
 LOOK_AHEAD = 64  # queued requests looked at in one step

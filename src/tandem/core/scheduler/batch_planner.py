@@ -9,20 +9,15 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchKind, BatchPlan, Grow, Row, num_sampled
 from tandem.core.commands import LaunchBatch
+from tandem.core.scheduler.leaving import end, failure, forget_command
 from tandem.core.scheduler.micro_batches import MicroBatch
+from tandem.core.scheduler.page_tables import make_room
 from tandem.core.scheduler.preemption import retract, victims
 from tandem.core.scheduler.prefill_delayer import is_fresh, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
-from tandem.core.scheduler.state import (
-    NodeState,
-    charge_stage_as_waiting,
-    end,
-    failure,
-    forget_command,
-    make_room,
-    pages_for,
-)
-from tandem.core.values import BatchId, Cause, RequestId
+from tandem.core.scheduler.state import NodeState, charge_stage_as_waiting, pages_for
+from tandem.core.scheduler.window_claims import take_parts
+from tandem.core.values import BatchId, Cause, RequestId, ceil_div
 
 # States whose requests will give their pages back, or become victims, without a decode batch.
 GIVING_BACK = (
@@ -146,6 +141,8 @@ def prompt_row(node: NodeState, progress: Progress, budget: int) -> Row | None:
     if is_fresh(progress):  # what it waited for the gate, and for its turn after it, was no computing
         progress.computing_since = node.now
         charge_stage_as_waiting(node, progress)
+    page_size = node.settings.page_size
+    take_parts(node, progress.pages[start // page_size : ceil_div(stop, page_size)])
     first = progress.synced_pages
     row = Row(progress.id, start, stop, first, tuple(progress.pages[first:]), samples, progress.untold_token, pools)
     progress.untold_token = b""
@@ -199,6 +196,7 @@ def decode_rows(node: NodeState, micro_batch: MicroBatch) -> tuple[Grow, ...] | 
 def grow(node: NodeState, progress: Progress) -> Grow:
     first = len(progress.pages)
     progress.pages += node.pool.allocate(1, progress.id)
+    take_parts(node, progress.pages[first:])
     progress.synced_pages = len(progress.pages)
     return Grow(progress.id, first, tuple(progress.pages[first:]))
 

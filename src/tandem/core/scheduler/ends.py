@@ -3,10 +3,12 @@
 from tandem.core.commands import FinishReason, FinishRequest, StageTimings
 from tandem.core.disagg import decode_side, prefill_side
 from tandem.core.disagg.sides import DecodeSide, Local, PrefillSide
+from tandem.core.scheduler.leaving import end, failure
 from tandem.core.scheduler.loading import stop_if_late
+from tandem.core.scheduler.page_tables import checkpoint
 from tandem.core.scheduler.prefetch import stop_waiting_if_late
 from tandem.core.scheduler.request_state import Progress, has_ended
-from tandem.core.scheduler.state import NodeState, charge_stage, checkpoint, end, failure, schedule
+from tandem.core.scheduler.state import NodeState, charge_stage, schedule
 from tandem.core.values import Cause, RequestId
 
 

@@ -52,6 +52,11 @@ def gauges(node: EngineNode) -> dict[str, float]:
     }
     for reason in ("not_ready", "forced", "yield", "rendered"):
         numbers[f"num_prefill_retries_total{{reason={reason}}}"] = counters.prefill_retries.get(reason, 0)
+    if state.windows.are_there:
+        numbers |= {
+            "swa_token_usage": sum(p.window_claim for p in state.requests.values()) / pool.max_parts,
+            "tandem:swa_max_total_num_tokens": pool.max_parts * page_size,
+        }
     if state.host.is_there:
         numbers |= host_numbers(state.host, page_size)
     if state.storage.settings is not None:

@@ -7,9 +7,10 @@ nothing back but its own. Where a load fails, or takes too long, who waits for i
 from tandem.core.events import PagesCopied
 from tandem.core.kv.tree import NOWHERE
 from tandem.core.scheduler.admission import begin
+from tandem.core.scheduler.page_tables import begin_operation, give_back_pages, is_loading
 from tandem.core.scheduler.prefetch import on_storage_copied
 from tandem.core.scheduler.request_state import Progress, State, Trigger
-from tandem.core.scheduler.state import NodeState, begin_operation, enter, give_back_pages, is_loading, is_over
+from tandem.core.scheduler.state import NodeState, enter, is_over
 
 
 def on_copied(node: NodeState, event: PagesCopied) -> None:
@@ -23,6 +24,7 @@ def on_copied(node: NodeState, event: PagesCopied) -> None:
     host.finish(node.tree, node.pool, copy, node.now)
     begin_operation(node, node.storage.write(node.tree, host, copy.hashes, node.now))
     if copy.is_load:
+        node.windows.offer(node.tree, node.pool, copy.hashes)
         for progress in node.live(State.LOADING):
             go_on(node, progress)
     if host.flushes and not host.copies:
@@ -32,13 +34,14 @@ def on_copied(node: NodeState, event: PagesCopied) -> None:
 def go_on(node: NodeState, progress: Progress) -> None:
     """Its prefix has landed, or will not, or something of it is still on its way."""
     found = progress.hashes[: progress.inserted]
-    if not is_loading(node, progress):
-        pages = [node.tree.nodes[page_hash].page for page_hash in found]
+    pages = [node.tree.nodes[page_hash].page for page_hash in found]
+    has_landed = not is_loading(node, progress)
+    if NOWHERE in pages or (has_landed and node.windows.num_usable(node.tree, node.pool, pages) < len(pages)):
+        requeue(node, progress)  # in the second case it was computed by others, whose window has passed it
+    elif has_landed:
         progress.pages = pages + progress.pages[progress.inserted :]  # some may have been computed by others meanwhile
         progress.load_until = None
         begin(node, progress)
-    elif any(node.tree.nodes[page_hash].page == NOWHERE for page_hash in found):
-        requeue(node, progress)
 
 
 def requeue(node: NodeState, progress: Progress) -> None:

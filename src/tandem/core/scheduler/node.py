@@ -59,25 +59,15 @@ from tandem.core.request import Request
 from tandem.core.scheduler.admission import admit
 from tandem.core.scheduler.batch_planner import plan
 from tandem.core.scheduler.ends import expire, fail, finish, give_up, stop
+from tandem.core.scheduler.leaving import forget_command, forget_if_drained, record_closed_room
 from tandem.core.scheduler.loading import on_copied
+from tandem.core.scheduler.page_tables import checkpoint, flush_cache, too_long
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefetch import begin_prefetch, on_found
 from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
-from tandem.core.scheduler.state import (
-    NodeState,
-    charge_stage,
-    checkpoint,
-    due,
-    earliest_timer,
-    enter,
-    flush_cache,
-    forget_command,
-    forget_if_drained,
-    record_closed_room,
-    schedule,
-    too_long,
-)
+from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, schedule
+from tandem.core.scheduler.window_claims import free_windows_command, pass_window
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Cause, Incarnation, Nanos, RequestId, ShardId, earlier
 
@@ -107,6 +97,7 @@ class EngineNode:
         while plan(node):
             admit(node)
         forget_command(node)
+        free_windows_command(node)
         commands, node.out = tuple(node.out), []
         return Effects(commands, earlier(earliest_timer(node), prefill_gate(node.settings).opens_at(node)))
 
@@ -289,6 +280,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
             settle_vector(node, progress, vectors.get(row.request))
         else:
             settle_prompt_row(node, progress, emitted, row.samples, tokens, flags, extras.get(row.request, b""))
+        pass_window(node, progress)
     for request in flight.members:
         progress = node.requests[request]
         progress.in_flight -= 1
@@ -296,6 +288,7 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
         if progress.state is State.RUNNING:
             progress.computed = progress.length
             extra = extras.get(request, b"") if extras else b""
+            pass_window(node, progress)
             take_tokens(node, progress, emitted, of_rows[index], outcome.flags[index], extra)
         else:
             settle_late(node, progress)
@@ -478,6 +471,7 @@ def start_if_landed(node: NodeState, request: RequestId | None) -> None:
     if progress.request.prompt_logprobs_from is not None:  # the halves of a room may have come from two clients
         progress.prompt_extras = list(first.prompt_extras)
     enter(node, progress, Trigger.RUN)
+    pass_window(node, progress)  # what came of the pages behind it need not be whole
     checkpoint(node, progress)
     emitted = Emission()
     goes_on = take_tokens(node, progress, emitted, first.token, first.flags, first.extra)

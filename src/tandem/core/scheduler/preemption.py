@@ -7,8 +7,9 @@ always stays, so that somebody can finish and give its pages back.
 from collections.abc import Sequence
 
 from tandem.core.disagg.sides import Local
+from tandem.core.scheduler.page_tables import checkpoint, give_back_if_idle
 from tandem.core.scheduler.request_state import Progress, Trigger
-from tandem.core.scheduler.state import NodeState, checkpoint, enter, give_back_if_idle
+from tandem.core.scheduler.state import NodeState, enter
 
 
 def victims(running: Sequence[Progress], num_pages: int) -> list[Progress]:

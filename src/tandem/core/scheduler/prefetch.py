@@ -7,15 +7,10 @@ host memory, and is loaded from there like anything else; so there is one way in
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import PagesCopied, PagesFound
 from tandem.core.kv.storage_tier import Act, Prefetch
+from tandem.core.scheduler.leaving import release_aborted_request
+from tandem.core.scheduler.page_tables import begin_operation, reusable_tokens
 from tandem.core.scheduler.request_state import Progress
-from tandem.core.scheduler.state import (
-    NodeState,
-    begin_operation,
-    is_over,
-    release_aborted_request,
-    reusable_tokens,
-    schedule,
-)
+from tandem.core.scheduler.state import NodeState, is_over, schedule
 from tandem.core.settings import PrefetchPolicy, StorageSettings
 from tandem.core.values import Nanos
 

@@ -154,6 +154,8 @@ class Progress:
     synced_pages: int = 0  # leading pages that the workers know
     hashes: list[PageHash] = field(default_factory=list[PageHash])  # of full pages; grows with the output
     inserted: int = 0  # leading pages that the prefix tree knows under these hashes
+    window_from: int = 0  # leading pages whose window parts it has no use for any more (`kv/windows.py`)
+    window_claim: int = 0  # how many parts it may need at one time
     locked: PageHash | None = None
     load_until: Nanos | None = None  # loading: then it computes
     computes_all: bool = False  # it has waited for a load that did not come

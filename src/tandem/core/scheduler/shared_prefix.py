@@ -10,8 +10,9 @@ the same peer are told apart when they pull (`core/disagg/shared_pull.py`).
 """
 
 from tandem.core.disagg.sides import DecodeSide
+from tandem.core.scheduler.page_tables import reusable_tokens
 from tandem.core.scheduler.request_state import Progress, State, num_shared
-from tandem.core.scheduler.state import NodeState, pages_for, reusable_tokens
+from tandem.core.scheduler.state import NodeState, pages_for
 
 
 def computes_shareable(node: NodeState, progress: Progress) -> bool:

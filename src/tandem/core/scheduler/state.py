@@ -1,7 +1,7 @@
-"""All that a node knows, in one record, and the few moves that keep it whole.
+"""All that a node knows, in one record, and the moves of a request between states, with its timers.
 
-Every mutable thing of a node is in `NodeState`, so a snapshot is its encoding and nothing can be forgotten. The
-functions here are the only ones that move a request between states or take and give pages.
+Every mutable thing of a node is in `NodeState`, so a snapshot is its encoding and nothing can be forgotten. The only
+functions that take and give pages are in `page_tables.py`; those that end a request, in `leaving.py`.
 """
 
 import heapq
@@ -12,43 +12,23 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from tandem.core.commands import (
-    AnnounceCleared,
-    AnnounceRemoved,
-    AnnounceStored,
-    Command,
-    FailRequest,
-    FetchPages,
-    FinishRequest,
-    ForgetRequests,
-    LoadPages,
-    LookUpPages,
-    StorePages,
-    WritePages,
-)
+from tandem.core.commands import Command
 from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
 from tandem.core.events import SnapshotsGathered
-from tandem.core.kv.host_tier import Copy, HostTier
+from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PagePool
-from tandem.core.kv.storage_tier import Act, Operation, StorageTier
+from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.kv.tree import PrefixTree
-from tandem.core.request import Request
+from tandem.core.kv.windows import Windows, most_seen
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
 from tandem.core.scheduler.micro_batches import MicroBatches
-from tandem.core.scheduler.request_state import (
-    LIFECYCLE,
-    InflightBatch,
-    Progress,
-    State,
-    Trigger,
-    has_ended,
-)
-from tandem.core.settings import NodeSettings, PrefillInfo
-from tandem.core.values import ZERO_NS, Address, Cause, Incarnation, Nanos, PageHash, RequestId, Room, ceil_div
+from tandem.core.scheduler.request_state import LIFECYCLE, InflightBatch, Progress, State, Trigger, has_ended
+from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, Room, ceil_div
 
 
 @dataclass(slots=True)
@@ -119,6 +99,7 @@ class NodeState:
     settings: NodeSettings
     pool: PagePool
     tree: PrefixTree
+    windows: Windows
     results: ResultSlots
     host: HostTier
     storage: StorageTier
@@ -148,10 +129,15 @@ class NodeState:
 
     @classmethod
     def empty(cls, settings: NodeSettings) -> "NodeState":
+        windows = settings.windows or WindowSettings(0, 0)
+        ahead = settings.chunk_tokens * settings.window_depth
+        least = most_seen(windows.tokens, ahead, page_size=settings.page_size) if windows.tokens else 0
+        assert windows.max_parts >= least, "one request may need more window parts than there are"
         return cls(
             settings,
-            PagePool.empty(settings.num_pages),
+            PagePool.empty(settings.num_pages, max_parts=windows.max_parts),
             PrefixTree(),
+            Windows(windows.tokens, settings.page_size),
             ResultSlots.empty(settings.metadata_slots),
             HostTier.empty(settings.host_tier),
             StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
@@ -240,292 +226,8 @@ def add_stage(progress: Progress, stage: str, duration_ns: Nanos) -> None:
         progress.stages[stage] = Nanos(progress.stages.get(stage, 0) + duration_ns)
 
 
-# --- pages -----------------------------------------------------------------------------------------------------------
-
-
-def take_pages(node: NodeState, progress: Progress, *, num_pages: int, match_pages: int, reserve: int) -> bool:
-    """Fill the request's page table with `num_pages`: a cached prefix of at most `match_pages`, then own pages.
-
-    What of the prefix is not on the device yet has a page there and is on its way: `is_loading`. False, with nothing
-    taken, if fewer than `reserve` pages would stay available, or others have to be copied to host memory first.
-    """
-    assert not progress.pages
-    hashes = progress.hashes[:match_pages]
-    matched = node.tree.match(hashes) if node.settings.prefix_cache else []
-    num_matched = len(matched)
-    below = worth_loading(node, progress, hashes[num_matched:])
-    num_found = num_matched + len(below)
-    deepest = hashes[num_found - 1] if num_found else None
-    if deepest is not None:
-        node.tree.lock(deepest)
-    wanted = num_pages - num_matched - sum(node.tree.nodes[page_hash].is_loading for page_hash in below)
-    lacks = wanted + reserve > node.pool.num_free + node.tree.num_evictable
-    if lacks or not make_room_copied(node, wanted):
-        if deepest is not None:
-            node.tree.unlock(deepest)
-        return False
-    if not progress.is_counted:
-        progress.host_tokens = len(below) * node.settings.page_size
-        progress.storage_tokens = min(len(below), progress.fetched_pages) * node.settings.page_size
-    begin_copy(node, node.host.load(node.tree, node.pool, below, node.now))
-    loading = [node.tree.nodes[page_hash].page for page_hash in below]
-    progress.pages = matched + loading + node.pool.allocate(num_pages - num_found, progress.id)
-    progress.inserted = num_found
-    progress.locked = deepest
-    progress.synced_pages = 0
-    progress.computed = progress.launched = num_found * node.settings.page_size
-    use_again(node, hashes[:num_matched])
-    return True
-
-
-def worth_loading(node: NodeState, progress: Progress, hashes: Sequence[PageHash]) -> Sequence[PageHash]:
-    """The leading `hashes` that are in host memory, or on their way from there, as far as it pays to wait for them."""
-    if not node.host.is_there or not node.settings.prefix_cache or progress.computes_all:
-        return ()
-    below, num_pages = node.tree.match_below(hashes), node.pool.num_pages
-    token_ns = node.chunk_budget.token_ns
-    return below[: node.host.worth_loading(node.tree, below, node.settings.page_size, num_pages, token_ns, node.now)]
-
-
-def is_loading(node: NodeState, progress: Progress) -> bool:
-    """Part of the prefix in its page table has not landed."""
-    return not node.tree.is_landed(progress.locked)
-
-
-def begin_copy(node: NodeState, copy: Copy | None) -> None:
-    if copy is None:
-        return
-    if copy.is_load:
-        node.out.append(LoadPages(copy.number, copy.hashes, copy.host_pages, copy.pages))
-    else:
-        node.out.append(StorePages(copy.number, copy.hashes, copy.pages, copy.host_pages))
-
-
-def use_again(node: NodeState, hashes: Sequence[PageHash]) -> None:
-    """One more request has these pages: by policy, now is the time to copy them."""
-    if not node.host.is_there:
-        return
-    for page_hash in hashes:
-        node.tree.nodes[page_hash].hits += 1
-    begin_copy(node, node.host.store_used(node.tree, hashes, node.pool.num_pages, node.now))
-    begin_operation(node, node.storage.write(node.tree, node.host, hashes, node.now))
-
-
-def begin_operation(node: NodeState, operation: Operation | None) -> None:
-    """Of storage."""
-    match operation:
-        case None:
-            pass
-        case Operation(act=Act.LOOK_UP):
-            node.out.append(LookUpPages(operation.number, operation.hashes))
-        case Operation(act=Act.FETCH):
-            node.out.append(FetchPages(operation.number, operation.hashes, operation.host_pages))
-        case Operation():
-            node.out.append(WritePages(operation.number, operation.hashes, operation.host_pages))
-
-
-def make_room_copied(node: NodeState, num_pages: int) -> bool:
-    """As `make_room`, but what has to be copied before it leaves the device is copied first: False until it is."""
-    if node.host.writes_back and drop_copied(node, num_pages) > 0:
-        copy = node.host.store_coldest(node.tree, num_pages - node.pool.num_free, node.pool.num_pages, node.now)
-        if copy is not None:
-            copy.makes_room = True
-            begin_copy(node, copy)
-        if node.host.makes_room and not node.host.is_stuck(node.now):
-            return False
-    return make_room(node, num_pages)
-
-
-def drop_copied(node: NodeState, num_pages: int) -> int:
-    """Take pages off the device of which a copy stays. Returns how many are lacking still, 0 or less: none."""
-    for page in node.tree.evict(num_pages - node.pool.num_free, only_copied=True):
-        node.pool.evict(page)
-    return num_pages - node.pool.num_free
-
-
-def make_room(node: NodeState, num_pages: int) -> bool:
-    """Evict cached pages until `num_pages` are free, if that is possible."""
-    keeps_ahead = node.host.writes_back and num_pages > node.pool.num_free
-    if keeps_ahead:
-        drop_copied(node, num_pages)
-    removed = evict(node, num_pages - node.pool.num_free)
-    if removed and node.settings.announces_cache:
-        node.out.append(AnnounceRemoved(removed))
-    if keeps_ahead:
-        begin_copy(node, node.host.store_coldest(node.tree, 0, node.pool.num_pages, node.now))
-    return node.pool.num_free >= num_pages
-
-
-def flush_cache(node: NodeState) -> None:
-    """Evict every cached page that nobody holds."""
-    removed = evict(node, node.pool.num_pages)
-    node.host.flush(node.tree, node.pool)
-    if removed and node.settings.announces_cache:
-        node.out.append(AnnounceRemoved(removed) if node.tree.nodes else AnnounceCleared())
-
-
-def evict(node: NodeState, num_pages: int) -> tuple[PageHash, ...]:
-    """Up to so many cached pages become free; their hashes."""
-    for page in node.tree.evict(num_pages):
-        node.pool.evict(page)
-    return node.tree.take_dropped()
-
-
-def checkpoint(node: NodeState, progress: Progress) -> None:
-    """Give the full, computed pages to the prefix tree. The request reads on; the tree owns them from here."""
-    if not node.settings.prefix_cache:
-        return
-    full = min(len(progress.hashes), progress.computed // node.settings.page_size)
-    if full <= progress.inserted:
-        return
-    first_new = full
-    for index in range(progress.inserted, full):
-        if node.tree.insert(progress.hashes[index], progress.pages[index], parent_of(progress, index)):
-            node.pool.share(progress.pages[index], progress.id)
-            first_new = min(first_new, index)
-    if first_new < full and node.settings.announces_cache:  # behind a page that was not there none was
-        new = tuple(progress.hashes[first_new:full])
-        node.out.append(AnnounceStored(progress.id, first_new, parent_of(progress, first_new), new))
-    used = progress.hashes[progress.inserted : full]
-    lock_up_to(node, progress, full)
-    begin_copy(node, node.host.store_used(node.tree, used, node.pool.num_pages, node.now))
-
-
-def parent_of(progress: Progress, index: int) -> PageHash | None:
-    return progress.hashes[index - 1] if index else None
-
-
-def adopt_cached(node: NodeState, progress: Progress) -> None:
-    """Read what the prefix tree has by now instead of own pages, of which nobody has written or told any yet."""
-    found = node.tree.match(progress.hashes) if node.settings.prefix_cache else []
-    first, stop = progress.inserted, len(found)
-    if stop <= first:
-        return
-    node.pool.free(progress.pages[first:stop], progress.id)
-    progress.pages[first:stop] = found[first:]
-    lock_up_to(node, progress, stop)
-    progress.computed = progress.launched = stop * node.settings.page_size
-    use_again(node, progress.hashes[first:stop])
-
-
-def lock_up_to(node: NodeState, progress: Progress, num_pages: int) -> None:
-    """So many leading pages are in the prefix tree under its hashes, and stay there."""
-    before, progress.locked = progress.locked, progress.hashes[num_pages - 1]
-    node.tree.lock(progress.locked)
-    if before is not None:
-        node.tree.unlock(before)
-    progress.inserted = num_pages
-
-
-def give_back_pages(node: NodeState, progress: Progress) -> None:
-    """Empty the page table. What the tree took stays cached; the rest is free at once, so nothing may touch it."""
-    assert progress.in_flight == 0, "a launched batch may still write these pages"
-    assert not progress.drains, "a transfer may still touch these pages"
-    node.pool.free(progress.pages, progress.id)
-    if progress.locked is not None:
-        node.tree.unlock(progress.locked)
-    progress.pages = []
-    progress.prompt_extras = []  # of what is computed again
-    progress.locked = progress.load_until = None
-    progress.inserted = progress.synced_pages = progress.computed = progress.launched = 0
-
-
-def give_back_if_idle(node: NodeState, progress: Progress) -> bool:
-    """Pages go to the prefix tree as soon as no batch writes them, or else stay: False."""
-    if progress.in_flight:
-        return False
-    checkpoint(node, progress)  # chunks that returned meanwhile
-    give_back_pages(node, progress)
-    progress.length = progress.request.prompt_len + progress.generated
-    return True
-
-
-def reusable_tokens(progress: Progress) -> int:
-    """Known tokens whose KV may be cached where the request is computed here: the last one has to be looked at, and so
-    has every one whose log-probabilities are wanted, until they have been told."""
-    prompt_logprobs_from = progress.request.prompt_logprobs_from
-    if prompt_logprobs_from is None or progress.generated:
-        return progress.length - 1
-    return min(prompt_logprobs_from, progress.length - 1)
-
-
-def lacks_page(node: NodeState, progress: Progress) -> bool:
-    """Of a running request: its next token's input has no page yet."""
-    return progress.length + progress.pending > len(progress.pages) * node.settings.page_size
-
-
 def pages_for(node: NodeState, num_tokens: int) -> int:
     return ceil_div(num_tokens, node.settings.page_size)
-
-
-def too_long(node: NodeState, request: Request) -> str | None:
-    """Why the prompt and one token more can never fit, or None."""
-    if node.settings.whole_prompts and request.prompt_len > node.settings.chunk_tokens:
-        return (
-            f"{request.prompt_len} prompt tokens do not fit one batch of {node.settings.chunk_tokens}, "
-            "and a model that looks both ways computes a prompt in one"
-        )
-    if pages_for(node, request.prompt_len + 1) <= node.pool.num_pages:
-        return None
-    tokens = node.pool.num_pages * node.settings.page_size
-    return f"{request.prompt_len} prompt tokens do not fit the KV pool of {tokens} tokens"
-
-
-# --- ends ------------------------------------------------------------------------------------------------------------
-
-
-def failure(node: NodeState, progress: Progress, cause: Cause, detail: str) -> FailRequest:
-    """The cause in full: in which wait, for how long, on whom."""
-    known = progress.side.counterpart
-    peer = known.name if known is not None else ""
-    stage = str(progress.waiting_for or progress.state)
-    return FailRequest(progress.id, cause, stage, detail, peer, Nanos(node.now - progress.entered_at))
-
-
-def end(node: NodeState, progress: Progress, verdict: FinishRequest | FailRequest) -> None:
-    """The one terminal event. What batches and transfers still touch stays quarantined until it is drained."""
-    node.out.append(verdict)
-    node.micro_batches.leave(progress)
-    release_aborted_request(node, progress)
-    node.results.maybe_release_metadata_buffer(progress.id)
-    enter(node, progress, Trigger.END)
-    if progress.in_flight or progress.drains:
-        node.pool.quarantine(progress.pages, progress.id)
-    forget_if_drained(node, progress)
-
-
-def release_aborted_request(node: NodeState, progress: Progress) -> None:
-    """Its prefetch from storage, if it has one, asks for no more; what is under way belongs to the prefix tree.
-
-    On every way out of the queue. Safe at any time, and twice.
-    """
-    node.storage.release(progress.id)
-
-
-def forget_if_drained(node: NodeState, progress: Progress) -> None:
-    if progress.state is not State.DRAINING or progress.in_flight or progress.drains:
-        return
-    give_back_pages(node, progress)
-    enter(node, progress, Trigger.DRAINED)
-    del node.requests[progress.id]
-    if progress.request.room is not None and node.rooms.get(progress.request.room) == progress.id:
-        del node.rooms[progress.request.room]
-    node.micro_batches.forget(progress.id)
-    node.forgotten.append(progress.id)
-
-
-def forget_command(node: NodeState) -> None:
-    if node.forgotten:
-        node.out.append(ForgetRequests(tuple(node.forgotten)))
-        node.forgotten = []
-
-
-def record_closed_room(node: NodeState, room: Room, answer: LastWord) -> None:
-    """Remember what to answer when the peer speaks of this room again; the oldest is forgotten first."""
-    node.tombstones.pop(room, None)
-    node.tombstones[room] = answer
-    while len(node.tombstones) > node.settings.tombstones:
-        del node.tombstones[next(iter(node.tombstones))]
 
 
 # --- timers ----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, si
             | commands.RevokePages()
             | commands.PullPages()
             | commands.CancelPull()
+            | commands.FreeWindows()
             | commands.StorePages()
             | commands.LoadPages()
             | commands.LookUpPages()

@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.core.events import BatchReturned, Event, TransferFailed
 from tandem.core.kv_parts import KvGrid
+from tandem.core.settings import WindowSettings
 from tandem.core.worker_group import WorkerGroup, WorkersParted
 from tandem.ranks import Rank
 from tandem.server import wire
@@ -32,6 +33,7 @@ class Engines:
     whole_prompts: bool = False
     host_pages: int = 0  # the same on all
     block_tokens: int = 1
+    windows: WindowSettings | None = None  # the same on all
 
 
 class Workers:
@@ -81,6 +83,7 @@ class Workers:
             whole_prompts=first.whole_prompts,
             host_pages=first.host_pages,
             block_tokens=first.block_tokens,
+            windows=first.windows,
         )
 
     @property
@@ -143,7 +146,7 @@ class Workers:
 
     def _check_layout(self, rank: Rank, ready: wire.EngineReady) -> None:
         first = next(iter(self._ready.values()))
-        sizes = [(one.layout, one.num_pages, one.host_pages) for one in (ready, first)]
+        sizes = [(one.layout, one.num_pages, one.host_pages, one.windows) for one in (ready, first)]
         if sizes[0] != sizes[1]:
             fields = first.layout_fields
             different = [name for name, value in ready.layout_fields.items() if fields.get(name) != value]

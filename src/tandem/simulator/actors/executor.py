@@ -23,6 +23,7 @@ from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_
 from tandem.simulator.oracle import Script, Violation, told_of
 
 WHOLE = Runs(0, 0, 0, 0)  # all cells of a shard
+FIRST_WINDOWED = 1 << 20  # the cells of layers with a window have numbers that no others have
 
 
 def empty_page(page_size: int) -> tuple[int, ...]:
@@ -74,6 +75,13 @@ class PageMemory:
             return total + 1
         return total
 
+    def read_between(self, table: list[PageId], first: int, length: int) -> int:
+        """Sum of the slots of positions [first, length); `first` begins a page."""
+        return sum(self.slots[table[at // self.page_size]][at % self.page_size] for at in range(first, length))
+
+    def forget(self, page: PageId) -> None:
+        self.slots[page], self.sums[page] = self.empty, 0
+
     def copy_out(self, page: PageId) -> list[int]:
         return self.slots[page].copy()
 
@@ -83,13 +91,21 @@ class PageMemory:
 
 
 class ShardMemory:
-    """The KV of one shard: of its cells, one behind the other as in a real page."""
+    """The KV of one shard: of its cells, one behind the other as in a real page. Behind them one of a layer with a
+    window, where there is such a layer: what nobody sees any more in it may be forgotten."""
 
-    def __init__(self, num_pages: int, page_size: int, cells: Iterable[int]) -> None:
+    def __init__(self, num_pages: int, page_size: int, cells: Iterable[int], *, has_window: bool = False) -> None:
         """cells: their numbers in the whole model"""
         self.page_size = page_size
         self.cells = {cell: PageMemory(num_pages, page_size) for cell in cells}
-        self._in_order = list(self.cells.values())
+        self.windowed = PageMemory(num_pages, page_size) if has_window else None
+        self.windowed_cell = FIRST_WINDOWED + min(self.cells)
+        self._in_order = [*self.cells.values(), *([self.windowed] if self.windowed is not None else [])]
+
+    def free_windows(self, pages: Iterable[PageId]) -> None:
+        assert self.windowed is not None, "no layer has a window"
+        for page in pages:
+            self.windowed.forget(page)
 
     def copy_out(self, page: PageId, runs: Runs = WHOLE) -> list[int]:
         """The slots of these cells, each cell's state behind its last one; runs of cells, not of bytes."""
@@ -104,7 +120,7 @@ class ShardMemory:
         return self._in_order[0].copy_out(page)
 
     def _picked(self, runs: Runs) -> list[PageMemory]:
-        if runs is WHOLE or runs.num_bytes == len(self._in_order):
+        if runs is WHOLE or runs.num_bytes == len(self.cells):
             return self._in_order
         starts = range(runs.first, runs.first + runs.count * runs.stride, runs.stride)
         return [memory for start in starts for memory in self._in_order[start : start + runs.size]]
@@ -190,10 +206,12 @@ class Executor:
     tables: BatchTables[WorkerRequest] = field(default_factory=lambda: BatchTables(defaultdict(PlainDecodeSet)))
     last_iteration: int = 0
     block_tokens: int = 1
+    window_tokens: int = 0  # that a query sees in a layer with a window; 0: there is no such layer
 
     def __post_init__(self) -> None:
         self.tables.block_tokens = self.block_tokens
-        self.memory = ShardMemory(self.num_pages, self.page_size, self.cells or (self.shard,))
+        cells, has_window = self.cells or (self.shard,), self.window_tokens > 0
+        self.memory = ShardMemory(self.num_pages, self.page_size, cells, has_window=has_window)
 
     @property
     def requests(self) -> dict[RequestId, WorkerRequest]:
@@ -271,6 +289,7 @@ class Executor:
             )
         if not sequence.is_broken and self._read(sequence.pages, length) != sequence.script.kv_sum(length):
             raise Violation("S19", f"request {sequence.request} starts to decode before its KV is whole")
+        self._check_window(sequence, length)
 
     def _sample(
         self, sequence: WorkerRequest, kv_sum: int, sampled: list[list[int]], flags: bytearray, invalid: frozenset[int]
@@ -318,6 +337,7 @@ class Executor:
             raise Violation(
                 "S5", f"request {sequence.request}: KV or state of [0, {start}) is not what its tokens make"
             )
+        self._check_window(sequence, start)
         contents: list[int] = []
         sums: list[int] = []  # behind each position
         for position, token in enumerate(sequence.tokens[start:stop], start):
@@ -328,12 +348,26 @@ class Executor:
         for cell, memory in self.memory.cells.items():
             weight = cell_weight(cell)
             memory.write(table, start, [one * weight & MASK for one in contents], [one * weight & MASK for one in sums])
+        if self.memory.windowed is not None:
+            weight = cell_weight(self.memory.windowed_cell)
+            weighted = [one * weight & MASK for one in contents]
+            self.memory.windowed.write(table, start, weighted, weighted)
         first = sequence.script.logprobs_from
         if first is not None:
             wanted = range(max(first, start), min(stop, sequence.prompt_len - 1))
             if wanted:
                 told.append((sequence.request, b"".join(told_of(sums[position - start]) for position in wanted)))
         return kv_sum
+
+    def _check_window(self, sequence: WorkerRequest, length: int) -> None:
+        """What the query at position `length` sees in a layer with a window is there."""
+        memory = self.memory.windowed
+        if memory is None or sequence.is_broken:
+            return
+        first = max(0, length + 1 - self.window_tokens) // self.page_size * self.page_size
+        found = content_of(memory.read_between(sequence.pages, first, length), self.memory.windowed_cell)
+        if found != sequence.script.kv_sum(length) - sequence.script.kv_sum(first) & MASK:
+            raise Violation("S5", f"request {sequence.request}: the window [{first}, {length}) is not there")
 
     def _read(self, table: list[PageId], length: int) -> int:
         """What all cells say; nonsense where they do not say the same."""

@@ -12,7 +12,7 @@ from random import Random
 
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.kv_parts import KvShard
-from tandem.core.values import RequestId, ShardId
+from tandem.core.values import PageId, RequestId, ShardId
 from tandem.core.worker_group import WorkerGroup, WorkersParted
 from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, cell_numbers
 from tandem.simulator.oracle import Script, Violation
@@ -47,12 +47,21 @@ class Workers:
         guard: MemoryGuard,
         seed: str,
         block_tokens: int = 1,
+        window_tokens: int = 0,
     ) -> None:
         """kv: what each of them has"""
         self.all = [
             Worker(
                 one.shard,
-                Executor(num_pages, page_size, one.shard, guard, cell_numbers(one), block_tokens=block_tokens),
+                Executor(
+                    num_pages,
+                    page_size,
+                    one.shard,
+                    guard,
+                    cell_numbers(one),
+                    block_tokens=block_tokens,
+                    window_tokens=window_tokens,
+                ),
                 Random(f"worker {one.shard} {seed}"),
             )
             for one in kv
@@ -81,6 +90,11 @@ class Workers:
     def tell(self, order: Order) -> None:
         for worker in self.all:
             worker.work.append(order)
+
+    def free_windows(self, pages: Sequence[PageId]) -> None:
+        """At once, as a worker's reader does, whatever batch is under way."""
+        for worker in self.all:
+            worker.executor.memory.free_windows(pages)
 
     def next_batch(self, worker: Worker) -> BatchPlan | None:
         """What it begins now. Requests are forgotten in their turn between batches, as on a worker's one socket."""

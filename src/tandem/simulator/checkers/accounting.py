@@ -135,5 +135,6 @@ class Gauges:
 
     def at_idle(self, life: Life) -> None:
         for name, value in inspect.gauges(life.node).items():
-            if name.startswith("num_") and (name.endswith("_reqs") or name == "num_used_tokens") and value:
+            is_idle = name.startswith("num_") and (name.endswith("_reqs") or name == "num_used_tokens")
+            if (is_idle or name == "swa_token_usage") and value:
                 raise Violation(self.id, f"{where(life)}: {name} shows {value} at idle")

@@ -87,6 +87,7 @@ from tandem.simulator.checkers.pages import (
     SentPages,
     StaleReads,
     TenantsApart,
+    WindowParts,
 )
 from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
 from tandem.simulator.checkers.stalls import Standstills
@@ -121,6 +122,7 @@ class Checkers:
     freed_pages: FreedPages = field(default_factory=FreedPages)
     sent_pages: SentPages = field(default_factory=SentPages)
     pins: PrefixTreePins = field(default_factory=PrefixTreePins)
+    window_parts: WindowParts = field(default_factory=WindowParts)
     tenants: TenantsApart = field(default_factory=TenantsApart)
     announced: AnnouncedPages = field(default_factory=AnnouncedPages)
     quarantine: Quarantine = field(default_factory=Quarantine)
@@ -339,6 +341,7 @@ class Checkers:
             self.stale_reads.page_is_read(life, grant, page, generation, is_own=is_own)
             self.freed_pages.page_is_read(life, grant, page)
             index = store.page_indices[grant.request, grant.attempt][page]
+            self.window_parts.page_is_read(life, grant, page, index)
             self.sent_pages.page_is_read(life, grant, page, index, contents)
 
     def page_is_written(self, store: KvStore, request: RequestId, page: PageId) -> None:

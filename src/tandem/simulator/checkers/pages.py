@@ -3,7 +3,7 @@
 What is cheap is checked after every step or at the very access; the rest is counted anew at each recount.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from tandem.core.commands import (
     AnnounceCleared,
@@ -16,6 +16,7 @@ from tandem.core.commands import (
     StorePages,
     WritePages,
 )
+from tandem.core.disagg.sides import PrefillSide
 from tandem.core.kv.pool import NOBODY, PageState
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Incarnation, PageHash, PageId, RequestId
@@ -134,6 +135,47 @@ class SentPages:
             raise Violation(
                 self.id, f"{where(life, grant.request)}: page {page} is sent and is not page {index} of the prompt"
             )
+
+
+class WindowParts:
+    """No more pages have window parts than there is memory for, and those that are needed are there: of every request
+    what it sees of its pages, and no more of them than it has claimed, and what a peer reads, all that decode sees."""
+
+    id = "S38"
+
+    def page_is_read(self, life: Life, grant: SimulatedGrant, page: PageId, index: int) -> None:
+        state, half = life.node.state, life.halves.get(grant.request)
+        if half is None or not state.windows.are_there or state.pool.has_part[page]:
+            return
+        if index >= state.windows.first_seen(len(half.script.prompt)):
+            raise Violation(self.id, f"{where(life, grant.request)}: page {page} is read and has lost its window part")
+
+    def recount(self, life: Life) -> None:
+        state = life.node.state
+        pool, windows = state.pool, state.windows
+        if not windows.are_there:
+            return
+        if pool.num_parts != sum(pool.has_part) or pool.num_parts > pool.max_parts or pool.lost_parts:
+            raise Violation(self.id, f"{where(life)}: {sum(pool.has_part)} of {pool.max_parts} window parts")
+        if any(pool.has_part[page] for page in pool.free_pages):
+            raise Violation(self.id, f"{where(life)}: a free page has a window part")
+        pins: Counter[PageHash] = Counter()
+        for request, progress in state.requests.items():
+            held = 0
+            if isinstance(progress.side, PrefillSide) and progress.window_from:
+                raise Violation(self.id, f"{where(life, request)} sends, and has given up parts of what it sends")
+            for index, page in enumerate(progress.pages):
+                is_own = pool.owners[page] == request
+                if index >= progress.window_from:
+                    held += pool.has_part[page]
+                    if not is_own:
+                        pins[progress.hashes[index]] += 1
+                elif is_own and pool.has_part[page]:
+                    raise Violation(self.id, f"{where(life, request)} keeps a part of page {page} that it does not see")
+            if held > progress.window_claim:
+                raise Violation(self.id, f"{where(life, request)} has {held} parts and claims {progress.window_claim}")
+        if pins != windows.pins:
+            raise Violation(self.id, f"{where(life)}: other window parts are pinned than are seen")
 
 
 class PrefixTreePins:

@@ -28,6 +28,7 @@ from random import Random
 from msgspec import structs
 
 from tandem.core.dp_dispatch import method_for
+from tandem.core.kv.windows import most_seen
 from tandem.core.kv_parts import KvGrid
 from tandem.core.router.circuit_breaker import BreakerSettings
 from tandem.core.router.routed_request import ExchangeSettings
@@ -47,6 +48,7 @@ from tandem.core.settings import (
     Role,
     StorageSettings,
     TierSettings,
+    WindowSettings,
     WritePolicy,
 )
 from tandem.core.values import MILLISECOND, SECOND, Cut, Incarnation, Nanos, ceil_div
@@ -93,6 +95,8 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 8
+WINDOWS_ONE_IN = 6
+FIRST_WITH_WINDOWS = 10_000  # seeds below are on record, in tests and elsewhere, from before models had windows
 CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
@@ -173,6 +177,12 @@ class Options:
         below = "/".join("none" if one is None or one.storage is None else one.storage.policy for one in sides)
         return f"host pages {told}, storage {below}, "
 
+    @property
+    def _windows(self) -> str:
+        sides = (self.prefill.windows, self.decode.windows)
+        parts = "/".join(str(one.max_parts) for one in sides if one is not None)
+        return f"windows of {sides[0].tokens} tokens with {parts} parts, " if sides[0] is not None else ""
+
     def describe(self) -> str:
         on = " ".join(map(name_of, self.classes)) or "none"
         return (
@@ -182,7 +192,7 @@ class Options:
             f"{self._cuts}, {self.num_gateways} router(s), {self.direct_share:.0%} direct, "
             f"{self.workload.num_requests} requests in "
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
-            f"blocks of {self.prefill.block_tokens}, "
+            f"blocks of {self.prefill.block_tokens}, {self._windows}"
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
             f"{self.timed_share:.0%} show the time, {self._tiers}"
             f"faults: {on}"
@@ -245,7 +255,8 @@ def draw_options(seed: int) -> Options:
         resizes="F21" in classes and Random(f"resizes {seed}").random() < 0.5,
     )
     options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
-    return with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
+    options = with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
+    return with_windows(options)
 
 
 def _draw_sides(
@@ -344,6 +355,34 @@ def with_blocks(options: Options) -> Options:
         prefill=structs.replace(options.prefill, block_tokens=size),
         decode=structs.replace(options.decode, block_tokens=size),
     )
+
+
+def with_windows(options: Options) -> Options:
+    """In some seeds some layers of the model see the latest tokens only, and there is less memory for them than for the
+    others. Nothing else of a seed depends on it.
+    """
+    random = Random(f"windows {options.seed}")
+    is_older = options.seed < FIRST_WITH_WINDOWS
+    if is_older or random.randrange(WINDOWS_ONE_IN) or options.grid is not None or options.prefill.block_tokens > 1:
+        return options
+    page_size = options.prefill.page_size
+    tokens = random.choice((1, page_size, page_size + 1, 3 * page_size))
+    return replace(
+        options,
+        prefill=_with_windows(options.prefill, options.workload, tokens, random),
+        decode=_with_windows(options.decode, options.workload, tokens, random),
+    )
+
+
+def _with_windows(settings: NodeSettings, workload: WorkloadSettings, tokens: int, random: Random) -> NodeSettings:
+    """At least what one request may need at one time; in half of them chunks are small, so that this is little."""
+    if random.random() < 0.5:
+        settings = structs.replace(settings, chunk_tokens=min(settings.chunk_tokens, 2 * settings.page_size))
+    new = settings.chunk_tokens * settings.window_depth
+    longest = ceil_div(workload.prompt_len_max + workload.output_len_max + 1, settings.page_size)
+    least = max(longest, most_seen(tokens, new, page_size=settings.page_size))
+    max_parts = max(least, int(settings.num_pages * random.choice((0.2, 0.5, 0.8))))
+    return structs.replace(settings, windows=WindowSettings(tokens, max_parts))
 
 
 def with_host_tiers(options: Options) -> Options:

@@ -14,6 +14,7 @@ from tandem.core.commands import (
     FinishReason,
     FinishRequest,
     ForgetRequests,
+    FreeWindows,
     LaunchBatch,
     LearnPeer,
     LoadPages,
@@ -55,6 +56,8 @@ def dispatch(draft: Draft, command: Command) -> None:
         case RevokePages(request, attempt):
             draft.to_digest = [job for job in draft.to_digest if (job.request, job.attempt) != (request, attempt)]
             draft.lender.revoke(request, attempt)
+        case FreeWindows(pages):
+            draft.executor.memory.free_windows(pages)
         case StorePages() | LoadPages():
             draft.copies.append(command)
         case LookUpPages() | FetchPages() | WritePages():

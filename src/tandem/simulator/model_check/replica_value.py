@@ -21,7 +21,7 @@ from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
-from tandem.simulator.actors.executor import Executor, WorkerRequest, empty_page, last_link
+from tandem.simulator.actors.executor import Executor, WorkerRequest, last_link
 from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
@@ -215,8 +215,8 @@ def thaw(executor: Executor, value: WorkerValue, cast: Cast) -> None:
 
 
 def frozen(executor: Executor, node: EngineNode, cast: Cast) -> WorkerValue:
-    states, wiped = node.state.pool.states, empty_page(executor.page_size)
     memory, pages = executor.memory, range(executor.num_pages)
+    states, wiped = node.state.pool.states, (0,) * len(memory.copy_out(PageId(0)))
     return WorkerValue(
         tuple(wiped if states[page] == PageState.FREE else tuple(memory.copy_out(PageId(page))) for page in pages),
         tuple(

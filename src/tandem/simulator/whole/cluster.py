@@ -11,9 +11,10 @@ from pathlib import Path
 
 import tandem
 from tandem.config import ServerConfig
+from tandem.core.kv.windows import most_seen
 from tandem.core.kv_parts import KvGrid
 from tandem.core.router.worker_registry import Worker
-from tandem.core.settings import Role
+from tandem.core.settings import Role, WindowSettings
 from tandem.core.values import ceil_div
 from tandem.engine.model_config import read_config
 from tandem.server import worker_process
@@ -68,6 +69,7 @@ class PlainModel:
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     looks_both_ways: bool = False  # prompts are computed whole
     block_tokens: int = 1  # that a row samples at once
+    window_tokens: int = 0  # that a query sees in layers with a window; 0: no layer has one
 
 
 def children(model: PlainModel) -> Mapping[str, Program]:
@@ -91,6 +93,7 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         token_s=model.token_s,
         grid=model.grid,
         block_tokens=model.block_tokens,
+        window_tokens=model.window_tokens,
         shards=Shards(launch.rank, place.group, place.pipeline, place.ranks, place.context),
     )
     fields = {"page_size": str(config.page_tokens), "model": "plain"}
@@ -102,7 +105,15 @@ def load_plain_engine(launch: Launch, place: Place, *, model: PlainModel) -> Loa
         fields,
         whole_prompts=model.looks_both_ways,
         block_tokens=model.block_tokens,
+        windows=windows_of(config, model.window_tokens, num_pages) if model.window_tokens else None,
     )
+
+
+def windows_of(config: ServerConfig, tokens: int, num_pages: int) -> WindowSettings:
+    """Few parts where prompts are computed here, and enough for any prompt where they are sent."""
+    ahead = config.chunked_prefill_size * config.window_depth
+    least = most_seen(tokens, ahead, page_size=config.page_tokens)
+    return WindowSettings(tokens, max(least, num_pages // 2 if config.role == "unified" else num_pages))
 
 
 def facts(config: ServerConfig, *, block_tokens: int = 1) -> ModelFacts:

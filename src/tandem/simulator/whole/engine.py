@@ -31,6 +31,7 @@ from tandem.engine.parallel import OneShard, OneStage
 from tandem.grammar import Matcher, Vocabulary
 from tandem.ranks import Rank
 from tandem.sampling import Payload, SamplingParams, TokenScore
+from tandem.simulator.actors.executor import FIRST_WINDOWED
 from tandem.simulator.model import MASK, cell_weight, content_of, kv_content
 from tandem.simulator.whole.shards import Shards
 
@@ -118,25 +119,37 @@ class Row(Tokens):
 
 class PlainKv:
     """`num_pages` pages, each of which has for every cell of this shard (`core/kv_parts.py`) `page_size` slots, and
-    one more for the state behind the last that was written (`simulator/model.py`).
+    one more for the state behind the last that was written (`simulator/model.py`). Where layers have a window, each
+    cell has as much again of one of them, whose numbers are others.
     """
 
-    def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank) -> None:
+    def __init__(self, num_pages: int, page_size: int, grid: KvGrid, rank: Rank, *, window_tokens: int = 0) -> None:
         box = box_of(grid, rank.cut, rank.shard)
-        self.cell_bytes = (page_size + 1) * SLOT_BYTES
+        cell_slots = (page_size + 1) * (2 if window_tokens else 1)
+        self.cell_bytes = cell_slots * SLOT_BYTES
         self.page_bytes = box.num_cells * self.cell_bytes
         self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
         self.fd: int | None = None  # once the memory is shared
         self._slots = self.buffer.cast("Q")
-        self._page_size, self._page_slots = page_size, box.num_cells * (page_size + 1)
+        self._page_size, self._page_slots = page_size, box.num_cells * cell_slots
         self._cells = [  # where each begins in a page, and its number in the whole model
-            (at * (page_size + 1), layer * grid.num_kv_heads + head) for at, (head, layer) in enumerate(box.cells())
+            (at * cell_slots, layer * grid.num_kv_heads + head) for at, (head, layer) in enumerate(box.cells())
         ]
+        self._window_tokens = window_tokens
+        self._windowed = [(start + page_size + 1, FIRST_WINDOWED + cell) for start, cell in self._cells]
+        self.window_bytes = 0
+
+    def free_windows(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            for start, _ in self._windowed:
+                first = page * self._page_slots + start
+                for slot in range(first, first + self._page_size + 1):
+                    self._slots[slot] = 0
 
     def write(self, pages: Sequence[int], position: int, content: int) -> None:
         page, slot = divmod(position, self._page_size)
         first = pages[page] * self._page_slots + slot
-        for start, cell in self._cells:
+        for start, cell in self._cells + self._windowed if self._window_tokens else self._cells:
             self._slots[first + start] = content * cell_weight(cell) & MASK
 
     def leave(self, pages: Sequence[int], position: int, kv_sum: int) -> None:
@@ -153,6 +166,11 @@ class PlainKv:
         if stop:
             state = pages[(stop - 1) // size] * page_slots + size
             found += [content_of(slots[state + start], cell) for start, cell in self._cells]
+        if self._window_tokens:
+            seen = places[max(0, stop + 1 - self._window_tokens) // size * size :]
+            before = sum(slots[place] for place in places[: len(places) - len(seen)])
+            of_windows = [content_of(sum(slots[place + at] for place in seen), cell) for at, cell in self._windowed]
+            found += [content_of(before, self._cells[0][1]) + one & MASK for one in of_windows]
         return found[0] if len(set(found)) == 1 else sum(found) + 1 & MASK
 
 
@@ -170,13 +188,15 @@ class PlainEngine:
         token_s: float,
         grid: KvGrid,
         block_tokens: int = 1,
+        window_tokens: int = 0,
         shards: Shards = ALONE,
     ) -> None:
         """tokenizer: its file, for grammars. base_s, token_s: how long a batch takes, and each of its tokens.
 
         block_tokens: that a row samples at once, as `core/batch.py` says
+        window_tokens: that a query sees in layers with a window; 0: no layer has one
         """
-        self.kv = PlainKv(num_pages, page_size, grid, shards.rank)
+        self.kv = PlainKv(num_pages, page_size, grid, shards.rank, window_tokens=window_tokens)
         self._page_size = page_size
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self._base_s, self._token_s = base_s, token_s

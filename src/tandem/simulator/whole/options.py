@@ -10,6 +10,7 @@ from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
 from tandem.simulator.actors.storage import StorageFaults
+from tandem.simulator.faults.options import FIRST_WITH_WINDOWS
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
@@ -49,6 +50,7 @@ TIERS_ONE_IN = 6
 STORAGE_SPARED = 0.3  # of them
 STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 6  # of the seeds that may have them
+WINDOWS_ONE_IN = 8
 FORMED_TOKENS = 512  # that a pool holds at least where requests offer tools, which take some 300 of them in a prompt
 
 
@@ -98,6 +100,7 @@ class Options:
     narrows: Narrows = Narrows()
     vectors: str = ""  # what makes them, decoder or encoder, where the server makes nothing else
     block_tokens: int = 1  # that are found together
+    window_tokens: int = 0  # that a query sees in some layers; 0: all
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
 
@@ -218,6 +221,13 @@ def draw_blocks(seed: int) -> int:
     return random.choice((2, 4))
 
 
+def draw_windows(seed: int) -> int:
+    """How many tokens a query sees in some layers of the model; 0: all. From randomness of its own, too."""
+    random = Random(f"whole windows {seed}")
+    is_older = seed < FIRST_WITH_WINDOWS
+    return 0 if is_older or random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
+
+
 def _draw_tier(seed: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Host memory below few pages, in some seeds. Whatever else a seed is like does not depend on it."""
     random = Random(f"whole host tiers {seed}")
@@ -305,6 +315,7 @@ def draw_options(seed: int) -> Options:
         formed=0.0 if vectors else formed,
         vectors=vectors,
         block_tokens=1 if formed or vectors else draw_blocks(seed),
+        window_tokens=0 if vectors or draw_blocks(seed) > 1 else draw_windows(seed),
         has_rings=Random(f"whole rings {seed}").random() < 0.3,
         routing=draw_routing(seed),
         narrows=draw_narrows(seed),

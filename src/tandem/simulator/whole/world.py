@@ -134,6 +134,7 @@ class World:
             grid=self.options.grid,
             looks_both_ways=looks_both_ways,
             block_tokens=self.options.block_tokens,
+            window_tokens=self.options.window_tokens,
         )
         table = dict(servers.children(model))
         table["tandem.server.worker_process"] = partial(

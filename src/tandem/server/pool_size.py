@@ -1,0 +1,121 @@
+"""How many pages the KV pool of a server has, and how many of them what layers with a window need."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config import ServerConfig
+from tandem.core.kv.windows import most_seen
+from tandem.core.settings import WindowSettings
+from tandem.core.values import ceil_div
+from tandem.engine import machine_memory
+from tandem.engine.kv_memory import pages_for_memory
+from tandem.engine.model_config import ModelConfig
+from tandem.engine.weights import LoadedModel
+from tandem.server.processes import ServerFailure
+from tandem.transfer.port import Backend
+
+USEFUL_POOLS = 4  # a pool is never larger than so many times what a full running set can use
+USUAL_RATIO = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    num_pages: int
+    windows: WindowSettings | None = None  # None: pages are kept and given back whole
+
+
+def pool_size(config: ServerConfig, model: LoadedModel, least: Callable[[int], int]) -> PoolSize:
+    """least: of what all workers call it with, so all of them come to the same size. Raises ServerFailure.
+
+    Unless a flag asks for it, pages may lose their window parts where no request is refused for that.
+    """
+    tokens = window_tokens(model.config)
+    if (reason := why_whole(config, tokens)) is not None:
+        for name, is_given in window_flags(config).items():
+            if is_given:
+                raise ServerFailure(f"{name} does nothing: {reason}")
+    if tokens is not None and reason is None and not config.disable_hybrid_swa_memory:
+        ratio = config.swa_full_tokens_ratio or USUAL_RATIO
+        num_pages = least(pool_pages(config, model, ratio))
+        max_parts, needed = int(num_pages * ratio), least_parts(config, model, tokens, num_pages)
+        if max_parts >= needed:
+            return PoolSize(num_pages, WindowSettings(tokens, max_parts))
+        if config.swa_full_tokens_ratio:
+            raise ServerFailure(
+                f"--swa-full-tokens-ratio {ratio} gives layers with a window {max_parts * config.page_tokens} tokens, "
+                f"and one request may need {needed * config.page_tokens}; raise it, or lower --context-length"
+            )
+    return PoolSize(least(pool_pages(config, model)))
+
+
+def window_flags(config: ServerConfig) -> dict[str, bool]:
+    """Those that only a model with windows takes, and whether they are given."""
+    return {
+        "--swa-full-tokens-ratio": config.swa_full_tokens_ratio > 0,
+        "--disable-hybrid-swa-memory": config.disable_hybrid_swa_memory,
+    }
+
+
+def why_whole(config: ServerConfig, window: int | None) -> str | None:
+    """Why pages stay whole, whatever flags say. None: they need not."""
+    if window is None:
+        return "no layer of this model has a window shorter than its context"
+    if config.device != "cpu":
+        return f"pages stay whole with --device {config.device}"
+    if config.role == "prefill" and config.disaggregation_transfer_backend == Backend.NIXL.value:
+        return "pages stay whole with --disaggregation-transfer-backend nixl, which may have pinned them"
+    return None
+
+
+def window_tokens(model: ModelConfig) -> int | None:
+    """The largest window of any layer; None: there is none, or each is no less than a prompt may be."""
+    windows = [model.window_of(layer) for layer in model.attention_layers]
+    most = max((window for window in windows if window is not None), default=None)
+    return None if most is None or most >= model.max_context else most
+
+
+def least_parts(config: ServerConfig, model: LoadedModel, tokens: int, num_pages: int) -> int:
+    """That one request may need: all of a prompt where it is sent or comes from a peer."""
+    ahead = config.chunked_prefill_size * config.window_depth
+    while_computed = most_seen(tokens, ahead, page_size=config.page_tokens)
+    context = ceil_div(config.context_length or model.max_context, config.page_tokens)
+    return while_computed if config.role == "unified" else max(while_computed, min(context, num_pages))
+
+
+def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float = 1.0) -> int:
+    """Raises ServerFailure when there is no room for one request, or less memory than asked for.
+
+    Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
+    The workers of a server on one host share the machine's memory evenly.
+    """
+
+    def fit(budget_bytes: int) -> int:
+        return pages_for_memory(
+            model.kv_shape,
+            page_size=config.page_tokens,
+            dtype=model.dtype,
+            budget_bytes=budget_bytes,
+            windowed_share=windowed_share,
+        )
+
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers_here
+    fitting = fit(left_bytes)
+    if config.max_total_tokens is not None:
+        num_pages = ceil_div(config.max_total_tokens, config.page_tokens)
+        if num_pages > fitting:
+            raise ServerFailure(
+                f"--max-total-tokens {config.max_total_tokens} needs more memory than the {left_bytes / (1 << 30):.1f} "
+                f"GiB that are there beside the weights; at most {fitting * config.page_tokens} tokens fit"
+            )
+    else:
+        budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
+        budgeted = fit(budget_bytes // config.num_workers_here)
+        context = config.context_length or model.max_context
+        useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_tokens)
+        num_pages = min(useful, budgeted, fitting)
+    if num_pages < 2:
+        raise ServerFailure(
+            f"the KV pool has {num_pages} pages of {config.page_tokens} tokens; "
+            "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
+        )
+    return num_pages
