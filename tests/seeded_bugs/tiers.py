@@ -55,9 +55,9 @@ def a_load_is_waited_for_without_end() -> Iterator[None]:
 
 @mutant(2, "S7", "S13")
 def a_copy_that_failed_keeps_its_page_of_host_memory() -> Iterator[None]:
-    def finish_store(tier, tree, copy, num_whole, original=HostTier._finish_store):
+    def finish_store(tier, *given, original=HostTier._finish_store):
         with replaced(PagePool, "free", lambda pool, pages, owner: None):
-            original(tier, tree, copy, num_whole)
+            original(tier, *given)
 
     with replaced(HostTier, "_finish_store", finish_store):
         yield
