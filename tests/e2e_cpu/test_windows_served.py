@@ -5,13 +5,14 @@ The model is a small random Gemma 3 with the tokenizer of the bundled one; the r
 
 import contextlib
 import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster import Server, cluster, eventually
 from reference import PAGE
-from served_models import POOL, SIZES, ask, assert_same, prompts_of, served
+from served_models import POOL, SIZES, ask, assert_same, prompts_of, served, storage_flags
 from tiny_models import make_gemma3
 from transformers import PreTrainedModel
 
@@ -41,12 +42,14 @@ def kv_bytes(server: Server) -> int:
     return sum(found.values())
 
 
-@pytest.mark.parametrize("is_off", [False, True])
+@pytest.mark.parametrize(
+    ("is_off", "cut"), [(False, ()), (True, ()), pytest.param(False, ("--tp-size", "2"), marks=pytest.mark.slow)]
+)
 def test_the_pool_has_memory_for_the_windows_only_and_every_token_is_the_same(
-    gemma: tuple[Path, PreTrainedModel], is_off: bool
+    gemma: tuple[Path, PreTrainedModel], is_off: bool, cut: tuple[str, ...]
 ) -> None:
     where, model = gemma
-    flags = [*POOL, *(["--disable-hybrid-swa-memory", *FEW[:2]] if is_off else FEW)]
+    flags = [*POOL, *cut, *(["--disable-hybrid-swa-memory", *FEW[:2]] if is_off else FEW)]
     prompts = prompts_of(16, salt=1)
     with cluster(unified=True, model=str(where), flags=flags) as running:
         assert running.unified is not None
@@ -73,3 +76,25 @@ def test_a_pair_says_what_transformers_says(gemma: tuple[Path, PreTrainedModel])
         assert {answer["meta_info"]["path"] for answer in first} == {"remote"}
         for server in running.servers:
             eventually(server.is_idle, what=server.states)
+
+
+def test_what_comes_back_from_host_memory_and_storage_says_the_same(
+    gemma: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
+    """The pool has a quarter of the pages that are asked about, and parts for fewer."""
+    where, model = gemma
+    small = ["--max-total-tokens", "480", "--swa-full-tokens-ratio", "0.5", "--hicache-ratio", "8"]
+    flags = [*POOL, "--chunked-prefill-size", "48", *small, *storage_flags(tmp_path)]
+    prompts = prompts_of(24, salt=3)
+    for turn in range(2):
+        with cluster(unified=True, model=str(where), flags=flags) as running:
+            server = running.unified
+            assert server is not None
+            for tier in ("storage", "host") if turn else ("host",):
+                first, again = ask(server, prompts), ask(server, prompts)
+                assert_same(model, prompts, first)
+                assert_same(model, prompts, again)
+                found = [one["meta_info"]["cached_tokens_details"][tier] for one in (*first, *again)]
+                assert sum(found) > 4 * PAGE
+            eventually(lambda server=server: not server.state()["copies"] and not server.state()["storage"])
+            os.kill(server.member.process.pid, signal.SIGKILL)

@@ -817,7 +817,7 @@ OTHERS = (
         "core/kv/host_tier.py",
         "                if not node.host_has_part:",
         "                if False:",
-        WINDOWS + "what_comes_from_host_memory_has_the_parts_that_it_had_when_it_was_copied",
+        WINDOWS + "a_copy_of_a_page_without_its_part_brings_none",
     ),
     Break(
         "window_parts_that_come_back_stay_for_ever",
