@@ -4,6 +4,7 @@
     decode -> [link] -> route proxy -> prefill's bootstrap   HTTP: delay, stall, cut
     decode -> [link] -> prefill's node and worker            control and data plane: also corrupt and duplicate
     attackers -> every port                                  `attacks.py`
+    the first prefill and decode -> host memory -> files     which they share: changed, shortened, mixed up, removed
 
 Two lanes of faults run at once, all drawn from one seed. Processes are killed and paused in the one; the other harms
 links, makes clients leave and orders aborts. At most one server of a role is down or paused at a time. A kill of a
@@ -33,6 +34,7 @@ from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 from tandem.core.values import Incarnation
 from tandem.membership import user_secret
+from tandem.page_files import PAGE_NAME
 
 PREFILLS = DECODES = 2
 NUM_CLIENTS = 16
@@ -50,6 +52,11 @@ ORDER_SLACK_S = 1.0
 # Flags that spread servers over workers: "--tp 2" all alike, "--tp 2 / --pp 2 / --dp 2" one by one, the last the rest
 CUTS = tuple(tuple(words.split()) for words in os.environ.get("CHAOS_CUT", "").split("/"))
 SERVER_FLAGS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
+TIER_FLAGS = (
+    *("--max-total-tokens", "4096", "--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
+    *("--hicache-storage-size", "0.02", "--hicache-storage-prefetch-policy", "wait_complete"),
+    *("--hicache-storage-backend-extra-config", '{"prefetch_threshold": 16}'),
+)
 ROUTER_FLAGS = ("--health-check-interval", "1", "--stall-timeout", f"{ROUTER_STALL_S:g}", "--request-timeout", "20")
 
 PROCESS_FAULTS = ("kill_prefill", "kill_decode", "kill_child", "kill_router", "pause", "pause", "pause", "pause")
@@ -65,7 +72,10 @@ OTHER_FAULTS = (
     "leave",
     "leave",
     "abort",
+    "damage",
 )
+DAMAGES = ("changed", "shortened", "of another page", "removed")
+DAMAGED_FILES = 8  # at once
 
 
 @dataclass
@@ -129,6 +139,11 @@ class Arena:
     @property
     def records(self) -> Path:
         return self.fleet.folder / "records"
+
+    @property
+    def pages(self) -> Path:
+        """The folder of page files."""
+        return self.fleet.folder / "pages"
 
     @property
     def router_server(self) -> Server:
@@ -216,12 +231,17 @@ def shares_memory(index: int) -> bool:
     return index % 2 == 1
 
 
+def tiers_of(it: Arena, index: int) -> tuple[str, ...]:
+    """Of the first of each role: fewer pages than are asked about, and host memory and files below them."""
+    return (*TIER_FLAGS, "--hicache-storage-dir", str(it.pages)) if index == 0 else ()
+
+
 async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     """URL and bootstrap port, as the router is to know them."""
     name, cut = f"prefill-{index}", cut_of(index)
     port, bootstrap = free_ports(2)
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
-    words = serve_words(model, port, *mode, *SERVER_FLAGS, *cut, *records.flags(it.records, name))
+    words = serve_words(model, port, *mode, *SERVER_FLAGS, *cut, *tiers_of(it, index), *records.flags(it.records, name))
     member = it.fleet.start(name, words, port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
 
@@ -244,7 +264,7 @@ async def start_decode(it: Arena, model: str, index: int) -> str:
     """URL as the router is to know it. The second has no prefix cache: whatever it decodes was pulled or computed."""
     name, cut = f"decode-{index}", cut_of(PREFILLS + index)
     (port,) = free_ports(1)
-    cache = ("--disable-radix-cache",) if index % 2 else ()
+    cache = ("--disable-radix-cache",) if index % 2 else tiers_of(it, index)
     flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *cut, *cache, *records.flags(it.records, name))
     member = it.fleet.start(name, serve_words(model, port, *flags), port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
@@ -487,6 +507,8 @@ def begin_other(it: Arena, clients: Clients, kind: str, under_way: asyncio.TaskG
             leave(it, clients)
         case "abort":
             under_way.create_task(abort(it, clients))
+        case "damage":
+            damage(it, it.random.sample(pages := page_files(it), min(len(pages), DAMAGED_FILES)))
         case "cut":
             link, half = it.random.choice(list(it.links.values())), it.random.random() < 0.3
             if number := link.cut(half=half):
@@ -495,6 +517,33 @@ def begin_other(it: Arena, clients: Clients, kind: str, under_way: asyncio.TaskG
             under_way.create_task(hold(it, kind))
         case _:
             under_way.create_task(harm(it, kind))
+
+
+def page_files(it: Arena) -> list[Path]:
+    return sorted(path for path in it.pages.glob("*") if PAGE_NAME.fullmatch(path.name))
+
+
+def damage(it: Arena, files: list[Path]) -> None:
+    """What a disk may do to files, whoever reads or writes them now."""
+    kinds: list[str] = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):  # a server has removed it
+            content, kind = bytearray(file.read_bytes()), it.random.choice(DAMAGES)
+            match kind:
+                case "changed" if content:
+                    content[it.random.randrange(len(content))] ^= 1 << it.random.randrange(8)
+                case "of another page":
+                    content = bytearray(it.random.choice(files).read_bytes())
+                case "removed":
+                    file.unlink()
+                    content = bytearray()
+                case _:
+                    del content[it.random.randrange(len(content) + 1) :]
+            if content:
+                file.write_bytes(content)
+            kinds.append(kind)
+    if kinds:
+        it.note("damage", ", ".join(f"{kinds.count(kind)} files {kind}" for kind in DAMAGES if kind in kinds))
 
 
 async def hold(it: Arena, kind: str) -> None:

@@ -20,7 +20,7 @@ import leaks
 import pytest
 import records
 import report
-from arena import DECODES, NUM_CLIENTS, PREFILLS, RECOVERY_S, ROUTER_STALL_S, Arena, arena, rage
+from arena import DECODES, NUM_CLIENTS, PREFILLS, RECOVERY_S, ROUTER_STALL_S, Arena, arena, page_files, rage
 from attack_bootstrap import HostileBootstrap
 from attack_http import HttpAttacks
 from attack_ports import PortAttacks
@@ -197,6 +197,7 @@ def check_promises(it: Arena, asks: list) -> None:
 async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> None:
     """Servers that hold nothing, serve again as in the beginning, and have no more open files than then."""
     await asyncio.to_thread(check_idle, it)
+    await check_damage(it, clients)
     await warm_up(clients)
     # A local prefill or a fallback would hide that the two halves have not found each other again.
     assert {ask.path for ask in clients.asks[-WARM_UP:]} == {"remote"}
@@ -206,6 +207,34 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
     await asyncio.to_thread(check_idle, it)
     after = leaks.descriptors(it)
     assert leaks.grown(before, after, slack=leaks.SLACK_FDS) == {}
+
+
+async def check_damage(it: Arena, clients: Clients) -> None:
+    """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice."""
+    owners = [target.server for target in (it.of("prefill")[0], it.of("decode")[0])]
+    before = sum(map(num_damaged, owners))
+    for server in it.servers:
+        await asyncio.to_thread(flush, server)
+    files = page_files(it)
+    assert len(files) > NUM_CASES
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    await warm_up(clients)
+    assert sum(map(num_damaged, owners)) > before
+
+
+def flush(server: Server) -> None:
+    with server.open("POST", "/flush_cache") as reply:
+        assert reply.status == 200
+
+
+def num_damaged(server: Server) -> float:
+    """Page files that it has removed for what was in them."""
+    with server.open("GET", "/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    name = "tandem:worker_storage_removed_damaged{"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
 def is_logged(it: Arena, way: str) -> bool:
