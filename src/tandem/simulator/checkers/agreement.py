@@ -12,7 +12,14 @@ from tandem.core.batch import BatchPlan
 from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, LaunchBatch, RevokePages, Tell
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import DecodeSide
-from tandem.core.events import Event, ReadsDrained, SnapshotsGathered, TransferDrained, TransferFailed
+from tandem.core.events import (
+    Event,
+    ReadsDrained,
+    RequestRefused,
+    SnapshotsGathered,
+    TransferDrained,
+    TransferFailed,
+)
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import Role
@@ -164,6 +171,12 @@ class RightRank:
     def arrived(self, life: Life, half: Half) -> None:
         if half.role is Role.PREFILL and half.room is not None:
             self.homes[half.room].add(half.replica)
+
+    def heard(self, life: Life, events: Sequence[Event]) -> None:
+        """A half that the edge has refused was there, too: its room may come again, and be asked about."""
+        for event in events:
+            if isinstance(event, RequestRefused) and event.request.room is not None:
+                self.homes[event.request.room].add(life.replica.name)
 
     def announced(self, life: Life, command: AnnounceDpRank) -> None:
         if command.dp_rank != life.settings.dp_rank:

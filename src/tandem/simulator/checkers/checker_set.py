@@ -274,6 +274,7 @@ class Checkers:
             if isinstance(event, TransferFailed):
                 self.one_verdict.failed(life, event)
         self.refusals.heard(life, events)
+        self.right_rank.heard(life, events)
         self.no_new_work.heard(life, events)
         self.orders.after_step(life, events)
         self.returns.after_step(life, events, commands)

@@ -27,6 +27,7 @@ class End:
     is_connected: bool = False  # as far as this end knows
     is_open: bool = True
     is_silent: bool = False  # what is written here does not arrive, ever
+    may_be_deaf: bool = False  # a bit was flipped on its way here: of a frame's size, and it waits for the rest of that
     last_arrival: int = 0  # nothing overtakes within a connection
     stalled: list[bytes | None] = field(default_factory=list)  # written while the way was cut; None: closed
 

@@ -168,6 +168,7 @@ class Network:
         if data and settings.flips and self.random.random() < settings.flips:
             self.count("F14")
             data = flipped(data, self.random)
+            self._other(end).may_be_deaf = True
         end.last_arrival = max(end.last_arrival + 1, self.clock.time + delay_ns)
         self.clock.at(end.last_arrival, self._arrive, self._other(end), data)
 
@@ -275,7 +276,7 @@ class Network:
         host.inbound.clear()
 
     def heal_all(self) -> None:
-        """No new faults from here on. Who waits behind what is clogged, or for what is silent, connects anew."""
+        """No new faults from here on. Who waits behind what is clogged, or for what is silent or deaf, dials anew."""
         for source, target in list(self.ways):
             self.heal(source, target)
         self.down_until.clear()
@@ -283,7 +284,7 @@ class Network:
         self.settings.spread = min(self.settings.spread, CALM_SPREAD)
         for end in list(self.ends):
             other = self._other(end)
-            if end.is_silent or not other.is_open or end.last_arrival > self.clock.time + SECOND:
+            if end.is_silent or end.may_be_deaf or not other.is_open or end.last_arrival > self.clock.time + SECOND:
                 self._break(end, "reset by peer")
                 self._break(other, "reset by peer")
 
