@@ -502,6 +502,13 @@ BREAKS = (
     ),
     # sglang#20845
     Break(
+        "nobody_is_forced_to_ask_for_a_rank",
+        "server/node/settings.py",
+        "        force_query=environment_switch(FORCE_QUERY),",
+        "        force_query=False,",
+        "ranks/test_dp_ranks.py::test_who_is_forced_to_ask_finds_a_route_that_contradicts_its_room",
+    ),
+    Break(
         "prefill_ignores_the_overlap_switch",
         "config.py",
         "        return 1 if self.disable_overlap_schedule else",

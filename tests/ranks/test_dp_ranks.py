@@ -11,6 +11,8 @@ from itertools import pairwise
 import pytest
 from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
 
+from tandem.core.disagg.dp_rank import FORCE_QUERY
+
 FLAGS = ("--max-total-tokens", "8192")
 PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
 
@@ -277,7 +279,20 @@ def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
         assert isinstance(failed, HttpError)
         assert (failed.status, failed.error["code"]) == (400, "route_conflict")
         assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
+        assert f"Set {FORCE_QUERY}=1 to allow mixed routing." in failed.error["message"]
         assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
+
+
+@pytest.mark.slow
+def test_who_is_forced_to_ask_finds_a_route_that_contradicts_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORCE_QUERY, "1")
+    flags = ("--dp", "2", "--disaggregation-dp-rank-conflict", "fail")
+    with cluster(prefills=1, decodes=1, flags=FLAGS, prefill_flags=flags) as it:
+        for room, rank in ((7, 0), (8, 1), (9, 1)):
+            half, answer = both_halves_by_room(it, PROMPTS[room], room, {"data_parallel_rank": rank})
+            assert (half["meta_info"]["dp_rank"], answer["meta_info"]["path"]) == (rank, "remote")
+        for server in it.servers:
+            eventually(server.is_idle, what=server.states)
 
 
 def worker_of(server: Server, dp_rank: int) -> int:
