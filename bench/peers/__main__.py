@@ -137,7 +137,7 @@ def started(peer: Peer, python: Path, folder: Path, options: argparse.Namespace)
             return []
         time.sleep(0.1)
     print(f"{peer.name}: ready", flush=True)
-    return [Server(peer, process, Address(port, "peer"), time.perf_counter() - began)]
+    return [Server(peer, process, Address(port, "peer", peer.fields(folder)), time.perf_counter() - began)]
 
 
 def answers(port: int, path: str) -> bool:

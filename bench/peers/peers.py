@@ -1,6 +1,7 @@
 """The servers that are compared: what each needs, and how it is started."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ class Peer:
     ready: str = "/v1/models"
     remark: str = ""
     finish: Callable[[Path], None] = lambda _: None  # what is left to do in its environment
+    fields: Callable[[Path], dict[str, object]] = lambda _: {}  # of requests to it, given the checkpoint; None: without
 
 
 def tandem_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
@@ -76,6 +78,17 @@ def llama_command(python: Path, checkpoint: Path, port: int, threads: int) -> li
     return [str(python), "-m", "llama_cpp.server", "--model", str(file), "--port", str(port), *words]
 
 
+def transformers_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
+    words = ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "2048"]
+    place = ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+    return [str(python.with_name("transformers")), "serve", str(checkpoint), *words, *place]
+
+
+def transformers_fields(checkpoint: Path) -> dict[str, object]:
+    """Its model is named by its folder, and fields that it does not know are refused."""
+    return {"model": str(checkpoint), "ignore_eos": None, "generation_config": json.dumps({"eos_token_id": -1})}
+
+
 def register_as_vllm(environment: Path) -> None:
     """The CPU package carries another name, under which vLLM does not recognise its own build."""
     (site,) = environment.glob("lib/python*/site-packages")
@@ -105,6 +118,14 @@ PEERS = (
         (("llama-cpp-python[server]==0.3.36", "gguf"),),
         llama_command,
         remark="its server answers one request at a time",
+    ),
+    Peer(
+        "transformers 5.24",
+        ((TORCH, "transformers[serving]==5.24.0"),),
+        transformers_command,
+        {"HF_HUB_OFFLINE": "1"},
+        remark="`transformers serve` with continuous batching, whose KV it makes with its first request",
+        fields=transformers_fields,
     ),
 )
 
