@@ -6,12 +6,16 @@ Without MODEL_DIR a random Llama of 380M parameters is made in a temporary folde
 the time on the clock and the CPU time of the engine are printed, as medians over rounds, with the range of the ratio of
 CPU times: what else runs on the machine shows in the first, and less in the second. `read` is how fast the weights
 could be read: sums over as many bytes, in the same run; a decode step of one request cannot be faster.
+
+`narrow` is torch that multiplies bf16 as it is; where the processor has no instructions for that, we widen weights
+(`engine/layers/torch_linear.py`).
 """
 
 import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,12 +29,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tandem.core.batch import BatchKind, BatchPlan, Join
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine.engine import Engine
+from tandem.engine.layers import torch_linear
+from tandem.engine.layers.torch_linear import WIDENED_ROWS
 from tandem.engine.model_config import page_tokens
 from tandem.engine.native import library
 from tandem.engine.weights import LoadedModel, load
 
 STEPS = 4
 TORCH = library.OFF
+NARROW = "narrow"
 Times = tuple[float, float]  # ms on the clock, ms of CPU
 
 
@@ -39,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = load(options.model or random_llama(Path(folder)), dtype=options.dtype)
-        names = (TORCH, *(options.libraries or library.available()[:1]))
+        names = (TORCH, NARROW, *(options.libraries or library.available()[:1]))
         cases = [("decode", rows) for rows in options.decode] + [("prefill", tokens) for tokens in options.prefill]
         results = [measure(model, kind, size, names, options) for kind, size in cases]
         read = statistics.median(read_weights(model) for _ in range(options.rounds))
@@ -85,7 +92,8 @@ def measure(
     found: dict[str, list[Times]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
-            os.environ[library.SWITCH] = name
+            os.environ[library.SWITCH] = TORCH if name == NARROW else name
+            torch_linear.WIDENED_ROWS = sys.maxsize if name == NARROW else WIDENED_ROWS
             found[name].append(decode(model, size, options.context) if kind == "decode" else prompt(model, size))
     result: dict[str, object] = {"kind": kind, "size": size}
     for name in names:

@@ -7,7 +7,7 @@ import torch
 
 from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers import product as products
-from tandem.engine.layers import quantized as weights
+from tandem.engine.layers import torch_linear
 from tandem.engine.layers.quantized import QuantizedWeight, quantized
 from tandem.engine.native import library
 
@@ -86,7 +86,7 @@ def test_libraries_of_one_order_give_the_same_bits(dtype: torch.dtype, bits: int
 def test_many_rows_are_multiplied_by_torch_piece_by_piece(
     bits: int, draw: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "PIECE_ELEMENTS", 700)  # seven outputs of a hundred inputs
+    monkeypatch.setattr(torch_linear, "PIECE_ELEMENTS", 700)  # seven outputs of a hundred inputs
     weight, exact = drawn(draw, 40, 100, bits=bits, group=32, offsets=False)
     x, bias = torch.randn(300, 100, generator=draw), torch.randn(40, generator=draw)
 

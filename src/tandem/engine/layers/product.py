@@ -1,9 +1,8 @@
 """Rows times a weight: by the native kernels where they are faster, else by torch."""
 
 from torch import Tensor
-from torch.nn import functional
 
-from tandem.engine.layers import quantized
+from tandem.engine.layers import quantized, torch_linear
 from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.native import library
 
@@ -13,4 +12,4 @@ def product(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tens
     kernels = library.fitting(x)
     if kernels is not None and x.shape[0] <= kernels.most_rows(x.dtype):
         return kernels.linear(x, weight, bias)
-    return functional.linear(x, weight, bias) if isinstance(weight, Tensor) else quantized.product(x, weight, bias)
+    return torch_linear.linear(x, weight, bias) if isinstance(weight, Tensor) else quantized.product(x, weight, bias)

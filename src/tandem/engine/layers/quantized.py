@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tandem.engine.layers import torch_linear
 from tandem.engine.native import library
 
 LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
 PACKED_INPUTS = 128
 GROUPS = {8: 64, 4: 32}  # of weights that are quantised when they are loaded, by bits
-PIECE_ELEMENTS = 4 << 20  # of a weight, made at a time where there are many rows to multiply
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales that are tried: the largest weight of a group need not be the best one
 
 
@@ -98,7 +98,7 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
     kernels = library.fitting(x)
     out = x.new_empty(x.shape[0], outputs)
-    step = max(1, PIECE_ELEMENTS // inputs)
+    step = max(1, torch_linear.PIECE_ELEMENTS // inputs)
     for first in range(0, outputs, step):
         count = min(step, outputs - first)
         if kernels is None:
@@ -106,7 +106,7 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         else:
             piece = kernels.dequantize(weight, first, x.new_empty(count, inputs))
         added = None if bias is None else bias[first : first + count]
-        out[:, first : first + count] = functional.linear(x, piece, added)
+        out[:, first : first + count] = torch_linear.linear(x, piece, added)
     return out
 
 
