@@ -19,6 +19,7 @@ int8: a row of a token and head is `head_dim` codes and the four bytes of its fp
 scales go with them. Zeros are zeros there, too.
 """
 
+import contextlib
 import mmap
 import os
 import sys
@@ -131,6 +132,9 @@ class KvMemory:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self._mapping = mmap.mmap(self.fd, num_pages * self.page_bytes)
+            if self._window_runs:  # of a huge page no part comes back by itself
+                with contextlib.suppress(OSError):  # this system has none
+                    self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
             self.buffer = memoryview(self._mapping)
             self.tensor = torch.frombuffer(self.buffer, dtype=stored).view(sizes)
         else:
