@@ -42,3 +42,17 @@ def request_of_a_lost_rank_waits_for_its_deadline() -> Iterator[None]:
 
     with replaced(LiveRequests, "lose", lose):
         yield
+
+
+@mutant(942180131, "S23")
+def refused_request_announces_the_room_of_one_that_runs() -> Iterator[None]:
+    original = LiveRequests._close_room
+
+    def close_room(requests, request, dp_rank, cause, reason):
+        in_rooms, requests._in_rooms = requests._in_rooms, {}
+        told = original(requests, request, dp_rank, cause, reason)
+        requests._in_rooms = in_rooms
+        return told
+
+    with replaced(LiveRequests, "_close_room", close_room):
+        yield

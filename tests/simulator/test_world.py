@@ -7,19 +7,31 @@ import msgspec
 import pytest
 
 from tandem.core.commands import Command, FailRequest, LearnPeer
-from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, PeerUnknown, RequestRefused
+from tandem.core.disagg.messages import Release
+from tandem.core.events import (
+    DpRankAnswered,
+    Event,
+    FlushRequested,
+    HooksChanged,
+    PeerLost,
+    PeerReturned,
+    PeerUnknown,
+    RequestRefused,
+)
 from tandem.core.router.routed_request import ExchangeSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
-from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation
+from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation, Room
 from tandem.server.api.bootstrap_questions import ANSWER_NS
-from tandem.server.api.errors import Problem
+from tandem.server.api.errors import Failure, Problem
 from tandem.server.node.links import RETURN_NS
+from tandem.simulator.actors.clients import RoutedRequest
 from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.linking import introduce
 from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import server_of
 from tandem.simulator.actors.vitals import Hang
+from tandem.simulator.network import links
 from tandem.simulator.oracle import Script
 from tandem.simulator.scenario.parse import SMALL, quiet_options
 from tandem.simulator.workload import Ask
@@ -36,10 +48,14 @@ def a_world(**options: object) -> World:
     return world
 
 
+def an_ask(world: World, index: int = 0) -> Ask:
+    script = Script(tuple(range(100, 112)), 4, 0)
+    return Ask(index, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False)
+
+
 def ask(world: World, index: int = 0, **fields: object) -> Ask:
     """A request that is asked of the first gateway now."""
-    script = Script(tuple(range(100, 112)), 4, 0)
-    asked = Ask(index, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False)
+    asked = an_ask(world, index)
     for name, value in fields.items():
         setattr(asked, name, value)
     world.edge.num_to_come += 1
@@ -279,6 +295,26 @@ def test_healing_brings_broken_connections_back() -> None:
     assert [type(event) for _, event in heard] == [PeerReturned, PeerReturned]
 
 
+def test_healing_brings_a_connection_back_whose_reader_waits_for_a_longer_frame(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A bit of its length was flipped: nothing is wrong with it so far, and only its silence would tell."""
+    world = a_linked_world()
+    monkeypatch.setattr(links, "flipped", lambda data, random: bytes((data[0], data[1] ^ 8)) + data[2:])
+    prefill, decode = (world.replicas[name].life for name in ("prefill-0", "decode-0"))
+    assert prefill is not None
+    assert decode is not None
+    heard = told(world, PeerReturned, PeerLost)
+    world.network.settings.flips = 1.0
+    decode.host.tell(prefill.incarnation, Release(Room(7), decode.incarnation, "done"))
+    world.run(world.clock.time + SECOND)
+    assert heard == []
+    world.num_planned += 1
+    world.harm.heal()
+    world.run(world.clock.time + SECOND)
+    assert [type(event) for _, event in heard] == [PeerReturned, PeerReturned]
+
+
 def test_operators_reach_every_rank_of_a_server() -> None:
     world = a_world(prefill_info=RANKS)
     heard = told(world, FlushRequested, HooksChanged)
@@ -320,6 +356,23 @@ def test_a_lost_rank_s_rooms_are_answered_by_another_one_and_its_clients_hear_wh
     assert server.registry.ranks_of([refused.request.room], server.local_time(world.clock.time)) == {
         refused.request.room: int(other[-1])
     }
+
+
+def test_decode_may_be_led_to_the_rank_that_answers_for_a_refused_use_of_the_room() -> None:
+    """It is answered before the prefill half of the second use comes to another rank."""
+    world = a_world(num_prefills=1, num_decodes=1, num_gateways=0, prefill_info=RANKS)
+    world.bootstraps.look_up_ns = (100 * MILLISECOND, 100 * MILLISECOND + 1)
+    heard = told(world, DpRankAnswered)
+    prefill, decode = world.servers["prefill-0"], world.servers["decode-0"]
+    room, address = Room(7), Address("prefill-0", BOOTSTRAP_PORT)
+    refused, exchange = (RoutedRequest(an_ask(world, index), room) for index in range(2))
+    assert isinstance(world.edge.submit(refused, prefill, room, None, routed=-1), Failure)
+    world.edge.submit(exchange, decode, room, address)
+    world.run(world.clock.time + 170 * MILLISECOND)  # it has learned who prefill is, and is being answered
+    world.edge.submit(exchange, prefill, room, None, routed=1)
+    world.run(world.clock.time + 10 * SECOND)
+    assert next(event.dp_rank for _, event in heard if isinstance(event, DpRankAnswered)) == 0
+    assert [half.replica for half in exchange.halves] == ["decode-0", "prefill-0/1"]
 
 
 def test_the_client_of_a_node_that_hangs_hears_so_by_its_deadline() -> None:

@@ -54,6 +54,7 @@ from tandem.core.events import (
     RequestRefused,
 )
 from tandem.core.kv_parts import KvGrid, KvShard
+from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
 from tandem.core.scheduler.node import EngineNode
@@ -681,6 +682,9 @@ class World:
 
     def watch_deadline(self, life: Life, half: Half) -> None:
         self.checkers.watch_deadline(life, half)
+
+    def edge_refuses(self, server: Server, rank: Replica, request: Request) -> None:
+        self.checkers.edge_refuses(server, rank, request)
 
     def edge_ends(self, server: Server, half: Half | None, terminal: FinishRequest | FailRequest) -> None:
         self.checkers.edge_ends(server, half, terminal)

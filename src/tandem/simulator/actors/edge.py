@@ -11,7 +11,7 @@ from random import Random
 from typing import Protocol
 
 from tandem.core.commands import AnnounceDpRank, FailRequest, FinishRequest
-from tandem.core.events import AbortRequested, DrainRequested, Event, PromptRendered, RequestArrived
+from tandem.core.events import AbortRequested, DrainRequested, Event, PromptRendered, RequestArrived, RequestRefused
 from tandem.core.request import Request
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Nanos, RequestId, Room
@@ -52,6 +52,8 @@ class Surroundings(Protocol):
     def push(self, life: Life, event: Event) -> None: ...
 
     def watch_deadline(self, life: Life, half: Half) -> None: ...
+
+    def edge_refuses(self, server: Server, rank: Replica, request: Request) -> None: ...
 
     def edge_ends(self, server: Server, half: Half | None, terminal: FinishRequest | FailRequest) -> None: ...
 
@@ -295,6 +297,8 @@ class Edge:
         for action in actions:
             match action:
                 case Tell(dp_rank, event):
+                    if isinstance(event, RequestRefused):
+                        self.world.edge_refuses(server, server.ranks[dp_rank], event.request)
                     self._tell(server.ranks[dp_rank].life, event)
                 case AnnounceDpRank():
                     self.world.bootstraps.announced(server, action)

@@ -12,21 +12,16 @@ from tandem.core.batch import BatchPlan
 from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, LaunchBatch, RevokePages, Tell
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import DecodeSide
-from tandem.core.events import (
-    Event,
-    ReadsDrained,
-    RequestRefused,
-    SnapshotsGathered,
-    TransferDrained,
-    TransferFailed,
-)
+from tandem.core.events import Event, ReadsDrained, SnapshotsGathered, TransferDrained, TransferFailed
+from tandem.core.request import Request
 from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, Nanos, RequestId, Room, ShardId
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.executor import Executor
-from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.replica import Life, Replica
+from tandem.simulator.actors.servers import Server
 from tandem.simulator.checkers.base import Watched, where
 from tandem.simulator.oracle import Violation
 
@@ -166,17 +161,18 @@ class RightRank:
 
     def __init__(self, world: Watched) -> None:
         self.world = world
-        self.homes: defaultdict[Room, set[str]] = defaultdict(set)  # DP ranks to which a prefill half of it has come
+        # DP ranks to which a prefill half of it has come, or which answer for one that was refused
+        self.homes: defaultdict[Room, set[str]] = defaultdict(set)
 
     def arrived(self, life: Life, half: Half) -> None:
         if half.role is Role.PREFILL and half.room is not None:
             self.homes[half.room].add(half.replica)
 
-    def heard(self, life: Life, events: Sequence[Event]) -> None:
-        """A half that the edge has refused was there, too: its room may come again, and be asked about."""
-        for event in events:
-            if isinstance(event, RequestRefused) and event.request.room is not None:
-                self.homes[event.request.room].add(life.replica.name)
+    def refused(self, server: Server, rank: Replica, request: Request) -> None:
+        """Whoever looks for its room is led to this rank and told there; not where another request runs in it."""
+        others = [half for half in server.halves.values() if half.room == request.room and half.request != request.id]
+        if server.role is Role.PREFILL and request.room is not None and not others:
+            self.homes[request.room].add(rank.name)
 
     def announced(self, life: Life, command: AnnounceDpRank) -> None:
         if command.dp_rank != life.settings.dp_rank:

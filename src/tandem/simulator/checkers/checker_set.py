@@ -46,10 +46,11 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
+from tandem.core.request import Request
 from tandem.core.values import Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.actors.kv_reader import SimulatedGrant
-from tandem.simulator.actors.replica import Life
+from tandem.simulator.actors.replica import Life, Replica
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.checkers.accounting import FirstTokenClock, Gauges, HitRate
@@ -274,7 +275,6 @@ class Checkers:
             if isinstance(event, TransferFailed):
                 self.one_verdict.failed(life, event)
         self.refusals.heard(life, events)
-        self.right_rank.heard(life, events)
         self.no_new_work.heard(life, events)
         self.orders.after_step(life, events)
         self.returns.after_step(life, events, commands)
@@ -312,6 +312,10 @@ class Checkers:
         self.right_rank.arrived(life, half)
         self.deadlines.watch(life, half)
         self.edge_deadlines.watch(half)
+
+    def edge_refuses(self, server: Server, rank: Replica, request: Request) -> None:
+        """Or ends it without its node: this rank answers for it."""
+        self.right_rank.refused(server, rank, request)
 
     def edge_ends(self, server: Server, half: Half | None, terminal: End) -> None:
         self.edge_one_end.ended(server, half, terminal)
