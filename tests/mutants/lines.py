@@ -1691,6 +1691,13 @@ OTHERS = (
         LINKS + "a_peer_that_does_not_read_is_dropped_at_the_limit_and_returns",
     ),
     Break(
+        "any_byte_is_a_sign_of_life",
+        "server/node/links.py",
+        '"""Some bytes, cut anywhere."""',
+        "link.heard_ns = now",
+        LINKS + "bytes_that_never_become_a_message_are_silence",
+    ),
+    Break(
         "a_return_is_not_told",
         "server/node/links.py",
         "if peer.lost_at is not None:\n            self.report(PeerReturned(peer.who))",

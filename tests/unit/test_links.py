@@ -7,6 +7,7 @@ from link_wires import DECODE, ENDPOINT, PREFILL, Node, Wires, link_of, ready, t
 from tandem.core.disagg.messages import Release
 from tandem.core.events import PeerLost, PeerReturned
 from tandem.core.values import MILLISECOND, SECOND, Address, Incarnation, Nanos, Room
+from tandem.server.frames import HEAD_BYTES
 from tandem.server.node.links import HELLO_NS, RETURN_NS, Limits
 
 
@@ -100,6 +101,18 @@ def test_a_dial_that_nobody_answers_is_given_up_in_time() -> None:
     assert decode.lost == []
     wires.pass_time(1, decode)
     assert decode.lost == [PREFILL]
+
+
+def test_bytes_that_never_become_a_message_are_silence() -> None:
+    """The length of a frame has changed on its way: all that follows is taken for the rest of that frame."""
+    wires, prefill, decode = two_nodes()
+    link_of(decode, PREFILL).session.outgoing += (1 << 19).to_bytes(HEAD_BYTES)
+    wires.carry()
+    silence_ns = link_of(prefill, DECODE).silence_ns
+    wires.pass_time(silence_ns - 1, prefill, decode)
+    assert prefill.lost == []
+    wires.pass_time(1, prefill, decode)
+    assert prefill.lost == [DECODE]
 
 
 def test_a_second_connection_of_one_peer_takes_the_place_of_the_first() -> None:
