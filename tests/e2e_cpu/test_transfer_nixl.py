@@ -330,8 +330,8 @@ WAYS = [
 
 
 @contextmanager
-def two(of_owner: Backend, of_reader: Backend, *, unix: bool, **of_pages: object) -> Iterator[tuple[Side, Side]]:
-    owner = Side(PREFILL, seed=1, backend=of_owner, **of_pages)  # type: ignore[arg-type]
+def two(of_owner: Backend, of_reader: Backend, *, unix: bool, gives_back: bool = False) -> Iterator[tuple[Side, Side]]:
+    owner = Side(PREFILL, seed=1, backend=of_owner, gives_back=gives_back)
     reader = Side(DECODE, seed=2, backend=of_reader)
     reader.lender = owner
     plane = owner.transfer
