@@ -741,6 +741,16 @@ def check_tables(replica: Replica, plan: BatchPlan) -> None:
         assert table == replica.progress(request).pages[: len(table)]
 
 
+def assert_who_is_pushed_back_goes_on(world: "World", node: "Replica") -> None:
+    """Four whose answers do not fit beside each other get the tokens that each gets alone."""
+    ids = [world.submit(node, prompt_len=9 + n, max_new_tokens=40, seed=n) for n in range(4)]
+    world.run()
+    assert node.state.counters.retractions > 0
+    for n, request in enumerate(ids):
+        assert node.tokens[request] == expected_tokens(9 + n, 40, seed=n)
+    assert_nothing_is_held(node)
+
+
 def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
     """No request has left a page, slot, row, room, timer or queue entry behind, here or at the worker."""
     for replica in [replicas] if isinstance(replicas, Replica) else replicas:

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from core_driver import World, assert_nothing_is_held, expected_tokens, finished
+from core_driver import World, assert_nothing_is_held, assert_who_is_pushed_back_goes_on, expected_tokens, finished
 from tandem.core.batch import BatchOutcome, TokenFlag
 from tandem.core.commands import EmitTokens, FinishReason, LaunchBatch
 from tandem.core.disagg.messages import Offer
@@ -77,12 +77,7 @@ def test_who_is_pushed_back_goes_on_with_the_same_tokens() -> None:
     for block_tokens in (2, 8):
         world = World()
         node = world.unified(block_tokens=block_tokens, page_size=8, num_pages=12, conservativeness=0.0)
-        ids = [world.submit(node, prompt_len=9 + n, max_new_tokens=40, seed=n) for n in range(4)]
-        world.run()
-        assert node.state.counters.retractions > 0
-        for n, request in enumerate(ids):
-            assert node.tokens[request] == expected_tokens(9 + n, 40, seed=n)
-        assert_nothing_is_held(node)
+        assert_who_is_pushed_back_goes_on(world, node)
 
 
 @pytest.mark.parametrize("policy", list(OptimisticPolicy))

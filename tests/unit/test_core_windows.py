@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from core_driver import ROOT, Replica, World, assert_nothing_is_held, expected_tokens, finished, prompt_tokens
+from core_driver import (
+    ROOT,
+    Replica,
+    World,
+    assert_nothing_is_held,
+    assert_who_is_pushed_back_goes_on,
+    expected_tokens,
+    finished,
+    prompt_tokens,
+)
 from tandem.core.commands import FreeWindows, LaunchBatch, LoadPages, StorePages
 from tandem.core.events import PagesLanded
 from tandem.core.kv.windows import Windows, most_seen
@@ -255,9 +264,4 @@ def test_a_copy_of_a_page_without_its_part_brings_none(shorter_first: bool) -> N
 def test_who_is_pushed_back_goes_on_with_the_same_tokens() -> None:
     world = World()
     node = world.unified(**with_windows(24, num_pages=26, conservativeness=0.0, window_depth=1))
-    ids = [world.submit(node, prompt_len=9 + n, max_new_tokens=40, seed=n) for n in range(4)]
-    world.run()
-    assert node.state.counters.retractions > 0
-    for n, request in enumerate(ids):
-        assert node.tokens[request] == expected_tokens(9 + n, 40, seed=n)
-    assert_nothing_is_held(node)
+    assert_who_is_pushed_back_goes_on(world, node)

@@ -97,17 +97,13 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x: [n, in_features] of many rows, or where no kernel takes it; returns [n, out_features]."""
     outputs, inputs = weight.shape
     kernels = library.fitting(x)
-    out = x.new_empty(x.shape[0], outputs)
-    step = max(1, torch_linear.PIECE_ELEMENTS // inputs)
-    for first in range(0, outputs, step):
-        count = min(step, outputs - first)
+
+    def piece(first: int, count: int) -> Tensor:
         if kernels is None:
-            piece = weight.dequantized(x.dtype, first=first, count=count)
-        else:
-            piece = kernels.dequantize(weight, first, x.new_empty(count, inputs))
-        added = None if bias is None else bias[first : first + count]
-        out[:, first : first + count] = torch_linear.linear(x, piece, added)
-    return out
+            return weight.dequantized(x.dtype, first=first, count=count)
+        return kernels.dequantize(weight, first, x.new_empty(count, inputs))
+
+    return torch_linear.linear_by_pieces(x, outputs, bias, piece)
 
 
 def _packed(codes: Tensor) -> Tensor:

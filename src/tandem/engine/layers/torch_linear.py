@@ -4,6 +4,7 @@ Without instructions for products of bf16 or fp16 torch takes four times as long
 (`bench/native.py`). So from some rows on a weight is widened there, a piece at a time. Sums are fp32 either way.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -23,16 +24,25 @@ INSTRUCTIONS = {
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x: [n, in_features], weight: [out_features, in_features]; returns [n, out_features]"""
-    if x.shape[0] < WIDENED_ROWS or x.device.type != "cpu" or not is_widened(x.dtype):
+    if not widens(x):
         return functional.linear(x, weight, bias)
-    outputs, inputs = weight.shape
-    out, wide = x.new_empty(x.shape[0], outputs), x.float()
+    return linear_by_pieces(x, weight.shape[0], bias, lambda first, count: weight[first : first + count])
+
+
+def linear_by_pieces(x: Tensor, outputs: int, bias: Tensor | None, piece: Callable[[int, int], Tensor]) -> Tensor:
+    """As `linear`, with a weight that `piece(first, count)` makes so many rows of."""
+    out, inputs = x.new_empty(x.shape[0], outputs), x.shape[1]
+    x = x.float() if widens(x) else x
     step = max(1, PIECE_ELEMENTS // inputs)
     for first in range(0, outputs, step):
-        rows = slice(first, first + step)
-        added = None if bias is None else bias[rows].float()
-        out[:, rows] = functional.linear(wide, weight[rows].float(), added)
+        count = min(step, outputs - first)
+        added = None if bias is None else bias[first : first + count].to(x.dtype)
+        out[:, first : first + count] = functional.linear(x, piece(first, count).to(x.dtype), added)
     return out
+
+
+def widens(x: Tensor) -> bool:
+    return x.shape[0] >= WIDENED_ROWS and x.device.type == "cpu" and is_widened(x.dtype)
 
 
 @cache
