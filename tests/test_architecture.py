@@ -113,6 +113,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     ("storage_config", "leaf"),
     ("otlp", "leaf"),
     *((f"engine.{name}", "leaf") for name in ("attention.table", "quantization_names")),  # names: choices of flags
+    ("engine.lean_torch", "leaf"),
     *((f"engine.{name}", "engine.config") for name in ENGINE_CONFIG),
     *((f"engine.{name}", "engine.batch") for name in ENGINE_BATCH),
     ("engine.native", "engine.native"),

@@ -10,6 +10,9 @@ A forward pass that raises is an event, not the end: the requests of that batch 
 workers ends, and says so: the others stand in the middle of that batch.
 """
 
+import tandem.engine.lean_torch  # noqa: F401  # before torch
+
+# isort: split
 import contextlib
 import gc
 import hashlib

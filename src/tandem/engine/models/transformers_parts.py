@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tandem.engine.lean_torch import read_rules
+
+read_rules()  # this code may want any of them
+
 # Fields of config.json that are not part of what is computed, or are decided elsewhere.
 LEFT_OUT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 TOLD = ("output_attentions", "output_hidden_states", "output_router_logits")
