@@ -4,12 +4,13 @@ Real processes with the bundled model; the reference is transformers. A sample o
 all of them are in `make ranks`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from cluster import Cluster, Server, cluster, eventually
+from kept_servers import KeptServers, flush_cache, kept_servers
 from rank_gauges import worker_gauges
 from reference import CHUNK, ask_all, ask_each, assert_same_tokens, real_prompts
 
@@ -63,49 +64,38 @@ PAIRS = (
     (Grid(1, 2, RETRY), Grid(1, 2, DIVIDED)),
     (Grid(2, 1), Grid(1, 2)),
     (Grid(1, 1, cp=2), Grid(1, 1)),
-    (Grid(2, 1, EXACT), Grid(1, 1, EXACT)),
 )
+# Cut alike and differently: split and joined by heads, by layers, by both; and with heads that several workers have.
+PREFILLS = (Grid(1, 1), Grid(2, 1), Grid(4, 1), Grid(1, 2, RETRY), Grid(1, 4), Grid(2, 2, RETRY))
+DECODES = (
+    Grid(1, 1),
+    Grid(2, 1),
+    Grid(4, 1),
+    Grid(1, 2, NO_OVERLAP),
+    Grid(1, 4, DIVIDED),
+    Grid(2, 2, (*MIXED, *DIVIDED)),
+)
+OTHER_PREFILLS = {  # by who pulls from them
+    Grid(1, 1): (Grid(2, 1, cp=2), Grid(1, 2, cp=2)),  # the tokens of prompts are shared out
+    Grid(2, 1): (Grid(3, 1), Grid(1, 1, cp=3)),
+    Grid(4, 1): (Grid(1, 1, NO_OVERLAP, cp=2),),
+    Grid(1, 2, NO_OVERLAP): (Grid(2, 2, RETRY, cp=2),),
+}
 MORE_PAIRS = slow(
-    (Grid(2, 1), Grid(2, 1)),
-    (Grid(2, 2), Grid(2, 2)),
-    (Grid(4, 1), Grid(4, 1)),
-    (Grid(1, 4), Grid(1, 4, DIVIDED)),
-    (Grid(1, 2), Grid(1, 2, NO_OVERLAP)),
-    (Grid(2, 2, RETRY), Grid(2, 2, (*MIXED, *DIVIDED))),
-    # Cut differently: split and joined by heads, by layers, by both; and with heads that several workers have.
-    (Grid(1, 1), Grid(2, 1)),
-    (Grid(2, 1), Grid(1, 1)),
-    (Grid(2, 1), Grid(4, 1)),
-    (Grid(4, 1), Grid(2, 1)),
-    (Grid(4, 1), Grid(1, 1)),
-    (Grid(1, 1), Grid(4, 1)),
-    (Grid(1, 2), Grid(1, 1)),
-    (Grid(1, 1), Grid(1, 2)),
-    (Grid(1, 4), Grid(1, 2)),
-    (Grid(1, 2, RETRY), Grid(2, 1)),
-    (Grid(2, 2), Grid(1, 1)),
-    (Grid(1, 1), Grid(2, 2)),
-    (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
-    (Grid(3, 1), Grid(2, 1)),
-    (Grid(1, 1), Grid(1, 4)),
-    *((Grid(2, 1), Grid(*decode)) for decode in ((1, 4), (2, 2))),
-    *((Grid(4, 1), Grid(*decode)) for decode in ((1, 2), (1, 4), (2, 2))),
-    *((Grid(1, 2), Grid(*decode)) for decode in ((4, 1), (1, 4), (2, 2))),
-    *((Grid(1, 4), Grid(*decode)) for decode in ((1, 1), (2, 1), (4, 1), (2, 2))),
-    *((Grid(2, 2), Grid(*decode)) for decode in ((2, 1), (4, 1), (1, 2))),
-    (Grid(1, 2, EXACT), Grid(2, 1, EXACT)),
-    # The tokens of prompts are shared out.
-    (Grid(2, 1, cp=2), Grid(1, 1)),
-    (Grid(1, 2, cp=2), Grid(1, 1)),
-    (Grid(1, 1, cp=3), Grid(2, 1)),
-    (Grid(2, 2, RETRY, cp=2), Grid(1, 2)),
-    (Grid(1, 1, NO_OVERLAP, cp=2), Grid(4, 1)),
+    *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ())))
 )
+EXACT_PAIRS = ((Grid(2, 1, EXACT), Grid(1, 1, EXACT)), *slow((Grid(1, 2, EXACT), Grid(2, 1, EXACT))))
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     return real_prompts(NUM_PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[KeptServers]:
+    with kept_servers(*FLAGS, *FAULTS) as it:
+        yield it
 
 
 @pytest.mark.parametrize("grid", [*UNIFIED, *MORE_UNIFIED], ids=str)
@@ -131,20 +121,18 @@ def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_e
         assert_idle([server])
 
 
-@pytest.mark.parametrize("pair", [*PAIRS, *MORE_PAIRS], ids=lambda pair: "--".join(map(str, pair)))
+@pytest.mark.parametrize("pair", [*PAIRS, *MORE_PAIRS, *EXACT_PAIRS], ids=lambda pair: "--".join(map(str, pair)))
 def test_a_pair_of_several_workers_each_says_what_transformers_says(
-    prompts: list[list[int]], pair: tuple[Grid, Grid]
+    prompts: list[list[int]], kept: KeptServers, pair: tuple[Grid, Grid]
 ) -> None:
     """And says it again while transfers fail."""
     prefill, decode = pair
-    flags = [*FLAGS, *FAULTS]
-    with cluster(prefills=1, decodes=1, flags=flags, prefill_flags=prefill.words, decode_flags=decode.words) as it:
+    with kept.pair(prefill.words, decode.words) as it:
         assert it.router is not None
         assert_same_tokens(prompts, ask_each(it.router, prompts), path="remote")
         assert_idle(it.servers)
         for server in it.servers:
-            with server.open("POST", "/flush_cache") as reply:
-                assert reply.status == 200
+            flush_cache(server)
         it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
         some = prompts[::2]
         answers = ask_all(it.router, some)
@@ -152,6 +140,7 @@ def test_a_pair_of_several_workers_each_says_what_transformers_says(
         for path in ("remote", "fallback"):
             took = [number for number, answer in enumerate(answers) if answer["meta_info"]["path"] == path]
             assert_same_tokens([some[number] for number in took], [answers[number] for number in took], path=path)
+        it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": 0.0})
         assert_idle(it.servers)
         assert_each_worker_counts_for_itself(it, prefill, decode)
 
