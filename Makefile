@@ -25,6 +25,10 @@ TORCH ?= torch==2.13.0
 HUNT_SECONDS ?= 600
 CHAOS_SECONDS ?= 600
 FUZZ_SECONDS ?= 600
+# Tests mostly wait for one process after the other, so two files at a time; TESTERS=0 takes one.
+TESTERS ?= 2
+PYTEST = $(BIN)/python -m pytest
+SIDE_BY_SIDE = $(PYTEST) -n $(TESTERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,10 +67,10 @@ demo: $(INSTALLED)
 	@$(BIN)/tandem demo
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(SIDE_BY_SIDE) -m "not slow"
 
 slow: $(INSTALLED)
-	@$(BIN)/python -m pytest -m slow --ignore tests/ranks
+	@$(SIDE_BY_SIDE) -m slow --ignore tests/ranks
 
 # Old packages have no wheels for new Pythons, and compiling them is not what this is about.
 $(LOWEST_INSTALLED): pyproject.toml .ci/lowest_versions.py $(INSTALLED)
@@ -104,7 +108,7 @@ chaos: $(INSTALLED)
 	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -s
 
 ranks: $(INSTALLED)
-	@$(BIN)/python -m pytest tests/ranks
+	@$(SIDE_BY_SIDE) tests/ranks
 
 # The package once more, with kernels that check themselves; the interpreter itself is not what is looked at.
 SANITIZED := build/sanitized

@@ -1,9 +1,13 @@
-"""Hypothesis in a reproducible profile, and a table at the end: how long each part of the suite took, and may take."""
+"""Hypothesis in a reproducible profile, and a table at the end: how long each part of the suite took, and may take.
+
+Where several files run at a time, a part takes its tests' time divided by their number.
+"""
 
 import gc
 import os
 import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import quick_uvicorn
+from told import SAID, Tell, WhatTestsTell
 
 settings.register_profile(
     "ci",
@@ -27,6 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 HERE = Path(__file__).parent
 STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")  # the user's own secret is not for tests
 os.environ["XDG_STATE_HOME"] = STATE.name
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # servers start hundreds of times; each would compile all of its code
 quick_uvicorn.install()
 
 
@@ -61,14 +67,15 @@ def part_of(path: str) -> Part:
 class PartTimes:
     """Sums set-up, call and tear-down of every test by part."""
 
-    def __init__(self) -> None:
+    def __init__(self, testers: int) -> None:
+        self.testers = testers
         self.seconds: dict[str, float] = {}
         self.tests: dict[str, int] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         path = Path(report.nodeid.partition("::")[0]).as_posix().removeprefix("tests/")
         name = part_of(path).name
-        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration / self.testers
         self.tests[name] = self.tests.get(name, 0) + (report.when == "call")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -90,10 +97,16 @@ def _kept_from_the_collector() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Tell:
+    return lambda text: record_property(SAID, text)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts a suite in the background has it ignore Ctrl+C, nohup has it ignore that its terminal closes,
     # and programs under test would inherit that; a handler of Python's is not inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
-    config.pluginmanager.register(PartTimes(), "part-times")
+    config.pluginmanager.register(WhatTestsTell(), "what-tests-tell")
+    config.pluginmanager.register(PartTimes(config.getoption("numprocesses", 0) or 1), "part-times")

@@ -33,6 +33,7 @@ import tandem
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 from tandem.server.http_pool import KEEPALIVE_SECONDS
+from told import Tell
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
@@ -75,36 +76,35 @@ def cases(tmp_path: Path, model: str) -> list[Case]:
 
 
 def test_every_request_ends_with_its_tokens_or_a_cause_whatever_is_killed_paused_or_garbled(
-    tmp_path: Path, model: str, mark: str, cases: list[Case], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, model: str, mark: str, cases: list[Case], tell: Tell
 ) -> None:
     fleet = Fleet(tmp_path, engines=PREFILLS + DECODES)
     try:
         with fleet:
-            pids = asyncio.run(run(fleet, model, cases, capsys))
+            pids = asyncio.run(run(fleet, model, cases, tell))
             fleet.stop(timeout_s=30)
             exits = {member.name: member.process.returncode for member in fleet.members}
     except BaseException:
         show_logs(fleet)
         raise
-    check_records(tmp_path / "records", capsys)
+    check_records(tmp_path / "records", tell)
     assert exits == dict.fromkeys(exits, 0)
     eventually(lambda: not leaks.left_running(mark), what=lambda: leaks.left_running(mark))
     assert leaks.left_sockets(pids) == []
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def check_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def check_records(folder: Path, tell: Tell) -> None:
     """Every life of every node decides the same again, through rotations and up to where a kill has cut it."""
     lives = list(records.replayed(folder))
-    with capsys.disabled():
-        print(records.page(lives), flush=True)
+    tell(records.page(lives))
     assert [(life.record.name, life.differences) for life in lives if life.differences] == []
     assert {life.server for life in lives} == {f"{role}-{n}" for role in ("prefill", "decode") for n in range(PREFILLS)}
     assert len(lives) > PREFILLS + DECODES, "nobody was killed"
     assert any(life.is_rotated for life in lives)
 
 
-async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.CaptureFixture[str]) -> set[int]:
+async def run(fleet: Fleet, model: str, cases: list[Case], tell: Tell) -> set[int]:
     """The whole story; returns the ids of all processes that took part."""
     random = Random(SEED)
     async with arena(fleet, model, random) as it:
@@ -131,9 +131,8 @@ async def run(fleet: Fleet, model: str, cases: list[Case], capsys: pytest.Captur
                 await asyncio.gather(*work)
                 clients.settle()
                 asks = clients.asks[asks_before:]
-                with capsys.disabled():
-                    print("\n" + report.page(it, asks, seed=SEED, seconds=SECONDS), flush=True)
-                    print(f"  attacks     {attacks.words()}", flush=True)
+                tell(report.page(it, asks, seed=SEED, seconds=SECONDS))
+                tell(f"  attacks     {attacks.words()}")
                 print(report.details(it, asks))
             check_attacks(attacks, kinds, attacked)
             await check_healed(it, clients, before)

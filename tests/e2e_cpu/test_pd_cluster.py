@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any  # JSON documents
 
 import pytest
 from cluster import Cluster, HttpError, Server, cluster, eventually
@@ -154,14 +155,19 @@ def test_a_bootstrap_address_where_nobody_is_ends_the_request_with_a_cause(it: C
 def test_what_all_nodes_did_replays_identically(
     router: Server, it: Cluster, records: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router.generate(PROMPTS["two chunks"])
-    for server in it.servers:
-        eventually(server.is_idle, what=server.state)
-    capsys.readouterr()
-    assert replay.compare(records_at(records), as_json=True) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert len(document["records"]) == 3
-    steps = [record["steps"] for record in document["records"]]  # few where the older segment has just gone
-    assert min(steps) > 0
-    assert sum(steps) > 60
-    assert any(record["segments"] == 2 for record in document["records"]), "none was long enough to be rotated"
+    found: list[dict[str, Any]] = []
+
+    def each_has_steps() -> bool:
+        """A record has none where its older segment has just gone."""
+        router.generate(PROMPTS["two chunks"])
+        for server in it.servers:
+            eventually(server.is_idle, what=server.state)
+        capsys.readouterr()
+        assert replay.compare(records_at(records), as_json=True) == 0
+        found[:] = json.loads(capsys.readouterr().out)["records"]
+        return min(record["steps"] for record in found) > 0
+
+    eventually(each_has_steps, what=lambda: found)
+    assert len(found) == 3
+    assert sum(record["steps"] for record in found) > 60
+    assert any(record["segments"] == 2 for record in found), "none was long enough to be rotated"

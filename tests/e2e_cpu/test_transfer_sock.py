@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -306,14 +307,15 @@ def test_an_abstract_unix_socket_goes_away_with_its_owner() -> None:
         link.connect(links.unix_address(path))
 
 
-def test_a_unix_socket_in_a_folder_is_removed_at_the_end(tmp_path: Path) -> None:
-    folder = tmp_path / "sockets"
-    with pair(unix_dir=str(folder)) as (owner, reader):
-        assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert os.path.exists(owner.transfer.unix)
-        reader.pull(1, [0], [0], owner.publish(1, [0]))
-        reader.wait_landed(1, 1)
-    assert not list(folder.iterdir())
+def test_a_unix_socket_in_a_folder_is_removed_at_the_end() -> None:
+    with tempfile.TemporaryDirectory() as short:  # the path of a socket has 107 bytes
+        folder = Path(short, "sockets")
+        with pair(unix_dir=str(folder)) as (owner, reader):
+            assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+            assert os.path.exists(owner.transfer.unix)
+            reader.pull(1, [0], [0], owner.publish(1, [0]))
+            reader.wait_landed(1, 1)
+        assert not list(folder.iterdir())
 
 
 def test_a_unix_path_that_is_not_there_falls_back_to_tcp() -> None:

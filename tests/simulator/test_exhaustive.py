@@ -27,6 +27,7 @@ from tandem.simulator.model_check.reader import SHARD
 from tandem.simulator.model_check.replica_value import Draft
 from tandem.simulator.model_check.transitions import TRANSITIONS
 from tandem.simulator.model_check.worlds import SMALL_WORLDS, TO_THE_END
+from told import Tell
 
 DEPTH = int(os.environ.get("TANDEM_EXHAUSTIVE_DEPTH", "0"))
 WORLDS = {small.name: small for small in SMALL_WORLDS}
@@ -43,11 +44,8 @@ def founds() -> list[Found]:
     return searched(name for name in WORLDS if name not in LONGEST)
 
 
-def test_no_interleaving_breaks_an_invariant_or_leaves_anything_behind(
-    founds: list[Found], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with capsys.disabled():
-        print(f"\n{report(founds)}")
+def test_no_interleaving_breaks_an_invariant_or_leaves_anything_behind(founds: list[Found], tell: Tell) -> None:
+    tell(report(founds))
     assert [found.violation for found in founds if found.violation] == []
 
 

@@ -11,6 +11,7 @@ from tandem.simulator.hunt import draw_first_seed, lived_ns, num_cores, run_all,
 from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
 from tandem.simulator.workload import Ask
+from told import Tell
 
 SECONDS = float(os.environ.get("HUNT_SECONDS", "5"))
 FIRST_SEED = int(os.environ.get("HUNT_SEED") or draw_first_seed())
@@ -27,16 +28,14 @@ def corpus() -> list[tuple[int, str]]:
     return [(int(line.split(maxsplit=1)[0]), line.split(maxsplit=1)[1]) for line in lines]
 
 
-def test_no_fresh_seed_breaks_an_invariant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_fresh_seed_breaks_an_invariant(tell: Tell) -> None:
     summary, began = Summary(FIRST_SEED), time.monotonic()
-    with capsys.disabled():
-        print(f"\nhunt: first seed {summary.first_seed}, {SECONDS:g} s on {num_cores()} cores", flush=True)
+    tell(f"hunt: first seed {summary.first_seed}, {SECONDS:g} s on {num_cores()} cores")
     results: list[SeedResult] = []
     for result in run_until(summary.first_seed, lambda: time.monotonic() - began > SECONDS):
         summary.add(result)
         results.append(result)
-    with capsys.disabled():
-        print(summary.text(), flush=True)
+    tell(summary.text())
     assert summary.seeds > 0
     assert not broken(results), "\n".join(broken(results))
 

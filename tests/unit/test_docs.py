@@ -16,6 +16,7 @@ import pytest
 from tandem.config import flags
 from tandem.engine.attention.table import ATTENTION_BACKENDS
 from tandem.engine.models.table import FAMILIES
+from told import Tell
 
 ROOT = Path(__file__).parents[2]
 PARITY = ROOT / "docs" / "sglang-parity.md"
@@ -188,12 +189,11 @@ def test_flags_are_there_unless_they_are_open() -> None:
             )
 
 
-def test_how_much_of_the_reports_is_open_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_how_much_of_the_reports_is_open_is_printed(tell: Tell) -> None:
     open_rows = Counter(row.capability for row in rows() if row.capability is not None)
     levels = Counter(row.level for row in rows() if row.capability is None)
-    with capsys.disabled():
-        print(f"\ndocs/sglang-parity.md: {len(rows())} rows, shown in: {dict(levels.most_common())}")
-        print(f"{open_rows.total()} rows are open: {dict(open_rows.most_common())}")
+    tell(f"docs/sglang-parity.md: {len(rows())} rows, shown in: {dict(levels.most_common())}")
+    tell(f"{open_rows.total()} rows are open: {dict(open_rows.most_common())}")
     assert set(levels) == {PROCESSES, SIMULATION, FUNCTION}
     assert open_rows.total() < len(rows())
     assert set(open_rows) <= CAPABILITIES
