@@ -7,7 +7,9 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -208,9 +210,11 @@ class Ranks:
         self.asked: list[str] = []
         self.queries: list[list[int]] = []
         self.known: dict[str, int] = {}
+        self.thinks_s = 0.0
 
     def get(self, path: str) -> object:
         self.asked.append(path)
+        time.sleep(self.thinks_s)
         return self.routes[path.partition("prefill_dp_rank=")[2] or "0"]
 
     def post(self, body: dict[str, Any]) -> object:
@@ -282,6 +286,23 @@ def test_a_dp_rank_that_the_body_names_is_believed_without_a_question(impatient:
         reply = decode.generate(PROMPT, max_new_tokens=4, timeout=20, disagg_prefill_dp_rank=1, **pair)
         half.close()
     assert (reply["meta_info"]["path"], ranks.queries) == ("remote", [])
+
+
+def test_a_bootstrap_server_is_asked_once_for_many_requests_and_what_it_said_is_remembered(
+    impatient: tuple[Server, Server],
+) -> None:
+    prefill, decode = impatient
+    with two_ranks(prefill) as (ranks, port), ThreadPoolExecutor(8) as clients:
+        ranks.thinks_s = 0.3  # all of them wait for the answer
+
+        def through_rank_1(_: int) -> str:
+            pair = pair_with(prefill, port=port)
+            found: str = through_both(prefill, decode, pair, disagg_prefill_dp_rank=1)["meta_info"]["path"]
+            return found
+
+        for _ in range(2):
+            assert list(clients.map(through_rank_1, range(8))) == ["remote"] * 8
+    assert ranks.asked == ["/route", "/route?prefill_dp_rank=1"], "of the server, and of the rank"
 
 
 def test_a_dp_rank_that_does_not_exist_is_refused_by_both_halves(impatient: tuple[Server, Server]) -> None:

@@ -5,6 +5,7 @@ the transfers fails. Whoever gets an answer gets the answer of one engine; whoev
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from tandem.server.api.errors import RULES
 
 HELD_OUT = Path(tandem.__file__).parent / "bundled" / "mini" / "heldout.jsonl"
 RETRIES, CHUNK = 2, 64
+AHEAD = 2  # batches that are launched before one returns
 POLICY_FLAGS = {
     "off": ("--optimistic-prefill-policy", "off"),
     "retry": ("--optimistic-prefill-retries", str(RETRIES)),
@@ -145,6 +147,24 @@ def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed
             half.close()
     eventually(prefill.is_idle, what=prefill.state)
     assert gauge(prefill, "num_prefill_bootstrap_queue_reqs") == 0
+
+
+def test_as_much_of_a_prompt_is_computed_before_a_decode_is_there_as_the_policy_says(pair: tuple[str, Cluster]) -> None:
+    """An attempt of a retry ends when its first chunk has returned; the next one goes on behind what was launched."""
+    policy, it = pair
+    prefill = it.prefills[0]
+    rest = {"off": "bootstrapping", "retry": "bootstrapping", "park": "parked"}[policy]
+    prompt = [300 - number % 250 for number in range(10 * CHUNK)]
+    before = len(prefill.log)
+    half = prefill.open_stream(prompt, bootstrap_room=101)
+    try:
+        eventually(lambda: len(prefill.state()["queues"].get(rest, ())) == 1, what=prefill.state)
+        found = [int(number) for number in re.findall(r"Prefill batch.*#new-token: (\d+)", prefill.log[before:])]
+        chunks = {"off": {0}, "retry": set(range(RETRIES, RETRIES * (1 + AHEAD) + 1)), "park": {10}}[policy]
+        assert sum(found) / CHUNK in chunks
+    finally:
+        half.close()
+    eventually(prefill.is_idle, what=prefill.state)
 
 
 def test_samples_of_a_prompt_come_from_one_prefill(pair: tuple[str, Cluster], unified: Server) -> None:

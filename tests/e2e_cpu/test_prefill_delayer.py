@@ -3,9 +3,10 @@
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
-from cluster import Server, cluster
+from cluster import Cluster, Server, cluster, eventually
 
 FLAGS = (
     "--enable-prefill-delayer",
@@ -16,6 +17,8 @@ FLAGS = (
     *("--prefill-delayer-wait-seconds-buckets", "0.05", "2.5"),
 )
 CLIENTS, ROUNDS = 8, 4
+ANY_PASSES = ("--prefill-delayer-max-delay-passes", "1000000")
+LOOKED_BACK = 16  # prompt batches, by which the delayer knows how large they usually are
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,93 @@ def test_the_histograms_have_the_bounds_that_the_flags_name(server: Server) -> N
     found = [match.groups() for match in map(bounds.match, metrics(server)) if match is not None]
     assert [bound for unit, bound in found if unit == "forward_passes"] == ["0.0", "2.0", "10.0", "39.0", "+Inf"]
     assert [bound for unit, bound in found if unit == "seconds"] == ["0.0", "0.05", "2.5", "+Inf"]
+
+
+# --- one gate at a time: prompts that come while streams run that do not end -----------------------------------------
+
+
+def two_together(server: Server) -> None:
+    """Until two prompts were in one batch. No gate closes meanwhile: of two the second waits behind one that runs."""
+    numbers = iter(range(20, 400))
+
+    def shared_a_batch() -> bool:
+        prompts = [[number] * 20 for number in (next(numbers), next(numbers))]
+        server.call("POST", "/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}})
+        return "#new-seq: 2" in server.log
+
+    eventually(shared_a_batch, what=lambda: server.log)
+
+
+@contextmanager
+def streams(server: Server, number: int) -> Iterator[None]:
+    """So many rows decode meanwhile; at the end they still do."""
+    running = [
+        server.stream([450 - at] * 20, max_new_tokens=8000, sampling_params={"ignore_eos": True})
+        for at in range(number)
+    ]
+    try:
+        eventually(lambda: num_running(server) == number, what=server.state)
+        yield
+        assert num_running(server) == number
+    finally:
+        for one in running:
+            one.close()
+
+
+def num_running(server: Server) -> float:
+    (found,) = (value for key, value in metrics(server).items() if key.startswith("sglang:num_running_reqs{"))
+    return found
+
+
+def total(server: Server, name: str, labels: str = "") -> float:
+    return sum(value for key, value in metrics(server).items() if f"prefill_delayer_{name}{{" in key and labels in key)
+
+
+def delays(server: Server) -> float:
+    return total(server, "outcomes_total", 'output_reason="delay"')
+
+
+def test_a_prompt_waits_for_others_no_longer_than_the_flag_says() -> None:
+    """Two run, so two should wait, and one does. The first such time it is let through."""
+    flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "1", *ANY_PASSES)
+    with cluster(unified=True, flags=(*flags, "--prefill-delayer-max-delay-ms", "400")) as it:
+        server = it.unified
+        assert server is not None
+        two_together(server)
+        with streams(server, 2):
+            before = delays(server)
+            server.generate([7] * 20, max_new_tokens=1)
+            assert delays(server) == before
+            waited_s = total(server, "wait_seconds_sum")
+            server.generate([8] * 20, max_new_tokens=1)
+            assert delays(server) > before
+            assert 0.4 <= total(server, "wait_seconds_sum") - waited_s < 5.0, "which it is where no flag is given"
+
+
+def test_a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed() -> None:
+    """One slot is free, and a batch had two prompts: until so many passes have seen no other like that. A delay of a
+    millisecond is over before."""
+    flags = ("--enable-prefill-delayer", "--max-running-requests", "4", *ANY_PASSES)
+    own = ("--prefill-delayer-queue-min-ratio", "0.01", "--prefill-delayer-max-delay-ms", "1")
+    bounds = ("--prefill-delayer-forward-passes-buckets", "7", str(LOOKED_BACK))
+    with cluster(unified=True, flags=(*flags, *own, *bounds)) as it:
+        server = it.unified
+        assert server is not None
+        two_together(server)
+        with streams(server, 3):
+            before = delays(server)
+            server.generate([7] * 20, max_new_tokens=1)
+            assert delays(server) == before
+            few, usual = (total(server, "wait_forward_passes_bucket", f'le="{most}.0"') for most in (7, LOOKED_BACK))
+            server.generate([8] * 20, max_new_tokens=1)
+            assert total(server, "wait_forward_passes_bucket", 'le="7.0"') == few
+            assert total(server, "wait_forward_passes_bucket", f'le="{LOOKED_BACK}.0"') == usual + 1
+            assert 7 < delays(server) - before <= LOOKED_BACK
+
+
+def test_without_the_flag_nothing_of_it_is_counted(common: Cluster) -> None:
+    server = common.unified
+    assert server is not None
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        list(clients.map(lambda number: ask(server, number), range(CLIENTS)))
+    assert not [key for key in metrics(server) if "prefill_delayer" in key]

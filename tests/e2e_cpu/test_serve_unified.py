@@ -155,8 +155,61 @@ def test_more_requests_than_rows_all_get_their_tokens(server: Server) -> None:
     eventually(server.is_idle, what=server.state)
 
 
+def test_no_more_run_than_the_flag_says_and_the_others_wait(server: Server) -> None:
+    sampling = {"max_new_tokens": 400, **FOREVER}
+    requests = [server.open_stream([30 + number] * 20, sampling_params=sampling) for number in range(9)]
+
+    def loads() -> tuple[int, int]:
+        (load,) = server.get("/v1/loads")["loads"]
+        return load["num_running_reqs"], load["num_waiting_reqs"]
+
+    eventually(lambda: loads()[1] > 0, what=loads)
+    assert max(loads()[0] for _ in range(20)) == 4
+    for waiting in requests:
+        waiting.close()
+    eventually(server.is_idle, what=server.state)
+
+
 def test_batches_are_logged_under_the_numbers_of_their_launch(server: Server) -> None:
     """The prompt of three chunks is under way twice at a time; at its end nothing comes after them."""
+    assert_numbered(server)
+
+
+def test_a_prompt_is_logged_by_what_was_computed_and_what_was_cached(server: Server) -> None:
+    prompt, page = list(range(40, 440)) * 3, 16
+    pattern = r"Prefill batch \[\d+\], #new-seq: \d+, #new-token: (\d+), #cached-token: (\d+)"
+
+    def logged(after: int) -> list[int]:
+        found = re.findall(pattern, server.log[after:])
+        return [sum(map(int, column)) for column in zip(*found, strict=True)]
+
+    for want in ([len(prompt), 0], [page, len(prompt) - page]):
+        before = len(server.log)
+        server.generate(prompt, max_new_tokens=1)
+        eventually(lambda want=want, before=before: logged(before) == want, what=lambda before=before: logged(before))
+
+
+def test_without_overlap_one_batch_is_launched_at_a_time_and_has_its_own_number(server: Server) -> None:
+    stream = server.stream(PROMPT, max_new_tokens=1500, sampling_params=FOREVER)
+    eventually(lambda: len(server.state()["window"]) == 2, what=server.state)
+    stream.close()
+    with pytest.MonkeyPatch.context() as patch, cluster_with_numbers(patch, ["--disable-overlap-schedule"]) as it:
+        alone = it.unified
+        assert alone is not None
+        assert_numbered(alone)
+        stream = alone.stream(PROMPT, max_new_tokens=8000, sampling_params=FOREVER)
+        stream.next()
+        assert {len(alone.state()["window"]) for _ in range(100)} <= {0, 1}
+        stream.close()
+
+
+def test_flags_of_the_delayer_without_it_are_refused() -> None:
+    ended = run_tandem("serve", "tandem/mini", "--prefill-delayer-max-delay-ms", "100")
+    assert ended.returncode == 2
+    assert "--enable-prefill-delayer" in "".join(error_lines(ended.stderr))
+
+
+def assert_numbered(server: Server) -> None:
     server.generate(list(range(20, 420)) * 3, max_new_tokens=1)
     eventually(lambda: server.log.count("Prefill batch [") >= 3, what=lambda: server.log)
     server.generate(PROMPT, max_new_tokens=100, sampling_params=FOREVER)

@@ -34,6 +34,7 @@ class Break(Edit):
 
 OPTIMISTIC = "unit/test_core_optimistic.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
+DELAYED = "e2e_cpu/test_prefill_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
 MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
 OTHER_RANKS = "unit/test_core_dp_ranks.py::test_"
@@ -103,6 +104,34 @@ BREAKS = (
         "config.optimistic_prefill_retries or DEFAULT_RETRIES",
         "DEFAULT_RETRIES",
         ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
+    ),
+    Break(
+        "result_row_is_never_given_back_in_processes",
+        "core/disagg/transfer_state.py",
+        "            self.free_rows.append(row)",
+        "            pass",
+        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
+    ),
+    Break(
+        "who_lacks_a_result_row_computes_all_the_same",
+        "core/scheduler/admission.py",
+        "    if node.results.ensure_metadata_buffer(progress.id):",
+        "    if node.results.ensure_metadata_buffer(progress.id) or True:",
+        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
+    ),
+    Break(
+        "who_is_ready_waits_for_the_row_of_one_that_is_parked",
+        "core/scheduler/admission.py",
+        "    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)",
+        "    return False",
+        "e2e_cpu/test_result_rows.py::test_who_is_ready_takes_the_row_of_one_that_is_parked_and_everybody_is_answered",
+    ),
+    Break(
+        "ready_is_asked_for_at_the_end_of_a_prompt_only",
+        "core/disagg/prefill_side.py",
+        "    verdict = bootstrap_policy(node.settings).at_boundary(policy_view(node, progress, side))",
+        "    verdict = Verdict.GO_ON",
+        ALIKE + "as_much_of_a_prompt_is_computed_before_a_decode_is_there_as_the_policy_says",
     ),
     Break(
         "result_row_is_dropped_on_requeue",
@@ -357,7 +386,7 @@ BREAKS = (
         "core/scheduler/delayer_policy.py",
         "= (slot_gate_closes, queue_gate_closes)",
         "= (slot_gate_closes,)",
-        "e2e_cpu/test_prefill_delayer.py::test_prompts_wait_for_each_other_and_nobody_gets_other_tokens",
+        DELAYED + "prompts_wait_for_each_other_and_nobody_gets_other_tokens",
     ),
     Break(
         "slot_gate_is_removed",
@@ -434,16 +463,79 @@ BREAKS = (
         "server/node/settings.py",
         "max_delay_passes=config.prefill_delayer_max_delay_passes",
         "max_delay_passes=usual.max_delay_passes",
-        "e2e_cpu/test_prefill_delayer.py::test_nobody_waits_for_more_batches_than_the_flag_says",
+        DELAYED + "nobody_waits_for_more_batches_than_the_flag_says",
     ),
     Break(
         "flag_of_the_watermark_is_ignored_in_processes",
         "server/node/settings.py",
         "low_watermark=config.prefill_delayer_token_usage_low_watermark",
         "low_watermark=None",
-        "e2e_cpu/test_prefill_delayer.py::test_below_the_watermark_nobody_waits",
+        DELAYED + "below_the_watermark_nobody_waits",
+    ),
+    Break(
+        "flag_of_the_delay_is_ignored_in_processes",
+        "server/node/settings.py",
+        "max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND))",
+        "max_delay_ns=usual.max_delay_ns",
+        DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
+    ),
+    Break(
+        "first_delay_is_not_skipped_in_processes",
+        "core/scheduler/delayer_policy.py",
+        "if is_closed and memory.has_skipped_first:",
+        "if is_closed:",
+        DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
+    ),
+    Break(
+        "slot_gate_is_removed_in_processes",
+        "core/scheduler/delayer_policy.py",
+        "= (slot_gate_closes, queue_gate_closes)",
+        "= (queue_gate_closes,)",
+        DELAYED + "a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed",
+    ),
+    Break(
+        "time_opens_the_slot_gate_in_processes",
+        "core/scheduler/delayer_policy.py",
+        "    return min(rank.num_free_slots for rank in ranks) < usual_batch(ranks)",
+        "    return min(rank.num_free_slots + 999 * rank.is_timed_out for rank in ranks) < usual_batch(ranks)",
+        DELAYED + "a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed",
+    ),
+    Break(
+        "usual_batch_is_that_of_the_last_one_in_processes",
+        "core/scheduler/prefill_delayer.py",
+        "usual_batch=max(state.batches, default=0)",
+        "usual_batch=state.batches[-1] if state.batches else 0",
+        DELAYED + "a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed",
+    ),
+    Break(
+        "delayer_is_always_on",
+        "server/node/settings.py",
+        "delayer=delayer_settings(config, topology) if config.enable_prefill_delayer else None",
+        "delayer=delayer_settings(config, topology)",
+        DELAYED + "without_the_flag_nothing_of_it_is_counted",
+    ),
+    Break(
+        "flags_of_the_delayer_are_taken_without_it",
+        "config.py",
+        "lambda c: not c.enable_prefill_delayer and _changes_delayer(c)",
+        "lambda c: False",
+        SERVED + "flags_of_the_delayer_without_it_are_refused",
+    ),
+    Break(
+        "bound_of_running_requests_is_ignored",
+        "server/node/settings.py",
+        "        max_running=config.max_running_requests,",
+        "        max_running=64,",
+        SERVED + "no_more_run_than_the_flag_says_and_the_others_wait",
     ),
     # sglang#22901
+    Break(
+        "what_a_bootstrap_server_said_is_not_remembered",
+        "core/disagg/decode_side.py",
+        "            known = node.peers.get(key(side.address, rank))",
+        "            known = node.peers.pop(key(side.address, rank), None)",
+        EDGES + "a_bootstrap_server_is_asked_once_for_many_requests_and_what_it_said_is_remembered",
+    ),
     Break(
         "forced_query_is_ignored",
         "core/disagg/dp_rank.py",
@@ -549,6 +641,27 @@ BREAKS = (
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(None, forward_count",
         SERVED + "batches_are_logged_under_the_numbers_of_their_launch",
+    ),
+    Break(
+        "overlap_cannot_be_switched_off",
+        "config.py",
+        "        return 1 if self.disable_overlap_schedule else self.pp_size + 1",
+        "        return self.pp_size + 1",
+        SERVED + "without_overlap_one_batch_is_launched_at_a_time_and_has_its_own_number",
+    ),
+    Break(
+        "numbers_of_prompts_are_one_too_high",
+        "server/logs.py",
+        "            batch_number(launched.plan.iteration, forward_count",
+        "            batch_number(launched.plan.iteration + bool(launched.plan.rows), forward_count",
+        SERVED + "without_overlap_one_batch_is_launched_at_a_time_and_has_its_own_number",
+    ),
+    Break(
+        "what_is_cached_is_not_logged",
+        "server/logs.py",
+        "            cached_tokens=cached,",
+        "            cached_tokens=0,",
+        SERVED + "a_prompt_is_logged_by_what_was_computed_and_what_was_cached",
     ),
     Break(
         "result_of_another_iteration_is_taken",
