@@ -63,10 +63,10 @@ KILLS = (
     Kill("source_pages_freed_without_waiting_for_readers", FROZEN, r"not within.*'prefill'.*'quarantined': 0"),
     Kill("destination_pages_freed_without_waiting_for_the_transfer", FROZEN, r"not within.*'decode'.*'quarantined': 0"),
     Kill("end_revokes_nothing", FROZEN, r"not within.*'prefill'.*'quarantined': 0"),
-    Kill("unlock_forgets_one_pin", TOGETHER, r"'pages_pinned_by_tree': [1-9]|\"stage\":\"pages\""),
     Kill("owner_ignores_the_secret_of_a_grant", ATTACKED, r"Status\.(OK|WRONG_GENERATION)"),
     # rows, rooms, ends
     Kill("result_row_leaks_at_the_end", TOGETHER, r"not within.*'total': 64, 'free': (?!64)"),
+    Kill("unlock_forgets_one_pin", TOGETHER, r"'pages_pinned_by_tree': [1-9]|\"stage\":\"pages\""),
     Kill("drained_request_is_never_forgotten", CACHES, r"not within.*'draining': \[\d"),
     Kill("running_request_ends_as_soon_as_pages_are_short", TOGETHER, "out_of_pages"),
     # rendezvous
