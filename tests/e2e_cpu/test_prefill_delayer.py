@@ -156,6 +156,26 @@ def test_a_prompt_waits_for_others_no_longer_than_the_flag_says() -> None:
             assert 0.4 <= total(server, "wait_seconds_sum") - waited_s < 5.0, "which it is where no flag is given"
 
 
+def test_a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants() -> None:
+    """Nothing else lets it begin: no bound is reached, and those who run go on."""
+    flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "1", *ANY_PASSES)
+    with (
+        cluster(unified=True, flags=(*flags, "--prefill-delayer-max-delay-ms", "60000")) as it,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        server = it.unified
+        assert server is not None
+        two_together(server)
+        with streams(server, 2):
+            server.generate([7] * 20, max_new_tokens=1)
+            before = delays(server)
+            first = pool.submit(server.generate, [8] * 20, max_new_tokens=1)
+            eventually(lambda: delays(server) > before + LOOKED_BACK, what=server.state)
+            assert not first.done()
+            server.generate([9] * 20, max_new_tokens=1)
+            assert first.result()["meta_info"]["completion_tokens"] == 1
+
+
 def test_a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed() -> None:
     """One slot is free, and a batch had two prompts: until so many passes have seen no other like that. A delay of a
     millisecond is over before."""

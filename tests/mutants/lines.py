@@ -487,6 +487,13 @@ BREAKS = (
         DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
     ),
     Break(
+        "queue_gate_waits_for_one_too_many_in_processes",
+        "core/scheduler/delayer_policy.py",
+        "    return max(rank.num_waiting for rank in ranks) < min(wanted, cap)",
+        "    return max(rank.num_waiting for rank in ranks) <= min(wanted, cap)",
+        DELAYED + "a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants",
+    ),
+    Break(
         "slot_gate_is_removed_in_processes",
         "core/scheduler/delayer_policy.py",
         "= (slot_gate_closes, queue_gate_closes)",
