@@ -27,8 +27,7 @@ CHAOS_SECONDS ?= 600
 FUZZ_SECONDS ?= 600
 # Tests mostly wait for one process after the other, so two files at a time; TESTERS=0 takes one.
 TESTERS ?= 2
-PYTEST = $(BIN)/python -m pytest
-SIDE_BY_SIDE = $(PYTEST) -n $(TESTERS) --dist loadfile
+SIDE_BY_SIDE = $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
