@@ -139,62 +139,54 @@ def delays(server: Server) -> float:
     return total(server, "outcomes_total", 'output_reason="delay"')
 
 
-def test_a_prompt_waits_for_others_no_longer_than_the_flag_says() -> None:
-    """Two run, so two should wait, and one does. The first such time it is let through."""
-    flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "1", *ANY_PASSES)
-    with cluster(unified=True, flags=(*flags, "--prefill-delayer-max-delay-ms", "400")) as it:
+@contextmanager
+def beside_streams(number: int, *flags: str) -> Iterator[Server]:
+    """A server that has had two prompts in one batch, and then one that a gate closes on: the first is let through."""
+    with cluster(unified=True, flags=("--enable-prefill-delayer", *ANY_PASSES, *flags)) as it:
         server = it.unified
         assert server is not None
         two_together(server)
-        with streams(server, 2):
+        with streams(server, number):
             before = delays(server)
             server.generate([7] * 20, max_new_tokens=1)
             assert delays(server) == before
-            waited_s = total(server, "wait_seconds_sum")
-            server.generate([8] * 20, max_new_tokens=1)
-            assert delays(server) > before
-            assert 0.4 <= total(server, "wait_seconds_sum") - waited_s < 5.0, "which it is where no flag is given"
+            yield server
+
+
+def test_a_prompt_waits_for_others_no_longer_than_the_flag_says() -> None:
+    """Two run, so two should wait, and one does."""
+    flags = ("--prefill-delayer-queue-min-ratio", "1", "--prefill-delayer-max-delay-ms", "400")
+    with beside_streams(2, *flags) as server:
+        before, waited_s = delays(server), total(server, "wait_seconds_sum")
+        server.generate([8] * 20, max_new_tokens=1)
+        assert delays(server) > before
+        assert 0.4 <= total(server, "wait_seconds_sum") - waited_s < 5.0, "which it is where no flag is given"
 
 
 def test_a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants() -> None:
     """Nothing else lets it begin: no bound is reached, and those who run go on."""
-    flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "1", *ANY_PASSES)
-    with (
-        cluster(unified=True, flags=(*flags, "--prefill-delayer-max-delay-ms", "60000")) as it,
-        ThreadPoolExecutor(2) as pool,
-    ):
-        server = it.unified
-        assert server is not None
-        two_together(server)
-        with streams(server, 2):
-            server.generate([7] * 20, max_new_tokens=1)
-            before = delays(server)
-            first = pool.submit(server.generate, [8] * 20, max_new_tokens=1)
-            eventually(lambda: delays(server) > before + LOOKED_BACK, what=server.state)
-            assert not first.done()
-            server.generate([9] * 20, max_new_tokens=1)
-            assert first.result()["meta_info"]["completion_tokens"] == 1
+    flags = ("--prefill-delayer-queue-min-ratio", "1", "--prefill-delayer-max-delay-ms", "60000")
+    with beside_streams(2, *flags) as server, ThreadPoolExecutor(1) as pool:
+        before = delays(server)
+        first = pool.submit(server.generate, [8] * 20, max_new_tokens=1)
+        eventually(lambda: delays(server) > before + LOOKED_BACK, what=server.state)
+        assert not first.done()
+        server.generate([9] * 20, max_new_tokens=1)
+        assert first.result()["meta_info"]["completion_tokens"] == 1
 
 
 def test_a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed() -> None:
     """One slot is free, and a batch had two prompts: until so many passes have seen no other like that. A delay of a
     millisecond is over before."""
-    flags = ("--enable-prefill-delayer", "--max-running-requests", "4", *ANY_PASSES)
-    own = ("--prefill-delayer-queue-min-ratio", "0.01", "--prefill-delayer-max-delay-ms", "1")
+    flags = ("--prefill-delayer-queue-min-ratio", "0.01", "--prefill-delayer-max-delay-ms", "1")
     bounds = ("--prefill-delayer-forward-passes-buckets", "7", str(LOOKED_BACK))
-    with cluster(unified=True, flags=(*flags, *own, *bounds)) as it:
-        server = it.unified
-        assert server is not None
-        two_together(server)
-        with streams(server, 3):
-            before = delays(server)
-            server.generate([7] * 20, max_new_tokens=1)
-            assert delays(server) == before
-            few, usual = (total(server, "wait_forward_passes_bucket", f'le="{most}.0"') for most in (7, LOOKED_BACK))
-            server.generate([8] * 20, max_new_tokens=1)
-            assert total(server, "wait_forward_passes_bucket", 'le="7.0"') == few
-            assert total(server, "wait_forward_passes_bucket", f'le="{LOOKED_BACK}.0"') == usual + 1
-            assert 7 < delays(server) - before <= LOOKED_BACK
+    with beside_streams(3, "--max-running-requests", "4", *flags, *bounds) as server:
+        before = delays(server)
+        few, usual = (total(server, "wait_forward_passes_bucket", f'le="{most}.0"') for most in (7, LOOKED_BACK))
+        server.generate([8] * 20, max_new_tokens=1)
+        assert total(server, "wait_forward_passes_bucket", 'le="7.0"') == few
+        assert total(server, "wait_forward_passes_bucket", f'le="{LOOKED_BACK}.0"') == usual + 1
+        assert 7 < delays(server) - before <= LOOKED_BACK
 
 
 def test_without_the_flag_nothing_of_it_is_counted(common: Cluster) -> None:
