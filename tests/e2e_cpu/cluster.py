@@ -209,13 +209,10 @@ def halves(
     decode_model: str = MODEL,
 ) -> Iterator[tuple[Server, Server]]:
     """A prefill and a decode with flags of their own and nobody in front of them, ready."""
-    left, bootstrap, right = free_ports(3)
     fleet = Fleet(folder, engines=2)
     with fleet:
-        words = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
-        prefill = fleet.start("prefill", serve_words(MODEL, left, *words, *prefill_flags), port=left)
-        decode_words = ("--disaggregation-mode", "decode", *decode_flags)
-        decode = fleet.start("decode", serve_words(decode_model, right, *decode_words), port=right)
+        prefill = start_half(fleet, "prefill", prefill_flags)
+        decode = start_half(fleet, "decode", decode_flags, model=decode_model)
         found = Server(prefill, prefill_host), Server(decode)
         try:
             for server in found:
@@ -224,6 +221,15 @@ def halves(
         except BaseException:
             show_logs(fleet)
             raise
+
+
+def start_half(fleet: Fleet, mode: str, flags: Sequence[str], *, model: str = MODEL, name: str = "") -> Member:
+    """A prefill or a decode on ports of its own; not ready yet."""
+    port, bootstrap = free_ports(2)
+    words = ["--disaggregation-mode", mode]
+    if mode == "prefill":
+        words += ["--disaggregation-bootstrap-port", str(bootstrap)]
+    return fleet.start(name or mode, serve_words(model, port, *words, *flags), port=port)
 
 
 def bootstrap_port(prefill: Server) -> int:

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster import MODEL, START_S, Cluster, Server, bootstrap_port, show_logs
+from cluster import START_S, Cluster, Server, bootstrap_port, show_logs, start_half
 
-from tandem.cli.fleet import Fleet, listen, serve_words
-from tandem.cli.ports import free_ports
+from tandem.cli.fleet import Fleet, listen
 
 COMPUTING = 2  # engines: those of the pair that is asked
 KEPT = {"prefill": 8, "decode": 1}  # servers
@@ -61,13 +60,9 @@ class KeptServers:
         return fleet
 
     def _start(self, mode: str, words: Words) -> Fleet:
-        port, bootstrap = free_ports(2)
-        own = ["--disaggregation-mode", mode]
-        if mode == "prefill":
-            own += ["--disaggregation-bootstrap-port", str(bootstrap)]
         fleet = Fleet(self.folder, COMPUTING)
         name = "-".join([mode, *(word.strip("-") for word in words)])
-        fleet.start(name, serve_words(MODEL, port, *own, *self.flags, *words), port=port)
+        start_half(fleet, mode, [*self.flags, *words], name=name)
         return fleet
 
     def _end(self, mode: str, words: Words) -> None:
