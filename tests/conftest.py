@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import quick_uvicorn
-from told import SAID, Tell, WhatTestsTell
+from told import SAID, Tell, WhatTestsTell, draw_seeds
 
 settings.register_profile(
     "ci",
@@ -34,6 +34,7 @@ STATE = tempfile.TemporaryDirectory(prefix="tandem-state-")  # the user's own se
 os.environ["XDG_STATE_HOME"] = STATE.name
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # servers start hundreds of times; each would compile all of its code
 quick_uvicorn.install()
+draw_seeds()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from told import Tell
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "20"))
-SEED = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(1 << 31))
+SEED = int(os.environ["CHAOS_SEED"])
 NUM_CASES = 64
 MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 6, 4, 100, 0.95
 WARM_UP = 4 * NUM_CLIENTS
