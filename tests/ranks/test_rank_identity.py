@@ -79,10 +79,12 @@ OTHER_PREFILLS = {  # by who pulls from them
     Grid(1, 1): (Grid(2, 1, cp=2), Grid(1, 2, cp=2)),  # the tokens of prompts are shared out
     Grid(2, 1): (Grid(3, 1), Grid(1, 1, cp=3)),
     Grid(4, 1): (Grid(1, 1, NO_OVERLAP, cp=2),),
-    Grid(1, 2, NO_OVERLAP): (Grid(2, 2, RETRY, cp=2),),
+    Grid(1, 2, NO_OVERLAP): (Grid(2, 2, RETRY, cp=2), Grid(1, 2)),
+    Grid(2, 2, (*MIXED, *DIVIDED)): (Grid(2, 2),),
 }
 MORE_PAIRS = slow(
-    *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ())))
+    *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ()))),
+    (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
 )
 EXACT_PAIRS = ((Grid(2, 1, EXACT), Grid(1, 1, EXACT)), *slow((Grid(1, 2, EXACT), Grid(2, 1, EXACT))))
 
