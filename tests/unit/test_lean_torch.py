@@ -17,7 +17,7 @@ def embed():
 print("torch._decomp" in sys.modules)
 try:
     print(tuple(embed()))
-except NotImplementedError:
+except NotImplementedError:  # what torch raises where it has none for such tensors
     print("no rule")
 lean_torch.read_rules()
 lean_torch.read_rules()
