@@ -18,6 +18,7 @@ COMMON = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-pthread",
+    "-fvisibility=hidden",
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]

@@ -17,6 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 # An ulp of what is rounded at the end, and for fp32 what long sums lose.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 SHAPES = ((1, 1, 1), (1, 33, 48), (2, 7, 5), (6, 64, 96), (17, 100, 100), (33, 31, 1000), (65, 130, 70), (150, 16, 64))
+SHAPES += ((4, 9, 66), (10, 38, 66), (103, 36, 33))  # tiles of rows and outputs that are not full
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,33 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
             torch.set_num_threads(1)
             for row in (0, rows // 2, rows - 1):
                 assert torch.equal(kernels.linear(x[row:][:1], weight, bias), found[row:][:1]), "nor other rows"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_numbers_of_products_before_are_not_seen(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
+    kernels = library.opened(name)
+    nothing = torch.full((20, 64), torch.nan, dtype=dtype)
+    for inputs in (5, 33, 50):
+        kernels.linear(nothing, nothing, None)
+        x = torch.randn(9, inputs, generator=draw).to(dtype)
+        assert kernels.linear(x, x, None).isfinite().all(), "between rows and behind them are zeros"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_libraries_of_one_process_have_memory_of_their_own(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statics of templates are one for all libraries where they are not hidden, and not of one size."""
+    found = []
+    for other in (None, *VARIANTS):
+        for taken in (other, name):
+            monkeypatch.setenv(SWITCH, taken or name)
+            world = World("native", (6, 2), 4, head_dim=64, dtype=dtype)
+            found.append([out for out, _ in world.step((1, 0, 40), (2, 0, 7), (3, 0, 33))])
+    own = found[1::2]
+    assert all(torch.equal(*pair) for again in own for pair in zip(own[0], again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,6 +1,6 @@
 """Attention by the native kernels: keys and values are read in place from their pages, and nothing is masked or padded.
 
-Batches of many tokens are torch's: its products of matrices are faster than what is won by reading in place.
+Where torch's products of matrices are faster (`Kernels.most_rows`), batches of many tokens are torch's.
 
 Layers may have windows of their own. Scores that are capped, or divided by anything but the root of the head dimension,
 are torch's.
@@ -20,8 +20,6 @@ from tandem.engine.documents import ModelError
 from tandem.engine.kv_memory import KvMemory
 from tandem.engine.native import library
 from tandem.engine.native.library import BatchView, Kernels
-
-LARGE_TOKENS = 256  # a batch with more of them is torch's, unless bits must not depend on that
 
 
 class NativeAttention:
@@ -53,7 +51,7 @@ class NativeAttention:
 
     def plan(self, batch: Batch) -> None:
         self._is_large, self.view = False, BatchView()
-        if self._torch is not None and batch.positions.shape[0] > LARGE_TOKENS:
+        if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):
             self._is_large = True
             self._torch.plan(batch)
             return

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -18,6 +19,7 @@ namespace tandem {
 constexpr int KEYS = LANES;
 constexpr int MAX_HEAD_DIM = 512;
 constexpr int MAX_ROWS = 32;  // of a unit
+constexpr int AHEAD = 2 * KEYS;  // keys that are fetched before they are needed
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // [pages, kv_heads, layers, 2 (key, value), page_size] rows of head_dim values: of T, or int8 and behind them their scale
@@ -105,19 +107,24 @@ struct KeyBlock {
     }
 };
 
-// Queries of the rows, as the scores want them: padded with zeros to whole units.
+// Queries of the rows, as the scores want them: padded with zeros to whole units. Rows lie next to each other: at a
+// distance of MAX_HEAD_DIM they would take the same places of the first cache.
 template <class T>
 struct Queries {
     static constexpr int PER_UNIT = KeyBlock<T>::PER_UNIT;
-    alignas(64) float values[MAX_ROWS][MAX_HEAD_DIM];
-    alignas(64) uint32_t units[MAX_ROWS][MAX_HEAD_DIM / PER_UNIT];
+    alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
+    alignas(64) uint32_t units[MAX_ROWS * MAX_HEAD_DIM / PER_UNIT];
     int64_t num_units;
+
+    float value(int row, int64_t d) const { return values[row * num_units * PER_UNIT + d]; }
+    uint32_t unit(int row, int64_t u) const { return units[row * num_units + u]; }
 
     void set(int row, const T* query, int64_t head_dim) {
         num_units = (head_dim + PER_UNIT - 1) / PER_UNIT;
-        std::memset(units[row], 0, num_units * 4);
-        std::memcpy(units[row], query, head_dim * sizeof(T));
-        for (int64_t d = 0; d < num_units * PER_UNIT; d++) values[row][d] = d < head_dim ? to_float(query[d]) : 0.0f;
+        std::memset(units + row * num_units, 0, num_units * 4);
+        std::memcpy(units + row * num_units, query, head_dim * sizeof(T));
+        float* to = values + row * num_units * PER_UNIT;
+        for (int64_t d = 0; d < num_units * PER_UNIT; d++) to[d] = d < head_dim ? to_float(query[d]) : 0.0f;
     }
 };
 
@@ -142,7 +149,7 @@ inline F16 high_half(const uint32_t* p) { return {high_eight(p), high_eight(p + 
 constexpr int ROWS_AT_ONCE = 2;
 #endif
 
-// Products of ROWS queries, from `row` on, with the keys of a block. Even and odd elements have sums of their own.
+// Products of ROWS queries, from `row` on, with the keys of a block. Even and odd units have sums of their own.
 template <int ROWS>
 inline void score(const Queries<float>& q, int row, const KeyBlock<float>& keys, F16* scores) {
     F16 even[ROWS], odd[ROWS];
@@ -151,83 +158,83 @@ inline void score(const Queries<float>& q, int row, const KeyBlock<float>& keys,
     for (; u + 2 <= q.num_units; u += 2) {
         const F16 first = load((const float*)keys.units[u]), second = load((const float*)keys.units[u + 1]);
         for (int r = 0; r < ROWS; r++) {
-            even[r] = fma(all(q.values[row + r][u]), first, even[r]);
-            odd[r] = fma(all(q.values[row + r][u + 1]), second, odd[r]);
+            even[r] = fma(all(q.value(row + r, u)), first, even[r]);
+            odd[r] = fma(all(q.value(row + r, u + 1)), second, odd[r]);
         }
     }
     if (u < q.num_units)
         for (int r = 0; r < ROWS; r++)
-            even[r] = fma(all(q.values[row + r][u]), load((const float*)keys.units[u]), even[r]);
+            even[r] = fma(all(q.value(row + r, u)), load((const float*)keys.units[u]), even[r]);
     for (int r = 0; r < ROWS; r++) scores[r] = even[r] + odd[r];
 }
 
 template <int ROWS>
 inline void score(const Queries<bf16>& q, int row, const KeyBlock<bf16>& keys, F16* scores) {
-#if defined(__AVX512BF16__)
-    __m512 sums[ROWS];
-    for (int r = 0; r < ROWS; r++) sums[r] = _mm512_setzero_ps();
-    for (int64_t u = 0; u < q.num_units; u++) {
-        const __m512bh pair = (__m512bh)_mm512_load_si512(keys.units[u]);
-        for (int r = 0; r < ROWS; r++)
-            sums[r] = _mm512_dpbf16_ps(sums[r], pair, (__m512bh)_mm512_set1_epi32(int(q.units[row + r][u])));
-    }
-    for (int r = 0; r < ROWS; r++) scores[r] = {sums[r]};
-#else
     F16 even[ROWS], odd[ROWS];
     for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zeros();
+#if defined(__AVX512BF16__)
+    auto take = [&](F16 (&sums)[ROWS], int64_t u) __attribute__((always_inline)) {
+        const __m512bh pairs = (__m512bh)_mm512_load_si512(keys.units[u]);
+        for (int r = 0; r < ROWS; r++)
+            sums[r] = {_mm512_dpbf16_ps(sums[r].v, pairs, (__m512bh)_mm512_set1_epi32(int(q.unit(row + r, u))))};
+    };
+    int64_t u = 0;
+    for (; u + 2 <= q.num_units; u += 2) {
+        take(even, u);
+        take(odd, u + 1);
+    }
+    if (u < q.num_units) take(even, u);
+#else
     for (int64_t u = 0; u < q.num_units; u++) {
         const F16 first = low_half(keys.units[u]), second = high_half(keys.units[u]);
         for (int r = 0; r < ROWS; r++) {
-            even[r] = fma(all(q.values[row + r][2 * u]), first, even[r]);
-            odd[r] = fma(all(q.values[row + r][2 * u + 1]), second, odd[r]);
+            even[r] = fma(all(q.value(row + r, 2 * u)), first, even[r]);
+            odd[r] = fma(all(q.value(row + r, 2 * u + 1)), second, odd[r]);
         }
     }
-    for (int r = 0; r < ROWS; r++) scores[r] = even[r] + odd[r];
 #endif
+    for (int r = 0; r < ROWS; r++) scores[r] = even[r] + odd[r];
 }
 
-// Running softmax of the rows of a unit.
+// Running softmax of the rows of a unit. Share: the type in which the shares of keys are multiplied with values.
+template <class Share>
 struct Mixture {
-    alignas(64) float sums[MAX_ROWS][MAX_HEAD_DIM];  // of values, weighted
-    alignas(64) float shares[MAX_ROWS][KEYS];        // of the keys of a block
-    float most[MAX_ROWS];                            // largest score so far
-    float total[MAX_ROWS];                           // of all shares
+    int64_t width;                                    // of a row of sums
+    alignas(64) float sums[MAX_ROWS * MAX_HEAD_DIM];  // of values, weighted; next to each other as queries are
+    alignas(64) Share shares[MAX_ROWS][KEYS];         // of the keys of a block
+    alignas(64) float totals[MAX_ROWS][LANES];        // of all shares, by their place in a block
+    float most[MAX_ROWS];                             // largest score so far
 
-    void clear(int rows, int64_t width) {
-        for (int r = 0; r < rows; r++) {
-            std::memset(sums[r], 0, width * sizeof(float));
-            most[r] = NOTHING;
-            total[r] = 0.0f;
-        }
+    float* row(int r) { return sums + r * width; }
+
+    void clear(int rows, int64_t head_dim) {
+        width = ceil_div(head_dim, LANES) * LANES;
+        std::memset(sums, 0, rows * width * sizeof(float));
+        std::memset(totals, 0, rows * sizeof totals[0]);
+        std::fill(most, most + rows, NOTHING);
     }
 
     // Takes the scores of a block in. A score that is NaN makes the row NaN.
-    void weigh(int row, F16 scores, int64_t width) {
-        const float best = std::max(most[row], largest(scores));
-        const F16 weights = exponential(scores - all(best));
-        store(shares[row], weights);
-        if (best > most[row]) {
-            const float shrink = exponential_of(most[row] - best);
-            total[row] *= shrink;
-            for (int64_t d = 0; d < width; d += LANES) store(sums[row] + d, load(sums[row] + d) * all(shrink));
-            most[row] = best;
+    void weigh(int r, F16 scores) {
+        if (any_larger(scores, all(most[r]))) {
+            const float best = std::max(most[r], largest(scores));
+            const F16 shrink = exponential(all(most[r] - best));
+            store(totals[r], load(totals[r]) * shrink);
+            for (int64_t d = 0; d < width; d += LANES) store(row(r) + d, load(row(r) + d) * shrink);
+            most[r] = best;
         }
-        total[row] += sum(weights);
-    }
-
-    static float exponential_of(float x) {
-        float lanes[LANES];
-        store(lanes, exponential(all(x)));
-        return lanes[0];
+        const F16 weights = exponential(scores - all(most[r]));
+        store(shares[r], weights);
+        store(totals[r], load(totals[r]) + weights);
     }
 };
 
 // sums += shares * values, for ROWS rows from `row` on and 16 * PARTS elements from d on
 template <class T, int ROWS, int PARTS>
-inline void mix(Mixture& mixture, int row, const T* const values[KEYS], int64_t d, int64_t head_dim) {
+inline void mix(Mixture<float>& mixture, int row, const T* const values[KEYS], int64_t d, int64_t head_dim) {
     F16 acc[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) acc[r][p] = load(mixture.sums[row + r] + d + p * LANES);
+        for (int p = 0; p < PARTS; p++) acc[r][p] = load(mixture.row(row + r) + d + p * LANES);
     for (int j = 0; j < KEYS; j++) {
         F16 value[PARTS];
         for (int p = 0; p < PARTS; p++) value[p] = load_at(values[j], d + p * LANES, head_dim);
@@ -237,13 +244,56 @@ inline void mix(Mixture& mixture, int row, const T* const values[KEYS], int64_t 
         }
     }
     for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) store(mixture.sums[row + r] + d + p * LANES, acc[r][p]);
+        for (int p = 0; p < PARTS; p++) store(mixture.row(row + r) + d + p * LANES, acc[r][p]);
 }
+
+#if defined(__AVX512BF16__)
+
+template <class T>
+using ShareOf = T;
+
+// The same, two keys at a time. PARTS: 1 or 2
+template <class T, int ROWS, int PARTS>
+inline void mix(Mixture<bf16>& mixture, int row, const bf16* const values[KEYS], int64_t d, int64_t head_dim) {
+    static const auto places = [] {
+        std::array<std::array<uint16_t, 2 * LANES>, 2> found;
+        for (int part = 0; part < 2; part++)
+            for (int i = 0; i < 2 * LANES; i++) found[part][i] = uint16_t(i % 2 * 2 * LANES + part * LANES + i / 2);
+        return found;
+    }();
+    const __mmask32 there = __mmask32((uint64_t(1) << std::min<int64_t>(2 * LANES, head_dim - d)) - 1);
+    __m512i place[PARTS];
+    for (int p = 0; p < PARTS; p++) place[p] = _mm512_loadu_si512(places[p].data());
+    F16 acc[ROWS][PARTS];
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PARTS; p++) acc[r][p] = load(mixture.row(row + r) + d + p * LANES);
+    for (int j = 0; j < KEYS; j += 2) {
+        const __m512i first = _mm512_maskz_loadu_epi16(there, values[j] + d);
+        const __m512i second = _mm512_maskz_loadu_epi16(there, values[j + 1] + d);
+        __m512bh pairs[PARTS];
+        for (int p = 0; p < PARTS; p++) pairs[p] = (__m512bh)_mm512_permutex2var_epi16(first, place[p], second);
+        for (int r = 0; r < ROWS; r++) {
+            uint32_t two;
+            std::memcpy(&two, mixture.shares[row + r] + j, sizeof two);
+            const __m512bh share = (__m512bh)_mm512_set1_epi32(int(two));
+            for (int p = 0; p < PARTS; p++) acc[r][p] = {_mm512_dpbf16_ps(acc[r][p].v, share, pairs[p])};
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < PARTS; p++) store(mixture.row(row + r) + d + p * LANES, acc[r][p]);
+}
+
+#else
+
+template <class T>
+using ShareOf = float;
+
+#endif
 
 template <class T, int ROWS>
 inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, const T* const values[KEYS],
                        const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
-                       Mixture& mixture) {
+                       Mixture<ShareOf<T>>& mixture) {
     F16 scores[ROWS];
     score<ROWS>(q, row, keys, scores);
     bool any = false;
@@ -261,7 +311,7 @@ inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, co
                 if (first_key + j > last || first_key + j < least) some[j] = NOTHING;
             seen = load(some);
         }
-        mixture.weigh(row + r, seen, head_dim);
+        mixture.weigh(row + r, seen);
         any = true;
     }
     if (!any) return;
@@ -273,7 +323,7 @@ inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, co
 template <class T, int ROWS>
 inline void take_rows(const Queries<T>& q, int row, int rows, const KeyBlock<T>& keys, const T* const values[KEYS],
                       const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
-                      Mixture& mixture) {
+                      Mixture<ShareOf<T>>& mixture) {
     if (rows == ROWS)
         return take_block<T, ROWS>(q, row, keys, values, positions, first_key, window, scale, head_dim, mixture);
     if constexpr (ROWS > 1)
@@ -285,9 +335,47 @@ template <class T>
 struct AttentionWork {
     Queries<T> queries;
     KeyBlock<T> keys;
-    Mixture mixture;
+    Mixture<ShareOf<T>> mixture;
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
     alignas(64) T made[2][KEYS][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
+};
+
+// The rows of keys of one head, from a position on. A page at a time: divisions would take longer than the products.
+template <class T>
+class KeyRows {
+  public:
+    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t kv_head, int64_t layer, int64_t position)
+        : kv_(kv), pages_(pages + position / kv.page_size), head_(kv_head), layer_(layer), size_(kv.row_bytes()) {
+        begin(position % kv.page_size);
+    }
+
+    const char* key() const { return row_; }
+    const char* value() const { return row_ + kv_.page_size * size_; }
+    // Both to the second cache: the processor's own prefetching ends with a page of the system.
+    void fetch() const {
+        for (int64_t i = 0; i < size_; i += 64) {
+            _mm_prefetch(key() + i, _MM_HINT_T1);
+            _mm_prefetch(value() + i, _MM_HINT_T1);
+        }
+    }
+    // There has to be a page for the next position.
+    void next() {
+        row_ += size_;
+        if (--left_ > 0) return;
+        pages_++;
+        begin(0);
+    }
+
+  private:
+    void begin(int64_t slot) {
+        row_ = kv_.key(*pages_, slot, head_, layer_);
+        left_ = kv_.page_size - slot;
+    }
+
+    const KvPages<T>& kv_;
+    const int64_t* pages_;
+    int64_t head_, layer_, size_, left_;
+    const char* row_;
 };
 
 // Tokens of a span and one KV head. q, out: [tokens, heads, head_dim].
@@ -308,26 +396,38 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
             offsets[r] = (token * num_heads + kv_head * group + (begin + r) % group) * dim;
             work.queries.set(r, q + offsets[r], dim);
         }
-        work.mixture.clear(rows, ceil_div(dim, LANES) * LANES);
+        work.mixture.clear(rows, dim);
         const int64_t last = positions[rows - 1];
         const int64_t least = batch.window ? std::max<int64_t>(0, positions[0] + 1 - batch.window) : 0;
-        for (int64_t key = least / KEYS * KEYS; key <= last; key += KEYS) {
+        const int64_t first = least / KEYS * KEYS;
+        KeyRows<T> rows_of_keys(kv, pages, kv_head, layer, least), to_come = rows_of_keys;
+        int64_t fetched = least;
+        auto fetch = [&](int64_t until) {
+            for (; fetched <= std::min(until, last); fetched++) {
+                to_come.fetch();
+                if (fetched < last) to_come.next();
+            }
+        };
+        for (int64_t key = first; key <= last; key += KEYS) {
             const T *keys[KEYS], *values[KEYS];
             for (int j = 0; j < KEYS; j++) {
                 const int64_t at = key + j;
+                fetch(at + AHEAD);
                 const bool is_there = at >= least && at <= last;
-                const int64_t page = is_there ? pages[at / kv.page_size] : 0, slot = at % kv.page_size;
-                keys[j] = is_there ? kv.get(kv.key(page, slot, kv_head, layer), work.made[0][j]) : work.nothing;
-                values[j] = is_there ? kv.get(kv.value(page, slot, kv_head, layer), work.made[1][j]) : work.nothing;
+                keys[j] = is_there ? kv.get(rows_of_keys.key(), work.made[0][j]) : work.nothing;
+                values[j] = is_there ? kv.get(rows_of_keys.value(), work.made[1][j]) : work.nothing;
+                if (is_there && at < last) rows_of_keys.next();
             }
             work.keys.fill(keys, dim);
             for (int r = 0; r < rows; r += ROWS_AT_ONCE)
                 take_rows<T, ROWS_AT_ONCE>(work.queries, r, std::min(ROWS_AT_ONCE, rows - r), work.keys, values,
                                            positions, key, batch.window, scale, dim, work.mixture);
         }
-        for (int r = 0; r < rows; r++)
+        for (int r = 0; r < rows; r++) {
+            const F16 total = all(sum(load(work.mixture.totals[r])));
             for (int64_t d = 0; d < dim; d += LANES)
-                store_at(out + offsets[r], load(work.mixture.sums[r] + d) / all(work.mixture.total[r]), d, dim);
+                store_at(out + offsets[r], load(work.mixture.row(r) + d) / total, d, dim);
+        }
     }
 }
 

@@ -10,7 +10,8 @@ namespace tandem {
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
-constexpr int FEW_ROWS = 6;
+constexpr int FEW_ROWS = MICRO_ROWS;
+static_assert(LEAST_GROUP == Terms<bf16>::COUNT);
 
 struct WordCodes {
     const uint8_t* packed;
@@ -59,19 +60,17 @@ inline void micro(const bf16* x, const Linear& layer, int64_t n, float* sums) {
             weight[i].set(layer.scales[at], layer.offsets ? layer.offsets[at] : 0.0f);
         }
         const int64_t end = std::min(inputs, (g + 1) * layer.group), full = end / LEAST_GROUP * LEAST_GROUP;
-        auto step = [&](auto expand, auto read, int64_t k) __attribute__((always_inline)) {
+        auto step = [&](auto expand, int64_t k) __attribute__((always_inline)) {
             __m512bh w[OUTPUTS];
             for (int i = 0; i < OUTPUTS; i++) w[i] = expand(weight[i], k);
             for (int j = 0; j < ROWS; j++) {
-                const __m512bh value = read(x + j * inputs + k);
+                const __m512bh value = Terms<bf16>::read(x + k * MICRO_ROWS + j * LEAST_GROUP);
                 for (int i = 0; i < OUTPUTS; i++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], w[i], value);
             }
         };
         for (int64_t k = g * layer.group; k < full; k += LEAST_GROUP)
-            step([](const Codes& codes, int64_t at) { return codes.at(at); }, pairs, k);
-        if (const int rest = int(end - full))
-            step([end](const Codes& codes, int64_t at) { return codes.some_at(at, end); },
-                 [rest](const bf16* p) { return some_pairs(p, rest); }, full);
+            step([](const Codes& codes, int64_t at) { return codes.at(at); }, k);
+        if (full < end) step([end](const Codes& codes, int64_t at) { return codes.some_at(at, end); }, full);
     }
     for (int i = 0; i < OUTPUTS; i++)
         for (int j = 0; j < ROWS; j++) sums[j * BLOCK + i] = sum(F16{acc[i][j]});
@@ -90,7 +89,7 @@ inline void few_rows(const bf16* x, int rows, const Linear& layer, int64_t n, in
     for (; i < outputs; i++) micro_rows<Codes, 1, FEW_ROWS>(x, rows, layer, n + i, sums + i);
 }
 
-// x: [rows, inputs], at most FEW_ROWS; outputs [n, n + outputs)
+// x: a tile of at most FEW_ROWS rows; outputs [n, n + outputs)
 inline void code_products(const bf16* x, int rows, const Linear& layer, int64_t n, int outputs, float* sums) {
     if (layer.bits == 8)
         few_rows<ByteCodes>(x, rows, layer, n, outputs, sums);

@@ -46,17 +46,21 @@ class Buffer {
 // Rows of x, times any weights of so many inputs.
 template <class T>
 class Product {
+    using In = Input<T>;
+
   public:
-    Product(const T* x, int64_t rows, int64_t inputs, int threads)
-        : x_(x), rows_(rows), inputs_(inputs), threads_(threads) {
+    Product(const T* x, int64_t rows, int64_t inputs, int threads) : rows_(rows), inputs_(inputs), threads_(threads) {
         static Buffer buffer;
-        const int64_t row_bytes = std::max<int64_t>(1, Input<T>::bytes(16, inputs) / 16);
-        step_ = std::clamp<int64_t>(INPUT_BYTES / row_bytes / TILE_ROWS * TILE_ROWS, TILE_ROWS, 8 * TILE_ROWS);
-        prepared_ = buffer.get(Input<T>::bytes(rows, inputs));
-        if (!Input<T>::is_copied) return;
-        const int64_t units = ceil_div(rows, 16);
-        Pool::instance().run(units < 4 ? 1 : threads, units,
-                             [&](int64_t unit) { Input<T>::prepare(x, rows, inputs, unit, prepared_); });
+        const int64_t units = ceil_div(rows, In::ROWS), size = In::unit_size(inputs);
+        const int64_t together = INPUT_BYTES * In::ROWS / (size * int64_t(sizeof(typename In::type)));
+        step_ = std::clamp<int64_t>(together / TILE_ROWS * TILE_ROWS, TILE_ROWS, 8 * TILE_ROWS);
+        auto* prepared = (typename In::type*)buffer.get(units * size * sizeof(typename In::type));
+        Pool::instance().run(units < 4 ? 1 : threads, units, [&](int64_t unit) {
+            const int64_t first = unit * In::ROWS;
+            const int count = int(std::min<int64_t>(In::ROWS, rows - first));
+            In::prepare(x + first * inputs, count, inputs, prepared + unit * size);
+        });
+        prepared_ = prepared;
     }
 
     // body(n, m, rows, sums) for blocks of `outputs`: take(weight, n, sums) computes them
@@ -79,7 +83,7 @@ class Product {
 
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        const auto* x = Input<T>::at(x_, prepared_, m, inputs_);
+        const auto* x = prepared_ + m / In::ROWS * In::unit_size(inputs_);
         if (linear.bits)
             of_codes(x, rows, linear, n, outputs, to);
         else
@@ -94,7 +98,7 @@ class Product {
 
   private:
     // As many outputs at once as the products want: their weights stay in the first cache, of tiles in the second.
-    void of_codes(const typename Input<T>::type* x, int rows, const Linear& linear, int64_t n, int outputs,
+    void of_codes(const typename In::type* x, int rows, const Linear& linear, int64_t n, int outputs,
                   float* to) const {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
         if constexpr (sizeof(T) == 2)
@@ -112,11 +116,10 @@ class Product {
 
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
 
-    const T* x_;
     int64_t rows_, inputs_;
     int threads_;
     int64_t step_;
-    void* prepared_;
+    const typename In::type* prepared_;
 };
 
 // y = x * weight + bias; adds: y += that, rounded before

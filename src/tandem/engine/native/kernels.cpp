@@ -25,6 +25,8 @@ void with_type(int is_bf16, const Function& function) {
 
 }  // namespace
 
+// All else is hidden: several of these libraries may be in one process, and each has memory of its own.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // How long a helper looks for work before it sleeps.
@@ -115,3 +117,4 @@ void tandem_scan(int is_bf16, const Scan* scan, const States* states, const Stre
 }
 
 }  // extern "C"
+#pragma GCC visibility pop

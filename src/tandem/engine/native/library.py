@@ -36,8 +36,8 @@ NEEDS: dict[str, frozenset[str]] = {
 ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
 MOST_HEAD_DIM = 512
-FEW_ROWS = 64  # with more of them the products of torch's libraries are faster
-TILE_ROWS = 256  # the same, where the processor multiplies tiles of bf16
+# With more rows than these torch's libraries are faster; what is not named here is always faster.
+MOST_ROWS = {("avx2", torch.float32): 128, ("avx2", torch.bfloat16): 128, ("amx_bf16", torch.bfloat16): 256}
 MANY_ROWS = 1 << 30
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
@@ -131,7 +131,6 @@ class Kernels:
         """alone: whatever the number of rows, a product is computed here: torch's would round otherwise."""
         self.name = name
         self.alone = alone
-        self._has_tiles = name == "amx_bf16"
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
         self._dequantize = _function(library.tandem_dequantize, "ipqqpi")
@@ -149,10 +148,8 @@ class Kernels:
         self._spin(nanoseconds)
 
     def most_rows(self, dtype: torch.dtype) -> int:
-        """Up to how many rows a product is faster here than in torch's libraries."""
-        if self.alone:
-            return MANY_ROWS
-        return TILE_ROWS if self._has_tiles and dtype == torch.bfloat16 else FEW_ROWS
+        """Up to how many rows products and attention are faster here than in torch's libraries."""
+        return MANY_ROWS if self.alone else MOST_ROWS.get((self.name, dtype), MANY_ROWS)
 
     def linear(self, x: Tensor, weight: Tensor | Codes, bias: Tensor | None) -> Tensor:
         """x: [n, inputs], weight: [outputs, inputs]"""

@@ -2,6 +2,11 @@
 //
 //     y[m, n] = sum over k of x[m, k] * weight[n, k]
 //
+// Rows of x are copied before, into the order in which they are read: next to each other they would take the same places
+// of the first cache, as rows of most models are a multiple of its size. Of a weight the next outputs are fetched into
+// the second cache while these are computed: the processor's own prefetching ends with a page, and a row of a weight is
+// half a page.
+//
 // Every sum has its own accumulators and takes its terms in order of k, so the bits of a row do not depend on how many
 // rows there are, nor on who computes them. Which accumulators, depends on what the processor is used for:
 //
@@ -16,30 +21,7 @@
 
 namespace tandem {
 
-constexpr int BLOCK = 32;      // outputs of one unit of work
-constexpr int TILE_ROWS = 64;  // rows that go through a block together: its sums stay in the first cache
-
-// --- fp32 accumulation: x is [rows, inputs] fp32 -----------------------------------------------------------------------
-
-template <class W, int OUTPUTS, int ROWS>
-inline void micro(const float* x, const W* weight, int64_t inputs, float* sums, int64_t stride) {
-    F16 acc[OUTPUTS][ROWS];
-    for (auto& row : acc)
-        for (F16& one : row) one = zeros();
-    const int64_t full = inputs / LANES * LANES;
-    auto step = [&](auto read, int64_t k) __attribute__((always_inline)) {
-        F16 w[OUTPUTS];
-        for (int i = 0; i < OUTPUTS; i++) w[i] = read(weight + i * inputs + k);
-        for (int j = 0; j < ROWS; j++) {
-            const F16 value = read(x + j * inputs + k);
-            for (int i = 0; i < OUTPUTS; i++) acc[i][j] = fma(w[i], value, acc[i][j]);
-        }
-    };
-    for (int64_t k = 0; k < full; k += LANES) step([](const auto* p) { return load(p); }, k);
-    if (const int rest = int(inputs - full)) step([rest](const auto* p) { return load_part(p, rest); }, full);
-    for (int i = 0; i < OUTPUTS; i++)
-        for (int j = 0; j < ROWS; j++) sums[j * stride + i] = sum(acc[i][j]);
-}
+constexpr int BLOCK = 32;  // outputs of one unit of work
 
 #if defined(__AVX512F__)
 constexpr int MICRO_ROWS = 6, MICRO_OUTPUTS = 4;
@@ -47,75 +29,112 @@ constexpr int MICRO_ROWS = 6, MICRO_OUTPUTS = 4;
 constexpr int MICRO_ROWS = 3, MICRO_OUTPUTS = 2;
 #endif
 
-template <class W, int OUTPUTS, int ROWS>
-inline void micro_rows(const float* x, int rows, const W* weight, int64_t inputs, float* sums) {
-    if (rows == ROWS) return micro<W, OUTPUTS, ROWS>(x, weight, inputs, sums, BLOCK);
-    if constexpr (ROWS > 1) micro_rows<W, OUTPUTS, ROWS - 1>(x, rows, weight, inputs, sums);
-}
+// --- what an accumulator takes at once ---------------------------------------------------------------------------------
 
-template <class W>
-inline void products(const float* x, int rows, const W* weight, int outputs, int64_t inputs, float* sums) {
-    for (int m = 0; m < rows; m += MICRO_ROWS) {
-        const int some = std::min(MICRO_ROWS, rows - m);
-        const float* from = x + m * inputs;
-        float* to = sums + m * BLOCK;
-        int n = 0;
-        if (some == 1)
-            for (; n + 4 <= outputs; n += 4) micro<W, 4, 1>(from, weight + n * inputs, inputs, to + n, BLOCK);
-        for (; n + MICRO_OUTPUTS <= outputs; n += MICRO_OUTPUTS)
-            micro_rows<W, MICRO_OUTPUTS, MICRO_ROWS>(from, some, weight + n * inputs, inputs, to + n);
-        for (; n < outputs; n++) micro_rows<W, 1, MICRO_ROWS>(from, some, weight + n * inputs, inputs, to + n);
+template <class T>
+struct Terms;
+
+template <>
+struct Terms<float> {
+    static constexpr int COUNT = LANES;
+    using Values = F16;
+
+    template <class W>
+    static Values read(const W* p) { return load(p); }
+    template <class W>
+    static Values read_part(const W* p, int count) { return load_part(p, count); }
+    static F16 take(F16 sum, Values weight, Values x) { return fma(weight, x, sum); }
+};
+
+#if defined(__AVX512BF16__)
+
+template <>
+struct Terms<bf16> {
+    static constexpr int COUNT = 2 * LANES;
+    using Values = __m512bh;
+
+    static Values read(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static Values read_part(const bf16* p, int count) {
+        return (__m512bh)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << count) - 1), p);
     }
-}
-
-// --- bf16 dot products: x is [rows, inputs] bf16 -----------------------------------------------------------------------
-
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-
-inline __m512bh pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-inline __m512bh some_pairs(const bf16* p, int count) {
-    return (__m512bh)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << count) - 1), p);
-}
-
-template <int OUTPUTS, int ROWS>
-inline void micro(const bf16* x, const bf16* weight, int64_t inputs, float* sums) {
-    __m512 acc[OUTPUTS][ROWS];
-    for (auto& row : acc)
-        for (__m512& one : row) one = _mm512_setzero_ps();
-    const int64_t full = inputs / 32 * 32;
-    auto step = [&](auto read, int64_t k) __attribute__((always_inline)) {
-        __m512bh w[OUTPUTS];
-        for (int i = 0; i < OUTPUTS; i++) w[i] = read(weight + i * inputs + k);
-        for (int j = 0; j < ROWS; j++) {
-            const __m512bh value = read(x + j * inputs + k);
-            for (int i = 0; i < OUTPUTS; i++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], w[i], value);
-        }
-    };
-    for (int64_t k = 0; k < full; k += 32) step(pairs, k);
-    if (const int rest = int(inputs - full)) step([rest](const bf16* p) { return some_pairs(p, rest); }, full);
-    for (int i = 0; i < OUTPUTS; i++)
-        for (int j = 0; j < ROWS; j++) sums[j * BLOCK + i] = sum(F16{acc[i][j]});
-}
-
-template <int OUTPUTS, int ROWS>
-inline void micro_rows(const bf16* x, int rows, const bf16* weight, int64_t inputs, float* sums) {
-    if (rows == ROWS) return micro<OUTPUTS, ROWS>(x, weight, inputs, sums);
-    if constexpr (ROWS > 1) micro_rows<OUTPUTS, ROWS - 1>(x, rows, weight, inputs, sums);
-}
-
-inline void products(const bf16* x, int rows, const bf16* weight, int outputs, int64_t inputs, float* sums) {
-    for (int m = 0; m < rows; m += 6) {
-        const int some = std::min(6, rows - m);
-        int n = 0;
-        for (; n + 4 <= outputs; n += 4)
-            micro_rows<4, 6>(x + m * inputs, some, weight + n * inputs, inputs, sums + m * BLOCK + n);
-        for (; n < outputs; n++)
-            micro_rows<1, 6>(x + m * inputs, some, weight + n * inputs, inputs, sums + m * BLOCK + n);
-    }
-}
+    static F16 take(F16 sum, Values weight, Values x) { return {_mm512_dpbf16_ps(sum.v, weight, x)}; }
+};
 
 #endif
+
+// --- x: tiles of MICRO_ROWS rows, [steps][MICRO_ROWS][COUNT], zeros behind the inputs ------------------------------------
+
+template <class T>
+inline int64_t padded(int64_t inputs) { return ceil_div(inputs, Terms<T>::COUNT) * Terms<T>::COUNT; }
+
+// X: what x is widened to
+template <class X, class T>
+inline void pack_rows(const T* x, int rows, int64_t inputs, X* to) {
+    constexpr int COUNT = Terms<X>::COUNT;
+    for (int64_t k = 0; k < inputs; k += COUNT)
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < COUNT; i += LANES) {
+                const int64_t at = k + i;
+                store(to + k * MICRO_ROWS + row * COUNT + i,
+                      at < inputs ? load_at(x + row * inputs, at, inputs) : zeros());
+            }
+}
+
+// --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
+
+// next: where the weight of as many outputs more begins, to be fetched meanwhile; or null
+template <class X, class W, int OUTPUTS, int ROWS>
+inline void micro(const X* x, const W* weight, const W* next, int64_t inputs, float* sums) {
+    using T = Terms<X>;
+    F16 acc[ROWS][OUTPUTS];
+    for (auto& row : acc)
+        for (F16& one : row) one = zeros();
+    const int64_t full = inputs / T::COUNT * T::COUNT;
+    auto step = [&](auto read, int64_t k) __attribute__((always_inline)) {
+        typename T::Values w[OUTPUTS];
+        for (int i = 0; i < OUTPUTS; i++) w[i] = read(weight + i * inputs + k);
+        for (int j = 0; j < ROWS; j++) {
+            const auto value = T::read(x + k * MICRO_ROWS + j * T::COUNT);
+            for (int i = 0; i < OUTPUTS; i++) acc[j][i] = T::take(acc[j][i], w[i], value);
+        }
+    };
+    auto whole = [](const W* p) __attribute__((always_inline)) { return T::read(p); };
+    if (next)
+        for (int64_t k = 0; k < full; k += T::COUNT) {
+            for (int i = 0; i < OUTPUTS; i++) _mm_prefetch((const char*)(next + i * inputs + k), _MM_HINT_T1);
+            step(whole, k);
+        }
+    else
+        for (int64_t k = 0; k < full; k += T::COUNT) step(whole, k);
+    if (const int rest = int(inputs - full)) step([rest](const W* p) { return T::read_part(p, rest); }, full);
+#pragma GCC unroll 6  // or the compiler keeps the sums in memory
+    for (int j = 0; j < ROWS; j++) store_sums<OUTPUTS>(sums + j * BLOCK, acc[j]);
+}
+
+template <class X, class W, int OUTPUTS, int ROWS>
+inline void micro_rows(const X* x, int rows, const W* weight, const W* next, int64_t inputs, float* sums) {
+    if (rows == ROWS) return micro<X, W, OUTPUTS, ROWS>(x, weight, next, inputs, sums);
+    if constexpr (ROWS > 1) micro_rows<X, W, OUTPUTS, ROWS - 1>(x, rows, weight, next, inputs, sums);
+}
+
+// x: tiles. sums: [rows, BLOCK]
+template <class X, class W>
+inline void products(const X* x, int rows, const W* weight, int outputs, int64_t inputs, float* sums) {
+    for (int m = 0; m < rows; m += MICRO_ROWS) {
+        const int some = std::min(MICRO_ROWS, rows - m);
+        const X* from = x + m * padded<X>(inputs);
+        float* to = sums + m * BLOCK;
+        auto at = [&](int n) { return weight + n * inputs; };
+        auto next = [&](int n) { return m == 0 && n < outputs ? at(n) : nullptr; };
+        int n = 0;
+        if (some == 1)
+            for (; n + 4 <= outputs; n += 4) micro<X, W, 4, 1>(from, at(n), next(n + 4), inputs, to + n);
+        constexpr int FEW = MICRO_OUTPUTS;
+        for (; n + FEW <= outputs; n += FEW)
+            micro_rows<X, W, FEW, MICRO_ROWS>(from, some, at(n), next(n + FEW), inputs, to + n);
+        for (; n < outputs; n++) micro_rows<X, W, 1, MICRO_ROWS>(from, some, at(n), nullptr, inputs, to + n);
+    }
+}
 
 // --- AMX: x is [ceil(rows / 16), ceil(inputs / 32)] tiles ----------------------------------------------------------------
 
@@ -238,16 +257,20 @@ inline void products(const Tile* x, int rows, const bf16* weight, int outputs, i
 
 // --- x, as the products of a type want it --------------------------------------------------------------------------------
 
-template <class T>
-struct Input;  // what `products` reads; how many bytes; and how rows get there, in units of 16
+constexpr int TILE_ROWS = 96;  // rows that go through a block together; a multiple of MICRO_ROWS and of two tiles
 
-template <>
-struct Input<float> {
+// What `products` reads, in units of ROWS rows
+template <class T>
+struct Input {
+#if defined(__AVX512BF16__)
+    using type = T;
+#else
     using type = float;
-    static int64_t bytes(int64_t, int64_t) { return 0; }
-    static const float* at(const float* x, const void*, int64_t row, int64_t inputs) { return x + row * inputs; }
-    static constexpr bool is_copied = false;
-    static void prepare(const float*, int64_t, int64_t, int64_t, void*) {}
+#endif
+    static constexpr int ROWS = MICRO_ROWS;
+
+    static int64_t unit_size(int64_t inputs) { return ROWS * padded<type>(inputs); }
+    static void prepare(const T* x, int rows, int64_t inputs, type* to) { pack_rows(x, rows, inputs, to); }
 };
 
 #if defined(__AMX_BF16__)
@@ -255,46 +278,10 @@ struct Input<float> {
 template <>
 struct Input<bf16> {
     using type = Tile;
-    static int64_t bytes(int64_t rows, int64_t inputs) {
-        return ceil_div(rows, 16) * ceil_div(inputs, TILE_INPUTS) * int64_t(sizeof(Tile));
-    }
-    // row: a multiple of 16
-    static const Tile* at(const bf16*, const void* prepared, int64_t row, int64_t inputs) {
-        return (const Tile*)prepared + row / 16 * ceil_div(inputs, TILE_INPUTS);
-    }
-    static constexpr bool is_copied = true;
-    static void prepare(const bf16* x, int64_t rows, int64_t inputs, int64_t unit, void* to) {
-        const int64_t first = 16 * unit;
-        Tile* tiles = (Tile*)to + unit * ceil_div(inputs, TILE_INPUTS);
-        pack_tiles(x + first * inputs, int(std::min<int64_t>(16, rows - first)), inputs, tiles);
-    }
-};
+    static constexpr int ROWS = 16;
 
-#elif defined(__AVX512BF16__)
-
-template <>
-struct Input<bf16> {
-    using type = bf16;
-    static int64_t bytes(int64_t, int64_t) { return 0; }
-    static const bf16* at(const bf16* x, const void*, int64_t row, int64_t inputs) { return x + row * inputs; }
-    static constexpr bool is_copied = false;
-    static void prepare(const bf16*, int64_t, int64_t, int64_t, void*) {}
-};
-
-#else
-
-template <>
-struct Input<bf16> {
-    using type = float;
-    static int64_t bytes(int64_t rows, int64_t inputs) { return rows * inputs * int64_t(sizeof(float)); }
-    static const float* at(const bf16*, const void* prepared, int64_t row, int64_t inputs) {
-        return (const float*)prepared + row * inputs;
-    }
-    static constexpr bool is_copied = true;
-    static void prepare(const bf16* x, int64_t rows, int64_t inputs, int64_t unit, void* to) {
-        const int64_t first = 16 * unit * inputs, last = std::min(rows, 16 * unit + 16) * inputs;
-        for (int64_t i = first; i < last; i += LANES) store_at((float*)to, load_at(x, i, last), i, last);
-    }
+    static int64_t unit_size(int64_t inputs) { return ceil_div(inputs, TILE_INPUTS); }
+    static void prepare(const bf16* x, int rows, int64_t inputs, Tile* to) { pack_tiles(x, rows, inputs, to); }
 };
 
 #endif

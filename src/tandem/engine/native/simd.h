@@ -58,6 +58,9 @@ inline F16 load(const int8_t* p) {
 }
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
 inline void store(bf16* p, F16 a) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+#else
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
@@ -65,6 +68,7 @@ inline void store(bf16* p, F16 a) {
     const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
+#endif
 }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
@@ -74,6 +78,7 @@ inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 // Of two where one is NaN: the second.
 inline F16 larger(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 smaller(F16 a, F16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline bool any_larger(F16 a, F16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ) != 0; }
 inline F16 whole(F16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline F16 zero_where_less(F16 x, F16 limit, F16 a) {
     return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_NLT_UQ), a.v)};
@@ -128,6 +133,9 @@ inline F16 operator*(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul
 inline F16 operator/(F16 x, F16 y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
 inline F16 larger(F16 x, F16 y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
 inline F16 smaller(F16 x, F16 y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+inline bool any_larger(F16 x, F16 y) {
+    return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_GT_OQ)));
+}
 inline F16 whole(F16 x) {
     constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
@@ -200,6 +208,30 @@ inline float sum(F16 x) {
     const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
+
+// COUNT sums at once, each in the order of `sum`.
+template <int COUNT>
+inline void store_sums(float* to, const F16* x) {
+    for (int i = 0; i < COUNT; i++) to[i] = sum(x[i]);
+}
+
+#if defined(__AVX512F__)
+
+inline __m512 halves_added(__m512 a, __m512 b) {  // lanes 0 to 7: of a, the others: of b
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
+
+template <>
+inline void store_sums<4>(float* to, const F16* x) {
+    const __m512 first = halves_added(x[0].v, x[1].v), second = halves_added(x[2].v, x[3].v);
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(first, second, 0x88), _mm512_shuffle_f32x4(first, second, 0xdd));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));  // four lanes are of one now
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(to, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, sums)));
+}
+
+#endif
 
 // Where a lane is NaN: of any of the others, or NaN.
 inline float largest(F16 x) {
