@@ -18,7 +18,7 @@ namespace tandem {
 
 constexpr int KEYS = LANES;
 constexpr int MAX_HEAD_DIM = 512;
-constexpr int MAX_ROWS = 32;  // of a unit
+constexpr int MAX_ROWS = 32;     // of a unit
 constexpr int AHEAD = 2 * KEYS;  // keys that are fetched before they are needed
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -255,8 +255,8 @@ using ShareOf = T;
 // The same, two keys at a time. PARTS: 1 or 2
 template <class T, int ROWS, int PARTS>
 inline void mix(Mixture<bf16>& mixture, int row, const bf16* const values[KEYS], int64_t d, int64_t head_dim) {
-    static const auto places = [] {
-        std::array<std::array<uint16_t, 2 * LANES>, 2> found;
+    static constexpr auto places = [] {
+        std::array<std::array<uint16_t, 2 * LANES>, 2> found{};
         for (int part = 0; part < 2; part++)
             for (int i = 0; i < 2 * LANES; i++) found[part][i] = uint16_t(i % 2 * 2 * LANES + part * LANES + i / 2);
         return found;
@@ -340,15 +340,19 @@ struct AttentionWork {
     alignas(64) T made[2][KEYS][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
 };
 
-// The rows of keys of one head, from a position on. A page at a time: divisions would take longer than the products.
+// The rows of one head at positions [at, last], one after the other: to divide for each would take longer than its
+// products.
 template <class T>
 class KeyRows {
   public:
-    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t kv_head, int64_t layer, int64_t position)
-        : kv_(kv), pages_(pages + position / kv.page_size), head_(kv_head), layer_(layer), size_(kv.row_bytes()) {
-        begin(position % kv.page_size);
+    KeyRows(const KvPages<T>& kv, const int64_t* pages, int64_t head, int64_t layer, int64_t at, int64_t last)
+        : kv_(kv), pages_(pages + at / kv.page_size), head_(head), layer_(layer), at_(at), last_(last),
+          size_(kv.row_bytes()) {
+        begin(at % kv.page_size);
     }
 
+    bool is_at(int64_t position) const { return at_ == position && at_ <= last_; }
+    bool is_before(int64_t position) const { return at_ < position && at_ <= last_; }
     const char* key() const { return row_; }
     const char* value() const { return row_ + kv_.page_size * size_; }
     // Both to the second cache: the processor's own prefetching ends with a page of the system.
@@ -358,10 +362,9 @@ class KeyRows {
             _mm_prefetch(value() + i, _MM_HINT_T1);
         }
     }
-    // There has to be a page for the next position.
     void next() {
         row_ += size_;
-        if (--left_ > 0) return;
+        if (++at_ > last_ || --left_ > 0) return;
         pages_++;
         begin(0);
     }
@@ -373,8 +376,8 @@ class KeyRows {
     }
 
     const KvPages<T>& kv_;
-    const int64_t* pages_;
-    int64_t head_, layer_, size_, left_;
+    const int64_t* pages_;  // from that of `at_` on
+    int64_t head_, layer_, at_, last_, size_, left_;
     const char* row_;
 };
 
@@ -399,24 +402,15 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
         work.mixture.clear(rows, dim);
         const int64_t last = positions[rows - 1];
         const int64_t least = batch.window ? std::max<int64_t>(0, positions[0] + 1 - batch.window) : 0;
-        const int64_t first = least / KEYS * KEYS;
-        KeyRows<T> rows_of_keys(kv, pages, kv_head, layer, least), to_come = rows_of_keys;
-        int64_t fetched = least;
-        auto fetch = [&](int64_t until) {
-            for (; fetched <= std::min(until, last); fetched++) {
-                to_come.fetch();
-                if (fetched < last) to_come.next();
-            }
-        };
-        for (int64_t key = first; key <= last; key += KEYS) {
+        KeyRows<T> now(kv, pages, kv_head, layer, least, last), ahead = now;
+        for (int64_t key = least / KEYS * KEYS; key <= last; key += KEYS) {
             const T *keys[KEYS], *values[KEYS];
             for (int j = 0; j < KEYS; j++) {
-                const int64_t at = key + j;
-                fetch(at + AHEAD);
-                const bool is_there = at >= least && at <= last;
-                keys[j] = is_there ? kv.get(rows_of_keys.key(), work.made[0][j]) : work.nothing;
-                values[j] = is_there ? kv.get(rows_of_keys.value(), work.made[1][j]) : work.nothing;
-                if (is_there && at < last) rows_of_keys.next();
+                for (; ahead.is_before(key + j + AHEAD); ahead.next()) ahead.fetch();
+                const bool is_there = now.is_at(key + j);
+                keys[j] = is_there ? kv.get(now.key(), work.made[0][j]) : work.nothing;
+                values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
+                if (is_there) now.next();
             }
             work.keys.fill(keys, dim);
             for (int r = 0; r < rows; r += ROWS_AT_ONCE)
