@@ -68,17 +68,22 @@ class Product {
     void run(int64_t outputs, const Body& body) const {
         const int64_t blocks = ceil_div(outputs, BLOCK);
         const bool is_small = rows_ * outputs * inputs_ < SMALL;
-        for (int64_t first = 0; first < rows_; first += step_)
-            Pool::instance().run(is_small ? 1 : threads_, blocks, [&](int64_t block) {
+        // Each thread reads the weight of its blocks: rows are only shared out where there are few blocks for all.
+        const int64_t share = blocks < 4 * threads_ ? TILE_ROWS : step_;
+        for (int64_t first = 0; first < rows_; first += step_) {
+            const int64_t last = std::min(rows_, first + step_), shares = ceil_div(last - first, share);
+            Pool::instance().run(is_small ? 1 : threads_, blocks * shares, [&](int64_t unit) {
 #if defined(__AMX_BF16__)
                 if (sizeof(T) == 2) configure_tiles();
 #endif
-                for (int64_t m = first; m < std::min(rows_, first + step_); m += TILE_ROWS)
-                    body(block * BLOCK, m, int(std::min<int64_t>(TILE_ROWS, std::min(rows_, first + step_) - m)));
+                const int64_t begin = first + unit % shares * share, end = std::min(last, begin + share);
+                for (int64_t m = begin; m < end; m += TILE_ROWS)
+                    body(unit / shares * BLOCK, m, int(std::min<int64_t>(TILE_ROWS, end - m)));
 #if defined(__AMX_BF16__)
                 if (sizeof(T) == 2) _tile_release();
 #endif
             });
+        }
     }
 
     void sums(const Linear& linear, int64_t n, int64_t m, int rows, float* to) const {
