@@ -49,9 +49,9 @@ struct ByteCodes {
 template <class Codes, int OUTPUTS, int ROWS>
 inline void micro(const bf16* x, const Linear& layer, int64_t n, float* sums) {
     const int64_t inputs = layer.inputs, groups = ceil_div(inputs, layer.group);
-    __m512 acc[OUTPUTS][ROWS];
+    F16 acc[ROWS][OUTPUTS];
     for (auto& row : acc)
-        for (__m512& one : row) one = _mm512_setzero_ps();
+        for (F16& one : row) one = zeros();
     Codes weight[OUTPUTS];
     for (int i = 0; i < OUTPUTS; i++) weight[i].packed = (const uint8_t*)layer.weight + (n + i) * row_bytes(layer);
     for (int64_t g = 0; g < groups; g++) {
@@ -65,15 +65,15 @@ inline void micro(const bf16* x, const Linear& layer, int64_t n, float* sums) {
             for (int i = 0; i < OUTPUTS; i++) w[i] = expand(weight[i], k);
             for (int j = 0; j < ROWS; j++) {
                 const __m512bh value = Terms<bf16>::read(x + k * MICRO_ROWS + j * LEAST_GROUP);
-                for (int i = 0; i < OUTPUTS; i++) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], w[i], value);
+                for (int i = 0; i < OUTPUTS; i++) acc[j][i] = Terms<bf16>::take(acc[j][i], w[i], value);
             }
         };
         for (int64_t k = g * layer.group; k < full; k += LEAST_GROUP)
             step([](const Codes& codes, int64_t at) { return codes.at(at); }, k);
         if (full < end) step([end](const Codes& codes, int64_t at) { return codes.some_at(at, end); }, full);
     }
-    for (int i = 0; i < OUTPUTS; i++)
-        for (int j = 0; j < ROWS; j++) sums[j * BLOCK + i] = sum(F16{acc[i][j]});
+#pragma GCC unroll 6  // or the compiler keeps the sums in memory
+    for (int j = 0; j < ROWS; j++) store_sums<OUTPUTS>(sums + j * BLOCK, acc[j]);
 }
 
 template <class Codes, int OUTPUTS, int ROWS>

@@ -2,10 +2,9 @@
 //
 //     y[m, n] = sum over k of x[m, k] * weight[n, k]
 //
-// Rows of x are copied before, into the order in which they are read: next to each other they would take the same places
-// of the first cache, as rows of most models are a multiple of its size. Of a weight the next outputs are fetched into
-// the second cache while these are computed: the processor's own prefetching ends with a page, and a row of a weight is
-// half a page.
+// Rows of x are copied before, into the order in which they are read: where their length is a power of two, the same
+// inputs of all of them would take the same places of the first cache. Of a weight the next outputs are fetched into the
+// second cache while these are computed: the processor's own prefetching ends with a page of the system.
 //
 // Every sum has its own accumulators and takes its terms in order of k, so the bits of a row do not depend on how many
 // rows there are, nor on who computes them. Which accumulators, depends on what the processor is used for:
