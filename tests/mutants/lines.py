@@ -825,6 +825,14 @@ OTHERS = (
         "e2e_cpu/test_pd_refusals.py::"
         "test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
     ),
+    # decision 015: which batches are torch's
+    Break(
+        "no_batch_is_too_large_for_the_kernels",
+        "engine/attention/native.py",
+        "if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):",
+        "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
+        "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
+    ),
     # decision 032: what readers copy from shared memory
     Break(
         "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",
