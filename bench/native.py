@@ -2,10 +2,11 @@
 
     python bench/native.py [MODEL_DIR] [--dtype bfloat16] [--threads 1] [--rounds 3] [--prefill 512] [--decode 1 8 32]
 
-Without MODEL_DIR a random Llama of 380M parameters is made in a temporary folder (needs transformers). Of every case
-the time on the clock and the CPU time of the engine are printed, as medians over rounds, with the range of the ratio of
-CPU times: what else runs on the machine shows in the first, and less in the second. `read` is how fast the weights
-could be read: sums over as many bytes, in the same run; a decode step of one request cannot be faster.
+Without MODEL_DIR a random Llama of 380M parameters is made in a temporary folder (needs transformers). Threads wait
+as those of a worker that owns its cores. Of every case the time on the clock and the CPU time of the engine are
+printed, as medians over rounds, with the range of the ratio of CPU times: what else runs on the machine shows in the
+first, and less in the second. `read` is how fast the weights could be read: sums over as many bytes, in the same run;
+a decode step of one request cannot be faster.
 
 `narrow` is torch that multiplies bf16 as it is; where the processor has no instructions for that, we widen weights
 (`engine/layers/torch_linear.py`).
@@ -34,6 +35,7 @@ from tandem.engine.layers.torch_linear import WIDENED_ROWS
 from tandem.engine.model_config import page_tokens
 from tandem.engine.native import library
 from tandem.engine.weights import LoadedModel, load
+from tandem.server.processes import SPINNING
 
 STEPS = 4
 TORCH = library.OFF
@@ -43,6 +45,8 @@ Times = tuple[float, float]  # ms on the clock, ms of CPU
 
 def main() -> None:
     options = parse()
+    if not SPINNING.items() <= os.environ.items():
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SPINNING})
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         model = load(options.model or random_llama(Path(folder)), dtype=options.dtype)
