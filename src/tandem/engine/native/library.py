@@ -37,7 +37,7 @@ ONE_ORDER = ("avx512", "avx2")
 SPIN_NS = 200_000  # between two steps it is milliseconds, between two loops of a step it is microseconds
 MOST_HEAD_DIM = 512
 # With more rows than these torch's libraries are faster; what is not named here is always faster.
-MOST_ROWS = {("avx2", torch.float32): 128, ("avx2", torch.bfloat16): 128, ("amx_bf16", torch.bfloat16): 256}
+MOST_ROWS = {("amx_bf16", torch.bfloat16): 256}
 MANY_ROWS = 1 << 30
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 

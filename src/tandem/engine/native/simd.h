@@ -13,6 +13,7 @@
 namespace tandem {
 
 constexpr int LANES = 16;
+constexpr int BLOCK = 2 * LANES;  // outputs of a product that are one unit of work
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -150,6 +151,11 @@ inline __m256 power_of_two(__m256 n) {
 }
 inline F16 scaled(F16 x, F16 n) {
     return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
+}
+// x is loaded once: the compiler would rather load it again for each product.
+inline __m256 in_register(__m256 x) {
+    asm("" : "+x"(x));
+    return x;
 }
 inline void halves(F16 x, __m256& low, __m256& high) {
     low = x.a;
