@@ -194,16 +194,14 @@ TRANSFORMERS: dict[str, str] = {
 }
 
 
-ONE_WORKER = "cuts the model over workers, and all would have to be told what each pass of a block has found"
+NOT_WITH_BLOCKS = "is not there for models of block diffusion"
 BLOCKS: dict[str, str] = {
     "--attention-backend": "has no choice for models of block diffusion",
-    "--attn-cp-size": ONE_WORKER,
-    "--deterministic": "is not there for models of block diffusion",
-    "--enable-dp-attention": ONE_WORKER,
+    "--attn-cp-size": NOT_WITH_BLOCKS,
+    "--deterministic": NOT_WITH_BLOCKS,
+    "--enable-dp-attention": NOT_WITH_BLOCKS,
     "--is-embedding": "wants vectors, of which a model of block diffusion makes none",
-    "--kv-cache-dtype": "is not there for models of block diffusion",
-    "--pp-size": ONE_WORKER,
-    "--tp-size": ONE_WORKER,
+    "--kv-cache-dtype": NOT_WITH_BLOCKS,
 }
 
 

@@ -193,8 +193,8 @@ def test_what_a_block_has_no_answer_to_is_refused_by_name(running: Cluster, what
 @pytest.mark.parametrize(
     "flags",
     [
-        *(["--deterministic"], ["--tp-size", "2"], ["--pp-size", "2"], ["--attn-cp-size", "2"], ["--is-embedding"]),
-        *(["--kv-cache-dtype", "int8"], ["--page-size", "2"], ["--attention-backend", "native"]),
+        *(["--deterministic"], ["--attn-cp-size", "2"], ["--is-embedding"], ["--kv-cache-dtype", "int8"]),
+        *(["--enable-dp-attention", "--dp", "2", "--tp", "2"], ["--page-size", "2"], ["--attention-backend", "native"]),
     ],
 )
 def test_what_blocks_do_not_allow_is_refused_at_start(

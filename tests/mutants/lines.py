@@ -40,6 +40,7 @@ MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
 OTHER_RANKS = "unit/test_core_dp_ranks.py::test_"
 BLOCKS = "unit/test_core_blocks.py::test_"
 FOUND_TOGETHER = "e2e_cpu/test_engine_blocks.py::test_"
+FOUND_BY_ALL = "e2e_cpu/test_engine_blocks_ranks.py::test_"
 SERVED = "e2e_cpu/test_serve_unified.py::test_"
 ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
@@ -1183,7 +1184,7 @@ OTHERS = (
     ),
     Break(
         "tokens_behind_the_end_are_said",
-        "engine/denoising.py",
+        "engine/drafts.py",
         "return next((count for count, flag in enumerate(flags, 1) if flag), len(flags))",
         "return len(flags)",
         FOUND_TOGETHER + "an_end_of_sequence_inside_a_block_is_the_last_that_is_said",
@@ -1194,6 +1195,13 @@ OTHERS = (
         "stop = len(sequence.tokens) if span.samples else span.stop",
         "stop = span.stop",
         FOUND_TOGETHER + "what_others_left_in_a_page_is_gone_before_somebody_pulls_it",
+    ),
+    Break(
+        "other_workers_do_not_take_what_a_pass_has_found",
+        "engine/drafts.py",
+        "self.tokens[self.first :][known] = told[known]",
+        "pass",
+        FOUND_BY_ALL + "workers_together_find_once_what_one_engine_finds",
     ),
     Break(
         "stream_of_blocks_goes_on_elsewhere",

@@ -10,7 +10,7 @@ below do their part, which needs an environment (`determinism.py`) and is measur
 Of several workers all run the same plans in the same order, and one samples. The others take its tokens as late as
 they can (`late_tokens.py`): a batch whose requests had no part in the batch before begins while that one is on later
 stages. So the chunks of a prompt and the micro-batches of those who decode follow each other through the pipeline, and
-nothing is asked of anybody on the way.
+nothing is asked of anybody on the way. The tokens of blocks (`denoising.py`) are told pass by pass instead.
 """
 
 import time
@@ -39,6 +39,7 @@ from tandem.engine.prompt_scores import prompt_scores
 from tandem.engine.recurrent_states import RecurrentStates
 from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
+from tandem.engine.stages import behind_all_layers
 from tandem.engine.weights import LoadedModel
 from tandem.grammar import Matcher, Vocabulary
 from tandem.sampling import Payload
@@ -91,7 +92,9 @@ class Engine:
         self._decode_sets: defaultdict[int, DecodeSet] = defaultdict(DecodeSet)  # by micro-batch
         self._tables: BatchTables[Sequence] = BatchTables(self._decode_sets, block_tokens=rules.block_tokens)
         self._denoiser = (
-            Denoiser(model, blocks, self.kv, self._attention, threshold=block_threshold) if blocks is not None else None
+            Denoiser(model, blocks, self.kv, self._attention, pipeline, threshold=block_threshold)
+            if blocks is not None
+            else None
         )
         self._pipeline = pipeline
         self._ranks = ranks
@@ -150,7 +153,7 @@ class Engine:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(started))
         sampled = sampled if sampled is not None else sample(torch.empty(0, 1), [], eos_ids=())
-        if batch.samplers:
+        if batch.samplers and self._denoiser is None:  # else they were told pass by pass
             self._pipeline.send_tokens(sampled.tokens)
         hashes = self._tables.finish(plan, spans, sampled.tokens.tolist())
         return BatchOutcome(
@@ -195,14 +198,9 @@ class Engine:
             self._attention.plan(rows)
         else:
             self._context.plan_part(own, rows)
-        hidden = None
-        if pipeline.stage.rank > 0:
-            features = self.model.config.hidden_size
-            hidden = pipeline.receive_hidden(len(own.token_ids), features, self.model.dtype)
         attention = self._attention if shared is None else self._context
-        hidden = model.forward(Step(own, attention, self._states), hidden)
-        if pipeline.stage.rank < pipeline.stage.size - 1:
-            pipeline.send_hidden(hidden)
+        hidden = behind_all_layers(self.model, pipeline, Step(own, attention, self._states))
+        if hidden is None:
             return None, (), ()
         if shared is not None:
             hidden = self._context.whole_states(own, rows, hidden)
