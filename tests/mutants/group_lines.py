@@ -112,6 +112,13 @@ GROUP_BREAKS = (
         "of three workers one is never told what was sampled",
     ),
     WholeBreak(
+        "what_a_pass_has_found_is_taken_by_nobody_else",
+        "engine/drafts.py",
+        "self.tokens[self.first :][known] = told[known]",
+        "pass",
+        "masks stand where the others have tokens of a block",
+    ),
+    WholeBreak(
         "hidden_states_go_to_the_next_shard",
         COLLECTIVES,
         "self.rank.shard + self._in_stage, tag=HIDDEN",
@@ -216,6 +223,7 @@ GROUP_KILLED_BY: dict[str, int | str] = {
     "steady_batch_runs_ahead_of_its_tokens": 36,
     "sums_go_to_ranks_in_another_order": 130,
     "tokens_go_to_one_other_worker": 225,
+    "what_a_pass_has_found_is_taken_by_nobody_else": 10_257,
     "who_ends_with_others_is_blamed": "second_worker_is_killed_behind_a_node_that_is_held_up",
 }
 

@@ -4,10 +4,10 @@ KV of a position is one 64-bit number made of its token, its position and all KV
 in the memory that the data plane sends from and receives into. The next token is made of the sum of all KV of its row.
 So a page that is wrong, stale, foreign or half written anywhere changes every token after it, and the right tokens are
 known from the prompt alone (`right_tokens`). A grammar is followed as the engine follows it: of the tokens that it
-allows, that number picks one. The tokens of a block are found as if one came after the other, and their KV is written
-once all of them are known: so blocks of any size have the same right tokens. Of several workers each has its own part
-of the KV (`shards.py`), and one samples: the others take its tokens as those of a real engine do
-(`engine/late_tokens.py`).
+allows, that number picks one. The tokens of a block are found as if one came after the other, some in every pass, and
+their KV is written once all of them are known: so blocks of any size have the same right tokens. Of several workers
+each has its own part of the KV (`shards.py`), and one samples: the others take its tokens as those of a real engine do
+(`engine/late_tokens.py`, and of blocks `engine/drafts.py`).
 """
 
 import time
@@ -26,6 +26,7 @@ from tandem.batch_tables import Sequence as Tokens
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.kv_parts import KvGrid, box_of
 from tandem.core.values import Nanos, RequestId
+from tandem.engine.drafts import Draft, agree
 from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.engine.parallel import OneShard, OneStage
 from tandem.grammar import Matcher, Vocabulary
@@ -254,12 +255,16 @@ class PlainEngine:
         if self.runs is not None:
             self.runs(plan, batch)
         sampled, vectors = self._forward(batch)
-        if batch.samplers and not self._shards.rank.samples:
+        samples, is_told = self._shards.rank.samples, self._block_tokens > 1  # pass by pass
+        if batch.samplers and not samples and not is_told:
             self._late_tokens.wait_for(batch)
             return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
         following = list(chain.from_iterable(sampled))
-        if batch.samplers:
+        if batch.samplers and not is_told:
             self._shards.send_tokens(following)
+        if not samples:
+            self._tables.finish(plan, spans, following)
+            return BatchOutcome(plan.id, plan.iteration, b"", b"", duration_ns=since(began))
         said = [self._said(row, tokens) for row, tokens in zip(batch.samplers, sampled, strict=True)]
         flags = bytes(self._flag(row, tokens[-1]) for row, tokens in zip(batch.samplers, said, strict=True))
         hashes = self._tables.finish(plan, spans, following)
@@ -269,14 +274,14 @@ class PlainEngine:
             iteration=plan.iteration,
             tokens=array("i", chain.from_iterable(said)).tobytes(),
             flags=flags,
-            hashes=tuple(hashes) if self._shards.rank.samples else (),
+            hashes=tuple(hashes),
             extras=tuple(
                 (row.request, _score(row, tokens[-1]))
                 for row, tokens in zip(batch.samplers, said, strict=True)
                 if row.params.logprobs
             ),
-            prompt_extras=tuple(self._prompt_scores(spans)) if self._shards.rank.samples else (),
-            vectors=tuple(vectors) if self._shards.rank.samples else (),
+            prompt_extras=tuple(self._prompt_scores(spans)),
+            vectors=tuple(vectors),
             duration_ns=since(began),
             counts=tuple(map(len, said)) if self._block_tokens > 1 else (),
         )
@@ -335,29 +340,49 @@ class PlainEngine:
         self._shards.to_stage_behind(sums)
         pooled = zip(batch.spans, ends, strict=False)
         vectors = [(span.sequence.request, vector_bytes(kv_sum)) for span, kv_sum in pooled if span.pools]
-        sampled = [
-            self._sampled(row, kv_sum) for (row, _, _, samples), kv_sum in zip(rows, ends, strict=True) if samples
-        ]
-        return sampled, vectors
+        sampling = [(row, kv_sum) for (row, _, _, samples), kv_sum in zip(rows, ends, strict=True) if samples]
+        if self._block_tokens > 1:
+            return self._found_in_passes(*zip(*sampling, strict=True)) if sampling else [], vectors
+        return [[self._next(row, kv_sum, len(row.tokens))] for row, kv_sum in sampling], vectors
 
-    def _sampled(self, row: Row, kv_sum: int) -> list[int]:
-        """Tokens up to the border of its block. kv_sum: of all before the block, whose beginning may be known."""
-        length = len(row.tokens)
-        start = length - length % self._block_tokens
-        block = list(row.tokens[start:])
-        for position, token in enumerate(block, start):
+    def _next(self, row: Row, kv_sum: int, position: int) -> int:
+        """The token at this position. kv_sum: of all before."""
+        may_end = not row.params.ignore_eos
+        size = self._vocab_size
+        return next_token(kv_sum, position - 1, vocab_size=size, may_end=may_end, matcher=row.matcher)
+
+    def _found_in_passes(self, rows: Sequence[Row], sums: Sequence[int]) -> list[list[int]]:
+        """Their tokens up to the border of the block of each. sums: of all before these blocks, from the first pass."""
+        drafts = [Draft[Row].of(row, block_tokens=self._block_tokens, mask_id=0) for row in rows]
+        unfinished = drafts
+        while True:
+            if self._shards.rank.samples:
+                for draft, kv_sum in zip(unfinished, sums, strict=True):
+                    self._settle(draft, kv_sum)
+            unfinished = agree(self._shards.pipeline, unfinished)
+            if not unfinished:
+                return [draft.found.tolist() for draft in drafts]
+            sums = self._pass_again(unfinished)
+
+    def _settle(self, draft: Draft[Row], kv_sum: int) -> None:
+        """The next ones of its tokens: how many, is drawn from the KV, too. kv_sum: of all before the block."""
+        masks = set(draft.masks)
+        last = min(masks) + (kv_sum >> 5) % len(masks)
+        for place in range(last + 1):
+            position = draft.start + place
+            if place in masks:
+                draft.put(place, self._next(draft.sequence, kv_sum, position), 0)
+            token = int(draft.tokens[place])
             kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
-        for position in range(length, start + self._block_tokens):
-            token = next_token(
-                kv_sum,
-                position - 1,
-                vocab_size=self._vocab_size,
-                may_end=not row.params.ignore_eos,
-                matcher=row.matcher,
-            )
-            block.append(token)
-            kv_sum = (kv_sum + kv_content(sum_before=kv_sum, token=token, position=position)) & MASK
-        return block[length - start :]
+
+    def _pass_again(self, drafts: Sequence[Draft[Row]]) -> list[int]:
+        """Through all stages. Returns the sum of all KV before each of these blocks."""
+        handed_on = self._shards.from_stage_before(len(drafts))
+        if self._shards.rank.num_shards > 1:  # of one worker a batch takes its time, in however many passes
+            time.sleep(self._base_s / self._shards.rank.pp_size)
+        sums = self._shards.agreed([self.kv.read(one.sequence.pages, one.start) for one in drafts], handed_on)
+        self._shards.to_stage_behind(sums)
+        return sums
 
     def accompany(self) -> None:
         """Take part in a step without a batch. Raises WorkerGone."""

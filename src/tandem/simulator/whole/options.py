@@ -215,8 +215,10 @@ def draw_stall(seed: int) -> dict[str, Any]:
 def draw_blocks(seed: int) -> int:
     """How many tokens a row samples at once. From randomness of its own, too."""
     random = Random(f"whole blocks {seed}")
-    is_cut = draw_cut(seed) or draw_cuts(seed)[:2] != (UNCUT, UNCUT) or draw_context(seed) != UNCUT
-    if is_cut or draw_together(seed)[0] or random.randrange(BLOCKS_ONE_IN):
+    is_cut = draw_cut(seed) or draw_cuts(seed)[:2] != (UNCUT, UNCUT)
+    is_older = seed < FIRST_WITH_WINDOWS  # of these, replicas of several workers had no blocks
+    is_refused = draw_context(seed) != UNCUT or draw_together(seed)[0]
+    if is_refused or (is_cut and is_older) or random.randrange(BLOCKS_ONE_IN):
         return 1
     return random.choice((2, 4))
 
