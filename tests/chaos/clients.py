@@ -34,7 +34,7 @@ CODES = {code.value for code in RULES}
 MISTAKES = {
     *("internal_error", "engine_failed", "invalid_logits", "layout_mismatch", "protocol", "out_of_pages", "queue_full"),
     *("invalid_json", "invalid_value", "invalid_combination", "invalid_grammar", "refused_by_template", "unsupported"),
-    *("prompt_too_long", "duplicate_rid", "duplicate_room", "host_not_allowed"),
+    *("context_length_exceeded", "duplicate_rid", "duplicate_room", "host_not_allowed"),
 }
 ORDERED_CODES = {"aborted", "peer_aborted"}
 ROUTER_KILLED = "router_killed"

@@ -189,7 +189,7 @@ def test_what_prefill_refuses_decode_does_not_wait_for(prefill: Server, decode: 
     with pytest.raises(HttpError) as refused:
         decode.generate(prompt, **pair)
     half.close()
-    assert refused.value.error["code"] == "prompt_too_long"
+    assert refused.value.error["code"] == "context_length_exceeded"
 
 
 def test_the_ledger_of_a_request_that_fell_back_has_the_time_that_it_waited_before(

@@ -45,9 +45,9 @@ def test_chat_says_in_one_line_that_there_is_no_server_or_what_is_wrong() -> Non
     assert "no server answers" in done.stderr
     assert done.stderr.count("\n") == 1
     with fleet() as made:
-        speak(made, Reject(400, "prompt_too_long"))
+        speak(made, Reject(400, "context_length_exceeded"))
         done = tandem("chat", "--url", made.url, given="x\n")
-        assert (done.returncode, done.stderr) == (1, "tandem: error: 400: prompt_too_long: told to\n")
+        assert (done.returncode, done.stderr) == (1, "tandem: error: 400: context_length_exceeded: told to\n")
 
 
 def test_eval_counts_right_answers(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_a_prompt_that_does_not_fit_the_pool_is_a_400_and_the_server_goes_on(ser
     with pytest.raises(HttpError) as refused:
         server.generate([5] * 3000)
     assert refused.value.status == 400
-    assert refused.value.error["code"] == "prompt_too_long"
+    assert refused.value.error["code"] == "context_length_exceeded"
     assert server.generate(PROMPT)["meta_info"]["path"] == "unified"
 
 

@@ -210,7 +210,7 @@ def refused(server: Server, path: str, body: dict[str, object]) -> dict[str, obj
         ({"input": [7, "w5"]}, "invalid_value", "mixes"),
         ({"input": [300]}, "invalid_value", "300 is not a token id"),
         ({"input": ["w5"] * 1025}, "invalid_value", "at most 1024"),
-        ({"input": text_of(127)}, "prompt_too_long", "129 tokens are more than the context of 128"),
+        ({"input": text_of(127)}, "context_length_exceeded", "129 tokens > 128 maximum"),
         ({"input": "w5", "dimensions": 49}, "invalid_value", "this model has 48"),
         ({"input": "w5", "dimensions": 0}, "invalid_value", "dimensions"),
         ({"input": "w5", "encoding_format": "hex"}, "invalid_value", "encoding_format"),
@@ -288,7 +288,7 @@ def test_an_encoders_prompt_has_to_fit_one_batch(bert: Served) -> None:
     with cluster(unified=True, model=bert.model, flags=flags) as it:
         assert it.unified is not None
         error = refused(it.unified, "/v1/embeddings", {"input": ["w5", text_of(63)]})
-        assert error["code"] == "prompt_too_long"
+        assert error["code"] == "context_length_exceeded"
         assert "65 tokens are more than one batch of 64 (--chunked-prefill-size)" in str(error["message"])
         found = it.unified.call("POST", "/v1/embeddings", {"input": [text_of(62), text_of(62, seed=1)]})
         assert_close(found["data"][1]["embedding"], mean_vector(bert.theirs, [CLS, *ids_of(text_of(62, seed=1)), SEP]))

@@ -153,7 +153,9 @@ def test_a_prompt_that_fills_the_context_is_refused_and_a_shorter_one_gets_what_
     with (w := world(says("x" * 50), context_length=20)).http() as http:
         refused = http.post("/v1/completions", json={"prompt": ids("y" * 20)})
         answer = http.post("/v1/completions", json={"prompt": ids("y" * 17), "max_tokens": 100}).json()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    for words in ("prompt is too long: 20 tokens > 19 maximum", "This model's maximum context length is 20 tokens"):
+        assert words in refused.json()["error"]["message"]  # by which programs know that they have to shorten it
     assert answer["usage"]["completion_tokens"] == 3
     assert [submit.request.max_new_tokens for submit in w.node.submits] == [3]
 
@@ -173,7 +175,7 @@ def test_a_text_that_cannot_fit_the_context_is_refused_without_being_tokenized(
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text, **_: encoded.append(len(text)) or [2] * len(text))
     with world(context_length=100).http() as http:
         response = http.post(path, json=body)
-    assert (response.status_code, response.json()["error"]["code"]) == (400, "prompt_too_long")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert max(encoded, default=0) < 10_000
 
 

@@ -15,7 +15,7 @@ BEYOND_SCHEMAS = {
     (400, "invalid_grammar"),  # a regular expression, schema or grammar that does not compile
     (400, "invalid_json"),  # `arguments` of a call, which are a text with JSON in it
     (400, "refused_by_template"),  # what the model's chat template raises
-    (400, "prompt_too_long"),  # tokens, and the context of the model
+    (400, "context_length_exceeded"),  # tokens, and the context of the model
     (413, "out_of_pages"),  # tokens, and the memory of the server
     (400, "route_conflict"),  # `disagg_prefill_dp_rank`, and what the prefill that is asked has
     (404, "model_not_found"),  # names of models, which come and go behind a router

@@ -245,11 +245,7 @@ async def read_text(
 ) -> Prompt:
     """The prompt that a text is. Far too long a one is refused as it is: tokenizing takes seconds per MiB."""
     if not tokenizer.may_fit(text, limits.context_length):
-        raise Refusal(
-            Cause.PROMPT_TOO_LONG,
-            f"{param}: {len(text)} characters are more than a context of {limits.context_length} tokens can hold",
-            param=param,
-        )
+        raise too_long(param, f"{len(text)} characters are more than its tokens can hold", limits)
     return Prompt(await tokenizer.encode_anywhere(text, add_special_tokens=add_special_tokens), text)
 
 
@@ -259,12 +255,14 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
     if prompt.text is None:  # ids that did not come from our own tokenizer
         check_ids(prompt.tokens, limits, param)
     if len(prompt.tokens) >= limits.context_length:
-        raise Refusal(
-            Cause.PROMPT_TOO_LONG,
-            f"{param}: {len(prompt.tokens)} tokens leave no room for output in a context of {limits.context_length}",
-            param=param,
-        )
+        raise too_long(param, f"{len(prompt.tokens)} tokens > {limits.context_length - 1} maximum", limits)
     return prompt
+
+
+def too_long(param: str, what: str, limits: ModelLimits) -> Refusal:
+    """In the words by which clients know that they have to shorten it: Anthropic's, then OpenAI's."""
+    context = f"This model's maximum context length is {limits.context_length} tokens"
+    return Refusal(Cause.PROMPT_TOO_LONG, f"{param}: prompt is too long: {what}. {context}", param=param)
 
 
 def check_prompts(prompts: list[Prompt], limits: ModelLimits, param: str) -> list[Prompt]:

@@ -21,7 +21,7 @@ from tandem.server.api.off_loop import in_turns, off_loop
 from tandem.server.api.openai import prompt_items
 from tandem.server.api.stream import Sample
 from tandem.server.api.tokenizer import Tokenizer
-from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt, Task, check_ids, read_text
+from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt, Task, check_ids, read_text, too_long
 
 encode = msgspec.json.Encoder().encode
 Asked = tuple[list[Prompt], list[GenerationParams]]
@@ -134,11 +134,7 @@ def check_length(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
         check_ids(prompt.tokens, limits, param)
     count = len(prompt.tokens)
     if count > limits.context_length:
-        raise Refusal(
-            Cause.PROMPT_TOO_LONG,
-            f"{param}: {count} tokens are more than the context of {limits.context_length}",
-            param=param,
-        )
+        raise too_long(param, f"{count} tokens > {limits.context_length} maximum", limits)
     if limits.one_batch_tokens is not None and count > limits.one_batch_tokens:
         raise Refusal(
             Cause.PROMPT_TOO_LONG,
