@@ -189,6 +189,21 @@ def test_the_prompt_is_that_of_the_same_chat() -> None:
     assert prompt_of(ours.node.submits[0]) == prompt_of(theirs.node.submits[0])
 
 
+def test_what_the_system_says_later_on_stays_where_it_is() -> None:
+    system = {"role": "system", "content": [{"type": "text", "text": "Be kind."}], "clear_at": "never"}
+    assert chat(messages=[*USER, system], system="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        *USER,
+        {"role": "system", "content": "Be kind."},
+    ]
+
+
+@pytest.mark.parametrize("keep", ["all", {"type": "all"}])
+def test_to_keep_all_thoughts_asks_for_nothing(keep: Any) -> None:
+    edits = {"edits": [{"type": "clear_thinking_20251015", "keep": keep}]}
+    assert asked(world(says("x")), extra_body={"context_management": edits}).content
+
+
 def test_tokens_are_counted_as_they_are_computed() -> None:
     w = world(says("x"), tokenizer=tokenizer())
     with client_of(w) as client:
@@ -231,7 +246,13 @@ def test_the_form_of_an_answer() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "system", "content": []}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "x", "clear_at": "next_user_message"}]}, "messages"),
+        ({"messages": [{"role": "system", "content": "x", "output_config": {"effort": "low"}}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management"),
+        ({"context_management": {"edits": {"x": 1}}}, "context_management"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1"}]}]}, "messages"),

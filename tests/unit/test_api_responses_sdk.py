@@ -264,6 +264,22 @@ def test_parameters_are_those_of_the_same_chat() -> None:
     assert ours.request.max_new_tokens == theirs.request.max_new_tokens == 9
 
 
+def test_a_thought_comes_back_as_it_was_told() -> None:
+    """Programs that keep no responses send back nothing of a thought but its `encrypted_content`."""
+    w = world(says("<think>\n2 + 2 ö\n</think>\nFour."), tokenizer=tokenizer(THINKS), reasoning_parser="qwen3")
+    reasoning, include = {"summary": "auto"}, ["reasoning.encrypted_content"]
+    told = answer(w, asked, store=False, reasoning=reasoning, include=include).output[0].model_dump()
+    assert told["summary"] == []
+    assert told["content"][0]["text"].strip() == "2 + 2 ö"
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{}"}
+    kept = [{**told, "content": None}, {**told, "encrypted_content": None}]
+    for item in kept:
+        answer(w, asked, input=[{"role": "user", "content": "hi"}, item, call], tools=[ADD])
+    sealed, plain = (prompt_of(submit) for submit in w.node.submits[1:])
+    assert sealed == plain
+    assert answer(w, asked).output[0].encrypted_content is None
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "add"}])
 def test_choices_of_tools_are_those_of_the_same_chat(choice: Any) -> None:
     w = world(says("x"), tokenizer=tokenizer())
@@ -293,6 +309,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"input": [{"type": {}, "role": "user", "content": "x"}]}, "input"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input"),
+        ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "tandem:?"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
         ({"input": "x" * 9000, "timeout": 60}, "input"),
@@ -312,7 +329,7 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"max_tool_calls": 3}, "max_tool_calls"),
-        ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5, "min_tokens": 6}, "min_tokens"),

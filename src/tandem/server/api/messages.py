@@ -30,6 +30,9 @@ from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt, 
 encode = msgspec.json.Encoder().encode
 
 
+KEPT_THOUGHTS = "clear_thinking_20251015"  # the one edit that may ask for what happens anyway
+
+
 class OutputConfig(Struct, kw_only=True):
     format: dict[str, Any] | None = None
     effort: str | None = None
@@ -47,9 +50,9 @@ class MessagesBody(Foreign, kw_only=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
+    context_management: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None  # about the client's own user: changes nothing
     container: Raw = NOTHING
-    context_management: Raw = NOTHING
     mcp_servers: Raw = NOTHING
     output_format: Raw = NOTHING
 
@@ -82,6 +85,7 @@ async def count_tokens(
 
 def chat_of(body: MessagesBody) -> ChatBody:
     """The same as a chat. Raises `Refusal`."""
+    refuse_edits(body.context_management)
     messages = [{"role": "system", "content": text}] if (text := text_of(body.system, "system")) else []
     for index, message in enumerate(body.messages or ()):
         messages += turns(message, f"messages[{index}]")
@@ -109,8 +113,11 @@ def chat_of(body: MessagesBody) -> ChatBody:
 def turns(message: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
     """One message as those of a chat: results of tools have a role of their own there."""
     role, content = message.get("role"), message.get("content")
-    if role not in ("user", "assistant"):
-        raise invalid("messages", f"{place}.role must be user or assistant")
+    if role not in ("user", "assistant", "system"):
+        raise invalid("messages", f"{place}.role must be user, assistant or system")
+    for name, usual in (("clear_at", (None, "never")), ("output_config", (None, {}))):
+        if message.get(name) not in usual:
+            raise unsupported("messages", f" with {place}.{name}")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
@@ -118,6 +125,9 @@ def turns(message: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
         raise invalid("messages", f"{place}.content must be a string or a list of blocks")
     if role == "assistant":
         yield assistant_turn(content, place)
+        return
+    if role == "system" and content:
+        yield {"role": role, "content": text_of(content, "messages")}
         return
     texts: list[str] = []
     for block in content:
@@ -133,6 +143,16 @@ def turns(message: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
                 raise strange(block, place)
     if texts:
         yield {"role": "user", "content": "\n".join(texts)}
+
+
+def refuse_edits(management: dict[str, Any] | None) -> None:
+    """All but the one that keeps what there is: nothing of a conversation is left out here."""
+    edits = (management or {}).get("edits") or []
+    if not isinstance(edits, list):
+        raise invalid("context_management", "edits must be a list")
+    for edit in edits:
+        if edit not in ({"type": KEPT_THOUGHTS, "keep": "all"}, {"type": KEPT_THOUGHTS, "keep": {"type": "all"}}):
+            raise unsupported("context_management", " with an edit other than to keep all thoughts")
 
 
 def assistant_turn(content: list[Any], place: str) -> dict[str, Any]:

@@ -33,8 +33,8 @@ from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
 from tandem.server.api.foreign import idle_values
-from tandem.server.api.messages import MessagesBody
-from tandem.server.api.responses import ROLES, ReasoningConfig, ResponsesBody, ResponseStreamOptions
+from tandem.server.api.messages import KEPT_THOUGHTS, MessagesBody
+from tandem.server.api.responses import ROLES, SEALED_THOUGHTS, ReasoningConfig, ResponsesBody, ResponseStreamOptions
 from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
@@ -102,7 +102,12 @@ TEXTS: Schema = {"type": ["string", "array"], "items": PART, "minItems": 1}
 TURN: Schema = {
     "type": "object",
     "required": ["role", "content"],
-    "properties": {"role": {"enum": ["user", "assistant"]}, "content": TEXTS},
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": TEXTS,
+        "clear_at": {"enum": ["never", None]},
+        "output_config": {"enum": [{}, None]},
+    },
 }
 ITEM: Schema = {
     "type": "object",
@@ -149,6 +154,19 @@ MESSAGES: Schema = {
         ]
     },
     "thinking": {"properties": {"type": {"enum": ["enabled", "adaptive", "disabled"]}}, "required": ["type"]},
+    "context_management": {
+        "properties": {
+            "edits": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["type", "keep"],
+                    "properties": {"type": {"const": KEPT_THOUGHTS}, "keep": {"enum": ["all", {"type": "all"}]}},
+                    "additionalProperties": False,
+                },
+            }
+        }
+    },
     "output_config": {
         "properties": {
             "format": {
@@ -232,6 +250,8 @@ NARROWER: dict[str, Schema] = {
             "n": {"enum": [1, None]},
             "truncation": {"enum": ["disabled", None]},
             "service_tier": {"enum": ["auto", "default", None]},
+            "include": {"items": {"const": SEALED_THOUGHTS}},
+            "reasoning": {"properties": {"summary": {"enum": ["auto", None]}}},
             "tools": {
                 "items": {
                     "required": ["type", "name"],

@@ -8,6 +8,7 @@ pair read the same conversation, whichever pair served it so far.
 # pyright: reportIncompatibleVariableOverride=false
 # As in `body.py`.
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any  # items and schemas of tools are JSON
 
@@ -34,6 +35,8 @@ from tandem.server.api.validation import GenerationParams, ModelLimits, Prompt
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
+SEALED_THOUGHTS = "reasoning.encrypted_content"
+SEAL = "tandem:"
 TEXT_PARTS = ("input_text", "output_text")
 
 
@@ -44,7 +47,7 @@ class TextConfig(Struct, kw_only=True):
 
 class ReasoningConfig(Struct, kw_only=True):
     effort: str | None = None
-    summary: Raw = NOTHING
+    summary: str | None = None
     generate_summary: Raw = NOTHING
 
 
@@ -58,6 +61,7 @@ class ResponsesBody(SamplingFields, kw_only=True):
     previous_response_id: ResponseId | None = None
     store: bool | None = None
     instructions: str | None = None
+    include: list[str] | None = None
     max_output_tokens: NewTokens | None = None
     min_tokens: MinTokens | None = None
     seed: Int | None = None
@@ -77,7 +81,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     context_management: Raw = NOTHING
     conversation: Raw = NOTHING
     image: Raw = NOTHING
-    include: Raw = NOTHING
     max_tool_calls: Raw = NOTHING
     moderation: Raw = NOTHING
     prompt: Raw = NOTHING
@@ -147,10 +150,14 @@ def refuse_values(body: ResponsesBody) -> None:
         ("n", body.n, (None, 1)),
         ("text.verbosity", verbosity, (None, "medium")),
         ("truncation", body.truncation, (None, "disabled")),
+        ("reasoning.summary", None if body.reasoning is None else body.reasoning.summary, (None, "auto")),
         ("service_tier", body.service_tier, (None, "auto", "default")),
     ):
         if value not in usual:
             raise unsupported(param, f" with {shown(value)}")
+    for name in body.include or ():
+        if name != SEALED_THOUGHTS:
+            raise unsupported("include", f" with {shown(name)}")
 
 
 # items
@@ -213,8 +220,10 @@ def assistant_part(item: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def thought_of(item: dict[str, Any], place: str) -> dict[str, Any]:
-    if item.get("encrypted_content"):
-        raise unsupported("input", f": {place} has encrypted_content, which this server cannot read")
+    sealed = item.get("encrypted_content")
+    thought = opened(sealed) if sealed else ""
+    if thought is None:
+        raise unsupported("input", f": {place} has encrypted_content that is of another server")
     texts: list[str] = []
     content = item.get("content") or []
     if not isinstance(content, list):
@@ -225,7 +234,23 @@ def thought_of(item: dict[str, Any], place: str) -> dict[str, Any]:
                 texts.append(text)
             case _:
                 raise invalid("input", f"{place} has content that is no reasoning_text")
-    return {"reasoning_content": "\n".join(texts)} if texts else {}
+    thought = "\n".join(texts) or thought
+    return {"reasoning_content": thought} if thought else {}
+
+
+def sealed(thought: str) -> str:
+    """For clients that send back nothing else of a thought. It is shown anyway: nothing about this is secret."""
+    return SEAL + b64encode(thought.encode()).decode()
+
+
+def opened(sealed: Any) -> str | None:
+    """None: it was not sealed here."""
+    if not isinstance(sealed, str) or not sealed.startswith(SEAL):
+        return None
+    try:
+        return b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+    except ValueError:
+        return None
 
 
 def other_turn(item: dict[str, Any], place: str) -> dict[str, Any]:

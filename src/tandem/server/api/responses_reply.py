@@ -20,7 +20,7 @@ import msgspec
 
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter
 from tandem.server.api.errors import Failure
-from tandem.server.api.responses import ResponsesBody
+from tandem.server.api.responses import SEALED_THOUGHTS, ResponsesBody, sealed
 from tandem.server.api.resume import made_name
 from tandem.server.api.stream import Sample
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
@@ -133,7 +133,10 @@ class ResponsesReply:
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+            "reasoning": {
+                "effort": None if reasoning is None else reasoning.effort,
+                "summary": None if reasoning is None else reasoning.summary,
+            },
             "service_tier": "default",
             "store": body.kept_items is not None and body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -203,6 +206,8 @@ class ResponsesReply:
         else:
             part = part_of(kind, text)
             item["content"] = [part]
+            if kind is Reasoning and SEALED_THOUGHTS in (self._body.include or ()):
+                item["encrypted_content"] = sealed(text)
             done, scores = ("output_text", {"logprobs": []}) if kind is Text else ("reasoning_text", {})
             said = self._event(f"response.{done}.done", **self._place(), text=text, **scores)
             said += self._event("response.content_part.done", **self._place(), part=part)
