@@ -293,6 +293,22 @@ def test_choices_of_tools_are_those_of_the_same_chat(choice: Any) -> None:
     assert ours.payload.sampling.grammar == theirs.payload.sampling.grammar
 
 
+def test_a_function_of_a_namespace_is_called_by_both_names(ask: Any) -> None:
+    """The model knows one name, the client two; so does a call that comes back."""
+    space = {"type": "namespace", "name": "math", "description": "Sums.", "tools": [{**ADD, "description": "Adds."}]}
+    call = CALL.replace('"add"', '"math__add"')
+    w = world(says(call), tokenizer=tokenizer())
+    told = answer(w, ask, tools=[space, SUB]).output[0]
+    assert (told.type, told.name, told.namespace) == ("function_call", "add", "math")
+    flat = [{**ADD, "name": "math__add", "description": "Sums.\nAdds."}, SUB]
+    for tools, name in ((flat, {"name": "math__add"}), ([space, SUB], {"name": "add", "namespace": "math"})):
+        again = {"type": "function_call", "call_id": "1", "arguments": '{"a": 7}', **name}
+        answer(w, asked, tools=tools, input=[{"role": "user", "content": "hi"}, again])
+    as_flat, as_space = w.node.submits[1:]
+    assert prompt_of(as_flat) == prompt_of(as_space)
+    assert as_flat.payload.sampling.grammar == as_space.payload.sampling.grammar
+
+
 FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
 
 
@@ -315,6 +331,13 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"input": "x" * 9000, "timeout": 60}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x" * 64, "tools": []}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x", "description": 7, "tools": []}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [7]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "custom", "name": "y"}]}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [ADD] * 2}]}, "tools"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [ADD] * 1025}]}, "tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),

@@ -28,13 +28,20 @@ from tandem.server.api.body import (
     StructuredOutputs,
     TokenizeBody,
 )
-from tandem.server.api.bounds import MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM
+from tandem.server.api.bounds import MAX_PORT, MAX_PROMPTS, MAX_RID_CHARS, MAX_ROOM, MAX_TOOLS
 from tandem.server.api.chat_form import AUTO, MAX_NAME_CHARS, NONE, REQUIRED
 from tandem.server.api.chat_form import NAME as NAME_PATTERN
 from tandem.server.api.errors import Code, Problem
 from tandem.server.api.foreign import idle_values
 from tandem.server.api.messages import KEPT_THOUGHTS, MessagesBody
-from tandem.server.api.responses import ROLES, SEALED_THOUGHTS, ReasoningConfig, ResponsesBody, ResponseStreamOptions
+from tandem.server.api.responses import (
+    MAX_PART_CHARS,
+    ROLES,
+    SEALED_THOUGHTS,
+    ReasoningConfig,
+    ResponsesBody,
+    ResponseStreamOptions,
+)
 from tandem.server.api.validation import Task
 
 Schema = dict[str, Any]
@@ -195,6 +202,13 @@ def one_function(field: str, schema: Schema) -> Schema:
     return {"anyOf": [{"enum": [AUTO, NONE, REQUIRED, None]}, named]}
 
 
+def flat_function(name: Schema) -> Schema:
+    """Of `/v1/responses`."""
+    properties: Schema = {"type": {"const": "function"}, "name": name, "parameters": PARAMETERS}
+    return {"required": ["type", "name"], "properties": properties}
+
+
+PART_OF_NAME: Schema = NAME | {"maxLength": MAX_PART_CHARS}
 TEMPLATE_VARIABLES: Schema = {"propertyNames": {"not": {"enum": ["messages", "add_generation_prompt"]}}}
 PLAIN_FORMAT: Schema = {"type": ["object", "null"], "properties": {"type": {"const": "text"}}}  # bounds nothing
 RESPONSE_FORMAT: Schema = {
@@ -254,8 +268,22 @@ NARROWER: dict[str, Schema] = {
             "reasoning": {"properties": {"summary": {"enum": ["auto", None]}}},
             "tools": {
                 "items": {
-                    "required": ["type", "name"],
-                    "properties": {"type": {"const": "function"}, "name": NAME, "parameters": PARAMETERS},
+                    "anyOf": [
+                        flat_function(NAME),
+                        {
+                            "required": ["type", "name", "tools"],
+                            "properties": {
+                                "type": {"const": "namespace"},
+                                "name": PART_OF_NAME,
+                                "description": {"type": ["string", "null"]},
+                                "tools": {
+                                    "type": "array",
+                                    "maxItems": MAX_TOOLS,
+                                    "items": OBJECT | flat_function(PART_OF_NAME),
+                                },
+                            },
+                        },
+                    ]
                 },
             },
             "tool_choice": one_function("name", NAME),

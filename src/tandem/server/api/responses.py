@@ -25,8 +25,8 @@ from tandem.server.api.bounds import (
     NewTokens,
     ResponseId,
 )
-from tandem.server.api.chat_form import ChatForm
-from tandem.server.api.errors import Refusal, invalid
+from tandem.server.api.chat_form import MAX_NAME_CHARS, ChatForm
+from tandem.server.api.errors import Refusal, contradiction, invalid
 from tandem.server.api.foreign import NOTHING, handled
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import read_chat
@@ -37,6 +37,8 @@ ROLES = {"user": "user", "assistant": "assistant", "system": "system", "develope
 NAMES = {"messages": "input", "response_format": "text.format", "max_completion_tokens": "max_output_tokens"}
 SEALED_THOUGHTS = "reasoning.encrypted_content"
 SEAL = "tandem:"
+BETWEEN = "__"  # a namespace and the name of a function of it
+MAX_PART_CHARS = (MAX_NAME_CHARS - len(BETWEEN)) // 2  # of either
 TEXT_PARTS = ("input_text", "output_text")
 
 
@@ -133,7 +135,7 @@ def without_items(body: ResponsesBody) -> ChatBody:
         max_completion_tokens=body.max_output_tokens,
         min_tokens=body.min_tokens,
         seed=body.seed,
-        tools=[tool_of(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())],
+        tools=tools_of(body.tools or ()),
         tool_choice=choice_of(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=format_of(body.text.format if body.text is not None else None),
@@ -210,6 +212,7 @@ def may_follow(turn: dict[str, Any], more: dict[str, Any]) -> bool:
 def assistant_part(item: dict[str, Any], place: str) -> dict[str, Any]:
     match item:
         case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+            name = full_name(item.get("namespace"), name)
             return {"tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
         case {"type": "function_call"}:
             raise invalid("input", f"{place} is a function_call that lacks call_id, name or arguments as text")
@@ -300,6 +303,50 @@ def joined(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 # tools and formats
+
+
+def tools_of(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for index, tool in enumerate(tools):
+        if tool.get("type") == "namespace":
+            found += functions_of(tool, f"tools[{index}]")
+        else:
+            found.append(tool_of(tool, f"tools[{index}]"))
+    if len(found) > MAX_TOOLS:
+        raise contradiction("tools", f"{len(found)} functions in all; at most {MAX_TOOLS} are accepted")
+    return found
+
+
+def functions_of(space: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
+    """Those of a namespace, as a model sees them: under their full names, with what is said of all of them."""
+    name, about, tools = space.get("name"), space.get("description"), space.get("tools")
+    if not is_part_of_name(name) or not isinstance(about, str | None) or not isinstance(tools, list):
+        raise invalid("tools", f"{place} is a namespace that lacks a short name or a list of tools")
+    for index, tool in enumerate(tools):
+        inner = f"{place}.tools[{index}]"
+        if not isinstance(tool, dict) or not is_part_of_name(tool.get("name")):
+            raise invalid("tools", f"{inner} needs a short name")
+        function = tool_of(tool, inner)["function"]
+        said = {"description": "\n".join(filter(None, (about, function.get("description"))))} if about else {}
+        yield {"type": "function", "function": function | said | {"name": full_name(name, function["name"])}}
+
+
+def is_part_of_name(name: Any) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= MAX_PART_CHARS
+
+
+def full_name(namespace: Any, name: str) -> str:
+    return f"{namespace}{BETWEEN}{name}" if namespace else name
+
+
+def names_by_full_name(tools: Sequence[dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """How a call of a function that is in a namespace names it."""
+    return {
+        full_name(space["name"], tool["name"]): {"name": tool["name"], "namespace": space["name"]}
+        for space in tools
+        if space.get("type") == "namespace"
+        for tool in space["tools"]
+    }
 
 
 def tool_of(tool: dict[str, Any], place: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import msgspec
 
 from tandem.server.api.chat_form import AnswerForm, AnswerSplitter
 from tandem.server.api.errors import Failure
-from tandem.server.api.responses import SEALED_THOUGHTS, ResponsesBody, sealed
+from tandem.server.api.responses import SEALED_THOUGHTS, ResponsesBody, names_by_full_name, sealed
 from tandem.server.api.resume import made_name
 from tandem.server.api.stream import Sample
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
@@ -53,6 +53,7 @@ class ResponsesReply:
         self._id = "resp_" + made_name(nonce, "response")
         self._created_at = made_at
         self._body, self._model, self._form, self._keep = body, model, form, keep
+        self._names = names_by_full_name(body.tools or ())
         self._splitter: AnswerSplitter | None = None
         self._items: list[dict[str, Any]] = []
         self._open: OpenItem | None = None
@@ -142,7 +143,7 @@ class ResponsesReply:
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": (None if text is None else text.format) or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
-            "tools": [{"parameters": None, "strict": False} | tool for tool in body.tools or ()],
+            "tools": [whole_tool(tool) for tool in body.tools or ()],
             "top_logprobs": 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -164,7 +165,8 @@ class ResponsesReply:
                 return self._opened(Reasoning, REASONING) + self._more("response.reasoning_text.delta", text)
             case CallStart(index, name):
                 assert self._splitter is not None
-                call = {**CALL, "call_id": self._splitter.id_of(index), "name": name, "arguments": ""}
+                names = self._names.get(name, {"name": name})
+                call = {**CALL, "call_id": self._splitter.id_of(index), **names, "arguments": ""}
                 return self._close_item("completed") + self._opened(CallArguments, call)
             case CallArguments(_, text):
                 return self._more("response.function_call_arguments.delta", text)
@@ -213,6 +215,13 @@ class ResponsesReply:
             said += self._event("response.content_part.done", **self._place(), part=part)
         self._open = None
         return said + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+
+def whole_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """With what OpenAI's clients want of a function to be there."""
+    if tool["type"] == "namespace":
+        return tool
+    return {"parameters": None, "strict": False} | tool
 
 
 def part_of(kind: type[Piece], text: str) -> dict[str, Any]:
