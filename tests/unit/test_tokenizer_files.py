@@ -46,6 +46,17 @@ def test_a_template_that_cannot_be_compiled_is_said_where_one_is_needed(tmp_path
         render(tokenizer)
 
 
+@pytest.mark.parametrize(("knows", "role"), [("", "system"), ("{# developer #}", "developer")])
+def test_a_developer_is_the_system_to_a_template_that_knows_none(tmp_path: Path, knows: str, role: str) -> None:
+    """Most templates leave out whoever they do not know."""
+    tokenizer = made(
+        tmp_path, {"chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}" + knows}
+    )
+    messages = [{"role": "developer", "content": "Be brief."}]
+    said = tokenizer.render_chat(messages, add_generation_prompt=True, variables={}, rendered_at=1).text
+    assert said == f"{role}: Be brief."
+
+
 def test_the_bundled_tokenizer_agrees_with_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(BUNDLED))

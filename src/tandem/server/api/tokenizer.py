@@ -187,7 +187,7 @@ class Tokenizer:
                     "strftime_now": time,
                     **self.special_tokens,
                     **variables,
-                    "messages": list(messages),
+                    "messages": list(map(self._known, messages)),
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -196,6 +196,16 @@ class Tokenizer:
                 Problem.REFUSED_BY_TEMPLATE, f"messages: the chat template refuses them: {error}", param="messages"
             ) from None
         return RenderedChat(text, time.shown)
+
+    def _known(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """By a role that the template has: OpenAI's newer name of the system is left out by most."""
+        if message.get("role") == "developer" and not self._knows_developers:
+            return {**message, "role": "system"}
+        return message
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        return any("developer" in source for source in self.templates.values())
 
     def _ids(self, encoding: tokenizers.Encoding) -> list[int]:
         ids = encoding.ids
