@@ -81,6 +81,10 @@ def test_text_and_what_it_took(ask: Any) -> None:
     assert message.id.startswith("msg_")
 
 
+def test_the_client_knows_which_request_it_was() -> None:
+    assert asked(world(says("x")))._request_id
+
+
 def test_prompt_tokens_that_were_cached_are_not_input(ask: Any) -> None:
     w = world(says("x"))
     message = ask(w)
@@ -136,8 +140,9 @@ def test_failures_are_the_clients_own_errors() -> None:
         with pytest.raises(anthropic.APIStatusError) as refused:
             client.messages.create(model="toy", max_tokens=5, messages=USER)
         assert refused.value.status_code == 503
-        with pytest.raises(anthropic.NotFoundError):
+        with pytest.raises(anthropic.NotFoundError) as unknown:
             client.messages.create(model="other", max_tokens=5, messages=USER)
+        assert unknown.value.request_id
         with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
             client.post("/v1/messages", body={"model": "toy", "messages": USER}, cast_to=object)
 

@@ -63,6 +63,7 @@ GOOD_CHATS = [
     {"response_format": {"type": "text"}},
     {"response_format": None},
     {"logprobs": False, "top_logprobs": None},
+    {"logprobs": False, "top_logprobs": 0},
     {"temperature": 0, "top_k": -1},
     {"temperature": 1, "top_p": 1},
     {"routed_dp_rank": 0, "data_parallel_rank": 0, "disagg_prefill_dp_rank": None},

@@ -165,14 +165,14 @@ class AuthMiddleware:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["arrival_ns"] = time.monotonic_ns()
-        tag = (b"x-request-id", request_id.encode())
+        tags = [(name, request_id.encode()) for name in id_headers(scope["path"])]
         has_begun = False
 
         async def send_tagged(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
-            if message["type"] == "http.response.start" and tag not in message["headers"]:
-                message["headers"] = [*message["headers"], tag]
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *(tag for tag in tags if tag not in message["headers"])]
             await send(message)
 
         failure = self._rules.refusal(scope, headers)
@@ -190,6 +190,11 @@ class AuthMiddleware:
         if failure.code is Problem.METHOD_NOT_ALLOWED:
             response.headers["allow"] = "POST"
         await response(scope, receive, send_tagged)
+
+
+def id_headers(path: str) -> tuple[bytes, ...]:
+    """That say which request it was: clients of Anthropic's know it by another name."""
+    return (b"x-request-id", b"request-id") if path.startswith("/v1/messages") else (b"x-request-id",)
 
 
 def holds_key(headers: Headers, rings: tuple[KeyRing, ...]) -> bool:

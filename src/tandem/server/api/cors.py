@@ -9,7 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tandem.server.exposure import Reachable
 
-SHOWN_HEADERS = ("x-request-id", "x-tandem-path", "retry-after")  # of an answer, beside those that any page may read
+SHOWN_HEADERS = (
+    "x-request-id",
+    "request-id",
+    "x-tandem-path",
+    "retry-after",
+)  # of an answer, beside those that any page may read
 
 
 def cors(config: Reachable) -> list[Middleware]:

@@ -68,7 +68,7 @@ def rendered(body: ChatBody, routing: Routing, tokenizer: Tokenizer, form: ChatF
     answer = form.answer_to(body)
     if body.modalities not in (None, ["text"]):
         raise unsupported("modalities", "; it answers in text only")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs logprobs: true")
     return answer, chat_text(body, tokenizer, time_of(routing), answer.offered)
 

@@ -345,7 +345,7 @@ OF_OPENAI = (
 RULES: dict[str, tuple[Schema, ...]] = {
     "/v1/chat/completions": (
         *OF_OPENAI,
-        rule("top_logprobs needs logprobs.", {"top_logprobs": NULL}, {"logprobs": {"const": True}}),
+        rule("top_logprobs needs logprobs.", {"top_logprobs": {"enum": [0, None]}}, {"logprobs": {"const": True}}),
     ),
     "/v1/completions": OF_OPENAI,
     "/v1/responses": (
