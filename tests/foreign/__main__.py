@@ -2,11 +2,13 @@
 
 Starts a pair behind our router, one engine alone to compare with, and a pair of two DP ranks where a program wants
 them; runs the programs of `table.py` one after the other and prints a table. The exit code is 1 when one of them fails
-or cannot be installed. `--page FILE` also writes the table, with its date, as Markdown.
+or cannot be installed. `--page FILE` also writes the table as Markdown, each row with its date; rows of programs that
+were not run stay as they stand there.
 """
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -59,7 +61,7 @@ def main() -> int:
         )
         print(outcome.failure or outcome.shown, flush=True)
     if args.page:
-        args.page.write_text(page(outcomes))
+        args.page.write_text(page(outcomes, rows_of(args.page.read_text()) if args.page.exists() else {}))
     return 1 if any(outcome.failure for outcome in outcomes) else 0
 
 
@@ -101,6 +103,8 @@ def python_of(program: Program) -> Path:
     """Of its environment, which is there."""
     if program.peer:
         return peers.install(peer_of(program), PEER_ENVIRONMENTS)
+    if program.npm:
+        return Path(sys.executable)  # what starts it needs nothing
     return ENVIRONMENTS / program.folder / "bin" / "python"
 
 
@@ -112,27 +116,34 @@ def install(program: Program) -> str:
         return ""
     print(f"installing {', '.join(program.needs)}", flush=True)
     until = time.monotonic() + INSTALL_S
-    failure = install_once(folder, program.needs, until)
+    failure = install_once(program, folder, until)
     for pause_s in PAUSES_S:
         if not failure or time.monotonic() + pause_s > until:
             break
         time.sleep(pause_s)
-        failure = install_once(folder, program.needs, until)
+        failure = install_once(program, folder, until)
     if not failure:
         done_file.write_text(wanted)
     return failure
 
 
-def install_once(folder: Path, needs: tuple[str, ...], until: float) -> str:
+def install_once(program: Program, folder: Path, until: float) -> str:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, "install", *needs]):
+    commands = [[sys.executable, "-m", "venv", "--clear", str(folder)], [*pip, "install", *program.needs]]
+    if program.npm:
+        npm = shutil.which("npm")
+        if npm is None:
+            return "it cannot be installed: npm is not there"
+        commands = [[npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", *program.needs]]
+        folder.mkdir(parents=True, exist_ok=True)
+    for command in commands:
         try:
             left_s = max(0.0, until - time.monotonic())
             done = subprocess.run(command, capture_output=True, text=True, timeout=left_s, check=False)
         except subprocess.TimeoutExpired:
             return f"it could not be installed in {INSTALL_S:.0f} s"
         if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            lines = [line for line in done.stderr.splitlines() if line.lower().startswith(("error", "npm error"))]
             return f"it cannot be installed: {' '.join(lines)[:300] or done.stderr[-300:]}"
     return ""
 
@@ -168,9 +179,10 @@ def workers(fleet: Fleet) -> Iterator[str]:
 
 def run(program: Program, environment: dict[str, str]) -> Outcome:
     began = time.monotonic()
-    file, *words = program.words
-    command = [str(python_of(program)), str(HERE / "programs" / file), *words]
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if program.npm:
+        others["PATH"] = f"{ENVIRONMENTS / program.folder / 'node_modules' / '.bin'}{os.pathsep}{others['PATH']}"
+    command = command_of(program)
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=RUN_S, check=False, env={**others, **environment}
@@ -186,27 +198,48 @@ def run(program: Program, environment: dict[str, str]) -> Outcome:
     return Outcome(program, shown[0], "", seconds)
 
 
-def page(outcomes: list[Outcome]) -> str:
+def command_of(program: Program) -> list[str]:
+    file, *words = program.words
+    path = HERE / "programs" / file
+    if path.suffix != ".mjs":
+        return [str(python_of(program)), str(path), *words]
+    folder = ENVIRONMENTS / program.folder  # Node finds packages from where the file is
+    return ["node", shutil.copy(path, folder), *words]
+
+
+def page(outcomes: list[Outcome], kept: dict[str, str]) -> str:
+    """kept: rows of programs that may not have been run, by their names."""
     lines = [
         "# Programs of others",
         "",
-        f"Written by `make clients PAGE=docs/clients.md` on {time.strftime('%-d %B %Y', time.gmtime())}; versions",
-        f"were pinned on {PINNED_ON} (`tests/foreign/table.py`). Each program runs unmodified in an environment of its",
-        "own, against our router in front of a prefill and a decode server with the bundled model (`smg --dp-aware`:",
-        f"of {NUM_RANKS} DP ranks each); what it has to get is in its file below `tests/foreign/programs/`. The",
-        "command fails when one does.",
+        "Written by `make clients PAGE=docs/clients.md`, each row on its date: those of programs that it has not run",
+        f"stay. Versions were pinned on {PINNED_ON} (`tests/foreign/table.py`). Each program runs unmodified in an",
+        "environment of its own, against our router in front of a prefill and a decode server with the bundled model",
+        f"(`smg --dp-aware`: of {NUM_RANKS} DP ranks each); what it has to get is in its file below",
+        "`tests/foreign/programs/`. The command fails when one does.",
         "",
-        "| program | version | | shown |",
-        "|---|---|---|---|",
+        "| program | version | | run on | shown |",
+        "|---|---|---|---|---|",
     ]
-    for it in outcomes:
-        version = it.program.needs[0].partition("==")[2]
-        result = "**fails**" if it.failure else "works"
-        lines.append(f"| {it.program.name} | {version} | {result} | {(it.failure or it.shown).replace('|', '/')} |")
+    rows = kept | {it.program.name: row(it) for it in outcomes}
+    lines += [rows[program.name] for program in PROGRAMS if program.name in rows]
     lines += ["", "Not run:", "", "| program | why |", "|---|---|"]
     lines += [f"| {name} | {why} |" for name, why in NOT_RUN.items()]
     lines += ["", "The SDKs of OpenAI and Anthropic, and `sglang-router` under faults, are in `tests/e2e_cpu`."]
     return "\n".join(lines) + "\n"
+
+
+def row(it: Outcome) -> str:
+    result = "**fails**" if it.failure else "works"
+    date = time.strftime("%-d %B %Y", time.gmtime())
+    shown = (it.failure or it.shown).replace("|", "/")
+    return f"| {it.program.name} | {it.program.version} | {result} | {date} | {shown} |"
+
+
+def rows_of(page: str) -> dict[str, str]:
+    """By program, of a page that was written before."""
+    lines = [line for line in page.splitlines() if line.count(" | ") == 4]
+    return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
 
 if __name__ == "__main__":

