@@ -41,6 +41,7 @@ from bench.peers.load import Address, Unanswered
 from bench.peers.peers import PEERS, NotInstalled, Peer, install, variables
 
 from tandem.cli.ports import free_ports
+from tandem.engine.layers.torch_linear import is_widened
 
 ENVIRONMENTS = Path(".venv-peers")
 READY_S = 600.0
@@ -206,8 +207,11 @@ def read_rate() -> float:
 
 
 def product_rate() -> float:
-    """Floating-point operations per second of the library's bf16 product at its best size."""
-    left, right = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    """Floating-point operations per second of the library's product at its best size: of bf16, or of fp32 where the
+    processor has no instructions for bf16.
+    """
+    dtype = torch.float32 if is_widened(torch.bfloat16) else torch.bfloat16
+    left, right = torch.randn(2048, 2048, dtype=dtype), torch.randn(2048, 2048, dtype=dtype)
     return max(2 * 2048**3 / timed(lambda: left @ right) for _ in range(5))
 
 

@@ -55,9 +55,9 @@ inline void pack_rows(const T* x, int rows, int64_t inputs, float* to) {
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
 
-// Adds the inputs [begin, end) to sums, [HALVES][ROWS][OUTPUTS], of the halves from FIRST on. next: where the weight of as
-// many outputs more begins, to be fetched meanwhile.
-template <class W, int FIRST, int HALVES, int OUTPUTS, int ROWS, bool FETCHES>
+// Adds the inputs [begin, end) to sums, [HALVES][ROWS][OUTPUTS], of the halves from FIRST on. next: where the weight of
+// FETCHED other outputs begins, to be fetched meanwhile.
+template <class W, int FIRST, int HALVES, int OUTPUTS, int ROWS, int FETCHED>
 inline void pass(const float* x, const W* weight, const W* next, int64_t inputs, int64_t begin, int64_t end,
                  __m256* sums) {
     const int64_t plane = padded<float>(inputs) / 2 * ROWS;
@@ -82,8 +82,7 @@ inline void pass(const float* x, const W* weight, const W* next, int64_t inputs,
     };
     const int64_t full = end / LANES * LANES;
     for (int64_t k = begin; k < full; k += LANES) {
-        if (FETCHES)
-            for (int i = 0; i < OUTPUTS; i++) _mm_prefetch((const char*)(next + i * inputs + k), _MM_HINT_T1);
+        for (int i = 0; i < FETCHED; i++) _mm_prefetch((const char*)(next + i * inputs + k), _MM_HINT_T1);
         step(k, [&](int i) { return weight + i * inputs + k; });
     }
     if (full < end) {
@@ -95,16 +94,16 @@ inline void pass(const float* x, const W* weight, const W* next, int64_t inputs,
     for (int i = 0; i < COUNT; i++) sums[i] = acc[i];
 }
 
-// kept: [2][ROWS][OUTPUTS], what the inputs before have given
-template <class W, int OUTPUTS, int ROWS>
-inline void micro(const float* x, const W* weight, const W* next, int64_t inputs, int64_t begin, int64_t end,
-                  __m256* kept, float* sums) {
+// Both halves of it, FETCHES: and as many outputs more. kept: [2][ROWS][OUTPUTS], what the inputs before have given
+template <class W, int OUTPUTS, int ROWS, bool FETCHES>
+inline void micro(const float* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, __m256* kept,
+                  float* sums) {
     constexpr int COUNT = ROWS * OUTPUTS, HALVES = COUNT > 6 ? 1 : 2;  // at once
-    if (next)
-        pass<W, 0, HALVES, OUTPUTS, ROWS, true>(x, weight, next, inputs, begin, end, kept);
-    else
-        pass<W, 0, HALVES, OUTPUTS, ROWS, false>(x, weight, next, inputs, begin, end, kept);
-    if (HALVES == 1) pass<W, 1, 1, OUTPUTS, ROWS, false>(x, weight, next, inputs, begin, end, kept + COUNT);
+    constexpr int FETCHED = FETCHES ? OUTPUTS * HALVES / 2 : 0;
+    const W* next = weight + OUTPUTS * inputs;
+    pass<W, 0, HALVES, OUTPUTS, ROWS, FETCHED>(x, weight, next, inputs, begin, end, kept);
+    if constexpr (HALVES == 1)
+        pass<W, 1, 1, OUTPUTS, ROWS, FETCHED>(x, weight, next + FETCHED * inputs, inputs, begin, end, kept + COUNT);
     if (end < inputs) return;
     for (int j = 0; j < ROWS; j++)
         for (int i = 0; i < OUTPUTS; i++) {
@@ -125,14 +124,14 @@ inline void micro_rows(int rows, const float* x, const W* weight, bool fetches, 
     __m256 kept[BLOCK][2 * ROWS];
     for (int64_t k = 0; k < inputs; k += panel) {
         const int64_t end = std::min(inputs, k + panel);
+        auto at = [&](int output) { return weight + output * inputs; };
         int n = 0;
-        for (; n + TOGETHER <= outputs; n += TOGETHER) {
-            const W* at = weight + n * inputs;
-            const W* next = fetches && n + TOGETHER < outputs ? at + TOGETHER * inputs : nullptr;
-            micro<W, TOGETHER, ROWS>(x, at, next, inputs, k, end, kept[n], sums + n);
-        }
-        for (; n < outputs; n++)
-            micro<W, 1, ROWS>(x, weight + n * inputs, nullptr, inputs, k, end, kept[n], sums + n);
+        if (fetches)
+            for (; n + TOGETHER < outputs; n += TOGETHER)
+                micro<W, TOGETHER, ROWS, true>(x, at(n), inputs, k, end, kept[n], sums + n);
+        for (; n + TOGETHER <= outputs; n += TOGETHER)
+            micro<W, TOGETHER, ROWS, false>(x, at(n), inputs, k, end, kept[n], sums + n);
+        for (; n < outputs; n++) micro<W, 1, ROWS, false>(x, at(n), inputs, k, end, kept[n], sums + n);
     }
 }
 
