@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -40,6 +41,7 @@ END = 1  # id of </s>
 WAITED_NS = Nanos(1_500_000_000)  # by who fails by script, on the peer "other"
 WORKERS = [wire.WorkerNumbers(0, 0, 0, {"live_rooms": 0})]
 REPLICA = wire.ReplicaInfo(Incarnation("one", "7"), "unified", "layout", {}, "127.0.0.1", 1, ())
+DIRECTORIES = tempfile.TemporaryDirectory(prefix="tandem-tokenizers-")
 
 
 @cache
@@ -54,9 +56,14 @@ def load_tokenizer(template: str | None) -> Tokenizer:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<s>", "</s>"])
-    directory = Path(tempfile.mkdtemp())
-    raw.save(str(directory / "tokenizer.json"))
     config = {"eos_token": "</s>"} | ({} if template is None else {"chat_template": template})
+    return tokenizer_of(raw, config)
+
+
+def tokenizer_of(raw: RawTokenizer, config: dict[str, Any]) -> Tokenizer:
+    """What a model's directory with these two files gives. It stays to the end of the tests: grammars read it again."""
+    directory = Path(tempfile.mkdtemp(dir=DIRECTORIES.name))
+    raw.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
     return Tokenizer(directory)
 

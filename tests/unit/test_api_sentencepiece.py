@@ -1,12 +1,9 @@
 """Tokenizers that drop the space before the first token: the answer keeps the one between it and its prompt."""
 
-import tempfile
 from functools import cache
-from pathlib import Path
 
-import msgspec
 import pytest
-from api_fakes import Script, World, sse, world
+from api_fakes import Script, World, sse, tokenizer_of, world
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -41,12 +38,8 @@ def made(kind: str) -> Tokenizer:
             [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         )
     raw.add_special_tokens(["<s>", "</s>"])
-    directory = Path(tempfile.mkdtemp())
-    raw.save(str(directory / "tokenizer.json"))
     template = "{% for m in messages %}<s>{{ m['content'] }}{% endfor %}"
-    config = {"eos_token": "</s>", "chat_template": template, "add_bos_token": False}
-    (directory / "tokenizer_config.json").write_bytes(msgspec.json.encode(config))
-    return Tokenizer(directory)
+    return tokenizer_of(raw, {"eos_token": "</s>", "chat_template": template, "add_bos_token": False})
 
 
 @pytest.fixture(params=["metaspace", "stripped"])

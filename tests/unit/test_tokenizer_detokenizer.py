@@ -179,9 +179,9 @@ def test_a_byte_level_stream_never_shows_half_a_character(text: str) -> None:
 
 @cache
 def loaded_byte_level() -> Loaded:
-    directory = Path(tempfile.mkdtemp())
-    byte_level().save(str(directory / "tokenizer.json"))
-    return Loaded(directory)
+    with tempfile.TemporaryDirectory() as name:
+        byte_level().save(f"{name}/tokenizer.json")
+        return Loaded(Path(name))
 
 
 @settings(deadline=None, max_examples=100)
