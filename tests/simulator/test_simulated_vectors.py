@@ -39,7 +39,7 @@ def test_fast_worlds_have_requests_that_end_with_their_prompts(seed: int) -> Non
 
 
 def test_an_encoder_of_a_fast_world_refuses_what_no_batch_holds() -> None:
-    assert any(getattr(end, "cause", None) is Cause.PROMPT_TOO_LONG for end in ends_of(90))
+    assert any(getattr(end, "cause", None) is Cause.CONTEXT_LENGTH_EXCEEDED for end in ends_of(90))
 
 
 def test_vectors_have_randomness_of_their_own() -> None:

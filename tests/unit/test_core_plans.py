@@ -405,7 +405,7 @@ def test_a_prompt_that_can_never_fit_is_refused_at_once_and_one_that_just_fits_i
     refused = world.submit(node, prompt_len=64)
     accepted = world.submit(node, prompt_len=63, max_new_tokens=1)
     world.run()
-    assert node.cause(refused) is Cause.PROMPT_TOO_LONG
+    assert node.cause(refused) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert node.tokens[accepted] == expected_tokens(63, 1, seed=1)
 
 

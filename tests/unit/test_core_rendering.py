@@ -336,8 +336,8 @@ def test_a_prompt_that_does_not_fit_at_the_other_time_is_refused() -> None:
     left = world.submit(prefill, prompt_len=LEN, room=room, rendered_at=HERE)
     right = world.submit(decode, prompt_len=LEN, room=room, peer=prefill.address, rendered_at=THERE)
     world.run()
-    assert prefill.cause(left) is Cause.PROMPT_TOO_LONG
-    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert prefill.cause(left) is Cause.CONTEXT_LENGTH_EXCEEDED
+    assert decode.cause(right) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert_nothing_is_held([prefill, decode])
 
 

@@ -898,8 +898,8 @@ def test_a_refused_prefill_half_is_told_to_decode_when_it_says_ready() -> None:
     prefill, decode = world.prefill(num_pages=4), world.decode()
     left, right = world.pair(prefill, decode, prompt_len=100)
     world.run()
-    assert prefill.cause(left) is Cause.PROMPT_TOO_LONG
-    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert prefill.cause(left) is Cause.CONTEXT_LENGTH_EXCEEDED
+    assert decode.cause(right) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert_nothing_is_held([prefill, decode])
 
 
@@ -911,7 +911,7 @@ def test_a_prefill_half_that_is_refused_after_decode_has_said_ready_is_told_to_i
     world.run()
     world.submit(prefill, prompt_len=100, room=room)
     world.run()  # no timer: READY is not said again
-    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert decode.cause(right) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert_nothing_is_held([prefill, decode])
 
 
@@ -922,7 +922,7 @@ def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
     world.run()
     left, right = world.pair(prefill, decode, prompt_len=300)
     world.run()
-    assert decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert decode.cause(right) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert prefill.cause(left) is Cause.PEER_ABORTED
     assert_nothing_is_held([prefill, decode])
 

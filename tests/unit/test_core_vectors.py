@@ -146,7 +146,7 @@ def test_a_prompt_that_no_batch_holds_is_refused_by_name() -> None:
     node = encoder(world)
     request = world.submit(node, prompt_len=65, wants_vector=True)
     world.run()
-    assert node.cause(request) is Cause.PROMPT_TOO_LONG
+    assert node.cause(request) is Cause.CONTEXT_LENGTH_EXCEEDED
     assert "one batch of 64" in node.ended[request].detail  # type: ignore[union-attr]
 
 

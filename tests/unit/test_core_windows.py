@@ -188,7 +188,7 @@ def test_a_prompt_that_a_pair_has_no_parts_for_is_refused() -> None:
     prefill, decode = (make(**with_windows(12)) for make in (world.prefill, world.decode))
     left, right = world.pair(prefill, decode, prompt_len=49)
     world.run()
-    assert prefill.cause(left) is decode.cause(right) is Cause.PROMPT_TOO_LONG
+    assert prefill.cause(left) is decode.cause(right) is Cause.CONTEXT_LENGTH_EXCEEDED
     alone = world.submit(decode, prompt_len=49, max_new_tokens=3)
     world.run()
     assert decode.tokens[alone] == expected_tokens(49, 3, seed=1)

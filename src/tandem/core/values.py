@@ -29,7 +29,7 @@ class Cause(StrEnum):
 
     ABORTED = "aborted"  # the client left or asked for it
     DEADLINE_EXCEEDED = "deadline_exceeded"
-    PROMPT_TOO_LONG = "context_length_exceeded"  # as OpenAI has it: clients shorten what they send when they read it
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's word: clients shorten what they send
     QUEUE_FULL = "queue_full"
     DUPLICATE_ROOM = "duplicate_room"
     DRAINING = "draining"  # the server is shutting down

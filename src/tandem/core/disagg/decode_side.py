@@ -60,7 +60,7 @@ from tandem.core.values import Address, Cause, Incarnation, Nanos, RequestId, Ro
 
 # Causes that another attempt on this node cannot mend, or that the user wanted.
 FINAL_CAUSES = frozenset(
-    {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.PROMPT_TOO_LONG, Cause.ROUTE_CONFLICT}
+    {Cause.ABORTED, Cause.LAYOUT_MISMATCH, Cause.PROTOCOL, Cause.CONTEXT_LENGTH_EXCEEDED, Cause.ROUTE_CONFLICT}
 )
 RELEARN_EVERY = 4  # questions for a rank
 

@@ -86,7 +86,7 @@ def on_rendered(node: NodeState, rendered: Request) -> None:
         return  # a duplicate
     complaint = too_long(node, rendered)
     if complaint is not None:
-        prefill_side.fail(node, progress, side, Cause.PROMPT_TOO_LONG, complaint)
+        prefill_side.fail(node, progress, side, Cause.CONTEXT_LENGTH_EXCEEDED, complaint)
         return
     ready, side.ready, side.is_rendered_anew = side.ready, None, True
     take_prompt(node, progress, rendered)

@@ -228,7 +228,7 @@ def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
         return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
     complaint = too_long(node, request)
     if complaint is not None:
-        return Cause.PROMPT_TOO_LONG, complaint
+        return Cause.CONTEXT_LENGTH_EXCEEDED, complaint
     if request.room is not None and request.room in node.rooms:
         return Cause.DUPLICATE_ROOM, f"room {request.room} is in use"
     return None

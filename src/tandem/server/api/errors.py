@@ -122,7 +122,7 @@ RULES: dict[Code, Rule] = {
     Problem.INTERNAL: Rule(500, True, "edge", "a bug: report it with the request id and the server's log"),
     Cause.ABORTED: Rule(499, False, "node", "nothing: the client left, or an operator ended the request"),
     Cause.DEADLINE_EXCEEDED: Rule(504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"),
-    Cause.PROMPT_TOO_LONG: Rule(400, False, "edge or node", "shorten the prompt"),
+    Cause.CONTEXT_LENGTH_EXCEEDED: Rule(400, False, "edge or node", "shorten the prompt"),
     Cause.QUEUE_FULL: Rule(503, True, "node", "try again later or on another server (--max-queued-requests)"),
     Cause.DUPLICATE_ROOM: Rule(409, False, "node", "draw a new `bootstrap_room` for every prompt and attempt"),
     Cause.DRAINING: Rule(503, True, "edge or node", "the server is shutting down: use another one"),

@@ -58,7 +58,7 @@ BEYOND_SCHEMAS: dict[Code, str] = {
     Problem.MODEL_NOT_FOUND: "a `model` that is not among those of `/v1/models`",
     Problem.RESPONSE_NOT_FOUND: "a `previous_response_id` that is not kept, or not for this API key",
     Problem.HOST_NOT_ALLOWED: "a `bootstrap_host` that is no host, is unknown, or that this server may not connect to",
-    Cause.PROMPT_TOO_LONG: "a prompt that has more tokens than the context of the model",
+    Cause.CONTEXT_LENGTH_EXCEEDED: "a prompt that has more tokens than the context of the model",
     Cause.OUT_OF_PAGES: "a prompt that is larger than the KV pool",
     Cause.ROUTE_CONFLICT: "a `disagg_prefill_dp_rank` that the prefill does not have, or routed otherwise",
     Problem.DUPLICATE_RID: "a `rid` that another request has at the same time",

@@ -262,7 +262,7 @@ def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
 def too_long(param: str, what: str, limits: ModelLimits) -> Refusal:
     """In the words by which clients know that they have to shorten it: Anthropic's, then OpenAI's."""
     context = f"This model's maximum context length is {limits.context_length} tokens"
-    return Refusal(Cause.PROMPT_TOO_LONG, f"{param}: prompt is too long: {what}. {context}", param=param)
+    return Refusal(Cause.CONTEXT_LENGTH_EXCEEDED, f"{param}: prompt is too long: {what}. {context}", param=param)
 
 
 def check_prompts(prompts: list[Prompt], limits: ModelLimits, param: str) -> list[Prompt]:

@@ -137,7 +137,7 @@ def check_length(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
         raise too_long(param, f"{count} tokens > {limits.context_length} maximum", limits)
     if limits.one_batch_tokens is not None and count > limits.one_batch_tokens:
         raise Refusal(
-            Cause.PROMPT_TOO_LONG,
+            Cause.CONTEXT_LENGTH_EXCEEDED,
             f"{param}: {count} tokens are more than one batch of {limits.one_batch_tokens} (--chunked-prefill-size), "
             "and a model that looks both ways computes a prompt in one",
             param=param,
