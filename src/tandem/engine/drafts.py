@@ -14,21 +14,22 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from tandem.batch_tables import Sequence
+from tandem.engine.late_tokens import TokenSource
 
 UNKNOWN = -1  # in a message: still a mask
 
 S = TypeVar("S", bound=Sequence)
 
 
-class Telling(Protocol):
-    """A `parallel.Pipeline`, as far as tokens go through it. Raises WorkerGone."""
+class TokenPath(TokenSource, Protocol):
+    """A `parallel.Pipeline`, as far as tokens go through it."""
 
     @property
     def samples(self) -> bool: ...
 
-    def send_tokens(self, tokens: Any) -> None: ...  # an array of int32
-
-    def receive_tokens(self, count: int) -> Any: ...  # an array of int32
+    def send_tokens(self, tokens: Any) -> None:  # an array of int32
+        """Raises WorkerGone."""
+        ...
 
 
 @dataclass(slots=True)
@@ -91,7 +92,7 @@ class Draft(Generic[S]):
         self.is_mask[self.first :] = ~known
 
 
-def agree(pipeline: Telling, drafts: Values[Draft[S]]) -> list[Draft[S]]:
+def agree(pipeline: TokenPath, drafts: Values[Draft[S]]) -> list[Draft[S]]:
     """A pass over these is done, and sampled where it is. Returns which of them need another one.
 
     Raises WorkerGone.
