@@ -331,6 +331,10 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"input": "x" * 9000, "timeout": 60}, "input"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        (
+            {"input": [{"type": "function_call", "call_id": "1", "name": "x", "arguments": "{}", "namespace": 7}]},
+            "input",
+        ),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "tools"),
         ({"tools": [{"type": "namespace", "name": "x" * 64, "tools": []}]}, "tools"),
         ({"tools": [{"type": "namespace", "name": "x", "description": 7, "tools": []}]}, "tools"),

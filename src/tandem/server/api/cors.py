@@ -9,12 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from tandem.server.exposure import Reachable
 
-SHOWN_HEADERS = (
-    "x-request-id",
-    "request-id",
-    "x-tandem-path",
-    "retry-after",
-)  # of an answer, beside those that any page may read
+# Of an answer, beside those that any page may read.
+SHOWN_HEADERS = ("x-request-id", "request-id", "x-tandem-path", "retry-after")
 
 
 def cors(config: Reachable) -> list[Middleware]:

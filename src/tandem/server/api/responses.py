@@ -211,11 +211,13 @@ def may_follow(turn: dict[str, Any], more: dict[str, Any]) -> bool:
 
 def assistant_part(item: dict[str, Any], place: str) -> dict[str, Any]:
     match item:
-        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
+        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)} if (
+            isinstance(item.get("namespace"), str | None)
+        ):
             name = full_name(item.get("namespace"), name)
             return {"tool_calls": [{"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
         case {"type": "function_call"}:
-            raise invalid("input", f"{place} is a function_call that lacks call_id, name or arguments as text")
+            raise invalid("input", f"{place} is a function_call, which needs call_id, name and arguments as text")
         case {"type": "reasoning"}:
             return thought_of(item, place)
         case _:
@@ -223,8 +225,8 @@ def assistant_part(item: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def thought_of(item: dict[str, Any], place: str) -> dict[str, Any]:
-    sealed = item.get("encrypted_content")
-    thought = opened(sealed) if sealed else ""
+    given = item.get("encrypted_content")
+    thought = opened(given) if given else ""
     if thought is None:
         raise unsupported("input", f": {place} has encrypted_content that is of another server")
     texts: list[str] = []
@@ -246,12 +248,12 @@ def sealed(thought: str) -> str:
     return SEAL + b64encode(thought.encode()).decode()
 
 
-def opened(sealed: Any) -> str | None:
+def opened(given: Any) -> str | None:
     """None: it was not sealed here."""
-    if not isinstance(sealed, str) or not sealed.startswith(SEAL):
+    if not isinstance(given, str) or not given.startswith(SEAL):
         return None
     try:
-        return b64decode(sealed.removeprefix(SEAL), validate=True).decode()
+        return b64decode(given.removeprefix(SEAL), validate=True).decode()
     except ValueError:
         return None
 
@@ -321,7 +323,7 @@ def functions_of(space: dict[str, Any], place: str) -> Iterator[dict[str, Any]]:
     """Those of a namespace, as a model sees them: under their full names, with what is said of all of them."""
     name, about, tools = space.get("name"), space.get("description"), space.get("tools")
     if not is_part_of_name(name) or not isinstance(about, str | None) or not isinstance(tools, list):
-        raise invalid("tools", f"{place} is a namespace that lacks a short name or a list of tools")
+        raise invalid("tools", f"{place} is a namespace, which needs a short name and a list of tools")
     for index, tool in enumerate(tools):
         inner = f"{place}.tools[{index}]"
         if not isinstance(tool, dict) or not is_part_of_name(tool.get("name")):
@@ -335,7 +337,7 @@ def is_part_of_name(name: Any) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_PART_CHARS
 
 
-def full_name(namespace: Any, name: str) -> str:
+def full_name(namespace: str | None, name: str) -> str:
     return f"{namespace}{BETWEEN}{name}" if namespace else name
 
 
