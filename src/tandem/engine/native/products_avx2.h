@@ -99,7 +99,7 @@ template <class W, int OUTPUTS, int ROWS, bool FETCHES>
 inline void micro(const float* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, __m256* kept,
                   float* sums) {
     constexpr int COUNT = ROWS * OUTPUTS, HALVES = COUNT > 6 ? 1 : 2;  // at once
-    constexpr int FETCHED = FETCHES ? OUTPUTS * HALVES / 2 : 0;
+    constexpr int FETCHED = FETCHES ? OUTPUTS * HALVES / 2 : 0;  // in each pass: more are not in flight at once
     const W* next = weight + OUTPUTS * inputs;
     pass<W, 0, HALVES, OUTPUTS, ROWS, FETCHED>(x, weight, next, inputs, begin, end, kept);
     if constexpr (HALVES == 1)
