@@ -18,6 +18,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 SHAPES = ((1, 1, 1), (1, 33, 48), (2, 7, 5), (6, 64, 96), (17, 100, 100), (33, 31, 1000), (65, 130, 70), (150, 16, 64))
 SHAPES += ((4, 9, 66), (10, 38, 66), (103, 36, 33))  # tiles of rows and outputs that are not full
+SHAPES += ((8, 37, 2900), (25, 70, 1410), (97, 33, 1601))  # panels of inputs; the last are not full
 
 
 @pytest.fixture(autouse=True)

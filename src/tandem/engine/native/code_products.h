@@ -10,7 +10,6 @@ namespace tandem {
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 
-constexpr int FEW_ROWS = MICRO_ROWS;
 static_assert(LEAST_GROUP == Terms<bf16>::COUNT);
 
 struct WordCodes {
@@ -64,7 +63,7 @@ inline void micro(const bf16* x, const Linear& layer, int64_t n, float* sums) {
             __m512bh w[OUTPUTS];
             for (int i = 0; i < OUTPUTS; i++) w[i] = expand(weight[i], k);
             for (int j = 0; j < ROWS; j++) {
-                const __m512bh value = Terms<bf16>::read(x + k * MICRO_ROWS + j * LEAST_GROUP);
+                const __m512bh value = Terms<bf16>::read(x + k * ROWS + j * LEAST_GROUP);
                 for (int i = 0; i < OUTPUTS; i++) acc[j][i] = Terms<bf16>::take(acc[j][i], w[i], value);
             }
         };

@@ -51,25 +51,28 @@ class Product {
   public:
     Product(const T* x, int64_t rows, int64_t inputs, int threads) : rows_(rows), inputs_(inputs), threads_(threads) {
         static Buffer buffer;
-        const int64_t units = ceil_div(rows, In::ROWS), size = In::unit_size(inputs);
-        const int64_t together = INPUT_BYTES * In::ROWS / (size * int64_t(sizeof(typename In::type)));
-        step_ = std::clamp<int64_t>(together / TILE_ROWS * TILE_ROWS, TILE_ROWS, 8 * TILE_ROWS);
-        auto* prepared = (typename In::type*)buffer.get(units * size * sizeof(typename In::type));
-        Pool::instance().run(units < 4 ? 1 : threads, units, [&](int64_t unit) {
-            const int64_t first = unit * In::ROWS;
-            const int count = int(std::min<int64_t>(In::ROWS, rows - first));
-            In::prepare(x + first * inputs, count, inputs, prepared + unit * size);
+        tile_ = In::tile_rows(rows);
+        tile_size_ = In::tile_size(tile_, inputs);
+        group_ = GROUP_ROWS / tile_ * tile_;
+        const int64_t tiles = ceil_div(rows, tile_), bytes = tile_size_ * sizeof(typename In::type);
+        step_ = std::clamp<int64_t>(INPUT_BYTES / bytes * tile_ / group_, 1, 8) * group_;
+        auto* prepared = (typename In::type*)buffer.get(tiles * bytes);
+        Pool::instance().run(rows < 24 ? 1 : threads, tiles, [&](int64_t tile) {
+            const int64_t first = tile * tile_;
+            const int count = int(std::min<int64_t>(tile_, rows - first));
+            In::prepare(x + first * inputs, count, inputs, prepared + tile * tile_size_);
         });
         prepared_ = prepared;
     }
 
-    // body(n, m, rows, sums) for blocks of `outputs`: take(weight, n, sums) computes them
+    // body(n, m, rows, next) for blocks of `outputs` from n on and groups of rows from m on. next: the block that this
+    // thread most likely takes then, to be fetched; or -1
     template <class Body>
     void run(int64_t outputs, const Body& body) const {
         const int64_t blocks = ceil_div(outputs, BLOCK);
         const bool is_small = rows_ * outputs * inputs_ < SMALL;
         // Each thread reads the weight of its blocks: rows are only shared out where there are few blocks for all.
-        const int64_t share = blocks < 4 * threads_ ? TILE_ROWS : step_;
+        const int64_t share = blocks < 4 * threads_ ? group_ : step_;
         for (int64_t first = 0; first < rows_; first += step_) {
             const int64_t last = std::min(rows_, first + step_), shares = ceil_div(last - first, share);
             Pool::instance().run(is_small ? 1 : threads_, blocks * shares, [&](int64_t unit) {
@@ -77,8 +80,12 @@ class Product {
                 if (sizeof(T) == 2) configure_tiles();
 #endif
                 const int64_t begin = first + unit % shares * share, end = std::min(last, begin + share);
-                for (int64_t m = begin; m < end; m += TILE_ROWS)
-                    body(unit / shares * BLOCK, m, int(std::min<int64_t>(TILE_ROWS, end - m)));
+                const int64_t block = unit / shares, then = (unit + threads_) / shares;
+                for (int64_t m = begin; m < end; m += group_) {
+                    const bool has_next = m + group_ >= end && block < then && then < blocks;
+                    const int rows = int(std::min<int64_t>(group_, end - m));
+                    body(block * BLOCK, m, rows, has_next ? then * BLOCK : -1);
+                }
 #if defined(__AMX_BF16__)
                 if (sizeof(T) == 2) _tile_release();
 #endif
@@ -86,13 +93,19 @@ class Product {
         }
     }
 
-    void sums(const Linear& linear, int64_t n, int64_t m, int rows, float* to) const {
+    // Where the weight of outputs from n on begins, to be fetched; null where that is not known: no n, or codes.
+    const T* weight_at(const Linear& linear, int64_t n) const {
+        return n < 0 || linear.bits ? nullptr : (const T*)linear.weight + n * inputs_;
+    }
+
+    // next: what is wanted after it, of `weight_at`. to: [rows, BLOCK]
+    void sums(const Linear& linear, int64_t n, int64_t m, int rows, const T* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
-        const auto* x = prepared_ + m / In::ROWS * In::unit_size(inputs_);
+        const auto* x = prepared_ + m / tile_ * tile_size_;
         if (linear.bits)
             of_codes(x, rows, linear, n, outputs, to);
         else
-            products(x, rows, (const T*)linear.weight + n * inputs_, outputs, inputs_, to);
+            products(x, rows, tile_, weight_at(linear, n), outputs, inputs_, next, to);
         if (!linear.bias) return;
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < outputs; i += LANES) {
@@ -109,30 +122,30 @@ class Product {
         if constexpr (sizeof(T) == 2)
             if (rows <= FEW_ROWS) return code_products(x, rows, linear, n, outputs, to);
 #endif
-        constexpr int TOGETHER = sizeof(*x) > sizeof(float) ? BLOCK : 4;
+        constexpr int TOGETHER = sizeof(*x) > sizeof(float) ? BLOCK : CODED_OUTPUTS;
         static thread_local Buffer buffer;
         T* weight = (T*)buffer.get(TOGETHER * inputs_ * sizeof(T));
         for (int i = 0; i < outputs; i += TOGETHER) {
             const int some = std::min(TOGETHER, outputs - i);
             for (int j = 0; j < some; j++) dequantize_row(linear, n + i + j, weight + j * inputs_);
-            products(x, rows, (const T*)weight, some, inputs_, to + i);
+            products(x, rows, tile_, (const T*)weight, some, inputs_, (const T*)nullptr, to + i);
         }
     }
 
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake
 
     int64_t rows_, inputs_;
-    int threads_;
-    int64_t step_;
+    int threads_, tile_;
+    int64_t tile_size_, group_, step_;  // of the prepared; rows that go through a block together; and then through the next
     const typename In::type* prepared_;
 };
 
 // y = x * weight + bias; adds: y += that, rounded before
 template <class T>
 void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
-    product.run(layer.outputs, [&](int64_t n, int64_t m, int rows) {
-        alignas(64) float sums[TILE_ROWS][BLOCK];
-        product.sums(layer, n, m, rows, sums[0]);
+    product.run(layer.outputs, [&](int64_t n, int64_t m, int rows, int64_t next) {
+        alignas(64) float sums[GROUP_ROWS][BLOCK];
+        product.sums(layer, n, m, rows, product.weight_at(layer, next), sums[0]);
         const int64_t outputs = std::min<int64_t>(BLOCK, layer.outputs - n);
         for (int row = 0; row < rows; row++) {
             T* at = y + (m + row) * layer.outputs + n;
@@ -148,10 +161,10 @@ void linear(const Product<T>& product, const Linear& layer, T* y, bool adds) {
 // silu(x * gate) * (x * up)
 template <class T>
 void gated_linear(const Product<T>& product, const Linear& gate, const Linear& up, T* y) {
-    product.run(gate.outputs, [&](int64_t n, int64_t m, int rows) {
-        alignas(64) float opened[TILE_ROWS][BLOCK], sums[TILE_ROWS][BLOCK];
-        product.sums(gate, n, m, rows, opened[0]);
-        product.sums(up, n, m, rows, sums[0]);
+    product.run(gate.outputs, [&](int64_t n, int64_t m, int rows, int64_t next) {
+        alignas(64) float opened[GROUP_ROWS][BLOCK], sums[GROUP_ROWS][BLOCK];
+        product.sums(gate, n, m, rows, product.weight_at(up, n), opened[0]);
+        product.sums(up, n, m, rows, product.weight_at(gate, next), sums[0]);
         const int64_t outputs = std::min<int64_t>(BLOCK, gate.outputs - n);
         for (int row = 0; row < rows; row++)
             for (int64_t i = 0; i < outputs; i += LANES) {
@@ -167,16 +180,18 @@ template <class T>
 void three_linears(const Product<T>& product, const Linear* const layers[3], T* const results[3]) {
     int64_t blocks[4] = {0};
     for (int i = 0; i < 3; i++) blocks[i + 1] = blocks[i] + ceil_div(layers[i]->outputs, BLOCK);
-    product.run(blocks[3] * BLOCK, [&](int64_t n, int64_t m, int rows) {
-        const int which = n / BLOCK >= blocks[2] ? 2 : n / BLOCK >= blocks[1] ? 1 : 0;
-        const Linear& layer = *layers[which];
-        n -= blocks[which] * BLOCK;
-        alignas(64) float sums[TILE_ROWS][BLOCK];
-        product.sums(layer, n, m, rows, sums[0]);
+    auto which = [&](int64_t n) { return n >= blocks[2] * BLOCK ? 2 : n >= blocks[1] * BLOCK ? 1 : 0; };
+    product.run(blocks[3] * BLOCK, [&](int64_t n, int64_t m, int rows, int64_t next) {
+        const int now = which(n), then = which(next);
+        const Linear& layer = *layers[now];
+        n -= blocks[now] * BLOCK;
+        if (next >= 0) next -= blocks[then] * BLOCK;
+        alignas(64) float sums[GROUP_ROWS][BLOCK];
+        product.sums(layer, n, m, rows, product.weight_at(*layers[then], next), sums[0]);
         const int64_t outputs = std::min<int64_t>(BLOCK, layer.outputs - n);
         for (int row = 0; row < rows; row++)
             for (int64_t i = 0; i < outputs; i += LANES)
-                store_at(results[which] + (m + row) * layer.outputs + n, load_at(sums[row], i, outputs), i, outputs);
+                store_at(results[now] + (m + row) * layer.outputs + n, load_at(sums[row], i, outputs), i, outputs);
     });
 }
 

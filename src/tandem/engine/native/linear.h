@@ -3,9 +3,9 @@
 //     y[m, n] = sum over k of x[m, k] * weight[n, k]
 //
 // Rows of x are copied before, into the order in which they are read: where their length is a power of two, the same
-// inputs of all of them would take the same places of the first cache. Of a weight the next outputs are fetched into the
-// second cache while these are computed: the processor's own prefetching ends with a page of the system. How a few outputs
-// and a tile of rows are multiplied depends on the registers there are: `products_avx2.h`, `products_avx512.h`.
+// inputs of all of them would take the same places of the first cache. A block of outputs is multiplied with tiles of
+// rows, one after the other, while the next block is fetched (`ahead.h`). How a few outputs and a tile are multiplied
+// depends on the registers there are: `products_avx2.h`, `products_avx512.h`.
 //
 // Every sum has its own accumulators and takes its terms in order of k, so the bits of a row do not depend on how many
 // rows there are, nor on who computes them. Which accumulators, depends on what the processor is used for:
@@ -124,7 +124,9 @@ inline void turn(const float (*tile)[16], int rows, float* sums) {
     for (int m = 0; m < rows; m++) std::memcpy(sums + m * BLOCK, turned[m], sizeof turned[m]);
 }
 
-inline void products(const Tile* x, int rows, const bf16* weight, int outputs, int64_t inputs, float* sums) {
+// Nothing is fetched ahead: no machine was there to show what that brings.
+inline void products(const Tile* x, int rows, int, const bf16* weight, int outputs, int64_t inputs, const bf16*,
+                     float* sums) {
     alignas(64) float tiles[4][16][16];
     const int64_t num_tiles = ceil_div(inputs, TILE_INPUTS);
     for (int m = 0; m < rows; m += 32) {
@@ -144,9 +146,9 @@ inline void products(const Tile* x, int rows, const bf16* weight, int outputs, i
 
 // --- x, as the products of a type want it --------------------------------------------------------------------------------
 
-constexpr int TILE_ROWS = 96;  // rows that go through a block together; a multiple of MICRO_ROWS and of two tiles
+constexpr int GROUP_ROWS = 96;  // at most, that go through a block together
 
-// What `products` reads, in units of ROWS rows
+// What `products` reads, in tiles of rows
 template <class T>
 struct Input {
 #if defined(__AVX512BF16__)
@@ -154,9 +156,10 @@ struct Input {
 #else
     using type = float;
 #endif
-    static constexpr int ROWS = MICRO_ROWS;
 
-    static int64_t unit_size(int64_t inputs) { return ROWS * padded<type>(inputs); }
+    // As few as there can be, equally high
+    static int tile_rows(int64_t rows) { return int(ceil_div(rows, ceil_div(rows, MICRO_ROWS))); }
+    static int64_t tile_size(int rows, int64_t inputs) { return rows * padded<type>(inputs); }
     static void prepare(const T* x, int rows, int64_t inputs, type* to) { pack_rows(x, rows, inputs, to); }
 };
 
@@ -165,9 +168,9 @@ struct Input {
 template <>
 struct Input<bf16> {
     using type = Tile;
-    static constexpr int ROWS = 16;
 
-    static int64_t unit_size(int64_t inputs) { return ceil_div(inputs, TILE_INPUTS); }
+    static int tile_rows(int64_t) { return 16; }
+    static int64_t tile_size(int, int64_t inputs) { return ceil_div(inputs, TILE_INPUTS); }
     static void prepare(const bf16* x, int rows, int64_t inputs, Tile* to) { pack_tiles(x, rows, inputs, to); }
 };
 

@@ -4,11 +4,13 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace tandem {
 
 constexpr int MICRO_ROWS = 6;
+constexpr int CODED_OUTPUTS = 4;  // of a weight of codes, that are made plain together
 constexpr int64_t PANEL_BYTES = 1 << 15;  // of x and weights that are read again: in the first cache
 
 // Which of sixteen inputs are in a half: of fp32 the first and the last eight, of bf16 the even and the odd ones, which are
@@ -55,10 +57,12 @@ inline void pack_rows(const T* x, int rows, int64_t inputs, float* to) {
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
 
-// Adds the inputs [begin, end) to sums, [HALVES][ROWS][OUTPUTS], of the halves from FIRST on. next: where the weight of
-// FETCHED other outputs begins, to be fetched meanwhile.
-template <class W, int FIRST, int HALVES, int OUTPUTS, int ROWS, int FETCHED>
-inline void pass(const float* x, const W* weight, const W* next, int64_t inputs, int64_t begin, int64_t end,
+// Whether both halves are multiplied in one pass over the inputs
+constexpr bool is_one_pass(int rows, int outputs) { return rows * outputs <= 6; }
+
+// Adds the inputs [begin, end) to sums, [HALVES][ROWS][OUTPUTS], of the halves from FIRST on.
+template <class W, int FIRST, int HALVES, int OUTPUTS, int ROWS>
+inline void pass(const float* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, Ahead& ahead,
                  __m256* sums) {
     const int64_t plane = padded<float>(inputs) / 2 * ROWS;
     constexpr int COUNT = HALVES * ROWS * OUTPUTS;
@@ -81,10 +85,19 @@ inline void pass(const float* x, const W* weight, const W* next, int64_t inputs,
         }
     };
     const int64_t full = end / LANES * LANES;
-    for (int64_t k = begin; k < full; k += LANES) {
-        for (int i = 0; i < FETCHED; i++) _mm_prefetch((const char*)(next + i * inputs + k), _MM_HINT_T1);
-        step(k, [&](int i) { return weight + i * inputs + k; });
+    Ahead fetched = ahead;  // in registers
+    constexpr int LINE = 64 / sizeof(W);
+    int64_t k = begin;
+    auto whole = [&](int64_t at) __attribute__((always_inline)) {
+        step(at, [&](int i) __attribute__((always_inline)) { return weight + i * inputs + at; });
+    };
+    for (; k + LINE <= full; k += LINE) {
+        fetched.read(OUTPUTS);
+#pragma GCC unroll 2
+        for (int64_t at = k; at < k + LINE; at += LANES) whole(at);
     }
+    for (; k < full; k += LANES) whole(k);
+    ahead = fetched;
     if (full < end) {
         W rest[OUTPUTS][LANES] = {};
         for (int i = 0; i < OUTPUTS; i++) std::memcpy(rest[i], weight + i * inputs + full, (end - full) * sizeof(W));
@@ -94,16 +107,17 @@ inline void pass(const float* x, const W* weight, const W* next, int64_t inputs,
     for (int i = 0; i < COUNT; i++) sums[i] = acc[i];
 }
 
-// Both halves of it, FETCHES: and as many outputs more. kept: [2][ROWS][OUTPUTS], what the inputs before have given
-template <class W, int OUTPUTS, int ROWS, bool FETCHES>
+// Both halves of it. kept: [2][ROWS][OUTPUTS], what the inputs before have given
+template <class W, int OUTPUTS, int ROWS>
 inline void micro(const float* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, __m256* kept,
-                  float* sums) {
-    constexpr int COUNT = ROWS * OUTPUTS, HALVES = COUNT > 6 ? 1 : 2;  // at once
-    constexpr int FETCHED = FETCHES ? OUTPUTS * HALVES / 2 : 0;  // in each pass: more are not in flight at once
-    const W* next = weight + OUTPUTS * inputs;
-    pass<W, 0, HALVES, OUTPUTS, ROWS, FETCHED>(x, weight, next, inputs, begin, end, kept);
-    if constexpr (HALVES == 1)
-        pass<W, 1, 1, OUTPUTS, ROWS, FETCHED>(x, weight, next + FETCHED * inputs, inputs, begin, end, kept + COUNT);
+                  Ahead& ahead, float* sums) {
+    constexpr int COUNT = ROWS * OUTPUTS;
+    if constexpr (is_one_pass(ROWS, OUTPUTS)) {
+        pass<W, 0, 2, OUTPUTS, ROWS>(x, weight, inputs, begin, end, ahead, kept);
+    } else {
+        pass<W, 0, 1, OUTPUTS, ROWS>(x, weight, inputs, begin, end, ahead, kept);
+        pass<W, 1, 1, OUTPUTS, ROWS>(x, weight, inputs, begin, end, ahead, kept + COUNT);
+    }
     if (end < inputs) return;
     for (int j = 0; j < ROWS; j++)
         for (int i = 0; i < OUTPUTS; i++) {
@@ -112,35 +126,38 @@ inline void micro(const float* x, const W* weight, int64_t inputs, int64_t begin
         }
 }
 
-// Rows of a tile times all outputs of a block, in panels of inputs that stay in the first cache.
+constexpr int micro_outputs(int rows) { return rows == 1 ? 4 : 2; }
+
+// A tile times all outputs of a block, in panels of `panel` inputs.
 template <class W, int ROWS>
-inline void micro_rows(int rows, const float* x, const W* weight, bool fetches, int outputs, int64_t inputs,
-                       float* sums) {
+inline void micro_rows(int rows, const float* x, const W* weight, int outputs, int64_t inputs, int64_t panel,
+                       Ahead& ahead, float* sums) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return micro_rows<W, ROWS - 1>(rows, x, weight, fetches, outputs, inputs, sums);
-    constexpr int TOGETHER = ROWS == 1 ? 4 : 2;
-    constexpr int64_t MOST = PANEL_BYTES / (ROWS * sizeof(float) + TOGETHER * sizeof(W));
-    const int64_t panel = padded<float>(ceil_div(inputs, ceil_div(inputs, MOST)));
+        if (rows < ROWS) return micro_rows<W, ROWS - 1>(rows, x, weight, outputs, inputs, panel, ahead, sums);
+    constexpr int TOGETHER = micro_outputs(ROWS);
     __m256 kept[BLOCK][2 * ROWS];
     for (int64_t k = 0; k < inputs; k += panel) {
         const int64_t end = std::min(inputs, k + panel);
         auto at = [&](int output) { return weight + output * inputs; };
         int n = 0;
-        if (fetches)
-            for (; n + TOGETHER < outputs; n += TOGETHER)
-                micro<W, TOGETHER, ROWS, true>(x, at(n), inputs, k, end, kept[n], sums + n);
         for (; n + TOGETHER <= outputs; n += TOGETHER)
-            micro<W, TOGETHER, ROWS, false>(x, at(n), inputs, k, end, kept[n], sums + n);
-        for (; n < outputs; n++) micro<W, 1, ROWS, false>(x, at(n), inputs, k, end, kept[n], sums + n);
+            micro<W, TOGETHER, ROWS>(x, at(n), inputs, k, end, kept[n], ahead, sums + n);
+        for (; n < outputs; n++) micro<W, 1, ROWS>(x, at(n), inputs, k, end, kept[n], ahead, sums + n);
     }
 }
 
-// x: tiles. sums: [rows, BLOCK]
+// x: tiles of `tile` rows, the last one of what is left. next: the weight that is read then, or null. sums: [rows, BLOCK]
 template <class W>
-inline void products(const float* x, int rows, const W* weight, int outputs, int64_t inputs, float* sums) {
-    for (int m = 0; m < rows; m += MICRO_ROWS)
-        micro_rows<W, MICRO_ROWS>(std::min(MICRO_ROWS, rows - m), x + m * padded<float>(inputs), weight, m == 0, outputs,
-                                  inputs, sums + m * BLOCK);
+inline void products(const float* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, const W* next,
+                     float* sums) {
+    const int tiles = int(ceil_div(rows, tile)), most = std::min(tile, rows), together = micro_outputs(most);
+    const int64_t fits = PANEL_BYTES / (most * sizeof(float) + together * sizeof(W));
+    const int64_t panel = padded<float>(ceil_div(inputs, ceil_div(inputs, fits)));
+    const int64_t row = inputs * sizeof(W), distance = tiles == 1 ? std::min(together, outputs) : outputs;
+    Ahead ahead(weight, next, outputs * row, distance * row, tiles * (is_one_pass(most, together) ? 1 : 2));
+    for (int m = 0; m < rows; m += tile)
+        micro_rows<W, MICRO_ROWS>(std::min(tile, rows - m), x + m * padded<float>(inputs), weight, outputs, inputs, panel,
+                                  ahead, sums + m * BLOCK);
 }
 
 }  // namespace tandem

@@ -1,13 +1,20 @@
-// Products with AVX-512: of 32 registers 24 are sums, of six rows and four outputs, sixteen lanes each.
+// Products with AVX-512: of 32 registers up to 24 are sums, sixteen lanes each: of up to six rows and four outputs, or of
+// more rows and fewer outputs. Of a weight less is read where a tile has more rows; of the rows, where it has fewer.
 #pragma once
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace tandem {
 
-constexpr int MICRO_ROWS = 6, MICRO_OUTPUTS = 4;
+constexpr int MICRO_ROWS = 12;
+constexpr int FEW_ROWS = 6;  // whose products take less time than reading the weight does
+constexpr int CODED_OUTPUTS = 12;  // of a weight of codes, that are made plain together
+constexpr int64_t PANEL_BYTES = 28 << 10;  // of rows and weights that are read again: in the first cache
+
+constexpr int micro_outputs(int rows) { return std::min(4, 24 / rows); }
 
 // --- what an accumulator takes at once ---------------------------------------------------------------------------------
 
@@ -17,13 +24,13 @@ struct Terms;
 template <>
 struct Terms<float> {
     static constexpr int COUNT = LANES;
-    using Values = F16;
+    using Values = __m512;
 
     template <class W>
-    static Values read(const W* p) { return load(p); }
+    static Values read(const W* p) { return load(p).v; }
     template <class W>
-    static Values read_part(const W* p, int count) { return load_part(p, count); }
-    static F16 take(F16 sum, Values weight, Values x) { return fma(weight, x, sum); }
+    static Values read_part(const W* p, int count) { return load_part(p, count).v; }
+    static F16 take(F16 sum, Values weight, Values x) { return fma({weight}, {x}, sum); }
 };
 
 #if defined(__AVX512BF16__)
@@ -42,7 +49,7 @@ struct Terms<bf16> {
 
 #endif
 
-// --- x: tiles of MICRO_ROWS rows, [steps][MICRO_ROWS][COUNT], zeros behind the inputs ------------------------------------
+// --- x: tiles of up to MICRO_ROWS rows, [steps][rows][COUNT], zeros behind the inputs ------------------------------------
 
 template <class T>
 inline int64_t padded(int64_t inputs) { return ceil_div(inputs, Terms<T>::COUNT) * Terms<T>::COUNT; }
@@ -55,65 +62,96 @@ inline void pack_rows(const T* x, int rows, int64_t inputs, X* to) {
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < COUNT; i += LANES) {
                 const int64_t at = k + i;
-                store(to + k * MICRO_ROWS + row * COUNT + i,
+                store(to + k * rows + row * COUNT + i,
                       at < inputs ? load_at(x + row * inputs, at, inputs) : zeros());
             }
 }
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
 
-// next: where the weight of as many outputs more begins, to be fetched meanwhile; or null
+// Adds the inputs [begin, end). kept: [ROWS * OUTPUTS], what those before have given
 template <class X, class W, int OUTPUTS, int ROWS>
-inline void micro(const X* x, const W* weight, const W* next, int64_t inputs, float* sums) {
+inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, F16* kept, Ahead& ahead,
+                  float* sums) {
     using T = Terms<X>;
-    F16 acc[ROWS][OUTPUTS];
-    for (auto& row : acc)
-        for (F16& one : row) one = zeros();
-    const int64_t full = inputs / T::COUNT * T::COUNT;
+    constexpr int COUNT = ROWS * OUTPUTS;
+    F16 acc[COUNT];
+#pragma GCC unroll 24  // here and below, or the compiler keeps the sums in memory
+    for (int i = 0; i < COUNT; i++) acc[i] = begin ? kept[i] : zeros();
     auto step = [&](auto read, int64_t k) __attribute__((always_inline)) {
         typename T::Values w[OUTPUTS];
-        for (int i = 0; i < OUTPUTS; i++) w[i] = read(weight + i * inputs + k);
+#pragma GCC unroll 4
+        for (int i = 0; i < OUTPUTS; i++) w[i] = in_register(read(weight + i * inputs + k));
+#pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
-            const auto value = T::read(x + k * MICRO_ROWS + j * T::COUNT);
-            for (int i = 0; i < OUTPUTS; i++) acc[j][i] = T::take(acc[j][i], w[i], value);
+            const auto value = in_register(T::read(x + k * ROWS + j * T::COUNT));
+#pragma GCC unroll 4
+            for (int i = 0; i < OUTPUTS; i++) acc[j * OUTPUTS + i] = T::take(acc[j * OUTPUTS + i], w[i], value);
         }
     };
+    const int64_t full = end / T::COUNT * T::COUNT;
+    Ahead fetched = ahead;  // in registers
+    constexpr int LINE = 64 / sizeof(W);
+    int64_t k = begin;
     auto whole = [](const W* p) __attribute__((always_inline)) { return T::read(p); };
-    if (next)
-        for (int64_t k = 0; k < full; k += T::COUNT) {
-            for (int i = 0; i < OUTPUTS; i++) _mm_prefetch((const char*)(next + i * inputs + k), _MM_HINT_T1);
-            step(whole, k);
-        }
-    else
-        for (int64_t k = 0; k < full; k += T::COUNT) step(whole, k);
-    if (const int rest = int(inputs - full)) step([rest](const W* p) { return T::read_part(p, rest); }, full);
-#pragma GCC unroll 6  // or the compiler keeps the sums in memory
-    for (int j = 0; j < ROWS; j++) store_sums<OUTPUTS>(sums + j * BLOCK, acc[j]);
-}
-
-template <class X, class W, int OUTPUTS, int ROWS>
-inline void micro_rows(const X* x, int rows, const W* weight, const W* next, int64_t inputs, float* sums) {
-    if (rows == ROWS) return micro<X, W, OUTPUTS, ROWS>(x, weight, next, inputs, sums);
-    if constexpr (ROWS > 1) micro_rows<X, W, OUTPUTS, ROWS - 1>(x, rows, weight, next, inputs, sums);
-}
-
-// x: tiles. sums: [rows, BLOCK]
-template <class X, class W>
-inline void products(const X* x, int rows, const W* weight, int outputs, int64_t inputs, float* sums) {
-    for (int m = 0; m < rows; m += MICRO_ROWS) {
-        const int some = std::min(MICRO_ROWS, rows - m);
-        const X* from = x + m * padded<X>(inputs);
-        float* to = sums + m * BLOCK;
-        auto at = [&](int n) { return weight + n * inputs; };
-        auto next = [&](int n) { return m == 0 && n < outputs ? at(n) : nullptr; };
-        int n = 0;
-        if (some == 1)
-            for (; n + 4 <= outputs; n += 4) micro<X, W, 4, 1>(from, at(n), next(n + 4), inputs, to + n);
-        constexpr int FEW = MICRO_OUTPUTS;
-        for (; n + FEW <= outputs; n += FEW)
-            micro_rows<X, W, FEW, MICRO_ROWS>(from, some, at(n), next(n + FEW), inputs, to + n);
-        for (; n < outputs; n++) micro_rows<X, W, 1, MICRO_ROWS>(from, some, at(n), nullptr, inputs, to + n);
+    for (; k + LINE <= full; k += LINE) {
+        fetched.read(OUTPUTS);
+#pragma GCC unroll 2
+        for (int64_t at = k; at < k + LINE; at += T::COUNT) step(whole, at);
     }
+    for (; k < full; k += T::COUNT) step(whole, k);
+    ahead = fetched;
+    if (const int rest = int(end - full)) step([rest](const W* p) { return T::read_part(p, rest); }, full);
+    if (end < inputs) {
+#pragma GCC unroll 24
+        for (int i = 0; i < COUNT; i++) kept[i] = acc[i];
+    } else if constexpr (OUTPUTS == 4) {
+#pragma GCC unroll 6
+        for (int j = 0; j < ROWS; j++) store_sums<4>(sums + j * BLOCK, acc + 4 * j);
+    } else {
+        float some[COUNT];
+        constexpr int FOURS = COUNT / 4 * 4;
+#pragma GCC unroll 6
+        for (int i = 0; i < FOURS; i += 4) store_sums<4>(some + i, acc + i);
+        store_sums<COUNT - FOURS>(some + FOURS, acc + FOURS);
+        for (int j = 0; j < ROWS; j++)
+            for (int i = 0; i < OUTPUTS; i++) sums[j * BLOCK + i] = some[j * OUTPUTS + i];
+    }
+}
+
+// A tile times all outputs of a block, in panels of `panel` inputs.
+template <class X, class W, int ROWS>
+inline void micro_rows(const X* x, int rows, const W* weight, int outputs, int64_t inputs, int64_t panel, Ahead& ahead,
+                       float* sums) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return micro_rows<X, W, ROWS - 1>(x, rows, weight, outputs, inputs, panel, ahead, sums);
+    constexpr int TOGETHER = micro_outputs(ROWS);
+    F16 kept[BLOCK][ROWS];
+    for (int64_t k = 0; k < inputs; k += panel) {
+        const int64_t end = std::min(inputs, k + panel);
+        auto some = [&](auto count, int n) {
+            micro<X, W, count, ROWS>(x, weight + n * inputs, inputs, k, end, kept[n], ahead, sums + n);
+        };
+        int n = 0;
+        for (; n + TOGETHER <= outputs; n += TOGETHER) some(std::integral_constant<int, TOGETHER>(), n);
+        for (; n < outputs; n++) some(std::integral_constant<int, 1>(), n);
+    }
+}
+
+// x: tiles of `tile` rows, the last one of what is left. next: the weight that is read then, or null. sums: [rows, BLOCK]
+template <class X, class W>
+inline void products(const X* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, const W* next,
+                     float* sums) {
+    // Few rows wait for the weight: it is read in its order, and what is fetched is near.
+    const bool are_few = rows <= FEW_ROWS;
+    const int most = std::min(tile, rows), together = micro_outputs(most);
+    const int64_t fits = PANEL_BYTES / (most * sizeof(X) + together * sizeof(W));
+    const int64_t panel = are_few ? inputs : padded<X>(ceil_div(inputs, ceil_div(inputs, fits)));
+    const int64_t row = inputs * sizeof(W), distance = are_few ? std::min(together, outputs) : outputs;
+    Ahead ahead(weight, next, outputs * row, distance * row, int(ceil_div(rows, tile)));
+    for (int m = 0; m < rows; m += tile)
+        micro_rows<X, W, MICRO_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), weight, outputs, inputs, panel,
+                                     ahead, sums + m * BLOCK);
 }
 
 }  // namespace tandem

@@ -12,6 +12,13 @@
 
 namespace tandem {
 
+// x is loaded once: the compiler would rather load it again for each product.
+template <class Register>
+inline Register in_register(Register x) {
+    asm("" : "+v"(x));
+    return x;
+}
+
 constexpr int LANES = 16;
 constexpr int BLOCK = 2 * LANES;  // outputs of a product that are one unit of work
 
@@ -151,11 +158,6 @@ inline __m256 power_of_two(__m256 n) {
 }
 inline F16 scaled(F16 x, F16 n) {
     return {_mm256_mul_ps(x.a, power_of_two(n.a)), _mm256_mul_ps(x.b, power_of_two(n.b))};
-}
-// x is loaded once: the compiler would rather load it again for each product.
-inline __m256 in_register(__m256 x) {
-    asm("" : "+x"(x));
-    return x;
 }
 inline void halves(F16 x, __m256& low, __m256& high) {
     low = x.a;

@@ -1,0 +1,48 @@
+// What is fetched into the second cache while something else is computed.
+//
+// The processor's own prefetching ends with a page of the system, and a row of a weight is half of one or little more.
+// A line that is asked for takes one of few places until it is there, and whatever is read meanwhile and is not in the
+// first cache waits for another one: so lines are asked for evenly over all of the work, and not as soon as possible.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace tandem {
+
+class Ahead {
+  public:
+    Ahead() = default;
+
+    // Of `block`, `bytes` that are computed now: what is `distance` away, and as much of `next`, which comes then or is
+    // null. times: how often the block is read.
+    Ahead(const void* block, const void* next, int64_t bytes, int64_t distance, int times)
+        : at_((const char*)block + distance), end_((const char*)block + bytes), next_((const char*)next),
+          distance_(distance), times_(times) {}
+
+    // As many lines of the block are read.
+    void read(int lines) {
+        for (owed_ += lines; owed_ >= times_; owed_ -= times_) {
+            if (at_ >= end_ && !turn()) return;
+            _mm_prefetch(at_, _MM_HINT_T1);
+            at_ += LINE;
+        }
+    }
+
+  private:
+    static constexpr int LINE = 64;
+
+    bool turn() {
+        at_ = next_;
+        end_ = next_ ? next_ + distance_ : next_;
+        next_ = nullptr;
+        return at_;
+    }
+
+    const char *at_ = nullptr, *end_ = nullptr, *next_ = nullptr;
+    int64_t distance_ = 0;
+    int times_ = 1, owed_ = 0;
+};
+
+}  // namespace tandem
