@@ -774,8 +774,22 @@ BREAKS = (
     Break(
         "required_tool_is_optional",
         "server/api/chat_form.py",
-        "must_call=choice == REQUIRED",
+        "must_call=choice.mode == REQUIRED",
         "must_call=False",
+        TOOLS + "a_choice_is_forced_by_a_grammar",
+    ),
+    Break(
+        "tools_that_are_not_allowed_may_be_called",
+        "server/api/chat_form.py",
+        "or len(self.tools) < len(self.offered)",
+        "",
+        TOOLS + "a_choice_is_forced_by_a_grammar",
+    ),
+    Break(
+        "calls_behind_text_are_not_bound",
+        "server/api/chat_form.py",
+        "{'*' if self.is_parallel else '?'}",
+        "?",
         TOOLS + "a_choice_is_forced_by_a_grammar",
     ),
     Break(

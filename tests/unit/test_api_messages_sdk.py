@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any  # bodies
 
 import anthropic
@@ -83,6 +84,15 @@ def test_text_and_what_it_took(ask: Any) -> None:
 
 def test_the_client_knows_which_request_it_was() -> None:
     assert asked(world(says("x")))._request_id
+
+
+def test_models_have_a_name_to_show_and_a_time() -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    with client_of(world()) as client:
+        (model,) = client.models.list()
+        assert client.models.retrieve("toy") == model
+    assert (model.id, model.type, model.display_name) == ("toy", "model", "toy")
+    assert before <= model.created_at <= datetime.now(UTC)
 
 
 def test_prompt_tokens_that_were_cached_are_not_input(ask: Any) -> None:

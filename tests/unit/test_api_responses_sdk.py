@@ -280,12 +280,17 @@ def test_a_thought_comes_back_as_it_was_told() -> None:
     assert answer(w, asked).output[0].encrypted_content is None
 
 
-@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "add"}])
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "add"}, ALLOWED])
 def test_choices_of_tools_are_those_of_the_same_chat(choice: Any) -> None:
     w = world(says("x"), tokenizer=tokenizer())
     answer(w, asked, tools=[ADD, SUB], tool_choice=choice)
     flat = [{"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in (ADD, SUB)]
-    named = choice if isinstance(choice, str) else {"type": "function", "function": {"name": "add"}}
+    add = {"type": "function", "function": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [add]}}
+    named = choice if isinstance(choice, str) else allowed if choice is ALLOWED else add
     with w.http() as http:
         body = {"messages": [{"role": "user", "content": "hi"}], "tools": flat, "tool_choice": named}
         assert http.post("/v1/chat/completions", json=body).status_code == 200
@@ -343,6 +348,9 @@ FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "nonsense"}}
         ({"tools": [{"type": "namespace", "name": "x", "tools": [ADD] * 2}]}, "tools"),
         ({"tools": [{"type": "namespace", "name": "x", "tools": [ADD] * 1025}]}, "tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [7]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": FORMAT}}, "text.format"),

@@ -205,11 +205,45 @@ def test_the_template_is_told_the_tools_and_the_calls_before() -> None:
     assert "tools" not in tokenizer().decode(prompt_of(w.node.submits[1]))
 
 
+def test_what_may_be_called_does_not_change_the_prompt() -> None:
+    w = tool_world("x")
+    asked(w)
+    asked(w, **allowing("auto", SUB))
+    assert prompt_of(w.node.submits[0]) == prompt_of(w.node.submits[1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": None, "refusal": "I will not."},
+    ],
+    ids=["part", "field"],
+)
+def test_a_refusal_of_before_is_what_the_assistant_said(said: dict) -> None:
+    w = tool_world("x")
+    for message in (said, {"content": "I will not."}):
+        asked(w, messages=[*USER, {"role": "assistant", **message}, *USER])
+    assert prompt_of(w.node.submits[0]) == prompt_of(w.node.submits[1])
+
+
+def allowing(mode: str, *tools: dict) -> dict:
+    named = [{"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools]
+    return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}}
+
+
 FORCED = [
     ({"tool_choice": "required"}, [CALL, OTHER, f"{CALL}\n{OTHER}"], ["no", f"so {CALL}", CALL.replace("1", '"x"')]),
     ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL], [f"{CALL}\n{OTHER}"]),
     ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, [OTHER], [CALL, "no"]),
-    ({"tools": [STRICT]}, ["no", f"so {CALL}", f"{CALL} and more"], [CALL.replace("1", '"x"'), OTHER]),
+    (allowing("required", ADD), [CALL, f"{CALL}\n{CALL}"], [OTHER, f"{CALL}\n{OTHER}", "no"]),
+    (allowing("auto", SUB), ["no", OTHER, f"so {OTHER}"], [CALL, f"so {CALL}", f"{OTHER}\n{CALL}"]),
+    (allowing("auto", ADD, SUB), [], []),
+    (
+        {"tools": [STRICT]},
+        ["no", f"so {CALL}", f"{CALL} and more", f"{CALL} and {CALL} again"],
+        [CALL.replace("1", '"x"'), OTHER, f"{CALL} and {OTHER}"],
+    ),
     ({"response_format": {"type": "json_object"}}, ["{}", CALL], ["no"]),
 ]
 
@@ -269,6 +303,11 @@ REFUSED = [
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "missing"}}}, "tool_choice"),
+    (allowing("auto"), "tool_choice"),
+    (allowing("none", ADD), "tool_choice"),
+    (allowing("auto", SUB), "tool_choice"),
+    (allowing("auto", ADD) | {"tools": None}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["add"]}}}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
     (

@@ -39,6 +39,18 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a `tool_choice` says."""
+
+    mode: str  # `auto`, `required` or `none`
+    allowed: frozenset[str] | None = None  # the names of what may be called; None: all
+    is_one: bool = False  # a single call, of the function that is named
+
+    def allows(self, name: str) -> bool:
+        return self.allowed is None or name in self.allowed
+
+
+@dataclass(frozen=True, slots=True)
 class ChatForm:
     tools: ToolFormat
     reasoning: str  # of `--reasoning-parser`, without `auto`
@@ -53,17 +65,17 @@ class ChatForm:
     def answer_to(self, body: ChatBody) -> "AnswerForm":
         """Raises `Refusal` for tools or a choice that cannot be."""
         tools = tools_of(body)
-        choice, name = choice_of(body, [tool.name for tool in tools])
-        if choice == NONE:
+        choice = choice_of(body.tool_choice, [tool.name for tool in tools])
+        if choice.mode == NONE:
             tools = []
         separates = body.separate_reasoning is not False and self.reasoning != NONE
         return AnswerForm(
             format=self.tools,
             reasoning=self.reasoning if separates else NONE,
-            tools=tuple(tool for tool in tools if name in (None, tool.name)),
+            tools=tuple(tool for tool in tools if choice.allows(tool.name)),
             offered=tuple(body.tools or ()) if tools else (),
-            must_call=choice == REQUIRED,
-            is_parallel=body.parallel_tool_calls is not False and name is None,
+            must_call=choice.mode == REQUIRED,
+            is_parallel=body.parallel_tool_calls is not False and not choice.is_one,
             streams_reasoning=body.stream_reasoning is not False,
         )
 
@@ -100,7 +112,8 @@ class AnswerForm:
         """What the answer has to follow: the format that it shall have, or the calls that it must or may make, after
         what the model thinks first. size: bytes of the body. Raises `Refusal`."""
         answer = await read_grammar(body, tokenizer, size=size)
-        calls = self.must_call or any(tool.is_strict for tool in self.tools) or (bool(self.tools) and answer)
+        is_bound = any(tool.is_strict for tool in self.tools) or len(self.tools) < len(self.offered)
+        calls = self.must_call or is_bound or (bool(self.tools) and answer)
         if not calls and (not answer or not self.thinking(prompt)):
             return answer
         made = await off_loop(size, LOOP_CHAT_BYTES, self._grammar, tokenizer, prompt, answer, calls=bool(calls))
@@ -149,7 +162,7 @@ class AnswerForm:
             rules.append(r"PLAIN: /([^{\s](.|\n)*)?/")
             return "PLAIN | calls"
         rules.append(up_to("opening", "TEXT", literal(self.format.opener)))
-        return "(opening calls)? TEXT"
+        return f"(opening calls){'*' if self.is_parallel else '?'} TEXT"
 
     def thinking(self, prompt: str) -> Thinking:
         if self.reasoning == NONE or reasoning.is_over(prompt):
@@ -256,24 +269,47 @@ def tools_of(body: ChatBody) -> list[Tool]:
     return found
 
 
-def choice_of(body: ChatBody, names: Sequence[str]) -> tuple[str, str | None]:
-    """`auto`, `required` or `none`; and the only function that may be called."""
-    choice = body.tool_choice
-    if choice is None:
-        return (AUTO if names else NONE), None
-    if isinstance(choice, str):
-        if choice not in (AUTO, REQUIRED, NONE):
-            raise invalid("tool_choice", f"{choice[:40]!r} is none of auto, none, required")
-        if choice == REQUIRED and not names:
-            raise contradiction("tool_choice", "needs tools")
-        return (choice if names else NONE), None
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise invalid("tool_choice", 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}')
+def choice_of(choice: str | dict[str, Any] | None, names: Sequence[str]) -> ToolChoice:
+    match choice:
+        case None:
+            return ToolChoice(AUTO if names else NONE)
+        case str():
+            if choice not in (AUTO, REQUIRED, NONE):
+                raise invalid("tool_choice", f"{choice[:40]!r} is none of auto, none, required")
+            return ToolChoice(mode_of(choice, names))
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolChoice(REQUIRED, named(name, names), is_one=True)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools},
+        }:
+            return ToolChoice(mode_of(mode, names), frozenset().union(*(allowed(tool, names) for tool in tools)))
+        case _:
+            raise invalid(
+                "tool_choice",
+                'must be auto, none, required, {"type": "function", "function": {"name": ...}}, or '
+                '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
+            )
+
+
+def mode_of(mode: str, names: Sequence[str]) -> str:
+    if mode == REQUIRED and not names:
+        raise contradiction("tool_choice", "needs tools")
+    return mode if names else NONE
+
+
+def allowed(tool: Any, names: Sequence[str]) -> frozenset[str]:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return named(name, names)
+        case _:
+            raise invalid("tool_choice", 'allowed_tools has other tools than {"type": "function", "function": {...}}')
+
+
+def named(name: str, names: Sequence[str]) -> frozenset[str]:
     if name not in names:
         raise contradiction("tool_choice", f"there is no function {name[:40]!r} in tools")
-    return REQUIRED, name
+    return frozenset((name,))
 
 
 def flat_message(message: dict[str, Any]) -> dict[str, Any]:
@@ -287,18 +323,27 @@ def flat_message(message: dict[str, Any]) -> dict[str, Any]:
         message = {**message, "tool_calls": [with_arguments(call) for call in calls]}
     content = message.get("content")
     if content is None:
-        return {**message, "content": ""}
+        return {**message, "content": text_of_refusal(message)}
     if isinstance(content, str):
         return message
     if not isinstance(content, list):
         raise invalid("messages", "content must be a string or a list of parts")
-    texts: list[str] = []
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    return {**message, "content": "\n".join(map(text_of_part, content))}
+
+
+def text_of_refusal(message: dict[str, Any]) -> str:
+    """What an assistant said instead of an answer, as some servers tell it apart."""
+    refusal = message.get("refusal")
+    return refusal if isinstance(refusal, str) else ""
+
+
+def text_of_part(part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            return text
+        case _:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise unsupported("messages", f" with content of type {shown(kind)}; only text")
-        texts.append(part["text"])
-    return {**message, "content": "\n".join(texts)}
 
 
 def with_arguments(call: Any) -> Any:

@@ -80,12 +80,17 @@ PART: Schema = {
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
+REFUSAL: Schema = {
+    "type": "object",
+    "required": ["type", "refusal"],
+    "properties": {"type": {"const": "refusal"}, "refusal": {"type": "string"}},
+}
 MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
     "properties": {
         "role": {"type": "string"},
-        "content": {"type": ["string", "array", "null"], "items": PART},
+        "content": {"type": ["string", "array", "null"], "items": {"anyOf": [PART, REFUSAL]}},
         "tool_calls": {
             "type": ["array", "null"],
             "items": {
@@ -195,11 +200,16 @@ EMBEDDING: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
 ENDPOINTS = {Task.TOKENS: GENERATION, Task.EMBEDDINGS: EMBEDDING, Task.SCORES: FITTING}
 
 
-def one_function(field: str, schema: Schema) -> Schema:
-    """A `tool_choice`. field: by which it says which one."""
+def tool_choice(field: str, schema: Schema) -> Schema:
+    """field: by which a function is named. What allows several is flat where functions are."""
     function: Schema = {"type": {"const": "function"}, field: schema}
-    named = OBJECT | {"required": list(function), "properties": function}
-    return {"anyOf": [{"enum": [AUTO, NONE, REQUIRED, None]}, named]}
+    one = OBJECT | {"required": list(function), "properties": function}
+    some: Schema = {"mode": {"enum": [AUTO, REQUIRED]}, "tools": LIST | {"items": one}}
+    if field != "name":
+        some = {"allowed_tools": OBJECT | {"required": list(some), "properties": some}}
+    some = {"type": {"const": "allowed_tools"}, **some}
+    several = OBJECT | {"required": list(some), "properties": some}
+    return {"anyOf": [{"enum": [AUTO, NONE, REQUIRED, None]}, one, several]}
 
 
 def flat_function(name: Schema) -> Schema:
@@ -247,7 +257,7 @@ NARROWER: dict[str, Schema] = {
                     "properties": {"type": {"const": "function"}, "function": FUNCTION},
                 }
             },
-            "tool_choice": one_function("function", FUNCTION),
+            "tool_choice": tool_choice("function", FUNCTION),
             "response_format": RESPONSE_FORMAT,
             "chat_template_kwargs": TEMPLATE_VARIABLES,
         }
@@ -286,7 +296,7 @@ NARROWER: dict[str, Schema] = {
                     ]
                 },
             },
-            "tool_choice": one_function("name", NAME),
+            "tool_choice": tool_choice("name", NAME),
             "chat_template_kwargs": TEMPLATE_VARIABLES,
             "text": {
                 "properties": {

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any  # JSON documents
 
 import msgspec
@@ -145,7 +146,7 @@ class Ops:
         return json_response({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._card()], "has_more": False})
 
     async def one_model(self, request: Request) -> Response:
         from_path = request.path_params["id"]
@@ -153,9 +154,13 @@ class Ops:
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
+        """As OpenAI's clients read it, and Anthropic's: `type`, `display_name`, `created_at`."""
         return {
             "id": self._config.model_name,
             "object": "model",
+            "type": "model",
+            "display_name": self._config.model_name,
+            "created_at": datetime.fromtimestamp(self._created, UTC).isoformat(),
             "created": self._created,
             "owned_by": DIALECT,
             "root": self._model.model_path,

@@ -283,7 +283,9 @@ def text_of(content: Any, place: str) -> str:
         match part:
             case {"type": str(kind), "text": str(text)} if kind in TEXT_PARTS:
                 texts.append(text)
-            case {"type": str(kind)} if kind not in TEXT_PARTS:
+            case {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case {"type": str(kind)} if kind not in (*TEXT_PARTS, "refusal"):
                 raise unsupported("input", f" with content of type {kind[:40]!r}; only text")
             case _:
                 raise invalid("input", f"{place} has content that is no part with a type and a text")
@@ -362,15 +364,27 @@ def tool_of(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def choice_of(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    """As a chat has it, where the names are a level deeper."""
     match choice:
-        case {"type": "function", "name": str(name)}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": str(kind)} if kind != "function":
-            raise unsupported("tool_choice", f" with type {kind[:40]!r}; only a function")
+        case {"type": "function", "name": str()}:
+            return deeper(choice)
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)}:
+            of_chat = [deeper(tool) if isinstance(tool, dict) else tool for tool in tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": of_chat}}
+        case {"type": str(kind)} if kind not in ("function", "allowed_tools"):
+            raise unsupported("tool_choice", f" with type {kind[:40]!r}; only a function, or allowed_tools")
         case dict():
-            raise invalid("tool_choice", 'must be auto, none, required, or {"type": "function", "name": ...}')
+            raise invalid(
+                "tool_choice",
+                'must be auto, none, required, {"type": "function", "name": ...}, or '
+                '{"type": "allowed_tools", "mode": ..., "tools": [...]}',
+            )
         case _:
             return choice
+
+
+def deeper(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": function.get("type"), "function": {"name": function.get("name")}}
 
 
 def format_of(given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -274,7 +274,8 @@ class RouterApp:
             if worker.role is Role.DECODE:
                 for model in document.data:
                     told.setdefault(str(model.get("id")), model)
-        return passed_on({"object": "list", "data": [told[name] for name in paired if name in told]})
+        data = [told[name] for name in paired if name in told]
+        return passed_on({"object": "list", "data": data, "has_more": False})
 
     async def _ask(self, worker: Worker, request: Request, page: Page, body: bytes = b"") -> httpx.Response | str:
         """The worker's answer, or why there is none."""
