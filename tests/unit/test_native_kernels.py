@@ -64,6 +64,23 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
+def test_where_a_weight_begins_does_not_show_in_a_bit(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
+    """In a checkpoint that is anywhere in a line of the cache; what stands around it in its lines is not seen."""
+    kernels = library.opened(name)
+    line = 64 // dtype.itemsize
+    for outputs, inputs in ((7, 64), (33, 1056), (5, 2912), (5, 100)):
+        weight = torch.randn(outputs, inputs, generator=draw).to(dtype)
+        for rows in (1, 2, 5, 7, 12, 13, 40):
+            x = torch.randn(rows, inputs, generator=draw).to(dtype)
+            found = kernels.linear(x, weight, None)
+            for begin in (1, 2, line // 2, line - 2):
+                memory = torch.full((weight.numel() + 2 * line,), torch.nan, dtype=dtype)
+                elsewhere = memory[begin : begin + weight.numel()].view_as(weight).copy_(weight)
+                assert torch.equal(kernels.linear(x, elsewhere, None), found), (outputs, inputs, rows, begin)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_numbers_of_products_before_are_not_seen(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     kernels = library.opened(name)
     nothing = torch.full((20, 64), torch.nan, dtype=dtype)

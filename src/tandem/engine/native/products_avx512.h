@@ -1,5 +1,5 @@
-// Products with AVX-512: of 32 registers up to 24 are sums, sixteen lanes each: of up to six rows and four outputs, or of
-// more rows and fewer outputs. Of a weight less is read where a tile has more rows; of the rows, where it has fewer.
+// Products with AVX-512: of 32 registers up to 24 are sums, sixteen lanes each: of a few rows and four outputs, or of more
+// rows and fewer outputs. Of a weight less is read where a tile has more rows; of the rows, where it has fewer.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr int FEW_ROWS = 6;  // whose products take less time than reading the w
 constexpr int CODED_OUTPUTS = 12;  // of a weight of codes, that are made plain together
 constexpr int64_t PANEL_BYTES = 28 << 10;  // of rows and weights that are read again: in the first cache
 
-constexpr int micro_outputs(int rows) { return std::min(4, 24 / rows); }
+constexpr int micro_outputs(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 2; }
 
 // --- what an accumulator takes at once ---------------------------------------------------------------------------------
 
@@ -49,6 +49,54 @@ struct Terms<bf16> {
 
 #endif
 
+// --- weights of a few outputs, a line of the cache at a time -------------------------------------------------------------
+
+constexpr int LINE_BYTES = 64;
+
+// As it stands
+template <class T, class W, int OUTPUTS, bool SHIFTED>
+struct Weights {
+    const W* weight;
+    int64_t inputs;
+
+    Weights(const W* weight, int64_t inputs, int64_t) : weight(weight), inputs(inputs) {}
+    typename T::Values read(int i, int64_t k) { return T::read(weight + i * inputs + k); }
+};
+
+// Checkpoints begin anywhere in a line, and what is read across two lines takes the time of both: here each line is read
+// once, and put together with the one before. The rows have to be whole lines. What is read beside the weight is in its
+// first and last line.
+template <class T, class W, int OUTPUTS>
+struct Weights<T, W, OUTPUTS, true> {
+    static_assert(T::COUNT * sizeof(W) == LINE_BYTES);
+
+    const char* lines;
+    int64_t row;
+    __m512i places, last[OUTPUTS];
+
+    static bool fits(const W* weight, int64_t inputs) {
+        const auto address = (uintptr_t)weight;
+        return address % LINE_BYTES != 0 && address % 4 == 0 && inputs % T::COUNT == 0;
+    }
+
+    Weights(const W* weight, int64_t inputs, int64_t begin) : row(inputs * sizeof(W)) {
+        const int shift = int((uintptr_t)weight % LINE_BYTES / 4);
+        const __m512i counted = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        places = _mm512_add_epi32(counted, _mm512_set1_epi32(shift));
+        lines = (const char*)weight - 4 * shift;
+#pragma GCC unroll 4
+        for (int i = 0; i < OUTPUTS; i++) last[i] = _mm512_load_si512(lines + i * row + begin * sizeof(W));
+    }
+
+    // In order of k, each once
+    typename T::Values read(int i, int64_t k) {
+        const __m512i next = in_register(_mm512_load_si512(lines + i * row + k * sizeof(W) + LINE_BYTES));
+        const __m512i found = _mm512_permutex2var_epi32(last[i], places, next);
+        last[i] = next;
+        return (typename T::Values)found;
+    }
+};
+
 // --- x: tiles of up to MICRO_ROWS rows, [steps][rows][COUNT], zeros behind the inputs ------------------------------------
 
 template <class T>
@@ -70,7 +118,7 @@ inline void pack_rows(const T* x, int rows, int64_t inputs, X* to) {
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
 
 // Adds the inputs [begin, end). kept: [ROWS * OUTPUTS], what those before have given
-template <class X, class W, int OUTPUTS, int ROWS>
+template <class X, class W, bool SHIFTED, int OUTPUTS, int ROWS>
 inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, F16* kept, Ahead& ahead,
                   float* sums) {
     using T = Terms<X>;
@@ -81,7 +129,7 @@ inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, in
     auto step = [&](auto read, int64_t k) __attribute__((always_inline)) {
         typename T::Values w[OUTPUTS];
 #pragma GCC unroll 4
-        for (int i = 0; i < OUTPUTS; i++) w[i] = in_register(read(weight + i * inputs + k));
+        for (int i = 0; i < OUTPUTS; i++) w[i] = in_register(read(i, k));
 #pragma GCC unroll 12
         for (int j = 0; j < ROWS; j++) {
             const auto value = in_register(T::read(x + k * ROWS + j * T::COUNT));
@@ -90,18 +138,21 @@ inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, in
         }
     };
     const int64_t full = end / T::COUNT * T::COUNT;
+    auto plain = [&](int i, int64_t at) __attribute__((always_inline)) { return T::read(weight + i * inputs + at); };
+    Weights<T, W, OUTPUTS, SHIFTED> weights(weight, inputs, begin);
+    auto line = [&](int i, int64_t at) __attribute__((always_inline)) { return weights.read(i, at); };
+    constexpr int LINE = LINE_BYTES / sizeof(W);
     Ahead fetched = ahead;  // in registers
-    constexpr int LINE = 64 / sizeof(W);
     int64_t k = begin;
-    auto whole = [](const W* p) __attribute__((always_inline)) { return T::read(p); };
     for (; k + LINE <= full; k += LINE) {
         fetched.read(OUTPUTS);
 #pragma GCC unroll 2
-        for (int64_t at = k; at < k + LINE; at += T::COUNT) step(whole, at);
+        for (int64_t at = k; at < k + LINE; at += T::COUNT) step(line, at);
     }
-    for (; k < full; k += T::COUNT) step(whole, k);
     ahead = fetched;
-    if (const int rest = int(end - full)) step([rest](const W* p) { return T::read_part(p, rest); }, full);
+    for (; k < full; k += T::COUNT) step(plain, k);
+    if (const int rest = int(end - full))
+        step([&](int i, int64_t at) { return T::read_part(weight + i * inputs + at, rest); }, full);
     if (end < inputs) {
 #pragma GCC unroll 24
         for (int i = 0; i < COUNT; i++) kept[i] = acc[i];
@@ -120,17 +171,18 @@ inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, in
 }
 
 // A tile times all outputs of a block, in panels of `panel` inputs.
-template <class X, class W, int ROWS>
+template <class X, class W, bool SHIFTED, int ROWS>
 inline void micro_rows(const X* x, int rows, const W* weight, int outputs, int64_t inputs, int64_t panel, Ahead& ahead,
                        float* sums) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return micro_rows<X, W, ROWS - 1>(x, rows, weight, outputs, inputs, panel, ahead, sums);
+        if (rows < ROWS)
+            return micro_rows<X, W, SHIFTED, ROWS - 1>(x, rows, weight, outputs, inputs, panel, ahead, sums);
     constexpr int TOGETHER = micro_outputs(ROWS);
     F16 kept[BLOCK][ROWS];
     for (int64_t k = 0; k < inputs; k += panel) {
         const int64_t end = std::min(inputs, k + panel);
         auto some = [&](auto count, int n) {
-            micro<X, W, count, ROWS>(x, weight + n * inputs, inputs, k, end, kept[n], ahead, sums + n);
+            micro<X, W, SHIFTED, count, ROWS>(x, weight + n * inputs, inputs, k, end, kept[n], ahead, sums + n);
         };
         int n = 0;
         for (; n + TOGETHER <= outputs; n += TOGETHER) some(std::integral_constant<int, TOGETHER>(), n);
@@ -149,9 +201,14 @@ inline void products(const X* x, int rows, int tile, const W* weight, int output
     const int64_t panel = are_few ? inputs : padded<X>(ceil_div(inputs, ceil_div(inputs, fits)));
     const int64_t row = inputs * sizeof(W), distance = are_few ? std::min(together, outputs) : outputs;
     Ahead ahead(weight, next, outputs * row, distance * row, int(ceil_div(rows, tile)));
-    for (int m = 0; m < rows; m += tile)
-        micro_rows<X, W, MICRO_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), weight, outputs, inputs, panel,
-                                     ahead, sums + m * BLOCK);
+    auto all = [&](auto shifted) {
+        for (int m = 0; m < rows; m += tile)
+            micro_rows<X, W, shifted, MICRO_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), weight, outputs,
+                                                  inputs, panel, ahead, sums + m * BLOCK);
+    };
+    if constexpr (sizeof(X) == sizeof(W))
+        if (Weights<Terms<X>, W, 1, true>::fits(weight, inputs)) return all(std::true_type());
+    all(std::false_type());
 }
 
 }  // namespace tandem
