@@ -17,6 +17,7 @@ COMMON = [
     "-g1",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-wrapv",  # Python's own flags say otherwise: with checks that takes the compiler four times as long
     "-pthread",
     "-fvisibility=hidden",
     "-Wno-maybe-uninitialized",
@@ -31,10 +32,12 @@ VARIANTS = {
     "avx512_bf16": AVX512_BF16,
     "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
 }
-# For `make sanitize`: checks, and less of what takes the compiler long; these hold all the code there is.
+# For `make sanitize`: checks, and less of what takes the compiler long; these hold all the code there is. Of AMX where it
+# can run.
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 IS_SANITIZED = bool(os.environ.get("SANITIZE"))
-CHOSEN = {name: VARIANTS[name] for name in ("avx2", "avx512_bf16", "amx_bf16")} if IS_SANITIZED else VARIANTS
+TRIED = ("avx2", "avx512_bf16", *(["amx_bf16"] if " amx_bf16" in Path("/proc/cpuinfo").read_text() else []))
+CHOSEN = {name: VARIANTS[name] for name in TRIED} if IS_SANITIZED else VARIANTS
 CHECKS = SANITIZERS if IS_SANITIZED else []
 
 COPYING = Extension(

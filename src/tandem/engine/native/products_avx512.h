@@ -178,15 +178,19 @@ inline void micro_rows(const X* x, int rows, const W* weight, int outputs, int64
         if (rows < ROWS)
             return micro_rows<X, W, SHIFTED, ROWS - 1>(x, rows, weight, outputs, inputs, panel, ahead, sums);
     constexpr int TOGETHER = micro_outputs(ROWS);
-    F16 kept[BLOCK][ROWS];
+    F16 kept[BLOCK][ROWS * TOGETHER];  // of each few outputs
     for (int64_t k = 0; k < inputs; k += panel) {
         const int64_t end = std::min(inputs, k + panel);
-        auto some = [&](auto count, int n) {
-            micro<X, W, SHIFTED, count, ROWS>(x, weight + n * inputs, inputs, k, end, kept[n], ahead, sums + n);
-        };
-        int n = 0;
-        for (; n + TOGETHER <= outputs; n += TOGETHER) some(std::integral_constant<int, TOGETHER>(), n);
-        for (; n < outputs; n++) some(std::integral_constant<int, 1>(), n);
+        auto at = [&](int n) { return weight + n * inputs; };
+        int group = 0;
+        if (outputs < TOGETHER)
+            for (int n = 0; n < outputs; n++, group++)
+                micro<X, W, false, 1, ROWS>(x, at(n), inputs, k, end, kept[group], ahead, sums + n);
+        else
+            for (int n = 0; n < outputs; n += TOGETHER, group++) {
+                const int first = std::min(n, outputs - TOGETHER);  // some of the last are computed twice
+                micro<X, W, SHIFTED, TOGETHER, ROWS>(x, at(first), inputs, k, end, kept[group], ahead, sums + first);
+            }
     }
 }
 
