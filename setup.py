@@ -32,8 +32,8 @@ VARIANTS = {
     "avx512_bf16": AVX512_BF16,
     "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
 }
-# For `make sanitize`: checks, and less of what takes the compiler long; these hold all the code there is. Of AMX where it
-# can run.
+# For `make sanitize`: checks, and less of what takes the compiler long; these hold all the code there is. AMX is
+# tried where it can run.
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 IS_SANITIZED = bool(os.environ.get("SANITIZE"))
 TRIED = ("avx2", "avx512_bf16", *(["amx_bf16"] if " amx_bf16" in Path("/proc/cpuinfo").read_text() else []))
