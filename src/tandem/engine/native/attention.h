@@ -353,6 +353,7 @@ class KeyRows {
 
     bool is_at(int64_t position) const { return at_ == position && at_ <= last_; }
     bool is_before(int64_t position) const { return at_ < position && at_ <= last_; }
+    bool is_any() const { return at_ <= last_; }
     const char* key() const { return row_; }
     const char* value() const { return row_ + kv_.page_size * size_; }
     // Both to the second cache: the processor's own prefetching ends with a page of the system.
@@ -381,10 +382,19 @@ class KeyRows {
     const char* row_;
 };
 
-// Tokens of a span and one KV head. q, out: [tokens, heads, head_dim].
+// Those that the tokens of a span see
+template <class T>
+inline KeyRows<T> rows_of(const KvPages<T>& kv, const BatchView& batch, Span span, int64_t head, int64_t layer) {
+    const int64_t first = batch.positions[span.first];
+    const int64_t least = batch.window ? std::max<int64_t>(0, first + 1 - batch.window) : 0;
+    return {kv, batch.pages + batch.tables[span.first], head, layer, least, batch.positions[span.last - 1]};
+}
+
+// Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: the rows that this thread most likely reads
+// then, the first of which are fetched while it is at the last of its own; or null
 template <class T>
 inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head, int64_t layer, const T* q,
-                   T* out, int64_t num_heads) {
+                   T* out, int64_t num_heads, KeyRows<T>* next) {
     static thread_local AttentionWork<T> work;
     const int64_t group = num_heads / kv.kv_heads, dim = kv.head_dim;
     const int64_t* pages = batch.pages + batch.tables[span.first];
@@ -407,6 +417,10 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
             const T *keys[KEYS], *values[KEYS];
             for (int j = 0; j < KEYS; j++) {
                 for (; ahead.is_before(key + j + AHEAD); ahead.next()) ahead.fetch();
+                if (next && key + j + AHEAD > last && next->is_any()) {
+                    next->fetch();
+                    next->next();
+                }
                 const bool is_there = now.is_at(key + j);
                 keys[j] = is_there ? kv.get(now.key(), work.made[0][j]) : work.nothing;
                 values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
@@ -438,7 +452,10 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
     const int64_t units = int64_t(spans.size()) * kv.kv_heads;
     Pool::instance().run(threads, units, [&](int64_t i) {
         const int64_t unit = units - 1 - i;  // the last tokens of a prompt see most
-        attend(kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads);
+        const int64_t then = std::max<int64_t>(0, unit - threads);
+        auto next = rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
+        attend(kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
+               unit < threads ? nullptr : &next);
     });
 }
 
