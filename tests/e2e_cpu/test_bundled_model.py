@@ -35,6 +35,6 @@ def eval_through(pair: Cluster, *words: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("question", "answer"), zip(EXAMPLES, ("#### 7", "#### 672", '"answer": 165}'), strict=True))
 def test_it_solves_what_tandem_chat_suggests(common: Cluster, question: str, answer: str) -> None:
     assert common.router is not None
-    command = [sys.executable, "-m", "tandem.cli.main", "chat", "--url", common.router.url]
+    command = [sys.executable, "-m", "tandem.cli.main", "chat", "--url", common.router.url, "--temperature", "0"]
     done = subprocess.run(command, input=question, capture_output=True, text=True, timeout=60)
     assert done.stdout.endswith(f"{answer}\n"), done.stderr
