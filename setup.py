@@ -36,8 +36,10 @@ VARIANTS = {
 # tried where it can run.
 SANITIZERS = ["-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 IS_SANITIZED = bool(os.environ.get("SANITIZE"))
-TRIED = ("avx2", "avx512_bf16", *(["amx_bf16"] if " amx_bf16" in Path("/proc/cpuinfo").read_text() else []))
-CHOSEN = {name: VARIANTS[name] for name in TRIED} if IS_SANITIZED else VARIANTS
+CHOSEN = VARIANTS
+if IS_SANITIZED:
+    has_amx = " amx_bf16" in Path("/proc/cpuinfo").read_text()
+    CHOSEN = {name: VARIANTS[name] for name in ("avx2", "avx512_bf16", *(["amx_bf16"] if has_amx else []))}
 CHECKS = SANITIZERS if IS_SANITIZED else []
 
 COPYING = Extension(

@@ -11,10 +11,10 @@
 
 namespace tandem {
 
+constexpr int LINE_BYTES = 64;  // of a cache
+
 class Ahead {
   public:
-    Ahead() = default;
-
     // Of `block`, `bytes` that are computed now: what is `distance` away, and as much of `next`, which comes then or is
     // null. times: how often the block is read.
     Ahead(const void* block, const void* next, int64_t bytes, int64_t distance, int times)
@@ -26,13 +26,11 @@ class Ahead {
         for (owed_ += lines; owed_ >= times_; owed_ -= times_) {
             if (at_ >= end_ && !turn()) return;
             _mm_prefetch(at_, _MM_HINT_T1);
-            at_ += LINE;
+            at_ += LINE_BYTES;
         }
     }
 
   private:
-    static constexpr int LINE = 64;
-
     bool turn() {
         at_ = next_;
         end_ = next_ ? next_ + distance_ : next_;
@@ -40,9 +38,9 @@ class Ahead {
         return at_;
     }
 
-    const char *at_ = nullptr, *end_ = nullptr, *next_ = nullptr;
-    int64_t distance_ = 0;
-    int times_ = 1, owed_ = 0;
+    const char *at_, *end_, *next_;
+    int64_t distance_;
+    int times_, owed_ = 0;
 };
 
 }  // namespace tandem

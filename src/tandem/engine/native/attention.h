@@ -351,9 +351,9 @@ class KeyRows {
         begin(at % kv.page_size);
     }
 
-    bool is_at(int64_t position) const { return at_ == position && at_ <= last_; }
-    bool is_before(int64_t position) const { return at_ < position && at_ <= last_; }
-    bool is_any() const { return at_ <= last_; }
+    bool is_at(int64_t position) const { return at_ == position && has_more(); }
+    bool is_before(int64_t position) const { return at_ < position && has_more(); }
+    bool has_more() const { return at_ <= last_; }
     const char* key() const { return row_; }
     const char* value() const { return row_ + kv_.page_size * size_; }
     // Both to the second cache: the processor's own prefetching ends with a page of the system.
@@ -417,7 +417,7 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
             const T *keys[KEYS], *values[KEYS];
             for (int j = 0; j < KEYS; j++) {
                 for (; ahead.is_before(key + j + AHEAD); ahead.next()) ahead.fetch();
-                if (next && key + j + AHEAD > last && next->is_any()) {
+                if (next && key + j + AHEAD > last && next->has_more()) {
                     next->fetch();
                     next->next();
                 }

@@ -86,7 +86,7 @@ inline void pass(const float* x, const W* weight, int64_t inputs, int64_t begin,
     };
     const int64_t full = end / LANES * LANES;
     Ahead fetched = ahead;  // in registers
-    constexpr int LINE = 64 / sizeof(W);
+    constexpr int LINE = LINE_BYTES / sizeof(W);
     int64_t k = begin;
     auto whole = [&](int64_t at) __attribute__((always_inline)) {
         step(at, [&](int i) __attribute__((always_inline)) { return weight + i * inputs + at; });

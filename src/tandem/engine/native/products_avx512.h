@@ -51,8 +51,6 @@ struct Terms<bf16> {
 
 // --- weights of a few outputs, a line of the cache at a time -------------------------------------------------------------
 
-constexpr int LINE_BYTES = 64;
-
 // As it stands
 template <class T, class W, int OUTPUTS, bool SHIFTED>
 struct Weights {
