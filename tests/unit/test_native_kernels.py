@@ -64,6 +64,12 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
+def test_no_rows_are_no_products(name: str, dtype: torch.dtype) -> None:
+    assert library.opened(name).linear(torch.empty(0, 64, dtype=dtype), torch.ones(5, 64, dtype=dtype), None).numel() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_where_a_weight_begins_does_not_show_in_a_bit(name: str, dtype: torch.dtype, draw: torch.Generator) -> None:
     """In a checkpoint that is anywhere in a line of the cache; what stands around it in its lines is not seen."""
     kernels = library.opened(name)

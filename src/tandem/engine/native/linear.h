@@ -157,8 +157,10 @@ struct Input {
     using type = float;
 #endif
 
-    // As few as there can be, equally high
-    static int tile_rows(int64_t rows) { return int(ceil_div(rows, ceil_div(rows, MICRO_ROWS))); }
+    // As few as there can be, equally high. rows may be none
+    static int tile_rows(int64_t rows) {
+        return rows <= MICRO_ROWS ? int(std::max<int64_t>(1, rows)) : int(ceil_div(rows, ceil_div(rows, MICRO_ROWS)));
+    }
     static int64_t tile_size(int rows, int64_t inputs) { return rows * padded<type>(inputs); }
     static void prepare(const T* x, int rows, int64_t inputs, type* to) { pack_rows(x, rows, inputs, to); }
 };
