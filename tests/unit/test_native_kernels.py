@@ -65,7 +65,8 @@ def test_products_are_those_of_fp64_whatever_the_rows_and_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_no_rows_are_no_products(name: str, dtype: torch.dtype) -> None:
-    assert library.opened(name).linear(torch.empty(0, 64, dtype=dtype), torch.ones(5, 64, dtype=dtype), None).numel() == 0
+    nothing = torch.empty(0, 64, dtype=dtype)
+    assert library.opened(name).linear(nothing, torch.ones(5, 64, dtype=dtype), None).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
