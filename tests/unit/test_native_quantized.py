@@ -15,7 +15,19 @@ VARIANTS = library.available()
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 # rows, outputs, inputs, inputs of a group
-SHAPES = ((1, 1, 1, 32), (1, 33, 48, 64), (2, 7, 5, 128), (6, 64, 96, 32), (7, 37, 300, 96), (65, 130, 1000, 128))
+SHAPES = (
+    (1, 1, 1, 32),
+    (1, 33, 48, 64),
+    (2, 7, 5, 128),
+    (4, 96, 1000, 64),
+    (6, 64, 96, 32),
+    (7, 37, 300, 96),
+    (11, 64, 4000, 32),  # of more inputs than are multiplied at once
+    (12, 34, 416, 416),
+    (13, 40, 160, 32),
+    (65, 130, 1000, 128),
+)
+SIXTEENS = ((1, 64, 16, 16), (3, 32, 80, 16), (8, 33, 1008, 16), (20, 40, 304, 16))  # of 8 bits only
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +64,7 @@ def test_products_are_those_of_fp64_and_have_the_bits_of_the_plain_weight(
     name: str, dtype: torch.dtype, bits: int, offsets: bool, draw: torch.Generator
 ) -> None:
     kernels = library.opened(name)
-    for rows, outputs, inputs, group in SHAPES:
+    for rows, outputs, inputs, group in SHAPES + SIXTEENS * (bits == 8):
         weight, exact = drawn(draw, outputs, inputs, bits=bits, group=group, offsets=offsets)
         x = torch.randn(rows, inputs, generator=draw).to(dtype)
         plain = kernels.dequantize(weight, 0, torch.full((outputs, inputs), float("nan"), dtype=dtype))

@@ -19,6 +19,7 @@ from tandem.engine.layers import torch_linear
 from tandem.engine.native import library
 
 LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
+SMALL_GROUP = 16  # which 8 bits may have, too
 PACKED_INPUTS = 128
 GROUPS = {8: 64, 4: 32}  # of weights that are quantised when they are loaded, by bits
 SHRUNK = (1.0, 0.95, 0.9, 0.85, 0.8)  # scales that are tried: the largest weight of a group need not be the best one
@@ -36,7 +37,7 @@ class QuantizedWeight:
     @classmethod
     def of(cls, codes: Tensor, scales: Tensor, offsets: Tensor | None, *, bits: int, group: int) -> "QuantizedWeight":
         """codes: [outputs, inputs] int8, -8 .. 7 where they have 4 bits"""
-        assert group % LEAST_GROUP == 0, "a group fills whole vectors"
+        assert group % LEAST_GROUP == 0 or (bits == 8 and group == SMALL_GROUP), "a group fills whole vectors"
         assert scales.shape[1] * group >= codes.shape[1] > (scales.shape[1] - 1) * group
         packed = codes.contiguous().view(torch.uint8) if bits == 8 else _packed(codes)
         added = None if offsets is None else offsets.float().contiguous()

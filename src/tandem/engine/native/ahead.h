@@ -16,14 +16,13 @@ constexpr int LINE_BYTES = 64;  // of a cache
 class Ahead {
   public:
     // Of `block`, `bytes` that are computed now: what is `distance` away, and as much of `next`, which comes then or is
-    // null. times: how often the block is read.
+    // null. times: of how many reads a line is due; as many as there are of each line of the block.
     Ahead(const void* block, const void* next, int64_t bytes, int64_t distance, int times)
         : at_((const char*)block + distance), end_((const char*)block + bytes), next_((const char*)next),
           distance_(distance), times_(times) {}
 
-    // As many lines of the block are read.
-    void read(int lines) {
-        for (owed_ += lines; owed_ >= times_; owed_ -= times_) {
+    void read(int times) {
+        for (owed_ += times; owed_ >= times_; owed_ -= times_) {
             if (at_ >= end_ && !turn()) return;
             _mm_prefetch(at_, _MM_HINT_T1);
             at_ += LINE_BYTES;

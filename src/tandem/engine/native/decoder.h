@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "attention.h"
-#include "code_products.h"
 #include "linear.h"
 #include "pool.h"
+#include "quantized.h"
 #include "rows.h"
 
 namespace tandem {
@@ -93,19 +93,23 @@ class Product {
         }
     }
 
-    // Where the weight of outputs from n on begins, to be fetched; null where that is not known: no n, or codes.
-    const T* weight_at(const Linear& linear, int64_t n) const {
-        return n < 0 || linear.bits ? nullptr : (const T*)linear.weight + n * inputs_;
+    // Where the weight of outputs from n on begins, to be fetched; null without n
+    const char* weight_at(const Linear& linear, int64_t n) const {
+        return n < 0 ? nullptr : (const char*)linear.weight + n * row_bytes<T>(linear);
     }
 
     // next: what is wanted after it, of `weight_at`. to: [rows, BLOCK]
-    void sums(const Linear& linear, int64_t n, int64_t m, int rows, const T* next, float* to) const {
+    void sums(const Linear& linear, int64_t n, int64_t m, int rows, const char* next, float* to) const {
         const int outputs = int(std::min<int64_t>(BLOCK, linear.outputs - n));
         const auto* x = prepared_ + m / tile_ * tile_size_;
-        if (linear.bits)
-            of_codes(x, rows, linear, n, outputs, to);
-        else
-            products(x, rows, tile_, weight_at(linear, n), outputs, inputs_, next, to);
+        if (linear.bits) {
+            of_codes(x, rows, linear, n, outputs, next, to);
+        } else {
+            const char* weight = weight_at(linear, n);
+            const int64_t row = row_bytes<T>(linear), distance = outputs_ahead(rows, outputs) * row;
+            const Ahead ahead(weight, next, outputs * row, distance, times_read<typename In::type, T>(rows, tile_));
+            products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
+        }
         if (!linear.bias) return;
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < outputs; i += LANES) {
@@ -115,21 +119,18 @@ class Product {
     }
 
   private:
-    // As many outputs at once as the products want: their weights stay in the first cache, of tiles in the second.
-    void of_codes(const typename In::type* x, int rows, const Linear& linear, int64_t n, int outputs,
+    // The weights of a block are made in the second cache, while the codes of the next one are fetched.
+    void of_codes(const typename In::type* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
                   float* to) const {
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-        if constexpr (sizeof(T) == 2)
-            if (rows <= FEW_ROWS) return code_products(x, rows, linear, n, outputs, to);
-#endif
-        constexpr int TOGETHER = sizeof(*x) > sizeof(float) ? BLOCK : CODED_OUTPUTS;
+        if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<typename In::type, T>; EXPANDED > 0)
+            if (rows <= EXPANDED && outputs == BLOCK) return products_of_codes<T>(x, rows, linear, n, next, to);
         static thread_local Buffer buffer;
-        T* weight = (T*)buffer.get(TOGETHER * inputs_ * sizeof(T));
-        for (int i = 0; i < outputs; i += TOGETHER) {
-            const int some = std::min(TOGETHER, outputs - i);
-            for (int j = 0; j < some; j++) dequantize_row(linear, n + i + j, weight + j * inputs_);
-            products(x, rows, tile_, (const T*)weight, some, inputs_, (const T*)nullptr, to + i);
-        }
+        T* weight = (T*)buffer.get(outputs * inputs_ * sizeof(T));
+        for (int i = 0; i < outputs; i++) dequantize_row(linear, n + i, weight + i * inputs_);
+        const int64_t bytes = outputs * row_bytes<T>(linear);
+        const int times = times_read<typename In::type, T>(rows, tile_) * int(8 * sizeof(T) / linear.bits);
+        const Ahead ahead(nullptr, next, 0, bytes, times);
+        products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
     }
 
     static constexpr int64_t SMALL = 1 << 16;  // products that one thread has done before another one is awake

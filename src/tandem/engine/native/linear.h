@@ -125,7 +125,13 @@ inline void turn(const float (*tile)[16], int rows, float* sums) {
 }
 
 // Nothing is fetched ahead: no machine was there to show what that brings.
-inline void products(const Tile* x, int rows, int, const bf16* weight, int outputs, int64_t inputs, const bf16*,
+template <>
+inline int times_read<Tile, bf16>(int, int) { return 1; }
+
+template <>
+constexpr int EXPANDED_ROWS<Tile, bf16> = 0;
+
+inline void products(const Tile* x, int rows, int, const bf16* weight, int outputs, int64_t inputs, const Ahead&,
                      float* sums) {
     alignas(64) float tiles[4][16][16];
     const int64_t num_tiles = ceil_div(inputs, TILE_INPUTS);

@@ -10,7 +10,6 @@
 namespace tandem {
 
 constexpr int MICRO_ROWS = 6;
-constexpr int CODED_OUTPUTS = 4;  // of a weight of codes, that are made plain together
 constexpr int64_t PANEL_BYTES = 1 << 15;  // of x and weights that are read again: in the first cache
 
 // Which of sixteen inputs are in a half: of fp32 the first and the last eight, of bf16 the even and the odd ones, which are
@@ -146,15 +145,28 @@ inline void micro_rows(int rows, const float* x, const W* weight, int outputs, i
     }
 }
 
-// x: tiles of `tile` rows, the last one of what is left. next: the weight that is read then, or null. sums: [rows, BLOCK]
+// How many outputs further what is fetched is.
+inline int outputs_ahead(int rows, int outputs) {
+    return rows <= MICRO_ROWS ? std::min(micro_outputs(rows), outputs) : outputs;
+}
+
+// How often an `Ahead` is told of each line of a weight.
+template <class X, class W>
+inline int times_read(int rows, int tile) {
+    const int most = std::min(tile, rows);
+    return int(ceil_div(rows, tile)) * (is_one_pass(most, micro_outputs(most)) ? 1 : 2);
+}
+
+template <class X, class T>
+constexpr int EXPANDED_ROWS = 0;  // codes become weights in a cache: there are too few registers
+
+// x: tiles of `tile` rows, the last one of what is left. sums: [rows, BLOCK]
 template <class W>
-inline void products(const float* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, const W* next,
+inline void products(const float* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, Ahead ahead,
                      float* sums) {
-    const int tiles = int(ceil_div(rows, tile)), most = std::min(tile, rows), together = micro_outputs(most);
-    const int64_t fits = PANEL_BYTES / (most * sizeof(float) + together * sizeof(W));
+    const int most = std::min(tile, rows);
+    const int64_t fits = PANEL_BYTES / (most * sizeof(float) + micro_outputs(most) * sizeof(W));
     const int64_t panel = padded<float>(ceil_div(inputs, ceil_div(inputs, fits)));
-    const int64_t row = inputs * sizeof(W), distance = tiles == 1 ? std::min(together, outputs) : outputs;
-    Ahead ahead(weight, next, outputs * row, distance * row, tiles * (is_one_pass(most, together) ? 1 : 2));
     for (int m = 0; m < rows; m += tile)
         micro_rows<W, MICRO_ROWS>(std::min(tile, rows - m), x + m * padded<float>(inputs), weight, outputs, inputs, panel,
                                   ahead, sums + m * BLOCK);

@@ -6,94 +6,15 @@
 
 #include "ahead.h"
 #include "simd.h"
+#include "weights_avx512.h"
 
 namespace tandem {
 
 constexpr int MICRO_ROWS = 12;
 constexpr int FEW_ROWS = 6;  // whose products take less time than reading the weight does
-constexpr int CODED_OUTPUTS = 12;  // of a weight of codes, that are made plain together
 constexpr int64_t PANEL_BYTES = 28 << 10;  // of rows and weights that are read again: in the first cache
 
 constexpr int micro_outputs(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 2; }
-
-// --- what an accumulator takes at once ---------------------------------------------------------------------------------
-
-template <class T>
-struct Terms;
-
-template <>
-struct Terms<float> {
-    static constexpr int COUNT = LANES;
-    using Values = __m512;
-
-    template <class W>
-    static Values read(const W* p) { return load(p).v; }
-    template <class W>
-    static Values read_part(const W* p, int count) { return load_part(p, count).v; }
-    static F16 take(F16 sum, Values weight, Values x) { return fma({weight}, {x}, sum); }
-};
-
-#if defined(__AVX512BF16__)
-
-template <>
-struct Terms<bf16> {
-    static constexpr int COUNT = 2 * LANES;
-    using Values = __m512bh;
-
-    static Values read(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-    static Values read_part(const bf16* p, int count) {
-        return (__m512bh)_mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << count) - 1), p);
-    }
-    static F16 take(F16 sum, Values weight, Values x) { return {_mm512_dpbf16_ps(sum.v, weight, x)}; }
-};
-
-#endif
-
-// --- weights of a few outputs, a line of the cache at a time -------------------------------------------------------------
-
-// As it stands
-template <class T, class W, int OUTPUTS, bool SHIFTED>
-struct Weights {
-    const W* weight;
-    int64_t inputs;
-
-    Weights(const W* weight, int64_t inputs, int64_t) : weight(weight), inputs(inputs) {}
-    typename T::Values read(int i, int64_t k) { return T::read(weight + i * inputs + k); }
-};
-
-// Checkpoints begin anywhere in a line, and what is read across two lines takes the time of both: here each line is read
-// once, and put together with the one before. The rows have to be whole lines. What is read beside the weight is in its
-// first and last line.
-template <class T, class W, int OUTPUTS>
-struct Weights<T, W, OUTPUTS, true> {
-    static_assert(T::COUNT * sizeof(W) == LINE_BYTES);
-
-    const char* lines;
-    int64_t row;
-    __m512i places, last[OUTPUTS];
-
-    static bool fits(const W* weight, int64_t inputs) {
-        const auto address = (uintptr_t)weight;
-        return address % LINE_BYTES != 0 && address % 4 == 0 && inputs % T::COUNT == 0;
-    }
-
-    Weights(const W* weight, int64_t inputs, int64_t begin) : row(inputs * sizeof(W)) {
-        const int shift = int((uintptr_t)weight % LINE_BYTES / 4);
-        const __m512i counted = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        places = _mm512_add_epi32(counted, _mm512_set1_epi32(shift));
-        lines = (const char*)weight - 4 * shift;
-#pragma GCC unroll 4
-        for (int i = 0; i < OUTPUTS; i++) last[i] = _mm512_load_si512(lines + i * row + begin * sizeof(W));
-    }
-
-    // In order of k, each once
-    typename T::Values read(int i, int64_t k) {
-        const __m512i next = in_register(_mm512_load_si512(lines + i * row + k * sizeof(W) + LINE_BYTES));
-        const __m512i found = _mm512_permutex2var_epi32(last[i], places, next);
-        last[i] = next;
-        return (typename T::Values)found;
-    }
-};
 
 // --- x: tiles of up to MICRO_ROWS rows, [steps][rows][COUNT], zeros behind the inputs ------------------------------------
 
@@ -115,12 +36,13 @@ inline void pack_rows(const T* x, int rows, int64_t inputs, X* to) {
 
 // --- products of a few outputs and a tile of rows ------------------------------------------------------------------------
 
-// Adds the inputs [begin, end). kept: [ROWS * OUTPUTS], what those before have given
-template <class X, class W, bool SHIFTED, int OUTPUTS, int ROWS>
-inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, int64_t end, F16* kept, Ahead& ahead,
-                  float* sums) {
+// Adds the inputs [begin, end) of the outputs from n on. kept: [ROWS * OUTPUTS], what those before have given
+template <class X, class Source, int OUTPUTS, int ROWS>
+inline void micro(const X* x, const Source& source, int n, int64_t inputs, int64_t begin, int64_t end, F16* kept,
+                  Ahead& ahead, float* sums) {
     using T = Terms<X>;
     constexpr int COUNT = ROWS * OUTPUTS;
+    typename Source::template Reader<OUTPUTS> weights(source, n, begin);
     F16 acc[COUNT];
 #pragma GCC unroll 24  // here and below, or the compiler keeps the sums in memory
     for (int i = 0; i < COUNT; i++) acc[i] = begin ? kept[i] : zeros();
@@ -136,21 +58,17 @@ inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, in
         }
     };
     const int64_t full = end / T::COUNT * T::COUNT;
-    auto plain = [&](int i, int64_t at) __attribute__((always_inline)) { return T::read(weight + i * inputs + at); };
-    Weights<T, W, OUTPUTS, SHIFTED> weights(weight, inputs, begin);
-    auto line = [&](int i, int64_t at) __attribute__((always_inline)) { return weights.read(i, at); };
-    constexpr int LINE = LINE_BYTES / sizeof(W);
     Ahead fetched = ahead;  // in registers
-    int64_t k = begin;
-    for (; k + LINE <= full; k += LINE) {
-        fetched.read(OUTPUTS);
-#pragma GCC unroll 2
-        for (int64_t at = k; at < k + LINE; at += T::COUNT) step(line, at);
-    }
+    for (int64_t k = begin; k < full;)
+        for (const int64_t until = std::min(full, weights.enter(k)); k < until; k += T::COUNT) {
+            fetched.read(OUTPUTS);
+            step([&](int i, int64_t at) __attribute__((always_inline)) { return weights.read(i, at); }, k);
+        }
     ahead = fetched;
-    for (; k < full; k += T::COUNT) step(plain, k);
-    if (const int rest = int(end - full))
-        step([&](int i, int64_t at) { return T::read_part(weight + i * inputs + at, rest); }, full);
+    if (const int rest = int(end - full)) {
+        weights.enter(full);
+        step([&](int i, int64_t at) { return weights.read_part(i, at, rest); }, full);
+    }
     if (end < inputs) {
 #pragma GCC unroll 24
         for (int i = 0; i < COUNT; i++) kept[i] = acc[i];
@@ -169,48 +87,81 @@ inline void micro(const X* x, const W* weight, int64_t inputs, int64_t begin, in
 }
 
 // A tile times all outputs of a block, in panels of `panel` inputs.
-template <class X, class W, bool SHIFTED, int ROWS>
-inline void micro_rows(const X* x, int rows, const W* weight, int outputs, int64_t inputs, int64_t panel, Ahead& ahead,
-                       float* sums) {
+template <class X, class Source, int ROWS>
+inline void micro_rows(const X* x, int rows, const Source& source, int outputs, int64_t inputs, int64_t panel,
+                       Ahead& ahead, float* sums) {
     if constexpr (ROWS > 1)
         if (rows < ROWS)
-            return micro_rows<X, W, SHIFTED, ROWS - 1>(x, rows, weight, outputs, inputs, panel, ahead, sums);
+            return micro_rows<X, Source, ROWS - 1>(x, rows, source, outputs, inputs, panel, ahead, sums);
     constexpr int TOGETHER = micro_outputs(ROWS);
     F16 kept[BLOCK][ROWS * TOGETHER];  // of each few outputs
     for (int64_t k = 0; k < inputs; k += panel) {
         const int64_t end = std::min(inputs, k + panel);
-        auto at = [&](int n) { return weight + n * inputs; };
         int group = 0;
-        if (outputs < TOGETHER)
-            for (int n = 0; n < outputs; n++, group++)
-                micro<X, W, false, 1, ROWS>(x, at(n), inputs, k, end, kept[group], ahead, sums + n);
-        else
-            for (int n = 0; n < outputs; n += TOGETHER, group++) {
-                const int first = std::min(n, outputs - TOGETHER);  // some of the last are computed twice
-                micro<X, W, SHIFTED, TOGETHER, ROWS>(x, at(first), inputs, k, end, kept[group], ahead, sums + first);
+        if constexpr (!Source::IS_WHOLE_BLOCKS)
+            if (outputs < TOGETHER) {
+                for (int n = 0; n < outputs; n++, group++)
+                    micro<X, Source, 1, ROWS>(x, source, n, inputs, k, end, kept[group], ahead, sums + n);
+                continue;
             }
+        for (int n = 0; n < outputs; n += TOGETHER, group++) {
+            const int first = std::min(n, outputs - TOGETHER);  // some of the last are computed twice
+            micro<X, Source, TOGETHER, ROWS>(x, source, first, inputs, k, end, kept[group], ahead, sums + first);
+        }
     }
 }
 
-// x: tiles of `tile` rows, the last one of what is left. next: the weight that is read then, or null. sums: [rows, BLOCK]
+// Few rows wait for the weight: it is read in its order, and what is fetched is near.
+inline bool are_few(int rows) { return rows <= FEW_ROWS; }
+
+// How many outputs further what is fetched is.
+inline int outputs_ahead(int rows, int outputs) { return are_few(rows) ? std::min(micro_outputs(rows), outputs) : outputs; }
+
+template <int MOST_ROWS = MICRO_ROWS, class X, class Source>
+inline void products_of(const X* x, int rows, int tile, const Source& source, int outputs, int64_t inputs, Ahead ahead,
+                        float* sums) {
+    const int most = std::min(tile, rows);
+    const int64_t fits = PANEL_BYTES / ((most + micro_outputs(most)) * sizeof(X));
+    const int64_t panel = are_few(rows) ? inputs : padded<X>(ceil_div(inputs, ceil_div(inputs, fits)));
+    for (int m = 0; m < rows; m += tile)
+        micro_rows<X, Source, MOST_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), source, outputs, inputs,
+                                          panel, ahead, sums + m * BLOCK);
+}
+
+// How often an `Ahead` is told of each line of a weight.
 template <class X, class W>
-inline void products(const X* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, const W* next,
+inline int times_read(int rows, int tile) { return int(ceil_div(rows, tile)) * Plain<X, W>::STEPS; }
+
+// x: tiles of `tile` rows, the last one of what is left. sums: [rows, BLOCK]
+template <class X, class W>
+inline void products(const X* x, int rows, int tile, const W* weight, int outputs, int64_t inputs, const Ahead& ahead,
                      float* sums) {
-    // Few rows wait for the weight: it is read in its order, and what is fetched is near.
-    const bool are_few = rows <= FEW_ROWS;
-    const int most = std::min(tile, rows), together = micro_outputs(most);
-    const int64_t fits = PANEL_BYTES / (most * sizeof(X) + together * sizeof(W));
-    const int64_t panel = are_few ? inputs : padded<X>(ceil_div(inputs, ceil_div(inputs, fits)));
-    const int64_t row = inputs * sizeof(W), distance = are_few ? std::min(together, outputs) : outputs;
-    Ahead ahead(weight, next, outputs * row, distance * row, int(ceil_div(rows, tile)));
-    auto all = [&](auto shifted) {
-        for (int m = 0; m < rows; m += tile)
-            micro_rows<X, W, shifted, MICRO_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), weight, outputs,
-                                                  inputs, panel, ahead, sums + m * BLOCK);
+    if constexpr (sizeof(X) == sizeof(W)) {
+        const Shifted<X> shifted{weight, inputs};
+        if (shifted.fits()) return products_of(x, rows, tile, shifted, outputs, inputs, ahead, sums);
+    }
+    products_of(x, rows, tile, Plain<X, W>{weight, inputs}, outputs, inputs, ahead, sums);
+}
+
+// For how many rows codes become weights of the type T in the registers of products with X: for more rows the way through
+// a cache costs less than doing it again for each tile, sooner so where values are rounded by themselves.
+template <class X, class T>
+constexpr int EXPANDED_ROWS = sizeof(X) > sizeof(T) ? 4 : MICRO_ROWS;
+
+// The same with a weight of codes, of which rows from n on are read, for a tile of up to EXPANDED_ROWS and all outputs of
+// a block.
+template <class T, class X>
+inline void products_of_codes(const X* x, int rows, const Linear& layer, int64_t n, const void* next, float* sums) {
+    const int64_t row = row_bytes<T>(layer);
+    auto of = [&](auto source) {
+        const char* codes = (const char*)layer.weight + n * row;
+        const Ahead ahead(codes, next, BLOCK * row, outputs_ahead(rows, BLOCK) * row, source.STEPS);
+        products_of<EXPANDED_ROWS<X, T>>(x, rows, rows, source, BLOCK, layer.inputs, ahead, sums);
     };
-    if constexpr (sizeof(X) == sizeof(W))
-        if (Weights<Terms<X>, W, 1, true>::fits(weight, inputs)) return all(std::true_type());
-    all(std::false_type());
+    if (layer.bits == 8)
+        layer.offsets ? of(EightBits<X, T, true>{layer, n}) : of(EightBits<X, T, false>{layer, n});
+    else
+        of(FourBits<X, T>{layer, n});
 }
 
 }  // namespace tandem

@@ -15,7 +15,7 @@
 namespace tandem {
 
 constexpr int64_t PACKED_INPUTS = 128, PACKED_BYTES = 64;
-constexpr int64_t LEAST_GROUP = 32;  // groups have a multiple of so many inputs
+constexpr int64_t LEAST_GROUP = 32;  // groups have a multiple of so many inputs; of 8 bits also sixteen
 
 // Shared with Python, see `library.py`. Null stands for what a layer does not have.
 struct Linear {
@@ -26,32 +26,40 @@ struct Linear {
     int64_t bits, group;            // 0: the weight is of the type that is computed with
 };
 
+template <class T>
 inline int64_t row_bytes(const Linear& layer) {
-    return layer.bits == 8 ? layer.inputs : ceil_div(layer.inputs, PACKED_INPUTS) * PACKED_BYTES;
+    if (layer.bits == 4) return ceil_div(layer.inputs, PACKED_INPUTS) * PACKED_BYTES;
+    return layer.inputs * (layer.bits ? sizeof(int8_t) : sizeof(T));
 }
 
 // 32 elements of `count`, from i on
 template <class T>
-inline void store_two(T* p, F16 low, F16 high, int64_t i, int64_t count) {
+__attribute__((always_inline)) inline void store_two(T* p, F16 low, F16 high, int64_t i, int64_t count) {
+    if (i + 2 * LANES > count) {
+        store_at(p, low, i, count);
+        if (i + LANES < count) store_at(p, high, i + LANES, count);
+        return;
+    }
 #if defined(__AVX512BF16__)
     if constexpr (sizeof(T) == 2)
-        if (i + 2 * LANES <= count)
-            return _mm512_storeu_si512(p + i, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
+        return _mm512_storeu_si512(p + i, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v));
 #endif
-    store_at(p, low, i, count);
-    if (i + LANES < count) store_at(p, high, i + LANES, count);
+    store(p + i, low);
+    store(p + i + LANES, high);
 }
 
 #if defined(__AVX512F__)
+
+inline F16 four_bits() { return {_mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8)}; }
 
 // Four bits are looked up among the sixteen values that they may stand for.
 template <class T>
 struct Levels {
     __m512i values;
 
-    void set(float scale, float offset) {
-        const __m512 codes = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-        const F16 exact = fma({codes}, all(scale), all(offset));
+    void set(float scale, float offset) { set(fma(four_bits(), all(scale), all(offset))); }
+
+    void set(F16 exact) {
         if constexpr (sizeof(T) == 4) {
             values = _mm512_castps_si512(exact.v);
         } else {
@@ -106,14 +114,14 @@ struct Levels {
         offset = all(other);
     }
 
-    F16 values(__m256i words) const {
+    __attribute__((always_inline)) F16 values(__m256i words) const {
         const __m256i codes = _mm256_sub_epi16(_mm256_and_si256(words, _mm256_set1_epi16(15)), _mm256_set1_epi16(8));
         const __m256i low = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(codes));
         const __m256i high = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(codes, 1));
         return fma({_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)}, scale, offset);
     }
 
-    void expand(Words words, T* to, int64_t count) const {
+    __attribute__((always_inline)) void expand(Words words, T* to, int64_t count) const {
         store_two(to, values(words.a), values(words.b), 0, count);
     }
 };
@@ -156,14 +164,25 @@ inline void dequantize_words(const uint8_t* packed, Groups groups, int64_t group
 
 template <class T>
 inline void dequantize_bytes(const int8_t* codes, Groups groups, int64_t group, int64_t inputs, T* to) {
-    for (int64_t begin = 0; begin < inputs; begin += group, groups.next()) {
-        const int64_t end = std::min(inputs, begin + group);
-        const F16 scale = all(groups.scale()), offset = all(groups.offset());
-        int64_t k = begin;
-        for (; k + 2 * LANES <= end; k += 2 * LANES)
-            store_two(to, fma(load(codes + k), scale, offset), fma(load(codes + k + LANES), scale, offset), k, end);
-        for (; k < end; k += LANES) store_at(to, fma(load_at(codes, k, end), scale, offset), k, end);
+    F16 scale = zeros(), offset = zeros();
+    int64_t end = 0;  // of the group
+    auto some = [&](auto read, int64_t k) __attribute__((always_inline)) {
+        if (k >= end) {
+            scale = all(groups.scale());
+            offset = all(groups.offset());
+            groups.next();
+            end += group;
+        }
+        return fma(read(k), scale, offset);
+    };
+    auto whole = [&](int64_t k) __attribute__((always_inline)) { return load(codes + k); };
+    auto part = [&](int64_t k) { return load_at(codes, k, inputs); };
+    int64_t k = 0;
+    for (; k + 2 * LANES <= inputs; k += 2 * LANES) {
+        const F16 low = some(whole, k);
+        store_two(to, low, some(whole, k + LANES), k, inputs);
     }
+    for (; k < inputs; k += LANES) store_at(to, some(part, k), k, inputs);
 }
 
 // Row n of the weight, to [inputs]
@@ -171,7 +190,7 @@ template <class T>
 inline void dequantize_row(const Linear& layer, int64_t n, T* to) {
     const int64_t first = n * ceil_div(layer.inputs, layer.group);
     const Groups groups{layer.scales + first, layer.offsets ? layer.offsets + first : nullptr};
-    const uint8_t* codes = (const uint8_t*)layer.weight + n * row_bytes(layer);
+    const uint8_t* codes = (const uint8_t*)layer.weight + n * row_bytes<T>(layer);
     if (layer.bits == 8)
         dequantize_bytes((const int8_t*)codes, groups, layer.group, layer.inputs, to);
     else

@@ -57,27 +57,26 @@ struct F16 {
 inline F16 zeros() { return {_mm512_setzero_ps()}; }
 inline F16 all(float x) { return {_mm512_set1_ps(x)}; }
 inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
-inline F16 load(const bf16* p) {
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
-}
+inline F16 widened(__m256i bits) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))}; }
+inline F16 load(const bf16* p) { return widened(_mm256_loadu_si256((const __m256i*)p)); }
 inline F16 load(const int8_t* p) {
     return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
 inline void store(float* p, F16 a) { _mm512_storeu_ps(p, a.v); }
-inline void store(bf16* p, F16 a) {
 #if defined(__AVX512BF16__)
-    _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v));
+inline __m256i bits_of_bf16(F16 a) { return (__m256i)_mm512_cvtneps_pbh(a.v); }
 #else
+inline __m256i bits_of_bf16(F16 a) {
     const __m512i bits = _mm512_castps_si512(a.v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     rounded = _mm512_srli_epi32(rounded, 16);
     const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
     rounded = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0));
-    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(rounded));
-#endif
+    return _mm512_cvtepi32_epi16(rounded);
 }
+#endif
+inline void store(bf16* p, F16 a) { _mm256_storeu_si256((__m256i*)p, bits_of_bf16(a)); }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 operator+(F16 a, F16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -202,9 +201,13 @@ template <>
 inline F16 rounded_to<float>(F16 x) { return x; }
 template <>
 inline F16 rounded_to<bf16>(F16 x) {
+#if defined(__AVX512F__)
+    return widened(bits_of_bf16(x));
+#else
     bf16 some[LANES];
     store(some, x);
     return load(some);
+#endif
 }
 
 // One tree: lane i + lane i + 8, then 4, 2, 1 apart.
