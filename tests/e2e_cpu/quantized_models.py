@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tandem.engine.layers.quantized import QuantizedWeight
+from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
+
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # which output stands in the lowest four bits of a word, in the next, ...
 
 
@@ -78,6 +81,15 @@ def as_bytes(layer: Layer) -> dict[str, Tensor]:
     return {"weight": (layer.codes - 128).to(torch.int8), "weight_scale": layer.scales}
 
 
+def as_mapped(layer: Layer) -> dict[str, Tensor]:
+    half = 1 << (layer.bits - 1)
+    offsets = layer.scales.float() * (half - layer.zeros)
+    weight = QuantizedWeight.of(
+        (layer.codes - half).to(torch.int8), layer.scales, offsets, bits=layer.bits, group=layer.group
+    )
+    return {name.rpartition(".")[-1]: tensor for name, tensor in gguf_tensors("layer", weight).items()}
+
+
 def compressed(layout: str, bits: int, group: int | None, **changes: object) -> dict[str, object]:
     strategy = {"strategy": "channel"} if group is None else {"strategy": "group", "group_size": group}
     weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, **strategy, **changes}
@@ -117,6 +129,8 @@ FORMATS: dict[str, Format] = {
     "packed4_channel": Format(packed, compressed("pack-quantized", 4, None), 4, None, in_bf16=True),
     "packed8": Format(packed, compressed("pack-quantized", 8, 64), 8, 64, in_bf16=True),
     "bytes": Format(as_bytes, compressed("int-quantized", 8, None), 8, None),
+    "gguf4": Format(as_mapped, GGUF_CONFIG, 4, 32, False),
+    "gguf8": Format(as_mapped, GGUF_CONFIG, 8, 16, False),
 }
 
 

@@ -2,19 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, cluster
+from cluster import Cluster, Server, cluster
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import BUNDLED, find_model
+from tandem.engine.digest_cache import DigestCache
+from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.model_config import read_config
+from tandem.engine.weights import load
 
 MINI = find_model(BUNDLED)
 TENSORS = {
@@ -29,6 +33,23 @@ TENSORS = {
     "mlp.down_proj": "ffn_down",
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+}
+SCALES = {Kind.Q4_K: slice(0, 4), Kind.Q5_K: slice(0, 4), Kind.Q6_K: slice(-2, None)}  # of 256 weights
+MIXED = {
+    "attn_q.weight": Kind.Q5_0,
+    "attn_k.weight": Kind.Q4_1,
+    "attn_v.weight": Kind.Q4_0,
+    "attn_output.weight": Kind.Q6_K,
+    "ffn_gate.weight": Kind.Q5_1,
+    "ffn_up.weight": Kind.Q8_0,
+    "0.ffn_down.weight": Kind.Q4_K,
+    "1.ffn_down.weight": Kind.Q5_K,
+    "token_embd.weight": Kind.Q8_0,
+}
+KEPT = {  # bits of codes, and inputs of a group
+    **dict.fromkeys((Kind.Q4_0, Kind.Q4_1, Kind.Q4_K), (4, 32)),
+    **dict.fromkeys((Kind.Q5_0, Kind.Q5_1, Kind.Q5_K, Kind.Q8_0), (8, 32)),
+    Kind.Q6_K: (8, 16),
 }
 QUESTIONS = ("Calculate 9 * 13 + 48.", "Hello!", "Tom has 3 apples and buys 4 more. How many?")
 
@@ -55,9 +76,9 @@ def write(file: Path, kinds: dict[str, Kind]) -> None:
         heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
         if num := heads.get(place.split(".")[-2]):  # there, the two numbers that turn together lie side by side
             values = values.reshape(num, 2, -1, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
-        kind = next((kind for end, kind in kinds.items() if place.endswith(end)), Kind.F32)
-        if kind is Kind.Q4_K:  # which the package reads and does not write
-            writer.add_tensor(place, q4_k(values.shape), raw_dtype=kind)
+        kind = kind_of(place, kinds)
+        if kind in SCALES:  # which the package reads and does not write
+            writer.add_tensor(place, drawn_blocks(values.shape, kind), raw_dtype=kind)
         elif kind is Kind.F32:
             writer.add_tensor(place, np.ascontiguousarray(values))
         else:
@@ -66,6 +87,10 @@ def write(file: Path, kinds: dict[str, Kind]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def kind_of(place: str, kinds: dict[str, Kind]) -> Kind:
+    return next((kind for end, kind in kinds.items() if place.endswith(end)), Kind.F32)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter) -> None:
@@ -91,12 +116,18 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{TENSORS[rest]}.weight"
 
 
-def q4_k(shape: tuple[int, ...]) -> np.ndarray:
-    """Any bytes, with two scales per 256 weights that are numbers."""
+def drawn_blocks(shape: tuple[int, ...], kind: Kind) -> np.ndarray:
+    """Any bytes, with scales that are numbers."""
     random = np.random.default_rng(1)
-    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, 144), dtype=np.uint8)
-    blocks[..., :4] = np.frombuffer(np.array([1e-4, 1e-3], np.float16).tobytes(), np.uint8)
+    blocks = random.integers(0, 256, (shape[0], shape[1] // 256, gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    blocks[..., SCALES[kind]] = np.frombuffer(np.array([1e-4, 1e-3], np.float16).tobytes(), np.uint8)[SCALES[kind]]
     return blocks.reshape(shape[0], -1)
+
+
+def answer(server: Server, question: str) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
+    found = server.call("POST", "/v1/chat/completions", body)
+    return {"choices": found["choices"], "prompt_tokens": found["usage"]["prompt_tokens"]}
 
 
 @pytest.fixture
@@ -112,11 +143,9 @@ def test_a_pair_that_serves_a_file_says_what_the_checkpoint_it_was_made_from_say
     file = tmp_path / "mini.gguf"
     write(file, {})
     with cluster(prefills=1, decodes=1, model=str(file), flags=["--deterministic"]) as it:
-        for question in QUESTIONS:
-            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 64, "temperature": 0}
-            answers = [server.call("POST", "/v1/chat/completions", body) for server in (it.router, common.unified)]
-            assert answers[0]["choices"] == answers[1]["choices"]
-            assert answers[0]["usage"]["prompt_tokens"] == answers[1]["usage"]["prompt_tokens"]
+        assert [answer(it.router, question) for question in QUESTIONS] == [
+            answer(common.unified, question) for question in QUESTIONS
+        ]
     (made,) = [entry for entry in own_cache.iterdir() if entry.is_dir()]
     assert find_model(str(file)) == made  # it was there, and was not made again
     file.write_bytes(b"GGUF, but not really")
@@ -125,19 +154,44 @@ def test_a_pair_that_serves_a_file_says_what_the_checkpoint_it_was_made_from_say
     assert [entry for entry in own_cache.iterdir() if entry.is_dir()] == [made]
 
 
-def test_quantised_tensors_are_those_that_the_file_means(tmp_path: Path, own_cache: Path) -> None:
+@pytest.mark.slow
+def test_a_pair_that_serves_codes_says_what_one_server_says(tmp_path: Path, own_cache: Path) -> None:
+    file = tmp_path / "mini-q8_0.gguf"
+    write(file, dict.fromkeys(("attn_q.weight", "attn_output.weight", "ffn_up.weight"), Kind.Q8_0))
+    with cluster(prefills=1, decodes=1, unified=True, model=str(file), flags=["--deterministic"]) as it:
+        answers = [answer(it.router, question) for question in QUESTIONS]
+        assert answers == [answer(it.unified, question) for question in QUESTIONS]
+        assert "165" in answers[0]["choices"][0]["message"]["content"]
+
+
+def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "mini-mixed.gguf"
-    write(file, {"ffn_down.weight": Kind.Q4_K, "attn_v.weight": Kind.Q4_0, "ffn_up.weight": Kind.Q8_0})
+    write(file, MIXED)
     made = find_model(str(file))
-    found, plain = load_file(made / "model.safetensors"), load_file(MINI / "model.safetensors")
     tensors = gguf.GGUFReader(file).tensors
-    meant = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in tensors}
-    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
-    for name, tensor in found.items():
-        place = gguf_name(name)
-        expected = plain[name] if place.endswith(("attn_q.weight", "attn_k.weight")) else torch.tensor(meant[place])
-        torch.testing.assert_close(tensor.float(), expected.float(), rtol=1e-3, atol=1e-6)
-    ours, theirs = read_config(made), read_config(MINI)
+    meant = {tensor.name: torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type)) for tensor in tensors}
+    config = read_config(MINI)
+    for name, heads in (("attn_q", config.num_heads), ("attn_k", config.num_kv_heads)):
+        for layer in range(config.num_layers):
+            rows = meant[f"blk.{layer}.{name}.weight"]
+            meant[f"blk.{layer}.{name}.weight"] = rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).flatten(0, 2)
+
+    for index, block in enumerate(load(made, cache=DigestCache(None)).module.blocks):
+        gate_up = block.mlp.gate_up
+        linears = {f"attn_{kind}": getattr(block.qkv, f"{kind}_proj") for kind in "qkv"}
+        linears |= {"attn_output": block.o_proj, "ffn_down": block.mlp.down_proj}
+        linears |= {"ffn_gate": gate_up.gate_proj, "ffn_up": gate_up.up_proj}
+        for name, linear in linears.items():
+            expected, weight = meant[f"blk.{index}.{name}.weight"], linear.weight
+            if name == "ffn_down" and index > 1:
+                assert torch.equal(weight, expected.half().float())
+                continue
+            assert isinstance(weight, QuantizedWeight)
+            assert (weight.bits, weight.group) == KEPT[kind_of(f"blk.{index}.{name}.weight", MIXED)]
+            torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=1e-6, atol=1e-7)
+    plain = load_file(made / "model.safetensors")
+    assert torch.equal(plain["model.embed_tokens.weight"], meant["token_embd.weight"].half())
+    ours = read_config(made)
     for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
-        assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.norm_eps == pytest.approx(theirs.norm_eps)  # 32 bits there
+        assert getattr(ours, name) == getattr(config, name)
+    assert ours.norm_eps == pytest.approx(config.norm_eps)  # 32 bits there

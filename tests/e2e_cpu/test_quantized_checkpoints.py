@@ -95,7 +95,7 @@ def test_fused_layers_and_experts_are_quantised_too(make: object, tmp_path: Path
     assert 1e-5 < (found - plain)[0].abs().max() < 0.3 * plain[0].std()
 
 
-@pytest.mark.parametrize("name", ["gptq4", "awq", "packed8", "bytes", "int8", "int4"])
+@pytest.mark.parametrize("name", ["gptq4", "awq", "packed8", "bytes", "gguf4", "gguf8", "int8", "int4"])
 def test_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
     make_llama(tmp_path / "source", **sizes)
@@ -186,6 +186,20 @@ def test_codes_that_do_not_fit_what_config_json_says_are_refused(tmp_path: Path)
     assert "quantised by gptq already" in refusal(ours, quantization="awq")
     assert load(ours, quantization="gptq").layout_fields == load(ours).layout_fields
     assert "no quantization_config" in refusal(plain, quantization="awq")
+
+
+def test_mapped_codes_of_another_form_are_refused(tmp_path: Path) -> None:
+    make_llama(tmp_path / "source", **SIZES)
+    ours, _ = quantised_pair(tmp_path / "source", FORMATS["gguf4"], tmp_path)
+    path, name = ours / "model.safetensors", "model.layers.0.mlp.up_proj"
+    stored = load_file(path)
+
+    for kind, changed in (("codes", stored[f"{name}.codes"][:, 1:]), ("scales", stored[f"{name}.scales"][:, 1:])):
+        save_file({**stored, f"{name}.{kind}": changed.contiguous()}, path)
+        assert f"{name} has" in refusal(ours)
+        assert "which is no format of ours" in refusal(ours)
+    save_file({**stored, f"{name}.offsets": stored[f"{name}.offsets"][1:]}, path)
+    assert f"{name}.offsets is F32 of the shape" in refusal(ours)
 
 
 def test_a_layer_that_was_left_plain_stays_plain(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tandem.cli.failure import CommandFailed
 from tandem.engine import digest_cache
 
+FORM = 2  # of the directories; those of another one are made anew
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -42,7 +43,7 @@ def directory_of(file: Path) -> Path:
 def name_of(file: Path) -> str:
     """Another one when the file is another one, as far as its status tells."""
     status = file.stat()
-    state = f"{file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+    state = f"{FORM} {file.resolve()} {status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
     return f"{file.stem}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
 
 

@@ -3,6 +3,7 @@
     int8, int4           made here, of a plain checkpoint, when it is loaded
     gptq, awq            4 or 8 bits, and 4, with the layouts of AutoGPTQ and AutoAWQ (GEMM)
     compressed-tensors   weights only: `pack-quantized` of 4 or 8 bits, `int-quantized` of 8
+    gguf                 8 or 4 bits, layer by layer: of the directory that a GGUF file becomes
 
 Whatever of these is not computed is refused here, by name.
 """
@@ -24,7 +25,7 @@ WHERE = "config.json: quantization_config"
 @dataclass(frozen=True, slots=True)
 class Quantization:
     method: str  # int8, int4, or one of `STORED_METHODS`
-    bits: int  # 4 or 8
+    bits: int  # 4 or 8; 0: each layer's own
     group: int | None = None  # inputs; None: all of a row. Of what is made here, the layers say it.
     layout: str | None = None  # which of those that a method has
 
@@ -63,6 +64,8 @@ def read_quantization(config: Fields) -> Quantization | None:
             return _awq(said)
         case "compressed-tensors":
             return _compressed(said)
+        case "gguf":
+            return Quantization("gguf", 0)
     raise _refused("quant_method", said.values.get("quant_method"), f"known are {', '.join(STORED_METHODS)}")
 
 

@@ -9,24 +9,27 @@
            weight_packed [outputs, inputs * bits / 32]   words along the inputs, each value half of its range higher
            weight        [outputs, inputs] int8          of `int-quantized`
            weight_scale  [outputs, groups], or one of all, weight_shape [2]
+    gguf   codes [outputs, bytes] uint8, scales and perhaps offsets [outputs, groups] fp32: `QuantizedWeight` as it is
+           computed with, so it is mapped; bits and group follow from the shapes. What a GGUF file becomes.
 
-A weight is (code - zero) * scale. Codes are kept signed; a zero that is not the middle becomes an offset, exactly where
-scales are stored in 16 bits.
+Of the others a weight is (code - zero) * scale. Codes are kept signed; a zero that is not the middle becomes an offset,
+exactly where scales are stored in 16 bits.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
-from tandem.engine.layers.quantized import LEAST_GROUP, QuantizedWeight
+from tandem.engine.layers.quantized import LEAST_GROUP, SMALL_GROUP, QuantizedWeight, packed_bytes
 from tandem.engine.quantization import GPTQ, PACKED, Quantization
 from tandem.logtext import shown
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # at which four bits of a word each of eight outputs is
 FLOATS = ("F32", "BF16", "F16")
+GGUF_CONFIG = {"quant_method": "gguf"}  # of config.json
 
 
 class StoredTensors:
@@ -76,6 +79,29 @@ class StoredLinear:
         return QuantizedWeight.of(codes, scales, offsets, bits=self.bits, group=self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class MappedLinear:
+    """A whole layer, stored as it is computed with."""
+
+    whole: QuantizedWeight
+
+    def part(self, name: str, rows: slice, columns: slice) -> QuantizedWeight:
+        """Rows stay mapped; columns are packed anew."""
+        it = self.whole
+        offsets = None if it.offsets is None else it.offsets[rows]
+        own = replace(it, codes=it.codes[rows], scales=it.scales[rows], offsets=offsets)
+        if columns == slice(None):
+            return own
+        codes, scales = own.signed_codes(), own.scales
+        return StoredLinear(codes, scales, offsets, it.bits, it.group).part(name, slice(None), columns)
+
+
+def gguf_tensors(layer: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """What `read_quantized` reads again."""
+    parts = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
+    return {f"{layer}.{kind}": tensor for kind, tensor in parts.items() if tensor is not None}
+
+
 def refuse_cut_groups(name: str, columns: slice, *, inputs: int, group: int) -> None:
     """Each shard has whole groups, of which it has the scales. A row that is one group may be cut anywhere."""
     start, stop, _ = columns.indices(inputs)
@@ -86,13 +112,17 @@ def refuse_cut_groups(name: str, columns: slice, *, inputs: int, group: int) -> 
         )
 
 
-def read_quantized(scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int) -> StoredLinear:
+def read_quantized(
+    scheme: Quantization, tensors: StoredTensors, outputs: int, inputs: int
+) -> StoredLinear | MappedLinear:
     """Raises ModelError where tensors are missing or have other shapes than the scheme says."""
     match scheme.method:
         case "gptq":
             return _gptq(scheme, tensors, outputs, inputs)
         case "awq":
             return _awq(scheme, tensors, outputs, inputs)
+        case "gguf":
+            return _gguf(tensors, outputs, inputs)
     return _compressed(scheme, tensors, outputs, inputs)
 
 
@@ -146,6 +176,22 @@ def _compressed(scheme: Quantization, tensors: StoredTensors, outputs: int, inpu
     stored = tensors.take(kind, *(tensors.shape(kind) if is_one else (outputs, groups)), dtypes=FLOATS).float()
     scales = stored.reshape(1, 1).expand(outputs, groups) if is_one else stored
     return StoredLinear(codes, scales, None, bits, group)
+
+
+def _gguf(tensors: StoredTensors, outputs: int, inputs: int) -> MappedLinear:
+    layer = tensors.layer
+    width, groups = tensors.shape("codes")[-1:], tensors.shape("scales")[-1:]
+    bits = next((bits for bits in (8, 4) if width == (packed_bytes(inputs, bits),)), None)
+    group = inputs // groups[0] if groups and groups[0] and inputs % groups[0] == 0 else 0
+    if bits is None or group == 0 or (group % LEAST_GROUP != 0 and (bits, group) != (8, SMALL_GROUP)):
+        raise ModelError(
+            f"{layer} has {shown(width)} bytes of codes and {shown(groups)} groups for {inputs} inputs, which is no "
+            "format of ours; remove the directory, and let it be made of the GGUF file again"
+        )
+    codes = tensors.take("codes", outputs, *width, dtypes=("U8",))
+    scales = tensors.take("scales", outputs, *groups, dtypes=("F32",))
+    offsets = tensors.take("offsets", outputs, *groups, dtypes=("F32",)) if tensors.has("offsets") else None
+    return MappedLinear(QuantizedWeight(codes, scales, offsets, bits, group, inputs))
 
 
 def _linear(codes: Tensor, zeros: Tensor, scales: Tensor, bits: int, group: int) -> StoredLinear:

@@ -52,10 +52,15 @@ class QuantizedWeight:
         tensors = (self.codes, self.scales, self.offsets)
         return sum(each.numel() * each.itemsize for each in tensors if each is not None)
 
+    def signed_codes(self, rows: slice = slice(None)) -> Tensor:
+        """[rows, inputs] int8"""
+        some = self.codes[rows]
+        return some.view(torch.int8) if self.bits == 8 else _unpacked(some, self.inputs)
+
     def dequantized(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
         """Rows [first, first + count), [count, inputs]; by torch"""
         rows = slice(first, None if count is None else first + count)
-        codes = self.codes[rows].view(torch.int8) if self.bits == 8 else _unpacked(self.codes[rows], self.inputs)
+        codes = self.signed_codes(rows)
         scales, offsets = (
             None if each is None else each[rows].double().repeat_interleave(self.group, dim=1)[:, : self.inputs]
             for each in (self.scales, self.offsets)
@@ -105,6 +110,11 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         return kernels.dequantize(weight, first, x.new_empty(count, inputs))
 
     return torch_linear.linear_by_pieces(x, outputs, bias, piece)
+
+
+def packed_bytes(inputs: int, bits: int) -> int:
+    """Of a row of codes."""
+    return inputs if bits == 8 else -(-inputs // PACKED_INPUTS) * PACKED_INPUTS // 2
 
 
 def _packed(codes: Tensor) -> Tensor:

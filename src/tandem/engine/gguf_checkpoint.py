@@ -1,0 +1,68 @@
+"""A GGUF file as a Hugging Face directory: config, tokenizer and weights, read by transformers.
+
+Of our own architectures linear layers stay the codes that they are in the file, if `gguf_codes` knows their type. Other
+weights are stored as float32 if the file has nothing else, as bfloat16 if it has that, or else as float16.
+"""
+
+import re
+from pathlib import Path
+from typing import Any  # a model of transformers, a reader of gguf
+
+import gguf
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor
+
+from tandem.engine.gguf_codes import CodedRows
+from tandem.engine.models.table import FAMILIES
+from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
+
+LINEAR = re.compile(r"(.*\.layers\..*_proj)\.weight")
+
+
+def make(file: Path, folder: Path) -> None:
+    """Takes memory for all weights as float32. Raises whatever the two libraries raise."""
+    transformers.utils.logging.disable_progress_bar()
+    reader = gguf.GGUFReader(file)
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer.save_pretrained(folder)
+    save(model, reader, folder)
+
+
+def save(model: Any, reader: Any, folder: Path) -> None:
+    """As a checkpoint that transformers' own `save_pretrained` refuses to write of a quantised file."""
+    config, weights = model.config, model.state_dict()
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(model).__name__]
+    dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
+    coded = codes_in_place(weights, reader) if type(model).__name__ in FAMILIES else {}
+    if coded:
+        config.quantization_config = GGUF_CONFIG
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    plain = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    safetensors.torch.save_file(plain | coded, folder / "model.safetensors", {"format": "pt"})
+
+
+def codes_in_place(weights: dict[str, Tensor], reader: Any) -> dict[str, Tensor]:
+    """Takes out of `weights` what the file has as codes, and returns these."""
+    rows, coded = CodedRows(reader), {}
+    for name in list(weights):
+        linear = LINEAR.fullmatch(name)
+        found = rows.find(weights[name]) if linear else None
+        if linear and found:
+            del weights[name]
+            coded |= gguf_tensors(linear[1], found)
+    return coded
+
+
+def dtype_for(kinds: set[str]) -> torch.dtype:
+    if kinds == {"F32"}:
+        return torch.float32
+    return torch.bfloat16 if kinds <= {"F32", "BF16"} else torch.float16
