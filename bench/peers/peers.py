@@ -35,6 +35,7 @@ class Peer:
     remark: str = ""
     finish: Callable[[Path], None] = lambda _: None  # what is left to do in its environment
     fields: Callable[[Path], dict[str, object]] = lambda _: {}  # of requests to it, given the checkpoint; None: without
+    reads_gguf: bool = False
 
 
 def tandem_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
@@ -61,9 +62,7 @@ def vllm_command(python: Path, checkpoint: Path, port: int, threads: int) -> lis
 
 
 def llama_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
-    file = checkpoint.with_suffix(".gguf")
-    if not file.exists():
-        subprocess.run([str(python), str(HERE / "to_gguf.py"), str(checkpoint), str(file)], check=True)
+    file = checkpoint if checkpoint.suffix == ".gguf" else gguf_file(checkpoint, python)
     words = [
         "--interrupt_requests",
         "false",
@@ -77,6 +76,15 @@ def llama_command(python: Path, checkpoint: Path, port: int, threads: int) -> li
         "peer",
     ]
     return [str(python), "-m", "llama_cpp.server", "--model", str(file), "--port", str(port), *words]
+
+
+def gguf_file(checkpoint: Path, python: Path, kind: str | None = None) -> Path:
+    """python: of llama.cpp's environment, whose quantiser makes a `kind` of it."""
+    file = checkpoint.with_suffix(f".{kind}.gguf" if kind else ".gguf")
+    if not file.exists():
+        words = [str(python), str(HERE / "to_gguf.py"), str(checkpoint), str(file), *([kind] if kind else [])]
+        subprocess.run(words, check=True, capture_output=True)
+    return file
 
 
 def transformers_command(python: Path, checkpoint: Path, port: int, threads: int) -> list[str]:
@@ -113,7 +121,14 @@ def register_as_vllm(environment: Path) -> None:
         (target / "METADATA").write_text(renamed)
 
 
-TANDEM = Peer("Tandem", (), tandem_command, ready="/health")
+TANDEM = Peer("Tandem", (), tandem_command, ready="/health", reads_gguf=True)
+LLAMA = Peer(
+    "llama.cpp (llama-cpp-python 0.3.36)",
+    (("llama-cpp-python[server]==0.3.36", "gguf"),),
+    llama_command,
+    remark="its server answers one request at a time",
+    reads_gguf=True,
+)
 PEERS = (
     TANDEM,
     Peer(
@@ -123,12 +138,7 @@ PEERS = (
         {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
         finish=register_as_vllm,
     ),
-    Peer(
-        "llama.cpp (llama-cpp-python 0.3.36)",
-        (("llama-cpp-python[server]==0.3.36", "gguf"),),
-        llama_command,
-        remark="its server answers one request at a time",
-    ),
+    LLAMA,
     Peer(
         "transformers 5.24",
         ((TORCH, "transformers[serving]==5.24.0"),),

@@ -1,4 +1,7 @@
-"""The same checkpoint for llama.cpp: run in the environment of `gguf`, as `to_gguf.py FOLDER FILE`."""
+"""The same checkpoint for llama.cpp: run in its environment, as `to_gguf.py FOLDER FILE [KIND]`.
+
+KIND: of `LlamaFileType`, such as Q8_0 or Q4_K_M, made by llama.cpp's own quantiser; BF16 unless told.
+"""
 
 import json
 import sys
@@ -23,6 +26,24 @@ ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_hea
 
 def main() -> None:
     folder, target = Path(sys.argv[1]), Path(sys.argv[2])
+    kind = sys.argv[3] if len(sys.argv) > 3 else None
+    plain = target.with_suffix(".plain") if kind else target
+    write(folder, plain)
+    if kind:
+        quantise(plain, target, kind)
+        plain.unlink()
+
+
+def quantise(plain: Path, target: Path, kind: str) -> None:
+    import llama_cpp  # pyright: ignore[reportMissingImports] it is in that environment
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    if llama_cpp.llama_model_quantize(str(plain).encode(), str(target).encode(), params):
+        raise SystemExit(f"llama.cpp cannot make {kind} of it")
+
+
+def write(folder: Path, target: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(str(target), "llama")
     writer.add_context_length(config["max_position_embeddings"])

@@ -1,8 +1,8 @@
 // Attention read in place from the pages of the KV memory.
 //
 // Tokens of one request that stand together, and the query heads that look at one KV head, are the rows of a unit of
-// work. Keys come in blocks of 16 whose first position is a multiple of 16; a row takes them in order of positions with
-// a running maximum, and a block that it does not see leaves it as it is. So the bits of a row depend on its own
+// work. Keys come in blocks, of 16 or 32, whose first position is a multiple of that; a row takes them in order of
+// positions with a running maximum, and a block that it does not see leaves it as it is. So the bits of a row depend on its own
 // keys only: not on the rows beside it, the cut of the prompt, or which pages hold it.
 #pragma once
 
@@ -16,10 +16,23 @@
 
 namespace tandem {
 
-constexpr int KEYS = LANES;
 constexpr int MAX_HEAD_DIM = 512;
-constexpr int MAX_ROWS = 32;     // of a unit
-constexpr int AHEAD = 2 * KEYS;  // keys that are fetched before they are needed
+constexpr int MAX_ROWS = 32;  // of a unit
+constexpr int AHEAD = 32;     // keys that are fetched before they are needed
+
+#if defined(__AVX512BF16__)
+template <class T>
+using ShareOf = T;
+#else
+template <class T>
+using ShareOf = float;
+#endif
+
+// Of a block, in sixteens: with bf16 products a query is read once for two of these.
+template <class Share>
+constexpr int PARTS_OF = sizeof(Share) < sizeof(float) ? 2 : 1;
+template <class Share>
+constexpr int KEYS_OF = PARTS_OF<Share> * LANES;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // [pages, kv_heads, layers, 2 (key, value), page_size] rows of head_dim values: of T, or int8 and behind them their scale
@@ -83,23 +96,23 @@ inline Span span_at(const BatchView& batch, int64_t first, int64_t most) {
     return {first, last};
 }
 
-// Keys of one block, turned: unit u of all sixteen stands together. A unit is 32 bits: one fp32, or two bf16.
+// Sixteen keys, turned: unit u of all stands together. A unit is 32 bits: one fp32, or two bf16.
 template <class T>
-struct KeyBlock {
+struct TurnedKeys {
     static constexpr int PER_UNIT = 4 / sizeof(T);
-    alignas(64) uint32_t units[MAX_HEAD_DIM / PER_UNIT][KEYS];
+    alignas(64) uint32_t units[MAX_HEAD_DIM / PER_UNIT][LANES];
 
-    void fill(const T* const keys[KEYS], int64_t head_dim) {
+    void fill(const T* const keys[LANES], int64_t head_dim) {
         constexpr int64_t STEP = LANES * PER_UNIT;
-        const uint32_t* from[KEYS];
+        const uint32_t* from[LANES];
         int64_t d = 0;
         for (; d + STEP <= head_dim; d += STEP) {
-            for (int j = 0; j < KEYS; j++) from[j] = (const uint32_t*)(keys[j] + d);
+            for (int j = 0; j < LANES; j++) from[j] = (const uint32_t*)(keys[j] + d);
             transpose(from, units[d / PER_UNIT]);
         }
         if (d == head_dim) return;
-        alignas(64) T ends[KEYS][STEP] = {};
-        for (int j = 0; j < KEYS; j++) {
+        alignas(64) T ends[LANES][STEP] = {};
+        for (int j = 0; j < LANES; j++) {
             std::memcpy(ends[j], keys[j] + d, (head_dim - d) * sizeof(T));
             from[j] = (const uint32_t*)ends[j];
         }
@@ -111,7 +124,7 @@ struct KeyBlock {
 // distance of MAX_HEAD_DIM they would take the same places of the first cache.
 template <class T>
 struct Queries {
-    static constexpr int PER_UNIT = KeyBlock<T>::PER_UNIT;
+    static constexpr int PER_UNIT = TurnedKeys<T>::PER_UNIT;
     alignas(64) float values[MAX_ROWS * MAX_HEAD_DIM];
     alignas(64) uint32_t units[MAX_ROWS * MAX_HEAD_DIM / PER_UNIT];
     int64_t num_units;
@@ -149,14 +162,15 @@ inline F16 high_half(const uint32_t* p) { return {high_eight(p), high_eight(p + 
 constexpr int ROWS_AT_ONCE = 2;
 #endif
 
-// Products of ROWS queries, from `row` on, with the keys of a block. Even and odd units have sums of their own.
+// Products of ROWS queries, from `row` on, with the keys of a block. Of sixteen keys even and odd units have sums of their
+// own.
 template <int ROWS>
-inline void score(const Queries<float>& q, int row, const KeyBlock<float>& keys, F16* scores) {
+inline void score(const Queries<float>& q, int row, const TurnedKeys<float>* keys, F16 (*scores)[1]) {
     F16 even[ROWS], odd[ROWS];
     for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zeros();
     int64_t u = 0;
     for (; u + 2 <= q.num_units; u += 2) {
-        const F16 first = load((const float*)keys.units[u]), second = load((const float*)keys.units[u + 1]);
+        const F16 first = load((const float*)keys->units[u]), second = load((const float*)keys->units[u + 1]);
         for (int r = 0; r < ROWS; r++) {
             even[r] = fma(all(q.value(row + r, u)), first, even[r]);
             odd[r] = fma(all(q.value(row + r, u + 1)), second, odd[r]);
@@ -164,41 +178,62 @@ inline void score(const Queries<float>& q, int row, const KeyBlock<float>& keys,
     }
     if (u < q.num_units)
         for (int r = 0; r < ROWS; r++)
-            even[r] = fma(all(q.value(row + r, u)), load((const float*)keys.units[u]), even[r]);
-    for (int r = 0; r < ROWS; r++) scores[r] = even[r] + odd[r];
+            even[r] = fma(all(q.value(row + r, u)), load((const float*)keys->units[u]), even[r]);
+    for (int r = 0; r < ROWS; r++) scores[r][0] = even[r] + odd[r];
 }
 
+#if defined(__AVX512BF16__)
+
 template <int ROWS>
-inline void score(const Queries<bf16>& q, int row, const KeyBlock<bf16>& keys, F16* scores) {
+inline void score(const Queries<bf16>& q, int row, const TurnedKeys<bf16>* keys, F16 (*scores)[2]) {
+    F16 sums[ROWS][2];
+    for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = zeros();
+    for (int64_t u = 0; u < q.num_units; u++) {
+        const auto first = in_register((__m512bh)_mm512_load_si512(keys[0].units[u]));
+        const auto second = in_register((__m512bh)_mm512_load_si512(keys[1].units[u]));
+        for (int r = 0; r < ROWS; r++) {
+            const auto query = in_register((__m512bh)_mm512_set1_epi32(int(q.unit(row + r, u))));
+            sums[r][0] = {_mm512_dpbf16_ps(sums[r][0].v, first, query)};
+            sums[r][1] = {_mm512_dpbf16_ps(sums[r][1].v, second, query)};
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int p = 0; p < 2; p++) scores[r][p] = sums[r][p];
+}
+
+#else
+
+template <int ROWS>
+inline void score(const Queries<bf16>& q, int row, const TurnedKeys<bf16>* keys, F16 (*scores)[1]) {
     F16 even[ROWS], odd[ROWS];
     for (int r = 0; r < ROWS; r++) even[r] = odd[r] = zeros();
-#if defined(__AVX512BF16__)
-    auto take = [&](F16 (&sums)[ROWS], int64_t u) __attribute__((always_inline)) {
-        const __m512bh pairs = (__m512bh)_mm512_load_si512(keys.units[u]);
-        for (int r = 0; r < ROWS; r++)
-            sums[r] = {_mm512_dpbf16_ps(sums[r].v, pairs, (__m512bh)_mm512_set1_epi32(int(q.unit(row + r, u))))};
-    };
-    int64_t u = 0;
-    for (; u + 2 <= q.num_units; u += 2) {
-        take(even, u);
-        take(odd, u + 1);
-    }
-    if (u < q.num_units) take(even, u);
-#else
     for (int64_t u = 0; u < q.num_units; u++) {
-        const F16 first = low_half(keys.units[u]), second = high_half(keys.units[u]);
+        const F16 first = low_half(keys->units[u]), second = high_half(keys->units[u]);
         for (int r = 0; r < ROWS; r++) {
             even[r] = fma(all(q.value(row + r, 2 * u)), first, even[r]);
             odd[r] = fma(all(q.value(row + r, 2 * u + 1)), second, odd[r]);
         }
     }
-#endif
-    for (int r = 0; r < ROWS; r++) scores[r] = even[r] + odd[r];
+    for (int r = 0; r < ROWS; r++) scores[r][0] = even[r] + odd[r];
 }
 
-// Running softmax of the rows of a unit. Share: the type in which the shares of keys are multiplied with values.
+#endif
+
+// Running softmax of the rows of a unit. Share: the type in which the shares of keys are multiplied with values. Where that
+// is bf16, scores are logarithms to base two: of such powers there are enough digits for little.
 template <class Share>
 struct Mixture {
+    static constexpr int KEYS = KEYS_OF<Share>, PARTS = PARTS_OF<Share>;
+    static constexpr bool IS_BASE_TWO = sizeof(Share) < sizeof(float);
+    static constexpr float UNIT = IS_BASE_TWO ? 1.44269504f : 1.0f;  // of scores
+
+    static F16 power(F16 score) {
+#if defined(__AVX512BF16__)
+        if constexpr (IS_BASE_TWO) return two_to(score);
+#endif
+        return exponential(score);
+    }
+
     int64_t width;                                    // of a row of sums
     alignas(64) float sums[MAX_ROWS * MAX_HEAD_DIM];  // of values, weighted; next to each other as queries are
     alignas(64) Share shares[MAX_ROWS][KEYS];         // of the keys of a block
@@ -207,6 +242,20 @@ struct Mixture {
 
     float* row(int r) { return sums + r * width; }
 
+    // Of ROWS rows, 16 * PARTS elements from d on. From row to row by addition: many products are more than registers hold.
+    template <int ROWS, int PARTS>
+    void load_sums(int first, int64_t d, F16 (&to)[ROWS][PARTS]) {
+        const float* from = row(first) + d;
+        for (int r = 0; r < ROWS; r++, from += width)
+            for (int p = 0; p < PARTS; p++) to[r][p] = load(from + p * LANES);
+    }
+    template <int ROWS, int PARTS>
+    void store_sums(int first, int64_t d, const F16 (&from)[ROWS][PARTS]) {
+        float* to = row(first) + d;
+        for (int r = 0; r < ROWS; r++, to += width)
+            for (int p = 0; p < PARTS; p++) store(to + p * LANES, from[r][p]);
+    }
+
     void clear(int rows, int64_t head_dim) {
         width = ceil_div(head_dim, LANES) * LANES;
         std::memset(sums, 0, rows * width * sizeof(float));
@@ -214,28 +263,33 @@ struct Mixture {
         std::fill(most, most + rows, NOTHING);
     }
 
+    __attribute__((noinline)) void raise(int r, float best) {
+        const F16 shrink = power(all(most[r] - best));
+        store(totals[r], load(totals[r]) * shrink);
+        for (int64_t d = 0; d < width; d += LANES) store(row(r) + d, load(row(r) + d) * shrink);
+        most[r] = best;
+    }
+
     // Takes the scores of a block in. A score that is NaN makes the row NaN.
-    void weigh(int r, F16 scores) {
-        if (any_larger(scores, all(most[r]))) {
-            const float best = std::max(most[r], largest(scores));
-            const F16 shrink = exponential(all(most[r] - best));
-            store(totals[r], load(totals[r]) * shrink);
-            for (int64_t d = 0; d < width; d += LANES) store(row(r) + d, load(row(r) + d) * shrink);
-            most[r] = best;
+    __attribute__((always_inline)) void weigh(int r, const F16 (&scores)[PARTS]) {
+        const F16 both = larger(scores[0], scores[PARTS - 1]);
+        if (any_larger(both, all(most[r]))) [[unlikely]] raise(r, std::max(most[r], largest(both)));
+        F16 total = load(totals[r]);
+        for (int p = 0; p < PARTS; p++) {
+            const F16 weights = power(scores[p] - all(most[r]));
+            store(shares[r] + p * LANES, weights);
+            total = total + weights;
         }
-        const F16 weights = exponential(scores - all(most[r]));
-        store(shares[r], weights);
-        store(totals[r], load(totals[r]) + weights);
+        store(totals[r], total);
     }
 };
 
 // sums += shares * values, for ROWS rows from `row` on and 16 * PARTS elements from d on
 template <class T, int ROWS, int PARTS>
-inline void mix(Mixture<float>& mixture, int row, const T* const values[KEYS], int64_t d, int64_t head_dim) {
+inline void mix(Mixture<float>& mixture, int row, const T* const* values, int64_t d, int64_t head_dim) {
     F16 acc[ROWS][PARTS];
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) acc[r][p] = load(mixture.row(row + r) + d + p * LANES);
-    for (int j = 0; j < KEYS; j++) {
+    mixture.template load_sums<ROWS, PARTS>(row, d, acc);
+    for (int j = 0; j < Mixture<float>::KEYS; j++) {
         F16 value[PARTS];
         for (int p = 0; p < PARTS; p++) value[p] = load_at(values[j], d + p * LANES, head_dim);
         for (int r = 0; r < ROWS; r++) {
@@ -243,18 +297,14 @@ inline void mix(Mixture<float>& mixture, int row, const T* const values[KEYS], i
             for (int p = 0; p < PARTS; p++) acc[r][p] = fma(share, value[p], acc[r][p]);
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) store(mixture.row(row + r) + d + p * LANES, acc[r][p]);
+    mixture.template store_sums<ROWS, PARTS>(row, d, acc);
 }
 
 #if defined(__AVX512BF16__)
 
-template <class T>
-using ShareOf = T;
-
 // The same, two keys at a time. PARTS: 1 or 2
 template <class T, int ROWS, int PARTS>
-inline void mix(Mixture<bf16>& mixture, int row, const bf16* const values[KEYS], int64_t d, int64_t head_dim) {
+inline void mix(Mixture<bf16>& mixture, int row, const bf16* const* values, int64_t d, int64_t head_dim) {
     static constexpr auto places = [] {
         std::array<std::array<uint16_t, 2 * LANES>, 2> found{};
         for (int part = 0; part < 2; part++)
@@ -265,9 +315,8 @@ inline void mix(Mixture<bf16>& mixture, int row, const bf16* const values[KEYS],
     __m512i place[PARTS];
     for (int p = 0; p < PARTS; p++) place[p] = _mm512_loadu_si512(places[p].data());
     F16 acc[ROWS][PARTS];
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) acc[r][p] = load(mixture.row(row + r) + d + p * LANES);
-    for (int j = 0; j < KEYS; j += 2) {
+    mixture.template load_sums<ROWS, PARTS>(row, d, acc);
+    for (int j = 0; j < Mixture<bf16>::KEYS; j += 2) {
         const __m512i first = _mm512_maskz_loadu_epi16(there, values[j] + d);
         const __m512i second = _mm512_maskz_loadu_epi16(there, values[j + 1] + d);
         __m512bh pairs[PARTS];
@@ -279,22 +328,27 @@ inline void mix(Mixture<bf16>& mixture, int row, const bf16* const values[KEYS],
             for (int p = 0; p < PARTS; p++) acc[r][p] = {_mm512_dpbf16_ps(acc[r][p].v, share, pairs[p])};
         }
     }
-    for (int r = 0; r < ROWS; r++)
-        for (int p = 0; p < PARTS; p++) store(mixture.row(row + r) + d + p * LANES, acc[r][p]);
+    mixture.template store_sums<ROWS, PARTS>(row, d, acc);
 }
-
-#else
-
-template <class T>
-using ShareOf = float;
 
 #endif
 
+// Where keys from first_key on are not within [least, last]: nothing
+inline F16 seen_only(F16 scores, int64_t first_key, int64_t least, int64_t last) {
+    if (first_key >= least && first_key + LANES - 1 <= last) return scores;
+    float some[LANES];
+    store(some, scores);
+    for (int j = 0; j < LANES; j++)
+        if (first_key + j > last || first_key + j < least) some[j] = NOTHING;
+    return load(some);
+}
+
 template <class T, int ROWS>
-inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, const T* const values[KEYS],
+inline void take_block(const Queries<T>& q, int row, const TurnedKeys<T>* keys, const T* const* values,
                        const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
                        Mixture<ShareOf<T>>& mixture) {
-    F16 scores[ROWS];
+    constexpr int KEYS = KEYS_OF<ShareOf<T>>, PARTS = PARTS_OF<ShareOf<T>>;
+    F16 scores[ROWS][PARTS];
     score<ROWS>(q, row, keys, scores);
     bool any = false;
     for (int r = 0; r < ROWS; r++) {
@@ -303,14 +357,9 @@ inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, co
             std::memset(mixture.shares[row + r], 0, sizeof mixture.shares[row + r]);
             continue;
         }
-        F16 seen = scores[r] * all(scale);
-        if (last < first_key + KEYS - 1 || least > first_key) {
-            float some[KEYS];
-            store(some, seen);
-            for (int j = 0; j < KEYS; j++)
-                if (first_key + j > last || first_key + j < least) some[j] = NOTHING;
-            seen = load(some);
-        }
+        F16 seen[PARTS];
+        for (int p = 0; p < PARTS; p++)
+            seen[p] = seen_only(scores[r][p] * all(scale), first_key + p * LANES, least, last);
         mixture.weigh(row + r, seen);
         any = true;
     }
@@ -321,7 +370,7 @@ inline void take_block(const Queries<T>& q, int row, const KeyBlock<T>& keys, co
 }
 
 template <class T, int ROWS>
-inline void take_rows(const Queries<T>& q, int row, int rows, const KeyBlock<T>& keys, const T* const values[KEYS],
+inline void take_rows(const Queries<T>& q, int row, int rows, const TurnedKeys<T>* keys, const T* const* values,
                       const int64_t* positions, int64_t first_key, int64_t window, float scale, int64_t head_dim,
                       Mixture<ShareOf<T>>& mixture) {
     if (rows == ROWS)
@@ -334,10 +383,10 @@ inline void take_rows(const Queries<T>& q, int row, int rows, const KeyBlock<T>&
 template <class T>
 struct AttentionWork {
     Queries<T> queries;
-    KeyBlock<T> keys;
+    TurnedKeys<T> keys[PARTS_OF<ShareOf<T>>];
     Mixture<ShareOf<T>> mixture;
     alignas(64) T nothing[MAX_HEAD_DIM] = {};  // stands where there is no key
-    alignas(64) T made[2][KEYS][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
+    alignas(64) T made[2][KEYS_OF<ShareOf<T>>][MAX_HEAD_DIM];  // keys and values of a block, where they are int8 in memory
 };
 
 // The rows of one head at positions [at, last], one after the other: to divide for each would take longer than its
@@ -393,12 +442,12 @@ inline KeyRows<T> rows_of(const KvPages<T>& kv, const BatchView& batch, Span spa
 // Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: the rows that this thread most likely reads
 // then, the first of which are fetched while it is at the last of its own; or null
 template <class T>
-inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head, int64_t layer, const T* q,
+inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head, int64_t layer, const T* q,
                    T* out, int64_t num_heads, KeyRows<T>* next) {
-    static thread_local AttentionWork<T> work;
+    constexpr int KEYS = KEYS_OF<ShareOf<T>>;
     const int64_t group = num_heads / kv.kv_heads, dim = kv.head_dim;
     const int64_t* pages = batch.pages + batch.tables[span.first];
-    const float scale = 1.0f / std::sqrt(float(dim));
+    const float scale = Mixture<ShareOf<T>>::UNIT / std::sqrt(float(dim));
     const int64_t all_rows = (span.last - span.first) * group;
     for (int64_t begin = 0; begin < all_rows; begin += MAX_ROWS) {
         const int rows = int(std::min<int64_t>(MAX_ROWS, all_rows - begin));
@@ -426,7 +475,7 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
                 values[j] = is_there ? kv.get(now.value(), work.made[1][j]) : work.nothing;
                 if (is_there) now.next();
             }
-            work.keys.fill(keys, dim);
+            for (int j = 0; j < KEYS; j += LANES) work.keys[j / LANES].fill(keys + j, dim);
             for (int r = 0; r < rows; r += ROWS_AT_ONCE)
                 take_rows<T, ROWS_AT_ONCE>(work.queries, r, std::min(ROWS_AT_ONCE, rows - r), work.keys, values,
                                            positions, key, batch.window, scale, dim, work.mixture);
@@ -437,6 +486,14 @@ inline void attend(const KvPages<T>& kv, const BatchView& batch, Span span, int6
                 store_at(out + offsets[r], load(work.mixture.row(r) + d) / total, d, dim);
         }
     }
+}
+
+// Where it is, once: of what is a thread's own, the compiler asks for that in every loop.
+template <class T>
+inline T& known(T& own) {
+    T* at = &own;
+    asm("" : "+r"(at));
+    return *at;
 }
 
 // All tokens of a batch, whose keys and values are in their slots.
@@ -454,7 +511,8 @@ inline void attend_all(const KvPages<T>& kv, const BatchView& batch, int64_t lay
         const int64_t unit = units - 1 - i;  // the last tokens of a prompt see most
         const int64_t then = std::max<int64_t>(0, unit - threads);
         auto next = rows_of(kv, batch, found[then / kv.kv_heads], then % kv.kv_heads, layer);
-        attend(kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
+        static thread_local AttentionWork<T> work;
+        attend(known(work), kv, batch, found[unit / kv.kv_heads], unit % kv.kv_heads, layer, q, out, num_heads,
                unit < threads ? nullptr : &next);
     });
 }

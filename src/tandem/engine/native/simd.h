@@ -271,6 +271,21 @@ inline F16 exponential(F16 x) {
     return zero_where_less(x, least, scaled(p, n));
 }
 
+#if defined(__AVX512F__)
+
+// 2^x to 3e-6 of it, where what comes of it is rounded to bf16; 0 for -inf. NaN stays NaN.
+inline F16 two_to(F16 x) {
+    const F16 f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // what is above a whole number
+    F16 p = all(1.3426684e-2f);
+    p = fma(p, f, all(5.2242473e-2f));
+    p = fma(p, f, all(2.4128020e-1f));
+    p = fma(p, f, all(6.9304484e-1f));
+    p = fma(p, f, all(1.0f));
+    return {_mm512_scalef_ps(p.v, x.v)};
+}
+
+#endif
+
 // Rows of LANES 32-bit elements, turned in place: element j of row i becomes element i of row j.
 #if defined(__AVX512F__)
 
