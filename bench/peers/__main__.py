@@ -80,7 +80,8 @@ def main() -> int:
     try:
         found = installed(wanted(options.names, options.gguf is not None), options.environments.absolute())
         if options.gguf:
-            folder = gguf_file(folder, dict(found)[LLAMA], options.gguf)
+            (python,) = (python for peer, python in found if peer is LLAMA)
+            folder = gguf_file(folder, python, options.gguf)
             weight_bytes = folder.stat().st_size
         for peer, python in found:
             servers += started(peer, python, folder, options)
