@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any  # JSON schemas
 
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 MOST_NESTED = 64  # levels of a schema
 MOST_COMPILED = 64  # grammars that a process keeps
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
+# `?` and `!` are about the tree that a parser would make: what may be said is the same.
+IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\s*:)")
 # Integers that fp64 rounds to -2**63: as a value in a schema they end the process, inside llguidance.
 ENDS_THE_PROCESS = re.compile(r"-9223372036854775(?:29[6-9]|[3-7][0-9]{2}|80[0-8])(?![0-9])")
 BEYOND_INTEGERS = "an integer next to -2**63 cannot be followed"
@@ -52,7 +54,7 @@ def from_lark(lark: str) -> str:
 def from_ebnf(text: str) -> str:
     """GBNF, as SGLang and vLLM take it, or Lark. Raises GrammarError."""
     try:
-        return from_lark(any_to_lark(text))
+        return from_lark(text if IS_LARK.search(text) else gbnf_to_lark(text))
     except Exception as error:  # the converter's own parser, whatever the text makes it raise
         raise GrammarError(str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")) from None
 

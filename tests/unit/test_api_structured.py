@@ -73,6 +73,8 @@ ASKED = [
     ({"structured_outputs": {"choice": ["a", "b"]}}, ["a"], ["c"]),
     ({"ebnf": 'root ::= "a" [0-9]+'}, ["a12"], ["a"]),
     ({"guided_grammar": 'start: "a" /[0-9]+/'}, ["a12"], ["a"]),
+    ({"guided_grammar": '?start: sum\n?sum: /[0-9]/ ("+" /[0-9]/)*'}, ["1", "1+2"], ["1+"]),
+    ({"ebnf": '\n  !start: "a" | "b"'}, ["a"], ["c"]),
     ({"structured_outputs": {"grammar": 'root ::= "a"'}}, ["a"], ["b"]),
     ({"response_format": TAGS}, ["hi", f"so <call=add>{YES[0]}</call> end"], ["so <call=sub>1</call>"]),
     ({"structural_tag": json.dumps(TAGS)}, [f"<call=add>{YES[0]}</call>"], ["<call=add>{}</call>"]),
