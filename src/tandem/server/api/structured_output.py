@@ -24,6 +24,8 @@ ANY_OBJECT = {"type": "object"}
 NO_SPACES = ""
 MOST_PLACES = 64  # subschemas that are looked at to say where a schema is wrong
 
+encode = msgspec.json.Encoder().encode
+
 
 class Constraint(NamedTuple):
     """One field that bounds the form of the answer."""
@@ -88,9 +90,10 @@ def constraints_of(fields: SamplingFields) -> Iterator[Constraint]:
         yield tag_constraint("structural_tag", fields.structural_tag)
     if isinstance(fields, OpenAIBody):
         yield from format_constraints(fields.response_format or {})
-        yield from vllm_constraints(guided(fields), "guided_")
-        if fields.structured_outputs is not None:
-            yield from vllm_constraints(fields.structured_outputs, "structured_outputs.")
+        older, newer = guided(fields), fields.structured_outputs
+        yield from vllm_constraints(older, "guided_")
+        if newer is not None and encode(newer) != encode(older):  # clients of any vLLM say the same in both ways
+            yield from vllm_constraints(newer, "structured_outputs.")
 
 
 def format_constraints(format: dict[str, Any]) -> Iterator[Constraint]:
