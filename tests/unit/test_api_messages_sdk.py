@@ -14,7 +14,7 @@ from test_api_tools import ADD, CALL, OTHER, THINKS, tokenizer
 
 from tandem.core.values import Cause
 from tandem.server.api.body import ChatBody
-from tandem.server.api.messages import MessagesBody, chat_of, input_of
+from tandem.server.api.messages import MessagesBody, chat_of
 
 USER = [{"role": "user", "content": "hi"}]
 TOOLS = [
@@ -134,12 +134,6 @@ def test_thoughts_are_blocks_of_their_own(ask: Any) -> None:
     assert [block["type"] for block in blocks(message)] == ["thinking", "text"]
     assert blocks(message)[1]["text"].strip() == "Four."
     assert "2 + 2" in blocks(message)[0]["thinking"]
-
-
-def test_arguments_that_are_no_object_are_not_lost() -> None:
-    assert input_of('{"a": 1}') == {"a": 1}
-    assert input_of('{"a": ') == {"invalid_json": '{"a": '}
-    assert input_of("7") == {"invalid_json": "7"}
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any  # bodies
 import pytest
 from api_fakes import World, ids, load_tokenizer, prompt_of, says, sse, world
 
+from tandem.server.api.chat_form import arguments_of
 from tandem.server.api.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -205,6 +206,35 @@ def test_the_template_is_told_the_tools_and_the_calls_before() -> None:
     assert "tools" not in tokenizer().decode(prompt_of(w.node.submits[1]))
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a', {"invalid_json": '{"a'}),
+        ("[" * 100_000, {"invalid_json": "[" * 100_000}),
+        ("7", {"invalid_json": "7"}),
+        ("null", {}),
+        ("", {}),
+    ],
+    ids=["object", "cut off", "nested", "number", "null", "empty"],
+)
+def test_arguments_that_are_no_object_are_not_lost(text: str, arguments: dict) -> None:
+    assert arguments_of(text) == arguments
+
+
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off() -> None:
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
+    template += "{{ m['role'] }}:{{ m['content'] }}{% endfor %}{% if tools %}{% endif %}"
+    w = tool_world(CALL, template)
+    cut = asked(w, max_tokens=44)["message"]
+    (call,) = cut["tool_calls"]
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "that is no JSON"}
+    asked(w, messages=[*USER, cut, result])
+    text = tokenizer(template).decode(prompt_of(w.node.submits[1]))
+    assert json.dumps({"invalid_json": call["function"]["arguments"]}) in text
+    assert "that is no JSON" in text
+
+
 def test_what_may_be_called_does_not_change_the_prompt() -> None:
     w = tool_world("x")
     asked(w)
@@ -310,10 +340,7 @@ REFUSED = [
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["add"]}}}, "tool_choice"),
     ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages",
-    ),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "messages"),
     (
         {
             "tool_choice": "required",

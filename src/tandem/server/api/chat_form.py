@@ -354,11 +354,17 @@ def with_arguments(call: Any) -> Any:
     arguments = function.get("arguments")
     if not isinstance(function.get("name"), str) or not isinstance(arguments, str | dict | None):
         raise invalid("messages", "a function in tool_calls needs a name, and arguments as JSON text or an object")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise Refusal(
-                Problem.INVALID_JSON, "messages: arguments of a call in tool_calls are not valid JSON", param="messages"
-            ) from None
-    return {**call, "function": {**function, "arguments": arguments if arguments is not None else {}}}
+    arguments = arguments_of(arguments) if isinstance(arguments, str) else arguments or {}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """As the object that they have to be. A text that was cut off, or is none, is not lost: its conversation goes on,
+    and the model sees what it has said."""
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {"invalid_json": text}
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {"invalid_json": text}

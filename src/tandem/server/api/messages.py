@@ -7,7 +7,6 @@ so `cache_control` says nothing; a budget of thinking is part of `max_tokens`, w
 # pyright: reportIncompatibleVariableOverride=false
 # As in `body.py`.
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any  # blocks and schemas of tools are JSON
 
@@ -17,7 +16,7 @@ from msgspec import Meta, Raw, Struct
 from tandem.logtext import shown
 from tandem.server.api.body import ChatBody, Messages, Routing, unsupported
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_CHAT_BYTES, MAX_TOOLS, NewTokens, Stops, Temperature, TopK, TopP
-from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm
+from tandem.server.api.chat_form import AnswerForm, AnswerSplitter, ChatForm, arguments_of
 from tandem.server.api.errors import Failure, invalid
 from tandem.server.api.foreign import NOTHING, Foreign
 from tandem.server.api.off_loop import off_loop
@@ -370,17 +369,8 @@ class MessagesReply:
                     place = len(blocks) - 1
                     arguments[place] = arguments.get(place, "") + text
         for place, text in arguments.items():
-            blocks[place]["input"] = input_of(text)
+            blocks[place]["input"] = arguments_of(text)
         return blocks
-
-
-def input_of(arguments: str) -> dict[str, Any]:
-    """As the object that it has to be. A text that was cut off, or is none, is not lost."""
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"invalid_json": arguments}
 
 
 def usage_of(sample: Sample) -> dict[str, int]:

@@ -14,8 +14,8 @@ import msgspec
 
 from tandem.config import ServerConfig
 from tandem.server.api.body import ChatBody, CompletionBody, NativeSampling
-from tandem.server.api.chat_form import NONE, ChatForm
-from tandem.server.api.messages import MessagesBody, chat_of, input_of
+from tandem.server.api.chat_form import NONE, ChatForm, arguments_of
+from tandem.server.api.messages import MessagesBody, chat_of
 from tandem.server.api.openai import chat_text
 from tandem.server.api.responses import ResponsesBody
 from tandem.server.api.responses import chat_of as chat_of_items
@@ -223,7 +223,7 @@ def put_together(pieces: list[Piece]) -> Said:
                 calls.append([name, ""])
             case CallArguments(index, more):
                 calls[index][1] += more
-    return Said(text, thought, tuple((name, input_of(arguments) if arguments else {}) for name, arguments in calls))
+    return Said(text, thought, tuple((name, arguments_of(arguments)) for name, arguments in calls))
 
 
 def said_in_text(answer: Answer) -> list[Said]:
@@ -317,5 +317,5 @@ def said_in_output(items: list[dict[str, Any]]) -> Said:
     return Said(
         "".join(part["text"] for part in parts if part["type"] == "output_text"),
         "".join(part["text"] for part in parts if part["type"] == "reasoning_text"),
-        tuple((name, input_of(arguments) if arguments else {}) for name, arguments in calls),
+        tuple((name, arguments_of(arguments)) for name, arguments in calls),
     )
