@@ -383,6 +383,20 @@ def test_what_cannot_be_is_refused_by_its_name(fields: dict[str, Any], param: st
     assert param in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_logprobs": 0, "truncation": "disabled", "service_tier": "auto", "background": False, "include": []},
+        {"prompt_cache_retention": "24h", "prompt_cache_key": "x", "safety_identifier": "x", "user": "x"},
+    ],
+    ids=["defaults", "hints"],
+)
+def test_what_changes_no_answer_is_accepted(fields: dict[str, Any]) -> None:
+    with world(says("x")).http() as http:
+        response = http.post("/v1/responses", json={"model": "toy", "input": "hi"} | fields)
+    assert response.status_code == 200, response.text
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("typical_p", "tfs_z", "repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
     **dict.fromkeys(("top_a", "min_p", "mirostat", "xtc_probability", "dry_multiplier", "no_repeat_ngram_size"), (0,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens", "min_length"), (0,)),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "dynatemp_range", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "dynatemp_range", "penalty_alpha", "top_logprobs"), (0,)),
     **dict.fromkeys(("top_k", "top_n_sigma"), (-1, 0)),
     "guidance_scale": (1,),
     "reasoning_budget": (-1,),

@@ -87,7 +87,6 @@ class ResponsesBody(SamplingFields, kw_only=True):
     moderation: Raw = NOTHING
     prompt: Raw = NOTHING
     prompt_cache_options: Raw = NOTHING
-    prompt_cache_retention: Raw = NOTHING
     top_logprobs: Raw = NOTHING
     logprobs: Raw = NOTHING
     messages: Raw = NOTHING
