@@ -102,6 +102,37 @@ def test_a_bad_chat_request_is_a_400_that_names_the_field(extra: dict, param: st
     assert w.node.submits == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "mode", "text"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+            "null",
+            "only parts of type text",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+            "null",
+            "only input_text and output_text",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}},
+            "prefill",
+            "vLLM's send kv_transfer_params",
+        ),
+    ],
+    ids=["part of responses", "part of chats", "vLLM's PD"],
+)
+def test_who_speaks_another_dialect_is_told_the_word_of_this_one(path: str, body: dict, mode: str, text: str) -> None:
+    with world(disaggregation_mode=mode).http() as http:
+        response = http.post(path, json=body)
+    assert response.status_code == 400, response.text
+    assert text in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("extra", GOOD_CHATS)
 def test_an_acceptable_chat_request_is_answered(extra: dict) -> None:
     with world().http() as http:

@@ -343,7 +343,7 @@ def text_of_part(part: Any) -> str:
             return text
         case _:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise unsupported("messages", f" with content of type {shown(kind)}; only text")
+            raise unsupported("messages", f" with content of type {shown(kind)}; only parts of type text")
 
 
 def with_arguments(call: Any) -> Any:

@@ -285,7 +285,7 @@ def text_of(content: Any, place: str) -> str:
             case {"type": "refusal", "refusal": str(text)}:
                 texts.append(text)
             case {"type": str(kind)} if kind not in (*TEXT_PARTS, "refusal"):
-                raise unsupported("input", f" with content of type {kind[:40]!r}; only text")
+                raise unsupported("input", f" with content of type {kind[:40]!r}; only {' and '.join(TEXT_PARTS)}")
             case _:
                 raise invalid("input", f"{place} has content that is no part with a type and a text")
     return "\n".join(texts)

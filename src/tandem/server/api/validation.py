@@ -468,7 +468,9 @@ def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -
         address = None if host is None else check_address(host, port, limits)
         if room is None and limits.role == "prefill":
             raise invalid(
-                "bootstrap_room", "a prefill server needs one; send requests through a router, or to a unified server"
+                "bootstrap_room",
+                "a prefill server needs one; send requests to a unified server, or through a router that draws one, "
+                "as SGLang's do (vLLM's send kv_transfer_params)",
             )
         if room is None and limits.is_strict_remote:
             raise invalid(
