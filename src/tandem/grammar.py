@@ -25,6 +25,8 @@ MOST_COMPILED = 64  # grammars that a process keeps
 WHITESPACE = r" ?"
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
 IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\s*:)")
+# All that may stand in a URI reference. A name with anything else in it is one that no `$ref` can mean.
+URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 # Integers that fp64 rounds to -2**63: as a value in a schema they end the process, inside llguidance.
 ENDS_THE_PROCESS = re.compile(r"-9223372036854775(?:29[6-9]|[3-7][0-9]{2}|80[0-8])(?![0-9])")
 BEYOND_INTEGERS = "an integer next to -2**63 cannot be followed"
@@ -37,6 +39,8 @@ class GrammarError(ValueError):
 def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str = WHITESPACE) -> str:
     """`is_lenient`: keywords that llguidance does not know bound nothing. Raises GrammarError."""
     options = {"whitespace_pattern": whitespace, "lenient": is_lenient}
+    if isinstance(schema, dict) and isinstance(id := schema.get("$id"), str) and not URI_REFERENCE.fullmatch(id):
+        schema = {key: value for key, value in schema.items() if key != "$id"}
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
     except (ValueError, RecursionError) as error:  # numbers that no fp64 can hold, and the like

@@ -59,6 +59,7 @@ ASKED = [
     ({"response_format": {"type": "json_object", "schema": PERSON}}, YES, NO),
     ({"response_format": {"type": "json_object", "schema": {}}}, ["{}"], ["[]"]),
     ({"guided_json": PERSON}, YES, NO),
+    ({"guided_json": {"$id": "Output Format"} | PERSON}, YES, NO),
     ({"guided_json": json.dumps(PERSON)}, YES, NO),
     ({"json_schema": json.dumps(PERSON)}, YES, NO),
     ({"structured_outputs": {"json": PERSON}}, YES, NO),
