@@ -225,7 +225,7 @@ def page(outcomes: list[Outcome], kept: dict[str, str]) -> str:
     lines += [rows[program.name] for program in PROGRAMS if program.name in rows]
     lines += ["", "Not run:", "", "| program | why |", "|---|---|"]
     lines += [f"| {name} | {why} |" for name, why in NOT_RUN.items()]
-    lines += ["", "The SDKs of OpenAI and Anthropic, and `sglang-router` under faults, are in `tests/e2e_cpu`."]
+    lines += ["", "The Python SDKs of OpenAI and Anthropic, and `sglang-router` under faults, are in `tests/e2e_cpu`."]
     return "\n".join(lines) + "\n"
 
 

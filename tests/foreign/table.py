@@ -39,6 +39,7 @@ PROGRAMS = (
     Program("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), ("pydantic_ai_client.py",)),
     Program("openai-agents", ("openai-agents==0.24.0",), ("openai_agents_client.py",)),
     Program("instructor", ("instructor==1.17.0",), ("instructor_client.py",)),
+    Program("outlines", ("outlines==1.3.3", "openai==3.57.0"), ("outlines_client.py",)),
     Program("sglang-router", ("sglang-router==0.3.2",), ("gateway_client.py", "sglang-router")),
     Program("smg", ("smg==1.13.0",), ("gateway_client.py", "smg")),
     Program(
@@ -72,6 +73,13 @@ PROGRAMS = (
         ),
         ("ai_sdk_client.mjs",),
         environment="ai-sdk",
+        npm=True,
+    ),
+    Program(
+        "SDKs for Node",
+        ("openai@6.49.0", "@anthropic-ai/sdk@1.14.0", "zod@4.6.7"),
+        ("node_sdks_client.mjs",),
+        environment="node-sdks",
         npm=True,
     ),
     Program(
