@@ -277,7 +277,7 @@ def choice_of(choice: str | dict[str, Any] | None, names: Sequence[str]) -> Tool
             if choice not in (AUTO, REQUIRED, NONE):
                 raise invalid("tool_choice", f"{choice[:40]!r} is none of auto, none, required")
             return ToolChoice(mode_of(choice, names))
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"function": {"name": str(name)}} if choice.get("type", "function") == "function":
             return ToolChoice(REQUIRED, named(name, names), is_one=True)
         case {
             "type": "allowed_tools",
@@ -300,7 +300,7 @@ def mode_of(mode: str, names: Sequence[str]) -> str:
 
 def allowed(tool: Any, names: Sequence[str]) -> frozenset[str]:
     match tool:
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"function": {"name": str(name)}} if tool.get("type", "function") == "function":
             return named(name, names)
         case _:
             raise invalid("tool_choice", 'allowed_tools has other tools than {"type": "function", "function": {...}}')

@@ -200,9 +200,9 @@ ENDPOINTS = {Task.TOKENS: GENERATION, Task.EMBEDDINGS: EMBEDDING, Task.SCORES: F
 
 
 def tool_choice(field: str, schema: Schema) -> Schema:
-    """field: by which a function is named. What allows several is flat where functions are."""
+    """field: by which a function is named. What allows several is flat where functions are, and needs types there."""
     function: Schema = {"type": {"const": "function"}, field: schema}
-    one = OBJECT | {"required": list(function), "properties": function}
+    one = OBJECT | {"required": list(function) if field == "name" else [field], "properties": function}
     some: Schema = {"mode": {"enum": [AUTO, REQUIRED]}, "tools": LIST | {"items": one}}
     if field != "name":
         some = {"allowed_tools": OBJECT | {"required": list(some), "properties": some}}
