@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tandem.cli.failure import CommandFailed
 from tandem.cli.model_source import BUNDLED, find_model
 from tandem.engine.digest_cache import DigestCache
-from tandem.engine.layers.quantized import QuantizedWeight
+from tandem.engine.layers.quantized import QuantizedWeight, looked_up
 from tandem.engine.model_config import read_config
 from tandem.engine.weights import load
 
@@ -157,7 +157,7 @@ def test_a_pair_that_serves_a_file_says_what_the_checkpoint_it_was_made_from_say
 @pytest.mark.slow
 def test_a_pair_that_serves_codes_says_what_one_server_says(tmp_path: Path, own_cache: Path) -> None:
     file = tmp_path / "mini-q8_0.gguf"
-    write(file, dict.fromkeys(("attn_q.weight", "attn_output.weight", "ffn_up.weight"), Kind.Q8_0))
+    write(file, dict.fromkeys(("attn_q.weight", "attn_output.weight", "ffn_up.weight", "token_embd.weight"), Kind.Q8_0))
     with cluster(prefills=1, decodes=1, unified=True, model=str(file), flags=["--deterministic"]) as it:
         answers = [answer(it.router, question) for question in QUESTIONS]
         assert answers == [answer(it.unified, question) for question in QUESTIONS]
@@ -176,7 +176,11 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
             rows = meant[f"blk.{layer}.{name}.weight"]
             meant[f"blk.{layer}.{name}.weight"] = rows.view(heads, -1, 2, rows.shape[-1]).transpose(1, 2).flatten(0, 2)
 
-    for index, block in enumerate(load(made, cache=DigestCache(None)).module.blocks):
+    module = load(made, cache=DigestCache(None)).module
+    embedding = looked_up(module.embedding.weight, torch.arange(config.vocab_size), torch.float32)
+    torch.testing.assert_close(embedding, meant["token_embd.weight"], rtol=1e-6, atol=1e-7)
+    assert module.head.weight is module.embedding.weight
+    for index, block in enumerate(module.blocks):
         gate_up = block.mlp.gate_up
         linears = {f"attn_{kind}": getattr(block.qkv, f"{kind}_proj") for kind in "qkv"}
         linears |= {"attn_output": block.o_proj, "ffn_down": block.mlp.down_proj}
@@ -189,8 +193,6 @@ def test_quantised_tensors_stay_codes_of_the_numbers_that_the_file_means(tmp_pat
             assert isinstance(weight, QuantizedWeight)
             assert (weight.bits, weight.group) == KEPT[kind_of(f"blk.{index}.{name}.weight", MIXED)]
             torch.testing.assert_close(weight.dequantized(torch.float32), expected, rtol=1e-6, atol=1e-7)
-    plain = load_file(made / "model.safetensors")
-    assert torch.equal(plain["model.embed_tokens.weight"], meant["token_embd.weight"].half())
     ours = read_config(made)
     for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope", "max_context", "eos_ids"):
         assert getattr(ours, name) == getattr(config, name)

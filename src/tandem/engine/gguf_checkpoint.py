@@ -1,7 +1,8 @@
 """A GGUF file as a Hugging Face directory: config, tokenizer and weights, read by transformers.
 
-Of our own architectures linear layers stay the codes that they are in the file, if `gguf_codes` knows their type. Other
-weights are stored as float32 if the file has nothing else, as bfloat16 if it has that, or else as float16.
+Of our own architectures linear layers, embedding and head stay the codes that they are in the file, if `gguf_codes`
+knows their type. Other weights are stored as float32 if the file has nothing else, as bfloat16 if it has that, or else
+as float16.
 """
 
 import re
@@ -18,7 +19,7 @@ from tandem.engine.gguf_codes import CodedRows
 from tandem.engine.models.table import FAMILIES
 from tandem.engine.quantized_formats import GGUF_CONFIG, gguf_tensors
 
-LINEAR = re.compile(r"(.*\.layers\..*_proj)\.weight")
+LINEAR = re.compile(r"(.*\.layers\..*_proj|model\.embed_tokens|lm_head)\.weight")
 
 
 def make(file: Path, folder: Path) -> None:

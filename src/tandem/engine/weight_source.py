@@ -77,6 +77,12 @@ class WeightSource:
         stored = read_quantized(scheme, tensors, outputs, inputs)
         return stored.part(name, rows, columns) if self._has_data else torch.empty(0)
 
+    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> LinearWeight:
+        scheme = self._quantization
+        if scheme is None or scheme.is_made_here:
+            return self.take(f"{name}.weight", outputs, inputs, rows=rows)
+        return self.linear(name, outputs, inputs, rows=rows)
+
     def everything(self) -> dict[str, Tensor]:
         names = self._checkpoint.names()
         for name in names:

@@ -129,14 +129,15 @@ def load(
 
 
 def _open(config: ModelConfig, model_dir: Path) -> tuple[Checkpoint, str]:
-    """The checkpoint, and the type in which it is stored: of the embedding, or where its name is not known here, of the
-    largest tensor.
+    """The checkpoint, and the type in which it is stored: of the embedding, or where its name is not known here or it has
+    codes, of the largest plain weight.
     """
     embedding = EMBEDDING if config.encoder is None else ENCODER_EMBEDDING
     prefix = "" if config.pooling is None else embedding.partition(".")[0] + "."
     checkpoint = Checkpoint(model_dir, prefix=prefix)
-    if config.transformers is not None:
-        embedding = max(checkpoint.names(), key=lambda name: math.prod(checkpoint.shape_of(name)), default=embedding)
+    if config.transformers is not None or (config.quantization and not checkpoint.has(embedding)):
+        plain = (name for name in checkpoint.names() if config.transformers or name.endswith(".weight"))
+        embedding = max(plain, key=lambda name: math.prod(checkpoint.shape_of(name)), default=embedding)
     return checkpoint, checkpoint.dtype_of(embedding)
 
 

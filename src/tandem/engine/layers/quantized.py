@@ -9,7 +9,7 @@ of their bits holds here: with the same kernels a quantised weight gives the bit
 How codes lie in memory is said in `native/quantized.h`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,17 +99,31 @@ def _rounded(values: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
+def looked_up(weight: LinearWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """These rows, [n, in_features]."""
+    if isinstance(weight, Tensor):
+        return functional.embedding(rows, weight)
+    offsets = None if weight.offsets is None else weight.offsets[rows]
+    found = replace(weight, codes=weight.codes[rows], scales=weight.scales[rows], offsets=offsets)
+    return _plain(found, 0, torch.empty(rows.shape[0], weight.inputs, dtype=dtype))
+
+
 def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """x: [n, in_features] of many rows, or where no kernel takes it; returns [n, out_features]."""
     outputs, inputs = weight.shape
-    kernels = library.fitting(x)
 
     def piece(first: int, count: int) -> Tensor:
-        if kernels is None:
-            return weight.dequantized(x.dtype, first=first, count=count)
-        return kernels.dequantize(weight, first, x.new_empty(count, inputs))
+        return _plain(weight, first, x.new_empty(count, inputs))
 
     return torch_linear.linear_by_pieces(x, outputs, bias, piece)
+
+
+def _plain(weight: QuantizedWeight, first: int, out: Tensor) -> Tensor:
+    """As many rows from `first` on as `out` has, there if a kernel makes them."""
+    kernels = library.fitting(out)
+    if kernels is None:
+        return weight.dequantized(out.dtype, first=first, count=out.shape[0])
+    return kernels.dequantize(weight, first, out)
 
 
 def packed_bytes(inputs: int, bits: int) -> int:

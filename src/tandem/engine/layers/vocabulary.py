@@ -2,16 +2,18 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tandem.engine.layers.product import product
+from tandem.engine.layers.quantized import LinearWeight, looked_up
 from tandem.engine.parallel import Group, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class VocabParallelEmbedding:
-    weight: Tensor  # [this shard's tokens, hidden]
+    weight: LinearWeight  # [this shard's tokens, hidden]
+    dtype: torch.dtype
     first_token: int  # of this shard
     group: Group
     scale: float = 1.0
@@ -22,10 +24,10 @@ class VocabParallelEmbedding:
         That changes no bit of anything, as +0.0 would of -0.0.
         """
         if self.group.shard.size == 1:
-            return self._scaled(functional.embedding(token_ids, self.weight))
+            return self._scaled(looked_up(self.weight, token_ids, self.dtype))
         local = token_ids - self.first_token
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        found = functional.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        found = looked_up(self.weight, local.masked_fill(is_elsewhere, 0), self.dtype)
         return self._scaled(self.group.all_reduce(found.masked_fill(is_elsewhere[:, None], -0.0)))
 
     def _scaled(self, x: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ class VocabParallelEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class VocabParallelHead:
-    weight: Tensor  # [this shard's tokens, hidden]
+    weight: LinearWeight  # [this shard's tokens, hidden]
     vocab_size: int
     group: Group
 

@@ -35,6 +35,10 @@ class Weights(Protocol):
         """
         ...
 
+    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> LinearWeight:
+        """The same of the embedding or the head, which have few bits only where the file has that: they are not made here."""
+        ...
+
     def everything(self) -> dict[str, Tensor]:
         """All tensors of the checkpoint by name, as stored: for a model that finds their places itself."""
         ...

@@ -133,7 +133,7 @@ def embeddings(config: ModelConfig, weights: Weights, group: Group) -> Embedding
     words = group.shard.part(config.vocab_size)
     table = weights.take(f"{prefix}word_embeddings.weight", config.vocab_size, hidden, rows=words)
     return Embeddings(
-        words=VocabParallelEmbedding(table, words.start, group),
+        words=VocabParallelEmbedding(table, table.dtype, words.start, group),
         positions=weights.take(f"{prefix}position_embeddings.weight", config.max_context, hidden),
         types=weights.take(f"{prefix}token_type_embeddings.weight", config.encoder.type_vocab_size, hidden),
         norm=norm(config, weights, f"{prefix}LayerNorm"),

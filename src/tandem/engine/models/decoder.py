@@ -137,7 +137,7 @@ class Decoder:
         return x
 
     def accompany(self) -> None:
-        no_rows = self.embedding.weight.new_empty(0, self.embedding.weight.shape[1])
+        no_rows = torch.empty(0, self.embedding.weight.shape[1], dtype=self.embedding.dtype)
         for block in self.blocks:
             block.mlp(no_rows)
 
@@ -330,17 +330,17 @@ def build_decoder(
     sizes = (config.vocab_size, config.hidden_size)
     has_head = config.pooling is None
     has_embedding = is_first or (is_last and has_head and config.tied_embeddings)
-    embedding = (weights if has_embedding else elsewhere).take("model.embed_tokens.weight", *sizes, rows=tokens)
+    embedding = (weights if has_embedding else elsewhere).table("model.embed_tokens", *sizes, rows=tokens)
     head = embedding
     if has_head and not config.tied_embeddings:
-        head = (weights if is_last else elsewhere).take("lm_head.weight", *sizes, rows=tokens)
+        head = (weights if is_last else elsewhere).table("lm_head", *sizes, rows=tokens)
     blocks = [
         block(replace(here if index in own_layers else there, index=index, prefix=f"model.layers.{index}."))
         for index in range(config.num_layers)
     ]
     scale = torch.tensor(embedding_scale, dtype=weights.dtype).item()
     return Decoder(
-        embedding=VocabParallelEmbedding(embedding, tokens.start, group, scale),
+        embedding=VocabParallelEmbedding(embedding, weights.dtype, tokens.start, group, scale),
         rotary=_rotary_tables(config, own_layers, weights),
         blocks=tuple(blocks[own_layers.start : own_layers.stop]),
         norm=(here if is_last else there).norm("model.norm"),
