@@ -36,7 +36,7 @@ class Weights(Protocol):
         ...
 
     def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> LinearWeight:
-        """The same of the embedding or the head, which have few bits only where the file has that: they are not made here."""
+        """The same of the embedding or the head: of few bits if they are stored so, and not made so here."""
         ...
 
     def everything(self) -> dict[str, Tensor]:
