@@ -129,8 +129,8 @@ def load(
 
 
 def _open(config: ModelConfig, model_dir: Path) -> tuple[Checkpoint, str]:
-    """The checkpoint, and the type in which it is stored: of the embedding, or where its name is not known here or it is
-    codes, of the largest plain weight.
+    """The checkpoint, and the type in which it is stored: of the embedding, or where that is codes or its name is not
+    known here, of the largest plain weight.
     """
     embedding = EMBEDDING if config.encoder is None else ENCODER_EMBEDDING
     prefix = "" if config.pooling is None else embedding.partition(".")[0] + "."
