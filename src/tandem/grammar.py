@@ -19,6 +19,8 @@ from typing import Any  # JSON schemas
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from tandem.closed_schemas import closed
+
 MOST_NESTED = 64  # levels of a schema
 MOST_COMPILED = 64  # grammars that a process keeps
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
@@ -37,12 +39,15 @@ class GrammarError(ValueError):
 
 
 def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str = WHITESPACE) -> str:
-    """`is_lenient`: keywords that llguidance does not know bound nothing. Raises GrammarError."""
+    """Objects have the properties that they name (`closed_schemas`). `is_lenient`: keywords that llguidance does not
+    know bound nothing. Raises GrammarError.
+    """
     options = {"whitespace_pattern": whitespace, "lenient": is_lenient}
     if isinstance(schema, dict) and isinstance(id := schema.get("$id"), str) and not URI_REFERENCE.fullmatch(id):
         schema = {key: value for key, value in schema.items() if key != "$id"}
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
+        text = json.dumps(closed(schema))
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
     except (ValueError, RecursionError) as error:  # numbers that no fp64 can hold, and the like
         raise GrammarError(in_one_line(str(error))) from None
 

@@ -51,6 +51,20 @@ def test_only_tokens_that_the_grammar_knows_may_come() -> None:
     assert it.is_finished
 
 
+def test_an_object_has_the_properties_that_it_names() -> None:
+    place = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    schema = {"type": "object", "properties": {"to": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}
+    it = matcher(grammar.from_json_schema(schema))
+    follow(it, '{"to": {"city": "Rome"')
+    assert not any("," in tokenizer().decode([id]) for id in allowed(it))
+    follow(it, "}}")
+    assert it.is_finished
+
+    part = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    it = matcher(grammar.from_json_schema({"allOf": [place, part]}))
+    follow(it, '{"city": "Rome", "name": "Ada"')
+
+
 def test_the_end_may_come_where_the_grammar_may_end_and_only_there() -> None:
     it = matcher(grammar.from_regex("ab|abc"))
     assert END not in allowed(it)
