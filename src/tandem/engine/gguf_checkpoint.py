@@ -23,31 +23,33 @@ LINEAR = re.compile(r"(.*\.layers\..*_proj|model\.embed_tokens|lm_head)\.weight"
 
 
 def make(file: Path, folder: Path) -> None:
-    """Takes memory for all weights as float32. Raises whatever the two libraries raise."""
+    """Takes memory for all weights, as float16 of a quantised file. Raises whatever the two libraries raise."""
     transformers.utils.logging.disable_progress_bar()
     reader = gguf.GGUFReader(file)
+    dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=dtype)
     tokenizer.save_pretrained(folder)
-    save(model, reader, folder)
+    model.generation_config.save_pretrained(folder)
+    name, config, weights = type(model).__name__, model.config, model.state_dict()
+    del model  # so that weights are gone as soon as there are codes of them
+    config.architectures = [name]
+    save(config, weights, dtype, reader, folder)
 
 
-def save(model: Any, reader: Any, folder: Path) -> None:
+def save(config: Any, weights: dict[str, Tensor], dtype: torch.dtype, reader: Any, folder: Path) -> None:
     """As a checkpoint that transformers' own `save_pretrained` refuses to write of a quantised file."""
-    config, weights = model.config, model.state_dict()
     if config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    config.architectures = [type(model).__name__]
-    dtype = dtype_for({tensor.tensor_type.name for tensor in reader.tensors})
-    coded = codes_in_place(weights, reader) if type(model).__name__ in FAMILIES else {}
+    keeps = dtype == torch.float16 and config.architectures[0] in FAMILIES
+    coded = codes_in_place(weights, reader) if keeps else {}
     if coded:
         config.quantization_config = GGUF_CONFIG
     config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
-    plain = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    plain = {name: tensor.contiguous() for name, tensor in weights.items()}
     safetensors.torch.save_file(plain | coded, folder / "model.safetensors", {"format": "pt"})
 
 

@@ -10,7 +10,7 @@ are the codes, and of blocks whose codes are all the same the scales. So a type 
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any  # a tensor of the gguf library
 
 import gguf
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.float32]
 
 ONE, NOTHING = np.float16(1).tobytes(), bytes(2)
-ROWS_AT_ONCE = 1024  # of which numbers are made
+ROWS_AT_ONCE = 1024  # of a tensor: their numbers take many times the memory of their codes
 K_SCALES = b"\1\1\1\1" + bytes(4) + b"\1\1\1\1"  # eight scales of one, no minimum
 
 
@@ -64,25 +64,37 @@ class CodedRows:
         self._tensors = [each for each in reader.tensors if each.tensor_type.name in LAYOUTS and each.data.ndim == 2]
         self._rows: list[dict[bytes, int]] = []
         for tensor in self._tensors:
-            digests = (digest for numbers in numbers_of(tensor) for digest in digests_of(numbers))
+            digests = (digest for numbers in numbers_of(tensor) for digest in digests_of(numbers.astype(np.float16)))
             self._rows.append({digest: row for row, digest in enumerate(digests)})
 
     def find(self, weight: torch.Tensor) -> QuantizedWeight | None:
-        """weight: [outputs, inputs] fp32. None where its rows are not those of one tensor, to the bit."""
+        """weight: [outputs, inputs] float16, as which all is compared. None where its rows are not of one tensor."""
         wanted = digests_of(weight.numpy())
         for tensor, rows in zip(self._tensors, self._rows, strict=True):
             if all(digest in rows for digest in wanted):
-                return coded(tensor, np.array([rows[digest] for digest in wanted]))
+                own = np.array([rows[digest] for digest in wanted])
+                return joined([coded(tensor, own[at : at + ROWS_AT_ONCE]) for at in range(0, len(own), ROWS_AT_ONCE)])
         return None
 
 
-def digests_of(rows: Numbers) -> list[bytes]:
+def digests_of(rows: npt.NDArray[np.float16]) -> list[bytes]:
     return [hashlib.blake2b(row.tobytes(), digest_size=16).digest() for row in np.ascontiguousarray(rows)]
 
 
 def numbers_of(tensor: Any) -> Iterator[Numbers]:
     for first in range(0, tensor.data.shape[0], ROWS_AT_ONCE):
         yield gguf.quants.dequantize(tensor.data[first : first + ROWS_AT_ONCE], tensor.tensor_type)
+
+
+def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+    """Rows behind rows."""
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(
+        parts[0],
+        codes=torch.cat([part.codes for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
 
 
 def coded(tensor: Any, rows: npt.NDArray[np.int64]) -> QuantizedWeight:
