@@ -122,7 +122,8 @@ inline void products_of(const X* x, int rows, int tile, const Source& source, in
                         float* sums) {
     const int most = std::min(tile, rows);
     const int64_t fits = PANEL_BYTES / ((most + micro_outputs(most)) * sizeof(X));
-    const int64_t panel = are_few(rows) ? inputs : padded<X>(ceil_div(inputs, ceil_div(inputs, fits)));
+    const int64_t even = ceil_div(inputs, ceil_div(inputs, fits));
+    const int64_t panel = are_few(rows) ? inputs : ceil_div(even, PACKED_INPUTS) * PACKED_INPUTS;
     for (int m = 0; m < rows; m += tile)
         micro_rows<X, Source, MOST_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), source, outputs, inputs,
                                           panel, ahead, sums + m * BLOCK);

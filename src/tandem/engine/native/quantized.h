@@ -60,18 +60,19 @@ struct Levels {
     void set(float scale, float offset) { set(fma(four_bits(), all(scale), all(offset))); }
 
     void set(F16 exact) {
-        if constexpr (sizeof(T) == 4) {
+        if constexpr (sizeof(T) == 4)
             values = _mm512_castps_si512(exact.v);
-        } else {
+        else
+            set(exact, exact);
+    }
+
+    // A lookup among words takes five bits, of which the highest one chooses.
+    void set(F16 first, F16 second) {
 #if defined(__AVX512BF16__)
-            const __m256i rounded = (__m256i)_mm512_cvtneps_pbh(exact.v);
+        values = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
 #else
-            alignas(32) bf16 some[LANES];
-            store(some, exact);
-            const __m256i rounded = _mm256_load_si256((const __m256i*)some);
+        values = _mm512_inserti64x4(_mm512_castsi256_si512(bits_of_bf16(first)), bits_of_bf16(second), 1);
 #endif
-            values = _mm512_broadcast_i64x4(rounded);  // twice: a lookup among words takes five bits
-        }
     }
 
     // 32 elements, whose codes are the lowest bits of each word

@@ -185,9 +185,11 @@ struct EightBits {
     };
 };
 
-// What is behind the last input is a code for something: there x is 0.
+// What is behind the last input is a code for something: there x is 0. Of bf16 a register has the levels of two groups, so
+// what has groups of 32 makes them half as often.
 template <class X, class T>
 struct FourBits {
+    static constexpr int GROUPED = Terms<X>::COUNT == LANES ? LANES : 2 * LEAST_GROUP;  // inputs that are entered together
     static constexpr int STEPS = PACKED_INPUTS / Terms<X>::COUNT;
     static constexpr bool IS_WHOLE_BLOCKS = true;
 
@@ -195,20 +197,24 @@ struct FourBits {
     int64_t n;
 
     template <int OUTPUTS>
-    struct Reader : GroupsOf<Terms<X>::COUNT> {
+    struct Reader : GroupsOf<GROUPED> {
         const uint8_t* packed;
         int64_t row;
         Levels<X> levels[OUTPUTS];
 
         Reader(const FourBits& of, int n, int64_t begin)
-            : GroupsOf<Terms<X>::COUNT>(of.layer, of.n + n, begin), row(row_bytes<X>(of.layer)) {
+            : GroupsOf<GROUPED>(of.layer, of.n + n, begin), row(row_bytes<X>(of.layer)) {
             packed = (const uint8_t*)of.layer.weight + (of.n + n) * row;
         }
         int64_t enter(int64_t k) {
-            const int64_t end = GroupsOf<Terms<X>::COUNT>::enter(k);
+            const int64_t end = GroupsOf<GROUPED>::enter(k);
+            const bool has_two = this->together == 2 && this->at + 1 < this->groups;
             for (int i = 0; i < OUTPUTS; i++) {
-                const F16 exact = this->stands_for(four_bits(), i, this->offsets);
-                levels[i].set(sizeof(X) > sizeof(T) ? rounded_to<T>(exact) : exact);  // or it rounds them
+                const F16 first = this->stands_for(four_bits(), i, this->offsets);
+                if constexpr (Terms<X>::COUNT == LANES)
+                    levels[i].set(rounded_to<T>(first));
+                else
+                    levels[i].set(first, has_two ? this->stands_for(four_bits(), i, this->offsets, 1) : first);
             }
             return end;
         }
@@ -220,8 +226,13 @@ struct FourBits {
                 const __m512i wide = _mm512_srl_epi32(_mm512_cvtepu16_epi32(half), _mm_cvtsi32_si128(bits));
                 return _mm512_permutexvar_ps(wide, _mm512_castsi512_ps(levels[i].values));
             } else {
-                const __m512i shifted = _mm512_srl_epi16(_mm512_loadu_si512(words), _mm_cvtsi32_si128(bits));
-                return (__m512bh)_mm512_permutexvar_epi16(shifted, levels[i].values);
+                __m512i code = _mm512_srl_epi16(_mm512_loadu_si512(words), _mm_cvtsi32_si128(bits));
+                if (this->together == 2) {  // else both halves of the levels are the same
+                    const __m512i second = _mm512_set1_epi16(short(k % GROUPED / LEAST_GROUP * LANES));
+                    constexpr int AND_OR = 0xea;
+                    code = _mm512_ternarylogic_epi32(code, _mm512_set1_epi16(15), second, AND_OR);
+                }
+                return (__m512bh)_mm512_permutexvar_epi16(code, levels[i].values);
             }
         }
         auto read_part(int i, int64_t k, int) const { return read(i, k); }
