@@ -153,6 +153,8 @@ def test_thoughts_are_told_from_the_answer(get: Any) -> None:
     assert (opened["message"]["reasoning_content"], opened["message"]["content"]) == ("Hm.", "Yes.")
     kept = get(tool_world("<think>Hm.</think>Yes.", THINKS), separate_reasoning=False)
     assert kept["message"]["content"] == "<think>Hm.</think>Yes."
+    hidden = get(tool_world("<think>Hm.</think>Yes.", THINKS), include_reasoning=False)
+    assert (hidden["message"].get("reasoning_content"), hidden["message"]["content"]) == (None, "Yes.")
     late = get(tool_world("<think>Hm.</think>Yes.", THINKS), stream_reasoning=False)
     assert (late["message"]["reasoning_content"], late["message"]["content"]) == ("Hm.", "Yes.")
 

@@ -160,6 +160,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
+    include_reasoning: bool | None = None
     function_call: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -68,7 +68,8 @@ class ChatForm:
         choice = choice_of(body.tool_choice, [tool.name for tool in tools])
         if choice.mode == NONE:
             tools = []
-        separates = body.separate_reasoning is not False and self.reasoning != NONE
+        hides = body.include_reasoning is False
+        separates = (hides or body.separate_reasoning is not False) and self.reasoning != NONE
         return AnswerForm(
             format=self.tools,
             reasoning=self.reasoning if separates else NONE,
@@ -77,6 +78,7 @@ class ChatForm:
             must_call=choice.mode == REQUIRED,
             is_parallel=body.parallel_tool_calls is not False and not choice.is_one,
             streams_reasoning=body.stream_reasoning is not False,
+            hides_reasoning=hides,
         )
 
 
@@ -89,6 +91,7 @@ class AnswerForm:
     must_call: bool
     is_parallel: bool
     streams_reasoning: bool
+    hides_reasoning: bool
 
     @property
     def is_plain(self) -> bool:
@@ -235,6 +238,8 @@ class AnswerSplitter:
                 if piece.index > 0 and not self._form.is_parallel:
                     continue
                 self.num_calls += isinstance(piece, CallStart)
+            elif isinstance(piece, Reasoning) and self._form.hides_reasoning:
+                continue
             elif isinstance(piece, Reasoning) and not self._form.streams_reasoning:
                 self._held.append(piece.text)
                 continue
