@@ -52,7 +52,8 @@ def _names_all(schema: dict[str, Any]) -> bool:
     if not isinstance(properties, dict) or not isinstance(required, list) or not isinstance(least, int):
         return False
     says_more = any(key in schema for key in (*OPENING, *COMBINING))
-    return not says_more and all(name in properties for name in required) and least <= len(properties)
+    names_all = all(isinstance(name, str) and name in properties for name in required)
+    return not says_more and names_all and least <= len(properties)
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:

@@ -226,6 +226,15 @@ def test_a_nested_schema_beyond_all_reason_is_a_400() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_json")
 
 
+def test_outputs_nested_beyond_all_reason_are_a_400() -> None:
+    schema: dict = {}
+    for _ in range(900):
+        schema = {"items": schema}
+    with world().http() as http:
+        response = http.post("/v1/chat/completions", json=CHAT | {"structured_outputs": {"json": schema}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs.json")
+
+
 def test_a_type_nested_beyond_all_reason_is_a_400_and_not_repeated_whole() -> None:
     kind: dict = {}
     for _ in range(900):

@@ -56,6 +56,17 @@ OPEN = [
 ]
 
 
+ODD = ([], {}, 5, "x", None, [[]], [{}], {"a": 5}, {"a": []})
+KEYWORDS = ("properties", "required", "minProperties", "$ref", "$defs", "allOf", "anyOf", "items", "prefixItems", "not")
+
+
+@pytest.mark.parametrize("keyword", KEYWORDS)
+def test_what_is_no_schema_is_left_to_who_compiles_it(keyword: str) -> None:
+    for odd in ODD:
+        for beside in ({}, A, {"allOf": [A, {"$ref": odd}]}, {"$defs": {"A": odd}, "$ref": "#/$defs/A"}):
+            closed(beside | {keyword: odd})
+
+
 @pytest.mark.parametrize("schema", OPEN, ids=repr)
 def test_what_is_put_together_or_says_so_itself_stays_open(schema: Any) -> None:
     assert closed(schema) == schema

@@ -92,8 +92,15 @@ def constraints_of(fields: SamplingFields) -> Iterator[Constraint]:
         yield from format_constraints(fields.response_format or {})
         older, newer = guided(fields), fields.structured_outputs
         yield from vllm_constraints(older, "guided_")
-        if newer is not None and encode(newer) != encode(older):  # clients of any vLLM say the same in both ways
+        if newer is not None and not are_same(older, newer):  # clients of any vLLM say the same in both ways
             yield from vllm_constraints(newer, "structured_outputs.")
+
+
+def are_same(one: StructuredOutputs, other: StructuredOutputs) -> bool:
+    try:
+        return encode(one) == encode(other)
+    except RecursionError:  # of a schema that is refused for its depth
+        return False
 
 
 def format_constraints(format: dict[str, Any]) -> Iterator[Constraint]:
