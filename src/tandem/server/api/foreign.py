@@ -174,7 +174,7 @@ def is_asked_for(name: str, value: Raw) -> bool:
         return True
     try:
         given = msgspec.json.decode(raw)
-    except msgspec.DecodeError:  # a number beyond all bounds, say
+    except (msgspec.DecodeError, UnicodeDecodeError):  # a number beyond all bounds, bytes that are no text
         return True
     is_flag = isinstance(given, bool)
     return not any(given == idle and is_flag == isinstance(idle, bool) for idle in idle_values(name))
