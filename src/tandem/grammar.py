@@ -29,9 +29,11 @@ WHITESPACE = r" ?"
 IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|[?!]*start\s*:)")
 # All that may stand in a URI reference. A name with anything else in it is one that no `$ref` can mean.
 URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
-# Integers that fp64 rounds to -2**63: as a value in a schema they end the process, inside llguidance.
-ENDS_THE_PROCESS = re.compile(r"-9223372036854775(?:29[6-9]|[3-7][0-9]{2}|80[0-8])(?![0-9])")
-BEYOND_INTEGERS = "an integer next to -2**63 cannot be followed"
+# Numbers as JSON has them, also where the JSON is a text in a text. What becomes -2**63 as an integer, which everything
+# below does, ends the process inside llguidance where it is a value in a schema.
+NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\w)")
+LEAST_INTEGER = -(2.0**63)
+BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
 
 
 class GrammarError(ValueError):
@@ -76,6 +78,10 @@ def from_parts(lark: str, parts: dict[str, str]) -> str:
         first, *inner = json.loads(grammar)["grammars"]
         grammars += [{**first, "name": name}, *inner]
     return json.dumps({"grammars": grammars})
+
+
+def ends_the_process(grammar: str) -> bool:
+    return any(float(found) <= LEAST_INTEGER for found in NEGATIVE.findall(grammar))
 
 
 def quoted(text: str) -> str:
@@ -124,7 +130,7 @@ class Vocabulary:
 
     def complaint(self, grammar: str) -> str:
         """What `check` would raise, of a grammar that nobody will use; empty when nothing is wrong."""
-        if ENDS_THE_PROCESS.search(grammar):
+        if ends_the_process(grammar):
             return BEYOND_INTEGERS
         return in_one_line(LLMatcher.validate_grammar(grammar, self._tokenizer))
 
@@ -139,7 +145,7 @@ class Vocabulary:
             if found is not None:
                 self._compiled.move_to_end(grammar)
                 return found
-        if ENDS_THE_PROCESS.search(grammar):
+        if ends_the_process(grammar):
             raise GrammarError(BEYOND_INTEGERS)
         made = LLMatcher(self._tokenizer, grammar, log_level=0)
         with self._lock:

@@ -196,11 +196,17 @@ def test_a_part_may_have_parts_of_its_own() -> None:
     assert it.is_finished
 
 
-@pytest.mark.parametrize("value", [-(1 << 63), -(1 << 63) + 1, -9223372036854775296])
-def test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands(value: int) -> None:
+@pytest.mark.parametrize(
+    "value", [-(1 << 63), -(1 << 63) + 1, -9223372036854775296, -(1 << 63) - 1, -(1 << 90), -1e300, -(2.0**63)]
+)
+def test_a_number_that_would_end_the_process_is_refused_wherever_it_stands(value: float) -> None:
     """In a process of its own the library has a segmentation fault instead."""
-    schema = {"items": {"enum": ["x", value]}}
-    for made in (grammar.from_json_schema(schema), grammar.from_lark(f"start: %json {json.dumps(schema)}")):
+    schema = {"items": {"type": "integer", "enum": ["x", value]}}
+    for made in (
+        grammar.from_json_schema(schema),
+        grammar.from_lark(f"start: %json {json.dumps(schema)}"),
+        grammar.from_lark(f"start: %json {json.dumps(schema, indent=0)}"),
+    ):
         with pytest.raises(GrammarError, match="next to"):
             vocabulary().check(made)
         assert "next to" in vocabulary().complaint(made)
@@ -208,4 +214,8 @@ def test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands(val
 
 @pytest.mark.parametrize("value", [-9223372036854775295, (1 << 63) - 1, -922337203685477580])
 def test_other_large_integers_compile(value: int) -> None:
-    vocabulary().check(grammar.from_json_schema({"const": value}))
+    vocabulary().check(grammar.from_json_schema({"type": "integer", "const": value}))
+
+
+def test_such_a_number_in_a_text_is_text() -> None:
+    vocabulary().check(grammar.from_json_schema({"enum": ["order-12345678901234567890", "-9223372036854775808x"]}))
