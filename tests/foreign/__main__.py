@@ -204,6 +204,7 @@ def command_of(program: Program) -> list[str]:
     if path.suffix != ".mjs":
         return [str(python_of(program)), str(path), *words]
     folder = ENVIRONMENTS / program.folder  # Node finds packages from where the file is
+    shutil.copy(path.with_name("_shared.mjs"), folder)
     return ["node", shutil.copy(path, folder), *words]
 
 

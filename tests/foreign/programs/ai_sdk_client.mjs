@@ -1,21 +1,13 @@
 // Vercel's AI SDK with the providers that its users have: answers whole and streamed, loops of calls that nothing
 // forces, objects by a schema, a refusal. `openai` speaks /v1/responses, which is its default.
 
-import { readFileSync } from "node:fs";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateObject, generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 
-const { CLIENTS_URL: URL, CLIENTS_UNIFIED_URL: UNIFIED, CLIENTS_MODEL: MODEL, CLIENTS_MODEL_DIR: DIRECTORY } = process.env;
-const QUESTIONS = [
-  "A ferry carries 245 people. At the first stop 38 get off and 17 get on. How many people are on the ferry now?",
-  "Calculate 9 * 13 + 48.",
-  "Hello!",
-];
-const PROBLEMS = 5;
-const SUM = z.object({ a: z.number().int().min(0).max(99), operator: z.enum(["+", "-", "*"]) });
+import { compute, MODEL, PROBLEMS, QUESTIONS, same, SUM, SYSTEM, UNIFIED, URL } from "./_shared.mjs";
 
 const settings = { baseURL: `${URL}/v1`, apiKey: "none" };
 const openai = createOpenAI(settings);
@@ -29,10 +21,6 @@ const models = {
 const usual = { temperature: 0, maxOutputTokens: 160, maxRetries: 0 };
 const told = { answers: 0, solved: 0, objects: 0 };
 
-function same(got, expected) {
-  if (got !== expected) throw new Error(`the pair answered ${JSON.stringify(got)}, expected ${JSON.stringify(expected)}`);
-}
-
 async function alone(question) {
   const messages = [{ role: "user", content: question }];
   const body = JSON.stringify({ model: MODEL, messages, max_tokens: usual.maxOutputTokens, temperature: 0 });
@@ -44,12 +32,8 @@ async function alone(question) {
 const calculator = tool({
   description: "Evaluates an arithmetic expression.",
   inputSchema: z.object({ expression: z.string() }),
-  execute: ({ expression }) => {
-    if (!/^[0-9+*\-/(). ]+$/.test(expression)) throw new Error(`no expression: ${expression}`);
-    return String(Function(`return ${expression}`)());
-  },
+  execute: compute,
 });
-const problems = readFileSync(`${DIRECTORY}/heldout.jsonl`, "utf8").split("\n").slice(0, PROBLEMS).map((line) => JSON.parse(line));
 
 for (const model of Object.values(models)) {
   for (const prompt of QUESTIONS) {
@@ -63,8 +47,8 @@ for (const model of Object.values(models)) {
     same((await stream.usage).outputTokens, whole.usage.outputTokens);
     told.answers += 2;
   }
-  for (const { question, answer } of problems) {
-    const loop = { ...usual, model, system: "Use the calculator.", prompt: question, tools: { calculator }, stopWhen: stepCountIs(4) };
+  for (const { question, answer } of PROBLEMS) {
+    const loop = { ...usual, model, system: SYSTEM, prompt: question, tools: { calculator }, stopWhen: stepCountIs(4) };
     same((await generateText(loop)).text, `#### ${answer}`);
     same(await streamText(loop).text, `#### ${answer}`);
     told.solved += 1;

@@ -1,22 +1,13 @@
 // The SDKs of OpenAI and Anthropic for Node: answers whole and streamed, their own loops of tools with calls that
 // nothing forces, objects by a schema, a conversation that the router keeps, refusals, a stream that is left.
 
-import { readFileSync } from "node:fs";
 import Anthropic from "@anthropic-ai/sdk";
 import { betaTool } from "@anthropic-ai/sdk/helpers/beta/json-schema";
 import OpenAI from "openai";
 import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
-import { z } from "zod";
 
-const { CLIENTS_URL: URL, CLIENTS_UNIFIED_URL: UNIFIED, CLIENTS_MODEL: model, CLIENTS_MODEL_DIR: FOLDER } = process.env;
-const QUESTIONS = [
-  "A ferry carries 245 people. At the first stop 38 get off and 17 get on. How many people are on the ferry now?",
-  "Calculate 9 * 13 + 48.",
-  "Hello!",
-];
-const PROBLEMS = 5;
-const SUM = z.object({ a: z.number().int().min(0).max(99), operator: z.enum(["+", "-", "*"]) });
-const SYSTEM = "Use the calculator.";
+import { compute, MODEL as model, PROBLEMS, QUESTIONS, same, SUM, SYSTEM, UNIFIED, URL } from "./_shared.mjs";
+
 const calculator = {
   name: "calculator",
   description: "Evaluates an arithmetic expression.",
@@ -29,16 +20,6 @@ const alone = new OpenAI({ baseURL: `${UNIFIED}/v1`, apiKey: "none", maxRetries:
 const usual = { model, temperature: 0, max_tokens: 160 };
 const items = { model, temperature: 0, max_output_tokens: 160 };
 const told = { answers: 0, solved: 0, objects: 0 };
-
-function same(got, expected) {
-  if (got === expected) return;
-  throw new Error(`the pair answered ${JSON.stringify(got)}, expected ${JSON.stringify(expected)}`);
-}
-
-function compute({ expression }) {
-  if (!/^[0-9+*\-/(). ]+$/.test(expression)) throw new Error(`no expression: ${expression}`);
-  return String(Function(`return ${expression}`)());
-}
 
 const user = (content) => [{ role: "user", content }];
 const chat = async (client, question) =>
@@ -59,8 +40,7 @@ for (const question of QUESTIONS) {
   }
 }
 
-const problems = readFileSync(`${FOLDER}/heldout.jsonl`, "utf8").split("\n").slice(0, PROBLEMS);
-for (const { question, answer } of problems.map((line) => JSON.parse(line))) {
+for (const { question, answer } of PROBLEMS) {
   for (const stream of [false, true]) {
     const tool = { type: "function", function: { ...calculator, parse: JSON.parse, function: compute } };
     const messages = [{ role: "system", content: SYSTEM }, ...user(question)];
