@@ -137,7 +137,7 @@ class Decoder:
         return x
 
     def accompany(self) -> None:
-        no_rows = torch.empty(0, self.embedding.weight.shape[1], dtype=self.embedding.dtype)
+        no_rows = self.norm.weight.new_empty(0, self.embedding.weight.shape[1])
         for block in self.blocks:
             block.mlp(no_rows)
 
