@@ -16,8 +16,10 @@ OPENING = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 # What a schema with properties may be put together with.
 COMBINING = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # of objects of schemas, each on its own
-LISTED = ("prefixItems",)
-SINGLE = ("items", "additionalProperties", "additionalItems", "unevaluatedItems", "unevaluatedProperties")
+HOLDING = (  # one schema, or a list
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems"),
+    *("additionalProperties", "unevaluatedProperties"),
+)
 
 
 def closed(schema: Any) -> Any:
@@ -60,7 +62,7 @@ def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any, bool]]:
     """Keywords that hold schemas, what they hold, and whether that is put together with something else."""
     is_alone = not any(key in schema for key in ("properties", "$ref", *OPENING))
     for key, each in schema.items():
-        if key in (*NAMED, *LISTED, *SINGLE):
+        if key in (*NAMED, *HOLDING):
             yield key, each, False
         elif key in ("anyOf", "oneOf", "allOf"):
             is_one = key != "allOf" or (isinstance(each, list) and len(each) == 1)

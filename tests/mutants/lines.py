@@ -1369,11 +1369,11 @@ OTHERS = (
     ),
     # integers over which the library of the grammars would end
     Break(
-        "integers_that_end_the_process_are_no_complaint",
+        "numbers_that_end_the_process_are_no_complaint",
         "grammar.py",
         "            return BEYOND_INTEGERS",
         '            return ""',
-        "unit/test_grammar.py::test_an_integer_that_would_end_the_process_is_refused_wherever_it_stands",
+        "unit/test_grammar.py::test_a_number_that_would_end_the_process_is_refused_wherever_it_stands",
     ),
     # states of state-space layers (decision 029)
     Break(
