@@ -263,7 +263,8 @@ struct Mixture {
         std::fill(most, most + rows, NOTHING);
     }
 
-    __attribute__((noinline)) void raise(int r, float best) {
+    // A larger score than any before: what there is counts for less.
+    __attribute__((noinline)) void raise_to(int r, float best) {
         const F16 shrink = power(all(most[r] - best));
         store(totals[r], load(totals[r]) * shrink);
         for (int64_t d = 0; d < width; d += LANES) store(row(r) + d, load(row(r) + d) * shrink);
@@ -273,7 +274,7 @@ struct Mixture {
     // Takes the scores of a block in. A score that is NaN makes the row NaN.
     __attribute__((always_inline)) void weigh(int r, const F16 (&scores)[PARTS]) {
         const F16 both = larger(scores[0], scores[PARTS - 1]);
-        if (any_larger(both, all(most[r]))) [[unlikely]] raise(r, std::max(most[r], largest(both)));
+        if (any_larger(both, all(most[r]))) [[unlikely]] raise_to(r, std::max(most[r], largest(both)));
         F16 total = load(totals[r]);
         for (int p = 0; p < PARTS; p++) {
             const F16 weights = power(scores[p] - all(most[r]));
@@ -442,8 +443,8 @@ inline KeyRows<T> rows_of(const KvPages<T>& kv, const BatchView& batch, Span spa
 // Tokens of a span and one KV head. q, out: [tokens, heads, head_dim]. next: the rows that this thread most likely reads
 // then, the first of which are fetched while it is at the last of its own; or null
 template <class T>
-inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head, int64_t layer, const T* q,
-                   T* out, int64_t num_heads, KeyRows<T>* next) {
+inline void attend(AttentionWork<T>& work, const KvPages<T>& kv, const BatchView& batch, Span span, int64_t kv_head,
+                   int64_t layer, const T* q, T* out, int64_t num_heads, KeyRows<T>* next) {
     constexpr int KEYS = KEYS_OF<ShareOf<T>>;
     const int64_t group = num_heads / kv.kv_heads, dim = kv.head_dim;
     const int64_t* pages = batch.pages + batch.tables[span.first];
