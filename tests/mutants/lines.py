@@ -1652,6 +1652,13 @@ OTHERS = (
         "unit/test_liveness.py::test_of_ranks_that_hang_together_the_one_that_does_not_answer_has_begun",
     ),
     Break(
+        "batch_is_held_against_a_silent_worker",
+        "core/stall_detector.py",
+        "0 if is_silent else self._batch_ticks",
+        "self._batch_ticks",
+        "unit/test_liveness.py::test_of_a_worker_that_falls_silent_within_a_batch_it_is_said_that_it_does_not_answer",
+    ),
+    Break(
         "rank_goes_along_only_with_all_others",
         "core/lockstep.py",
         "return any(launched > run",

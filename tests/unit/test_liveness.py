@@ -57,6 +57,16 @@ def test_a_batch_that_does_not_return_is_named_although_the_worker_answers() -> 
     assert (longest.who, longest.what, longest.ticks) == ("worker", "iteration 8 has not returned", 4)
 
 
+def test_of_a_worker_that_falls_silent_within_a_batch_it_is_said_that_it_does_not_answer() -> None:
+    """The batch is older than the silence, and there is one who was heard: it ends by the silence, not by the batch."""
+    computes = [ProgressReport(launched=9, oldest=8, echoes=number) for number in range(4)]
+    silent = [ProgressReport(launched=9, oldest=8, echoes=3, slowest="worker PP1")]
+    longest = watched(*computes, *silent * (TICKS - 1)).longest
+    assert not longest.is_final
+    longest = watched(*computes, *silent * TICKS).longest
+    assert (longest.name, longest.what, longest.is_final) == ("worker PP1", "no answer", True)
+
+
 def test_only_the_oldest_batch_counts() -> None:
     """A window is never empty under load."""
     assert watched(ProgressReport(9, 8, 1), ProgressReport(9, 8, 2), ProgressReport(10, 9, 3)).longest.ticks == 0

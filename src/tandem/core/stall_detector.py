@@ -8,7 +8,8 @@ Every tick the node is asked for its pulse, and the node asks its workers. Ticks
 
 After `SICK_TICKS` the server calls itself unhealthy, after `TICKS` it ends. No clock is read: a server that is frozen
 as a whole counts nothing meanwhile, so it does not find itself dead when it goes on. What cannot be seen is not
-counted: while the node is silent nothing is held against the worker.
+counted: while the node is silent nothing is held against the worker. Nor is a batch against a worker that is silent:
+the batch may have begun long before the worker fell silent, and so have the greater count.
 """
 
 from collections.abc import Sequence
@@ -94,7 +95,8 @@ class Liveness:
         self._batch_ticks = self._batch_ticks + 1 if has_same_batch else 0
 
     def _find_longest(self) -> Stall:
-        ticks = max(self._node_ticks, self._worker_ticks, self._batch_ticks)
+        is_silent = self._worker_ticks >= SICK_TICKS
+        ticks = max(self._node_ticks, self._worker_ticks, 0 if is_silent else self._batch_ticks)
         launched = 0 if self._last is None else self._last.launched
         if ticks == self._node_ticks:
             return Stall("node", NO_ANSWER, ticks, launched, "node")
