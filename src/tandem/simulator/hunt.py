@@ -13,6 +13,7 @@ from secrets import randbelow
 from tandem.simulator.actors.clients import Half
 from tandem.simulator.coverage import Watch
 from tandem.simulator.faults.options import draw_options
+from tandem.simulator.garbage import no_collector
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult, trace_step
@@ -44,8 +45,9 @@ def run_seed(
         world.occurrences = occurrences
     invariant = detail = ""
     try:
-        world.schedule_all()
-        world.run(until_ns)
+        with no_collector():
+            world.schedule_all()
+            world.run(until_ns)
     except Violation as violation:
         invariant, detail = violation.invariant, violation.detail
     occurrences.see_answers(world.page_faults.answers)

@@ -14,7 +14,6 @@ shortest way there, for breadth goes first, replayed from the start with everyth
 """
 
 import argparse
-import gc
 import multiprocessing
 import os
 import sys
@@ -28,6 +27,7 @@ from typing import Any  # machines of any state and trigger type
 from tandem.core.disagg.transfer_state import RECEIVER, SENDER
 from tandem.core.machine import Machine
 from tandem.core.scheduler.request_state import LIFECYCLE
+from tandem.simulator.garbage import no_collector
 from tandem.simulator.model_check.replica import Move
 from tandem.simulator.model_check.world import (
     DECODE,
@@ -204,18 +204,6 @@ def noted(visited: set[Entry]) -> Iterator[None]:
     finally:
         for machine, rules in zip(MACHINES, plain, strict=True):
             object.__setattr__(machine, "rules", rules)
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """A search makes millions of tuples and no cycles; looking for some costs a fifth of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def entries() -> list[Entry]:
