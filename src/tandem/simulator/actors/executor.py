@@ -57,11 +57,16 @@ class PageMemory:
         while written < count:
             index, slot = divmod(start + written, page_size)
             page, stop = table[index], min(count, written + page_size - slot)
-            if self.slots[page] is self.empty:
-                self.slots[page] = self.empty.copy()
-            row, end = self.slots[page], slot + stop - written
-            before, row[slot:end] = row[slot:end], contents[written:stop]
-            self.sums[page] += sum(row[slot:end]) - sum(before)
+            row = self.slots[page]
+            if row is self.empty:
+                row = self.slots[page] = self.empty.copy()
+            if stop == written + 1:  # the last token of who decodes
+                self.sums[page] += contents[written] - row[slot]
+                row[slot] = contents[written]
+            else:
+                end = slot + stop - written
+                before, row[slot:end] = row[slot:end], contents[written:stop]
+                self.sums[page] += sum(row[slot:end]) - sum(before)
             row[page_size] = states[stop - 1]
             written = stop
 
@@ -337,7 +342,8 @@ class Executor:
             raise Violation(
                 "S5", f"request {sequence.request}: KV or state of [0, {start}) is not what its tokens make"
             )
-        self._check_window(sequence, start)
+        if self.memory.windowed is not None:
+            self._check_window(sequence, start)
         contents: list[int] = []
         sums: list[int] = []  # behind each position
         for position, token in enumerate(sequence.tokens[start:stop], start):
@@ -346,6 +352,9 @@ class Executor:
             contents.append(content)
             sums.append(kv_sum)
         for cell, memory in self.memory.cells.items():
+            if not cell:  # of weight 1
+                memory.write(table, start, contents, sums)
+                continue
             weight = cell_weight(cell)
             memory.write(table, start, [one * weight & MASK for one in contents], [one * weight & MASK for one in sums])
         if self.memory.windowed is not None:

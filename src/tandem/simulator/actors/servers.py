@@ -100,9 +100,11 @@ class Server:
     @property
     def frozen_until(self) -> int:
         """A pause stops all of its processes. Where one of them hangs, the API process goes on."""
-        return max(
-            [rank.paused_until for rank in self.ranks if rank.paused_until and not has_hanging_node(rank)], default=0
-        )
+        latest = 0
+        for rank in self.ranks:
+            if rank.paused_until > latest and not has_hanging_node(rank):
+                latest = rank.paused_until
+        return latest
 
 
 def ranked(template: NodeSettings, role: Role, dp_rank: int, info: PrefillInfo) -> NodeSettings:

@@ -34,10 +34,10 @@ class Watchdogs:
         life.vitals.quiet_ticks = 0
         if not life.vitals.is_watched:
             life.vitals.is_watched = True
-            self._sleep(life)
+            self._sleep(life, self._server_of(life))
 
-    def _sleep(self, life: Life) -> None:
-        clock = self._server_of(life).clock
+    def _sleep(self, life: Life, server: Server) -> None:
+        clock = server.clock
         self.clock.at(clock.when(clock.read(self.clock.time) + self.tick_ns), self._tick, life)
 
     def _server_of(self, life: Life) -> Server:
@@ -48,7 +48,7 @@ class Watchdogs:
             return
         server = self._server_of(life)
         if server.frozen_until > self.clock.time:
-            self._sleep(life)
+            self._sleep(life, server)
             return
         self._hear(server, life)
         self.see(life)
@@ -60,7 +60,7 @@ class Watchdogs:
         life.vitals.quiet_ticks = 0 if longest.ticks or life.vitals.hang else life.vitals.quiet_ticks + 1
         life.vitals.is_watched = life.vitals.quiet_ticks < QUIET_TICKS
         if life.vitals.is_watched:
-            self._sleep(life)
+            self._sleep(life, server)
 
     def _hear(self, server: Server, life: Life) -> None:
         """The answer, and the next question; a node that could not answer does so as soon as it goes on."""

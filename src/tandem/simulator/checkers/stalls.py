@@ -49,8 +49,9 @@ class Standstills:
         if counted is None:
             counted = self.counted[life.incarnation] = Counted()
         counted.before = counted.longest
-        counted.ticks = dict(self._count(life, counted.ticks))
-        counted.longest = max(counted.ticks.values(), default=0)
+        if counted.ticks or life.vitals.hang is not None or life.store.dead or life.node.state.inflight:
+            counted.ticks = dict(self._count(life, counted.ticks))
+            counted.longest = max(counted.ticks.values(), default=0)
         is_healthy = self.world.servers[server_of(life.replica.name)].trusts(life.replica)
         counted.unhealthy = 0 if is_healthy else counted.unhealthy + 1
         at_least, at_most = self._bounds(counted)
