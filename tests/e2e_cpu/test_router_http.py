@@ -118,6 +118,7 @@ def test_rooms_are_the_routers_own_and_differ_between_requests() -> None:
         assert len(set(rooms)) == 5
         assert 7 not in rooms
         assert {seen.body["bootstrap_host"] for seen in made.seen()} == {"127.0.0.1"}
+        assert {seen.body["bootstrap_port"] for seen in made.seen()} == {9000}
 
 
 def test_a_list_of_prompts_gets_lists_of_hosts_ports_and_rooms() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import select
 import socket
 import time
@@ -20,6 +21,7 @@ from tandem.server.api.connections import (
     Bounds,
     Line,
     api_bounds,
+    raise_fd_limit,
     waited_s,
 )
 from tandem.server.api.turn_limits import REQUESTS_PER_TURN
@@ -27,6 +29,7 @@ from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
 
 LONG = 3600.0
+FILES = resource.RLIMIT_NOFILE
 NUM_HELD = 8 * REQUESTS_PER_TURN
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -388,3 +391,13 @@ def test_a_line_says_once_a_second_how_often(caplog: pytest.LogCaptureFixture) -
         for _ in range(6):
             line.note()
     assert caplog.messages == ["1 things happened", "3 things happened", "2 things happened"]
+
+
+def test_as_many_files_may_be_open_as_the_system_lets_us() -> None:
+    soft, hard = resource.getrlimit(FILES)
+    resource.setrlimit(FILES, (min(soft, 1024), hard))
+    try:
+        raise_fd_limit()
+        assert resource.getrlimit(FILES) == (hard, hard)
+    finally:
+        resource.setrlimit(FILES, (soft, hard))

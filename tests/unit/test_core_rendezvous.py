@@ -38,6 +38,7 @@ from tandem.core.events import (
     TransferDrained,
     TransferFailed,
 )
+from tandem.core.scheduler.leaving import record_closed_room
 from tandem.core.scheduler.node import handle
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import LoadFailurePolicy
@@ -229,6 +230,17 @@ def test_a_ready_may_overtake_the_request_it_speaks_of() -> None:
     assert prefill.state.stash == {}
     assert decode.tokens[right] == TOKENS
     assert_nothing_is_held([prefill, decode])
+
+
+def test_what_a_decode_has_said_is_forgotten_when_it_is_lost() -> None:
+    """Its next life says it anew; the room may belong to another one by then."""
+    world, prefill, decode, _left, _right = meet()
+    prefill.holds.add(RequestArrived)
+    world.run()
+    assert len(prefill.state.stash) == 1
+    world.send(prefill, PeerLost(decode.name))
+    world.run()
+    assert prefill.state.stash == {}
 
 
 def test_stashed_messages_are_bounded_and_expire() -> None:
@@ -494,6 +506,14 @@ def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
         rooms.append(world.next_room)
         world.run()
     assert list(decode.state.tombstones) == rooms[2:]
+
+
+def test_a_room_that_is_told_of_again_is_forgotten_later() -> None:
+    world = World()
+    decode = world.decode(tombstones=2)
+    for room in (1, 2, 1, 3):
+        record_closed_room(decode.state, Room(room), Abort(Room(room), decode.name, Cause.DEADLINE_EXCEEDED))
+    assert list(decode.state.tombstones) == [1, 3]
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------
