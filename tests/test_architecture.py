@@ -22,7 +22,8 @@ BASELINE = Path(__file__).with_name("architecture_baseline.json")
 SLACK = 1.10  # how far the tail may grow before somebody has to look
 
 BASE = tuple(
-    f"core.{name}" for name in ("values", "machine", "kv_parts", "request", "batch", "events", "commands", "settings")
+    f"core.{name}"
+    for name in ("values", "machine", "kv_parts", "request", "rank_load", "batch", "events", "commands", "settings")
 )
 CORE = {"core.base", "core.kv", "core.disagg", "core.state", "core.sides", "core.scheduler", "core.router"}
 # What a checkpoint says, without torch; and what a forward pass is about.
@@ -79,12 +80,20 @@ EDGES: dict[str, set[str]] = {
     "bench": SHELLS_USE,
     "cli": {"server", "server.machines", "simulator", "simulator.whole", "bench", *SHELLS_USE},
 }
-CORE_STATE = ("state", "request_state", "page_tables", "window_claims", "leaving", "chunk_budget", "micro_batches")
+CORE_STATE = (
+    "state",
+    "request_state",
+    "page_tables",
+    "window_claims",
+    "leaving",
+    "chunk_budget",
+    "micro_batches",
+    "delayer_policy",
+)
 # The first prefix that fits names the part.
 PREFIXES: tuple[tuple[str, str], ...] = (
     *((name, "core.base") for name in BASE),
     ("core.disagg.messages", "core.base"),  # the words of the rendezvous: events and commands carry them
-    ("core.scheduler.delayer_policy", "core.base"),  # what DP ranks tell each other of their prompts: the same
     ("core.kv", "core.kv"),
     *((f"core.scheduler.{name}", "core.state") for name in CORE_STATE),
     *(

@@ -9,7 +9,8 @@ import pytest
 
 from tandem.core.disagg.messages import Offer, Ready, Release
 from tandem.core.events import SnapshotsGathered
-from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, Estimation, RankLoad, Reason
+from tandem.core.rank_load import DelayHistory, RankLoad
+from tandem.core.scheduler.delayer_policy import Decision, Estimation, Reason
 from tandem.core.scheduler.state import DelayerState
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Incarnation, Nanos, Room

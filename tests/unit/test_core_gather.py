@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from core_driver import Replica, World, expected_tokens
 from tandem.core.commands import GatherSnapshot
 from tandem.core.events import SnapshotsGathered, SnapshotWanted
-from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad, agree
+from tandem.core.rank_load import DelayHistory, RankLoad
+from tandem.core.scheduler.delayer_policy import agree
 from tandem.core.scheduler.delayer_sync import DelayerSync
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.settings import DelayerSettings

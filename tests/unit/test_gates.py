@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.delayer_policy import (
     Decision,
-    DelayHistory,
     Estimation,
-    RankLoad,
     Reason,
     agree,
     expected_batch,

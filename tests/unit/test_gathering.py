@@ -4,7 +4,7 @@ import asyncio
 
 from tandem.core.commands import GatherSnapshot
 from tandem.core.events import SnapshotsGathered, SnapshotWanted
-from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad
+from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import MILLISECOND, Nanos
 from tandem.server.api.bootstrap import monotonic_now

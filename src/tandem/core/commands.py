@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchPlan
 from tandem.core.disagg.messages import Message
-from tandem.core.scheduler.delayer_policy import RankLoad
+from tandem.core.rank_load import RankLoad
 from tandem.core.values import ZERO_NS, Address, Cause, Cut, Incarnation, Nanos, PageHash, PageId, RequestId, Room
 
 

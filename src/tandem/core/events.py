@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from tandem.core.batch import BatchOutcome
 from tandem.core.disagg.messages import Message
+from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.request import Request
-from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, BatchId, Cause, Incarnation, RequestId, Room, ShardId
 

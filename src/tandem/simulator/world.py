@@ -54,8 +54,8 @@ from tandem.core.events import (
     RequestRefused,
 )
 from tandem.core.kv_parts import KvGrid, KvShard
+from tandem.core.rank_load import RankLoad
 from tandem.core.request import Request
-from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, PrefillInfo, Role

@@ -10,7 +10,8 @@ kept here: a rank that restarts has lost nothing.
 from dataclasses import dataclass, field
 
 from tandem.core.events import SnapshotsGathered, SnapshotWanted
-from tandem.core.scheduler.delayer_policy import DelayHistory, RankLoad, agree
+from tandem.core.rank_load import DelayHistory, RankLoad
+from tandem.core.scheduler.delayer_policy import agree
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import Nanos
 

@@ -18,7 +18,8 @@ from msgspec import Struct
 from tandem.core.commands import GatherSnapshot
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.events import SnapshotsGathered
-from tandem.core.scheduler.delayer_policy import RankLoad, agree, expected_batch, remember_batch
+from tandem.core.rank_load import RankLoad
+from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import DelayerSettings, NodeSettings

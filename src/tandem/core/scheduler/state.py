@@ -23,8 +23,9 @@ from tandem.core.kv.pool import PagePool
 from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.kv.windows import Windows, most_seen
+from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.chunk_budget import ChunkBudget
-from tandem.core.scheduler.delayer_policy import Decision, DelayHistory, RankLoad
+from tandem.core.scheduler.delayer_policy import Decision
 from tandem.core.scheduler.micro_batches import MicroBatches
 from tandem.core.scheduler.request_state import LIFECYCLE, InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings

@@ -13,8 +13,8 @@ from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, Lau
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import DecodeSide
 from tandem.core.events import Event, ReadsDrained, SnapshotsGathered, TransferDrained, TransferFailed
+from tandem.core.rank_load import RankLoad
 from tandem.core.request import Request
-from tandem.core.scheduler.delayer_policy import RankLoad
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, Nanos, RequestId, Room, ShardId
