@@ -279,7 +279,7 @@ def submitted(ranks: int, count: int) -> tuple[float, list[int]]:
 
 def submit(number: int) -> wire.Submit:
     request = Request(RequestId(number), f"r{number}", REQUEST_PROMPT, (), REQUEST_TOKENS, Nanos(600 * SECOND))
-    return wire.Submit(request, Payload(number, bytes(4 * REQUEST_PROMPT), SamplingParams(), b""))
+    return wire.Submit.of(request, Payload(number, bytes(4 * REQUEST_PROMPT), SamplingParams(), b""))
 
 
 def measure_dispatch(repetitions: int, count: int) -> list[dict[str, Any]]:

@@ -315,7 +315,7 @@ def test_the_number_of_samples_is_bounded(n: int) -> None:
 
 def submit(number: int, *, priority: int = 0, room: int | None = None) -> wire.Submit:
     request = Request(RequestId(number), "rid", 1, (), 1, Nanos(SECOND), room, priority=priority)  # type: ignore[arg-type]
-    return wire.Submit(request, Payload(number, b"\0\0\0\0", SamplingParams(), b""))
+    return wire.Submit.of(request, Payload(number, b"\0\0\0\0", SamplingParams(), b""))
 
 
 class linked:

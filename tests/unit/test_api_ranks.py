@@ -86,7 +86,7 @@ class Ranks:
 def submit(number: int, *, prompt_len: int = 3, room: int | None = None) -> wire.Submit:
     found = None if room is None else Room(room)
     request = Request(RequestId(number), f"r{number}", prompt_len, (), 8, Nanos(60 * SECOND), room=found)
-    return wire.Submit(request, Payload(number, array("i", [5] * prompt_len).tobytes(), SamplingParams(), b""))
+    return wire.Submit.of(request, Payload(number, array("i", [5] * prompt_len).tobytes(), SamplingParams(), b""))
 
 
 async def ranks_for(ranks: Ranks, *submits: wire.Submit) -> list[int]:

@@ -141,7 +141,7 @@ def test_a_rank_that_is_lost_while_the_server_drains_is_not_started_anew() -> No
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         await server.serves()
         client = server.api._client
-        with client.running([wire.Submit(REQUEST, PAYLOAD)], [("r",)], routed=[0]) as generation:
+        with client.running([wire.Submit.of(REQUEST, PAYLOAD)], [("r",)], routed=[0]) as generation:
             server.api._signalled()
             await until(lambda: client.is_draining)
             server.dies(1)

@@ -150,7 +150,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 def submit(number: int, *, prompt_bytes: int = 16) -> wire.Submit:
     request = Request(RequestId(number), "rid", prompt_bytes // 4, (), 8, Nanos(SECOND))
-    return wire.Submit(request, Payload(number, bytes(prompt_bytes), SamplingParams(), b""))
+    return wire.Submit.of(request, Payload(number, bytes(prompt_bytes), SamplingParams(), b""))
 
 
 def test_the_worker_knows_a_request_before_the_first_batch_that_names_it() -> None:

@@ -68,8 +68,8 @@ class Frames(Generic[Incoming]):
 _encoder = msgspec.msgpack.Encoder()
 
 
-def append_frame(buffer: bytearray, message: msgspec.Struct) -> None:
-    """Encode `message` at the end of `buffer`, length first."""
+def append_frame(buffer: bytearray, message: msgspec.Struct | msgspec.Raw) -> None:
+    """Encode `message`, unless it is encoded, at the end of `buffer`, length first."""
     start = len(buffer)
     buffer += bytes(HEAD_BYTES)
     _encoder.encode_into(message, buffer, start + HEAD_BYTES)
@@ -77,7 +77,7 @@ def append_frame(buffer: bytearray, message: msgspec.Struct) -> None:
     buffer[start : start + HEAD_BYTES] = size.to_bytes(HEAD_BYTES)
 
 
-def append_sealed(buffer: bytearray, message: msgspec.Struct, sealing: Seal | None) -> None:
+def append_sealed(buffer: bytearray, message: msgspec.Struct | msgspec.Raw, sealing: Seal | None) -> None:
     """As `append_frame`, and sealed where `sealing` says how."""
     if sealing is None:
         append_frame(buffer, message)
@@ -144,7 +144,7 @@ class PolledChannel(Generic[Incoming]):
         """What is there now, maybe nothing. Raises ChannelClosed, MalformedFrame."""
         return list(self._frames.feed(receive_some(self.sock)))
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         """Buffer; `flush` writes. Raises ChannelFull when the other end does not keep up."""
         if len(self._pending) > self._max_pending_bytes:
             raise ChannelFull(f"{len(self._pending)} bytes wait for a reader that does not read")

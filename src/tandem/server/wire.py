@@ -6,7 +6,7 @@ events of the core travel as they are; here are the few messages that only the s
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct, msgpack
 
 from tandem.core import commands, events
 from tandem.core.kv_parts import KvGrid
@@ -29,10 +29,18 @@ LayoutFields = Annotated[dict[FieldName, FieldValue], Meta(max_length=64)]
 
 
 class Submit(Struct, frozen=True):
-    """A validated request. The node forwards `payload` to its workers before the core hears of it."""
+    """A validated request. The node forwards its payload to the workers, as it came, before the core hears of it."""
 
     request: Request
-    payload: Payload
+    encoded: Raw  # a `Payload`: prompts are long, and the node has no use for them
+
+    @classmethod
+    def of(cls, request: Request, payload: Payload) -> "Submit":
+        return cls(request, Raw(msgpack.encode(payload)))
+
+    @property
+    def payload(self) -> Payload:
+        return msgpack.decode(self.encoded, type=Payload)
 
 
 class SubmitAll(Struct, frozen=True, tag=True):

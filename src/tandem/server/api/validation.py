@@ -369,7 +369,7 @@ def submission(ask: SampleRequest, request: RequestId, arrival_ns: int, limits: 
     tokens = ask.context
     links = prompt_links(root, tokens, page_size=limits.page_size)
     num_said = len(tokens) - len(ask.prompt.tokens)
-    return wire.Submit(
+    return wire.Submit.of(
         Request(
             id=request,
             rid=ask.rid,

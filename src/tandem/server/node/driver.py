@@ -13,7 +13,6 @@ from tandem.core.events import Event
 from tandem.core.values import SECOND, Cut, Incarnation, Nanos
 from tandem.ports import Clock, Node
 from tandem.ranks import Rank
-from tandem.sampling import Payload
 from tandem.server import wire
 from tandem.server.channel import PolledChannel
 from tandem.server.node.dispatch import Siblings, dispatch
@@ -49,7 +48,7 @@ class Inbox:
         self._poller = poller
         self._clock = clock
         self.failures = failures
-        self.prompt_came: Callable[[Payload], None] = lambda payload: None  # who else wants the prompts
+        self.prompt_came: Callable[[wire.Submit], None] = lambda submit: None  # who else wants the prompts
         self._happened: list[Event] = []
         self._peers: Peers | None = None
         self.questions: list[wire.Query] = []
@@ -120,12 +119,12 @@ class Inbox:
         match message:
             case wire.SubmitAll(submits):
                 for submit in submits:
-                    self.workers.send(submit.payload)
-                    self.prompt_came(submit.payload)
+                    self.workers.send(submit.encoded)
+                    self.prompt_came(submit)
                     self._happened.append(events.RequestArrived(submit.request))
             case wire.Rendered(submit):
-                self.workers.send(submit.payload)
-                self.prompt_came(submit.payload)
+                self.workers.send(submit.encoded)
+                self.prompt_came(submit)
                 self._happened.append(events.PromptRendered(submit.request))
             case wire.Query(what="worker"):
                 self.workers.send(message)

@@ -64,7 +64,7 @@ class LocalPeer:
     def pending_bytes(self) -> int:
         return self._channel.pending_bytes
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         try:
             self._channel.send(message)
         except ChannelFull as error:

@@ -172,7 +172,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     publisher = _publisher(launch, settings)
     if publisher is not None:
         kv_events = KvEvents(publisher, page_size=settings.page_size)
-        inbox.prompt_came = kv_events.prompt_came
+        inbox.prompt_came = lambda submit: kv_events.prompt_came(submit.payload)
         observers.append(kv_events)
     inbox.api.send(wire.NodeReady(replica, engines.num_pages, engines.page_bytes))
     inbox.flush()

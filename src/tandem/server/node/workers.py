@@ -100,7 +100,7 @@ class Workers:
     def pending_bytes(self) -> int:
         return max(peer.pending_bytes for peer in self._peers)
 
-    def send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct | msgspec.Raw) -> None:
         """To every worker, in the same order. Raises LocalPeerLost."""
         for peer in self._peers:
             peer.send(message)
