@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from core_driver import Replica, assert_nothing_is_held
 from core_scripts import ACTIONS, USUAL, Life, lives, scripts
-from tandem.core.commands import FinishRequest
+from tandem.core.commands import FinishRequest, PromptsLetIn
 from tandem.core.scheduler.delayer_policy import Reason
 from tandem.core.values import MILLISECOND, SECOND
 
@@ -24,7 +24,7 @@ delayers = st.fixed_dictionaries(
 
 def delayed_in_a_row(replica: Replica) -> int:
     """The longest run of passes in which a prompt was held."""
-    return max(replica.state.delayer.waits_by_passes, default=0)
+    return max((it.waited_passes for it in replica.commands if isinstance(it, PromptsLetIn)), default=0)
 
 
 @settings(max_examples=100)

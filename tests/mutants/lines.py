@@ -81,14 +81,14 @@ BREAKS = (
     # sglang#26780
     Break(
         "hit_rate_is_always_0",
-        "core/scheduler/inspect.py",
+        "core/scheduler/numbers.py",
         "counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0",
         "0.0",
         "unit/test_core_memory.py::test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed",
     ),
     Break(
         "hit_rate_is_always_0_in_processes",
-        "core/scheduler/inspect.py",
+        "core/scheduler/numbers.py",
         "counters.hit_tokens / counters.input_tokens if counters.input_tokens else 0.0",
         "0.0",
         "e2e_cpu/test_forced_retry.py::test_what_a_retry_finds_of_itself_is_no_cache_hit",
@@ -257,8 +257,8 @@ BREAKS = (
     ),
     Break(
         "failed_bootstraps_are_not_shown",
-        "core/scheduler/inspect.py",
-        '"num_bootstrap_failed_reqs_total": counters.bootstrap_failed',
+        "metrics/node_numbers.py",
+        '"num_bootstrap_failed_reqs_total": numbers.failed_bootstraps',
         '"num_bootstrap_failed_reqs_total": 0',
         EDGES + "a_decode_that_never_says_ready_ends_the_prefills_half_in_time",
     ),
@@ -278,16 +278,16 @@ BREAKS = (
     ),
     Break(
         "bootstrap_queue_is_always_0",
-        "core/scheduler/inspect.py",
-        '"num_prefill_bootstrap_queue_reqs": len(unready)',
-        '"num_prefill_bootstrap_queue_reqs": 0',
+        "core/scheduler/numbers.py",
+        "bootstrapping=len(unready)",
+        "bootstrapping=0",
         OPTIMISTIC + "halves_that_wait_for_ready_are_in_the_bootstrap_queue_whatever_is_computed",
     ),
     Break(
         "bootstrap_queue_is_always_0_in_processes",
-        "core/scheduler/inspect.py",
-        '"num_prefill_bootstrap_queue_reqs": len(unready)',
-        '"num_prefill_bootstrap_queue_reqs": 0',
+        "core/scheduler/numbers.py",
+        "bootstrapping=len(unready)",
+        "bootstrapping=0",
         ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
     ),
     Break(

@@ -4,12 +4,15 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from msgspec import structs
+
 from seeded_bugs.base import mutant, replaced
 from tandem.core.kv.pool import PagePool, PageState
 from tandem.core.kv.tree import PrefixTree
 from tandem.core.machine import Machine
-from tandem.core.scheduler import inspect, leaving, node, request_state, state
+from tandem.core.scheduler import leaving, node, request_state, state
 from tandem.core.scheduler.request_state import State
+from tandem.simulator.checkers import accounting
 
 
 @mutant(0, "S13", "S5", "S16")
@@ -91,12 +94,12 @@ def unlock_forgets_one_pin() -> Iterator[None]:
 
 @mutant(0, "S30")
 def gauge_counts_something_else() -> Iterator[None]:
-    original = inspect.gauges
+    original = accounting.numbers
 
-    def gauges(shown):
-        return {**original(shown), "num_queue_reqs": len(shown.state.requests)}
+    def numbers(shown):
+        return structs.replace(original(shown), queued=len(shown.state.requests))
 
-    with replaced(inspect, "gauges", gauges):
+    with replaced(accounting, "numbers", numbers):
         yield
 
 

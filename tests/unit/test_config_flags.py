@@ -26,7 +26,9 @@ from tandem.core.settings import (
 )
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos
 from tandem.flag_roles import NEEDS, ROLES, without_effect
+from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.server.node.peers import Heartbeat
+from tandem.server.node.process import delayer_waits
 from tandem.server.node.settings import heartbeat, node_settings, optimistic_policy
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
@@ -323,12 +325,15 @@ SWITCHES = ((), ("--disable-overlap-schedule",))
 def test_the_buckets_of_the_delayer_reach_the_node_each_on_its_own() -> None:
     passes = ["--prefill-delayer-forward-passes-buckets", "1", "2.5"]
     seconds = ["--prefill-delayer-wait-seconds-buckets", "0.1", "7"]
-    for words, expected in (
-        (passes, DelayerSettings(wait_passes_bounds=(1.0, 2.5))),
-        (seconds, DelayerSettings(wait_seconds_bounds=(0.1, 7.0))),
-        (passes + seconds, DelayerSettings(wait_passes_bounds=(1.0, 2.5), wait_seconds_bounds=(0.1, 7.0))),
+    for words, own in (
+        (passes, {"passes_bounds": (1.0, 2.5)}),
+        (seconds, {"seconds_bounds": (0.1, 7.0)}),
+        (passes + seconds, {"passes_bounds": (1.0, 2.5), "seconds_bounds": (0.1, 7.0)}),
     ):
-        assert settings(parse("--enable-prefill-delayer", *words)).delayer == expected
+        config = parse("--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "9", *words)
+        delays = delayer_waits(config, settings(config))
+        assert delays is not None
+        assert delays.numbers().keys() == DelayerWaits(9, **own).numbers().keys()
 
 
 def test_the_flags_of_scheduling_reach_the_node() -> None:

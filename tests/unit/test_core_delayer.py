@@ -1,15 +1,19 @@
 """The prefill delayer in a running node: prompts wait until they are worth a stall of the others, and no longer."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
 from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchPlan
+from tandem.core.commands import Effects, PromptsLetIn
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded, TransferDrained
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State, WaitingFor
-from tandem.core.values import SECOND, Cause, RequestId
+from tandem.core.values import SECOND, ZERO_NS, Cause, RequestId
+from tandem.metrics.delayer_waits import DelayerWaits
+from tandem.metrics.node_numbers import named
 
 NEVER_NS = 1000 * SECOND
 PATIENT = {"max_delay_passes": 10_000, "window": 10_000}
@@ -20,6 +24,17 @@ def node_with(delayer: dict[str, Any] | None, **settings: Any) -> tuple[World, R
     world = World()
     asked = {"num_pages": 400, "max_running": 16, "prefix_cache": False, "chunk_tokens": 512} | settings
     return world, world.unified(delayer=delayer, **asked)
+
+
+def waits_by_passes(node: Replica) -> Counter[int]:
+    return Counter(command.waited_passes for command in node.commands if isinstance(command, PromptsLetIn))
+
+
+def counted(node: Replica, delays: DelayerWaits) -> dict[str, float]:
+    """What is exported of the delayer."""
+    delays.after(ZERO_NS, (), Effects(tuple(node.commands), None))
+    found = named(numbers(node.node)) | delays.numbers()
+    return {name: value for name, value in found.items() if "delayer" in name}
 
 
 def prompt_batches(node: Replica) -> list[BatchPlan]:
@@ -102,7 +117,7 @@ def test_requests_that_are_not_admitted_yet_count_as_waiting() -> None:
     world.turn(node)
     assert node.state_of(waiting[-1]) is State.QUEUED, "the chunk budget admits one at a time"
     world.run_until(lambda: waiting[0] in node.started)
-    assert node.state.delayer.waits_by_passes == {0: len(prompt_batches(node))}
+    assert waits_by_passes(node) == {0: len(prompt_batches(node))}
 
 
 # --- nobody waits for ever -------------------------------------------------------------------------------------------
@@ -191,7 +206,7 @@ def test_what_waiting_prompts_hold_is_not_used() -> None:
         last = world.submit(node, prompt_len=300 * 16 - 1, max_new_tokens=1, seed=seed)
         world.run_until(lambda last=last: node.state_of(last) is State.COMPUTING)
         world.run_until(lambda last=last: last in node.ended)
-    assert node.state.delayer.waits_by_passes == {0: len(prompt_batches(node))}
+    assert waits_by_passes(node) == {0: len(prompt_batches(node))}
 
 
 def test_the_slot_gate_forgets_a_peak_that_would_not_come_again() -> None:
@@ -200,7 +215,7 @@ def test_the_slot_gate_forgets_a_peak_that_would_not_come_again() -> None:
     settle_in(world, node, count=10)
     request = hold(world, node)
     world.run_until(lambda: request in node.ended)
-    assert node.state.delayer.waits_by_passes[3] == 1
+    assert waits_by_passes(node)[3] == 1
 
 
 def test_the_queue_gate_does_not_get_used_to_the_few_whom_it_holds() -> None:
@@ -219,7 +234,7 @@ def test_where_nobody_decodes_nobody_waits() -> None:
     second = world.submit(node, prompt_len=4, max_new_tokens=5)
     world.run()
     assert {first, second} <= set(node.ended)
-    assert inspect.gauges(node.node)["prefill_delayer_wait_forward_passes_sum"] == 0
+    assert set(waits_by_passes(node)) == {0}
 
 
 def test_where_those_who_decode_cannot_go_on_nobody_waits_for_them() -> None:
@@ -307,7 +322,8 @@ def test_the_wait_is_on_the_ledger_as_waiting() -> None:
 def test_without_the_delayer_nothing_of_it_is_counted() -> None:
     world, node = node_with(None)
     keep_busy(world, node, clients=4, requests=8)
-    assert not [name for name in inspect.gauges(node.node) if "delayer" in name]
+    assert not [name for name in named(numbers(node.node)) if "delayer" in name]
+    assert not waits_by_passes(node)
     assert node.state.delayer.outcomes == {}
 
 
@@ -316,7 +332,7 @@ def test_outcomes_and_waits_are_counted_once_per_pass() -> None:
     settle_in(world, node)
     request = hold(world, node)
     world.run_until(lambda: request in node.ended)
-    gauges = {name: value for name, value in inspect.gauges(node.node).items() if "delayer" in name}
+    gauges = counted(node, DelayerWaits(7))
     labels = "input_estimation={},output_allow={},output_reason={},actual_execution={}"
     outcome = f"prefill_delayer_outcomes_total{{{{{labels}}}}}"
     assert gauges[outcome.format("all", "false", "delay", "false")] == 6
@@ -335,20 +351,25 @@ def test_outcomes_and_waits_are_counted_once_per_pass() -> None:
 
 def test_waits_are_counted_in_the_buckets_that_were_asked_for() -> None:
     """One prompt waits for six passes of a microsecond each, and whoever came before it for none."""
-    bounds = {"wait_passes_bounds": (2.0, 5.5, 9.0), "wait_seconds_bounds": (1e-6, 1e-3)}
-    world, node = node_with({**QUEUE_GATE, "max_delay_passes": 7, **bounds})
+    world, node = node_with({**QUEUE_GATE, "max_delay_passes": 7})
     settle_in(world, node)
     request = hold(world, node)
     world.run_until(lambda: request in node.ended)
     rest = len(prompt_batches(node)) - 1
-    assert buckets(node, "forward_passes") == {"0.0": rest, "2.0": rest, "5.5": rest, "6.0": rest + 1, "+Inf": rest + 1}
-    assert buckets(node, "seconds") == {"0.0": rest, "1e-06": rest, "0.001": rest + 1, "+Inf": rest + 1}
+    gauges = counted(node, DelayerWaits(7, passes_bounds=(2.0, 5.5, 9.0), seconds_bounds=(1e-6, 1e-3)))
+    assert buckets(gauges, "forward_passes") == {
+        "0.0": rest,
+        "2.0": rest,
+        "5.5": rest,
+        "6.0": rest + 1,
+        "+Inf": rest + 1,
+    }
+    assert buckets(gauges, "seconds") == {"0.0": rest, "1e-06": rest, "0.001": rest + 1, "+Inf": rest + 1}
 
 
-def buckets(node: Replica, unit: str) -> dict[str, float]:
+def buckets(gauges: dict[str, float], unit: str) -> dict[str, float]:
     """Observations up to each bound, as they are exported."""
     start = f"prefill_delayer_wait_{unit}_bucket{{le="
-    gauges = inspect.gauges(node.node)
     return {name.removeprefix(start).rstrip("}"): gauges[name] for name in gauges if name.startswith(start)}
 
 

@@ -8,8 +8,10 @@ from core_driver import World, assert_nothing_is_held
 from core_scenes import SCENES, TIMEOUT_NS
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import SECOND, Nanos
+from tandem.metrics.node_numbers import named
 
 QUEUES = {
     ("early", State.BOOTSTRAPPING): {"num_prefill_bootstrap_queue_reqs"},
@@ -57,7 +59,7 @@ def test_each_request_is_counted_in_the_queues_of_its_state_and_in_no_other(name
         if isinstance(progress.side, PrefillSide) and progress.side.reader is None:
             role = "early"
         expected.update(QUEUES.get((role, progress.state), ()))
-    found = inspect.gauges(scene.here.node)
+    found = named(numbers(scene.here.node))
     assert {gauge: found[gauge] for gauge in NAMES} == {gauge: expected[gauge] for gauge in NAMES}
 
 
@@ -132,7 +134,7 @@ def test_a_request_that_fails_is_counted_once_by_how_far_it_had_come(
         replica.release()
     scene.world.advance(12 * TIMEOUT_NS)
     assert_nothing_is_held(scene.world.replicas.values())
-    found = inspect.gauges(scene.here.node)
+    found = named(numbers(scene.here.node))
     both = ("num_bootstrap_failed_reqs_total", "num_transfer_failed_reqs_total")
     assert {name: found[name] for name in both} == {name: name == counter for name in both}
 
@@ -143,6 +145,6 @@ def test_a_pair_that_goes_well_counts_no_failure_and_shows_no_wait() -> None:
     world.pair(prefill, decode, prompt_len=100)
     world.run()
     for replica in (prefill, decode):
-        found = inspect.gauges(replica.node)
+        found = named(numbers(replica.node))
         assert not any(found[name] for name in found if "failed" in name or "retries" in name or name in NAMES)
         assert inspect.waits(replica.node, world.now) == []

@@ -5,9 +5,10 @@ import pytest
 from core_driver import World, assert_nothing_is_held, expected_tokens
 from tandem.core.events import BatchReturned, FlushRequested, PagesLanded
 from tandem.core.kv.pool import PageState
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause
+from tandem.metrics.node_numbers import named
 
 # --- prefix cache ----------------------------------------------------------------------------------------------------
 
@@ -84,10 +85,10 @@ def test_the_hit_rate_counts_a_prompt_once_however_often_it_is_computed() -> Non
     world.run()
     assert prefill.progress(left).side.prefill_retry_count > 0
     assert (prefill.state.counters.input_tokens, prefill.state.counters.hit_tokens) == (64, 0)
-    assert inspect.gauges(prefill.node)["cache_hit_rate"] == 0.0
+    assert named(numbers(prefill.node))["cache_hit_rate"] == 0.0
     world.submit(prefill, prompt_len=64, room=8)  # three of its four pages are there, and it computes the rest
     world.run()
-    assert inspect.gauges(prefill.node)["cache_hit_rate"] == 48 / 128
+    assert named(numbers(prefill.node))["cache_hit_rate"] == 48 / 128
 
 
 # --- admission -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,10 @@ from tandem.core.commands import FinishRequest, PublishPages
 from tandem.core.disagg.messages import Offer, Ready
 from tandem.core.disagg.optimistic_prefill import should_force_retry
 from tandem.core.events import BatchReturned, HooksChanged, RequestArrived
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND
+from tandem.metrics.node_numbers import named
 
 POLICIES = ("off", "retry", "park")
 
@@ -89,7 +90,7 @@ QUEUE_GAUGES = ("num_prefill_bootstrap_queue_reqs", "num_queue_reqs", "num_prefi
 
 
 def booked(prefill: Replica) -> tuple[float, ...]:
-    shown = inspect.gauges(prefill.node)
+    shown = named(numbers(prefill.node))
     return tuple(shown[name] for name in QUEUE_GAUGES)
 
 

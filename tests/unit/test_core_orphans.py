@@ -20,9 +20,10 @@ from tandem.core.events import (
     TransferFailed,
 )
 from tandem.core.kv.pool import PageState
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause, Cut, ShardId
+from tandem.metrics.node_numbers import named
 
 CUT = Cut(tp_size=2, pp_size=2)
 SHARDS = CUT.shards
@@ -76,7 +77,7 @@ class Transfer:
         }
         assert_nothing_is_held(both)
         for replica in both:
-            gauges = inspect.gauges(replica.node)
+            gauges = named(numbers(replica.node))
             assert {name: gauges[name] for name in GAUGES if name != "num_used_tokens"} == dict.fromkeys(GAUGES[:-1], 0)
             assert gauges["num_used_tokens"] == 0, "cached pages are not used pages"
 
@@ -239,11 +240,11 @@ def test_an_abort_before_anything_was_pulled_has_nothing_to_drain(order: list[Sh
     request = world.submit(prefill, prompt_len=PROMPT_LEN, room=world.room())
     world.run()
     assert prefill.state_of(request) is State.BOOTSTRAPPING
-    assert inspect.gauges(prefill.node)["num_prefill_bootstrap_queue_reqs"] == 1
+    assert named(numbers(prefill.node))["num_prefill_bootstrap_queue_reqs"] == 1
     world.abort(prefill, request)
     for shard in order:  # answers to a question of an earlier life of this id
         world.send(prefill, ReadsDrained(request, 1, shard))
     world.run()
     assert prefill.said(RevokePages) == []
-    assert inspect.gauges(prefill.node)["num_prefill_bootstrap_queue_reqs"] == 0
+    assert named(numbers(prefill.node))["num_prefill_bootstrap_queue_reqs"] == 0
     assert_nothing_is_held([prefill, decode])

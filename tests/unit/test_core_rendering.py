@@ -17,9 +17,10 @@ from tandem.core.events import (
     PromptRendered,
     RequestArrived,
 )
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, Cause, Incarnation
+from tandem.metrics.node_numbers import named
 
 HERE, THERE = 101, 203  # Unix seconds, of prefill and of decode; their prompts differ in length, too
 LEN = 100
@@ -126,7 +127,7 @@ def test_what_was_parked_gives_its_pages_back_and_counts_as_one_retry() -> None:
     assert prefill.progress(left).waiting_for is WaitingFor.RENDERING
     assert prefill.progress(left).pages == []
     assert prefill.state.results.owners == {}
-    assert inspect.gauges(prefill.node)["num_prefill_bootstrap_queue_reqs"] == 1
+    assert named(numbers(prefill.node))["num_prefill_bootstrap_queue_reqs"] == 1
     prefill.release()
     assert_answered(world, prefill, decode, left, right)
     assert prefill.ended[left].retries == 1

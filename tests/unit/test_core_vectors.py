@@ -8,8 +8,8 @@ from core_driver import Replica, World, assert_nothing_is_held, expected_tokens,
 from tandem.core.batch import BatchKind
 from tandem.core.commands import EmitTokens, FinishReason, FinishRequest, StartRequest
 from tandem.core.events import BatchFailed, BatchReturned
-from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.values import BatchId, Cause
 from tandem.server.logs import BatchLog, load_of
 from tandem.server.node.without_tokens import command_without_tokens, event_without_tokens
@@ -162,7 +162,7 @@ def test_batches_with_vectors_carry_the_numbers_of_their_launch() -> None:
     world.run()
     lines: list[str] = []
     idle = EngineNode(node.node.state.settings)
-    log = BatchLog(lines.append, lambda: load_of(inspect.gauges(idle)), shows_numbers=True)
+    log = BatchLog(lines.append, lambda: load_of(numbers(idle)), shows_numbers=True)
     for now, happened, effects in node.log:
         log.after(now, happened, effects)
     found = [re.fullmatch(r"Prefill batch \[(\d+)\], #new-seq: 1, #new-token: 50, .*", line) for line in lines]

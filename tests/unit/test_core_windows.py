@@ -18,10 +18,11 @@ from core_driver import (
 from tandem.core.commands import FreeWindows, LaunchBatch, LoadPages, StorePages
 from tandem.core.events import PagesLanded
 from tandem.core.kv.windows import Windows, most_seen
-from tandem.core.scheduler.inspect import gauges
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import State
 from tandem.core.settings import WritePolicy
 from tandem.core.values import Cause, PageId
+from tandem.metrics.node_numbers import named
 from tandem.pagehash import hash_of, prompt_links
 
 PAGE = 4
@@ -62,9 +63,9 @@ def test_who_would_need_parts_that_others_may_need_waits_for_them() -> None:
     ids = [world.submit(node, prompt_len=30, max_new_tokens=20, seed=seed) for seed in (1, 2, 3)]
     world.run_until(lambda: node.state_of(ids[0]) is State.COMPUTING)
     assert [node.state_of(request) for request in ids[1:]] == [State.QUEUED, State.QUEUED]
-    assert gauges(node.node)["swa_token_usage"] == parts / (parts + 3)
+    assert named(numbers(node.node))["swa_token_usage"] == parts / (parts + 3)
     world.run()
-    assert gauges(node.node)["swa_token_usage"] == 0
+    assert named(numbers(node.node))["swa_token_usage"] == 0
     assert [node.tokens[request] for request in ids] == [expected_tokens(30, 20, seed=seed) for seed in (1, 2, 3)]
     assert_nothing_is_held(node)
 

@@ -124,6 +124,13 @@ class AnnounceDpRank(Struct, frozen=True, tag=True):
     sought: int | None = None  # the rank where decode looks by itself: it is to hear `RoomElsewhere`
 
 
+class PromptsLetIn(Struct, frozen=True, tag=True):
+    """The prefill delayer has let a batch of prompts begin: for those who count how long that took. Nobody answers."""
+
+    waited_passes: int  # 0: at once
+    waited_ns: Nanos
+
+
 class GatherSnapshot(Struct, frozen=True, tag=True):
     """Give this rank's snapshot to a pass of the prefill delayer. Answered by `SnapshotsGathered`."""
 
@@ -270,6 +277,7 @@ Command = (
     | LearnPeer
     | AskDpRank
     | AnnounceDpRank
+    | PromptsLetIn
     | GatherSnapshot
     | Tell
     | PublishPages

@@ -67,7 +67,7 @@ class LoadFailurePolicy(StrEnum):
 
 
 class DelayerSettings(Struct, frozen=True):
-    """When prompts wait for those who decode (`sched.gates`)."""
+    """When prompts wait for those who decode (`scheduler/delayer_policy.py`)."""
 
     max_delay_passes: int = 30
     low_watermark: float | None = None  # share of the KV pool in use below which nothing waits; None: no such share
@@ -78,9 +78,6 @@ class DelayerSettings(Struct, frozen=True):
     num_ranks: int = 1  # DP ranks that have to decide alike
     pass_ns: Nanos = Nanos(5 * MILLISECOND)  # with several: at least so long between two passes that a rank asks for
     gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the snapshot of a rank
-    # Bounds of the two histograms of its waits. Besides them: 0, and of the passes the most that anybody waits for.
-    wait_passes_bounds: tuple[float, ...] = (5.0, 20.0, 50.0, 100.0, 200.0)
-    wait_seconds_bounds: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
 
 
 class WritePolicy(StrEnum):

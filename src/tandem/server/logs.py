@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from types import TracebackType
@@ -21,6 +21,7 @@ from types import TracebackType
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
+from tandem.core.scheduler.numbers import NodeNumbers
 from tandem.core.values import SECOND, BatchId, Nanos, RequestId
 from tandem.logtext import MAX_LINE_CHARS, visible
 from tandem.metrics.dp_cooperation import DpCooperation
@@ -253,11 +254,10 @@ class BatchLog:
                 self._generated = self._busy_ns = 0
 
 
-def load_of(gauges: Mapping[str, float]) -> Load:
-    """From the node's own figures (`core.sched.inspect.gauges`)."""
+def load_of(numbers: NodeNumbers) -> Load:
     return Load(
-        token_usage=gauges["token_usage"],
-        used_tokens=int(gauges["num_used_tokens"]),
-        running=int(gauges["num_running_reqs"]),
-        queued=int(gauges["num_queue_reqs"]),
+        token_usage=numbers.token_usage,
+        used_tokens=numbers.used_tokens,
+        running=numbers.running,
+        queued=numbers.queued,
     )

@@ -33,6 +33,7 @@ from tandem.core.commands import (
     LearnPeer,
     LoadPages,
     LookUpPages,
+    PromptsLetIn,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -304,6 +305,8 @@ def describe_command(command: Command) -> str:
             return f"announce that {len(hashes)} pages are no longer cached"
         case AnnounceCleared():
             return "announce that nothing is cached any more"
+        case PromptsLetIn(passes, waited_ns):
+            return f"let prompts in after {passes} passes and {waited_ns} ns"
         case FreeWindows(pages):
             return f"free the windows of {_pages(pages)}"
         case StorePages() | LoadPages() | LookUpPages() | FetchPages() | WritePages():

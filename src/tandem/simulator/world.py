@@ -34,6 +34,7 @@ from tandem.core.commands import (
     LearnPeer,
     LoadPages,
     LookUpPages,
+    PromptsLetIn,
     PublishPages,
     PullPages,
     RenderAgain,
@@ -509,7 +510,7 @@ class World:
                     self.network.send(life.host, life.incarnation, peer, message)
             case RenderAgain(request, rendered_at):
                 self.edge.render_again(life.halves[request], rendered_at)
-            case StartRequest() | AnnounceStored() | AnnounceRemoved() | AnnounceCleared():
+            case StartRequest() | PromptsLetIn() | AnnounceStored() | AnnounceRemoved() | AnnounceCleared():
                 pass
             case LearnPeer() | AskDpRank():
                 self.bootstraps.ask(life, command)

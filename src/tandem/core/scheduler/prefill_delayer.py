@@ -10,12 +10,11 @@ A request that is held waits for `WaitingFor.GATE`. It is held only while somebo
 that returns asks again, and the time at which the queue gate gives up is a wake-up of the node.
 """
 
-from bisect import bisect_left
 from typing import Protocol
 
 from msgspec import Struct
 
-from tandem.core.commands import GatherSnapshot
+from tandem.core.commands import GatherSnapshot, PromptsLetIn
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.events import SnapshotsGathered
 from tandem.core.rank_load import RankLoad
@@ -23,7 +22,7 @@ from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import DelayerSettings, NodeSettings
-from tandem.core.values import SECOND, ZERO_NS, Nanos
+from tandem.core.values import ZERO_NS, Nanos
 
 
 class PrefillGate(Protocol):
@@ -130,11 +129,7 @@ class Delayer(Struct, frozen=True):
         outcome = (decision.estimation, decision.allows, decision.reason, num_rows > 0)
         state.outcomes[outcome] = state.outcomes.get(outcome, 0) + 1
         if decision.allows and num_rows:
-            passes, seconds = state.waited_passes, state.waited_ns / SECOND
-            state.waits_by_passes[passes] = state.waits_by_passes.get(passes, 0) + 1
-            bucket = bisect_left((0.0, *self.settings.wait_seconds_bounds), seconds)
-            state.waits_by_seconds[bucket] = state.waits_by_seconds.get(bucket, 0) + 1
-            state.waited_ns_total = Nanos(state.waited_ns_total + state.waited_ns)
+            node.out.append(PromptsLetIn(state.waited_passes, state.waited_ns))
 
     def opens_at(self, node: NodeState) -> Nanos | None:
         since = node.delayer.since

@@ -90,9 +90,6 @@ class DelayerState:
     waited_passes: int = 0  # of the delay that it ended
     waited_ns: Nanos = ZERO_NS
     outcomes: dict[tuple[str, bool, str, bool], int] = field(default_factory=dict[tuple[str, bool, str, bool], int])
-    waits_by_passes: dict[int, int] = field(default_factory=dict[int, int])
-    waits_by_seconds: dict[int, int] = field(default_factory=dict[int, int])  # by bucket; the first is 0
-    waited_ns_total: Nanos = ZERO_NS
 
 
 @dataclass(slots=True)

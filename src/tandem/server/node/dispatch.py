@@ -90,6 +90,8 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, si
             peers.tell(command.peer, command.message)
         case commands.AnnounceStored() | commands.AnnounceRemoved() | commands.AnnounceCleared():
             pass  # for those who observe the stream (`kv_events.py`)
+        case commands.PromptsLetIn():
+            pass  # alike (`metrics/delayer_waits.py`)
         case commands.GatherSnapshot():
             siblings.gather(command)
         case never:

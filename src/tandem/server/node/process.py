@@ -29,11 +29,14 @@ from tandem.config import (
 from tandem.core.disagg.message_checks import Bounds
 from tandem.core.scheduler import inspect
 from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.settings import NodeSettings
 from tandem.core.stall_detector import ProgressReport
 from tandem.core.values import Nanos
 from tandem.membership import ClusterSecret, new_challenge
+from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.metrics.dp_cooperation import DpCooperation
+from tandem.metrics.node_numbers import named
 from tandem.ranks import all_ranks
 from tandem.sampling import are_scores, is_score
 from tandem.server import logs, wire
@@ -68,6 +71,7 @@ class Questions:
     node: EngineNode
     inbox: Inbox
     cooperation: DpCooperation
+    delays: DelayerWaits | None
 
     def answer(self, query: wire.Query, now: Nanos) -> bytes:
         match query.what:
@@ -78,7 +82,7 @@ class Questions:
             case "flow":
                 found = inspect.flow(self.node, now)
             case "metrics":
-                found = inspect.gauges(self.node) | self.cooperation.numbers()
+                found = named(numbers(self.node)) | self._counted()
             case "flush":
                 found = {"flushed": True}  # the step before has done it
             case "faults":
@@ -88,6 +92,10 @@ class Questions:
             case unknown:
                 found = {"error": f"unknown question {unknown}"}
         return msgspec.json.encode(found)
+
+    def _counted(self) -> dict[str, float]:
+        """By those who observe the stream."""
+        return self.cooperation.numbers() | (self.delays.numbers() if self.delays is not None else {})
 
     def _faults(self) -> wire.Faults:
         failures = self.inbox.failures
@@ -165,10 +173,13 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     observers: list[Observer] = [observer for observer in (recorder, kept) if observer is not None]
     batches = logs.BatchLog(
         logger.info,
-        lambda: logs.load_of(inspect.gauges(node)),
+        lambda: logs.load_of(numbers(node)),
         shows_numbers=environment_switch(LOG_FORWARD_ITERS),
     )
     observers.append(batches)
+    delays = delayer_waits(launch.config, settings)
+    if delays is not None:
+        observers.append(delays)
     publisher = _publisher(launch, settings)
     if publisher is not None:
         kv_events = KvEvents(publisher, page_size=settings.page_size)
@@ -179,7 +190,7 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
     gc.collect()
     gc.freeze()  # what is here now stays; the collector need not look at it again
     try:
-        questions = Questions(node, inbox, batches.cooperation)
+        questions = Questions(node, inbox, batches.cooperation, delays)
         drive(node, inbox, clock, observers=observers, answer=questions.answer, siblings=_siblings(launch, inbox))
     except Exception as error:
         if kept is not None:
@@ -191,6 +202,16 @@ def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, ma
             recorder.close()
         if publisher is not None:
             publisher.close()
+
+
+def delayer_waits(config: ServerConfig, settings: NodeSettings) -> DelayerWaits | None:
+    if settings.delayer is None:
+        return None
+    return DelayerWaits(
+        settings.delayer.max_delay_passes,
+        passes_bounds=config.prefill_delayer_forward_passes_buckets,
+        seconds_bounds=config.prefill_delayer_wait_seconds_buckets,
+    )
 
 
 def _siblings(launch: Launch, inbox: Inbox) -> Siblings:

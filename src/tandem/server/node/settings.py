@@ -118,15 +118,12 @@ def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
 
 def delayer_settings(config: ServerConfig, topology: DpTopology) -> DelayerSettings:
     """Ranks that step together decide alike; a replica that steps alone agrees with itself."""
-    usual = DelayerSettings()
     return DelayerSettings(
         max_delay_passes=config.prefill_delayer_max_delay_passes,
         low_watermark=config.prefill_delayer_token_usage_low_watermark,
         queue_min_ratio=config.prefill_delayer_queue_min_ratio,
         max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
         num_ranks=topology.attn_dp_size,
-        wait_passes_bounds=config.prefill_delayer_forward_passes_buckets or usual.wait_passes_bounds,
-        wait_seconds_bounds=config.prefill_delayer_wait_seconds_buckets or usual.wait_seconds_bounds,
     )
 
 

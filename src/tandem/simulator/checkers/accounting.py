@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tandem.core.commands import FinishReason, FinishRequest, Path, StartRequest
 from tandem.core.disagg.sides import PrefillSide
-from tandem.core.scheduler import inspect
+from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
 from tandem.core.settings import Role
 from tandem.core.values import Incarnation, RequestId
@@ -107,12 +107,18 @@ class FirstTokenClock:
             )
 
 
+ZERO_AT_IDLE = (
+    *("running", "queued", "retracting", "bootstrapping", "early", "sending", "preallocating", "arriving"),
+    "used_tokens",
+)
+
+
 class Gauges:
     id = "S30"
 
     def recount(self, life: Life) -> None:
         state = life.node.state
-        shown = inspect.gauges(life.node)
+        shown = numbers(life.node)
         states = Counter(progress.state for progress in state.requests.values())
         early = Counter(
             progress.state
@@ -122,19 +128,20 @@ class Gauges:
             and progress.state is not State.DRAINING
         )
         counted = {
-            "num_running_reqs": states[State.RUNNING] + states[State.COMPUTING],
-            "num_queue_reqs": states[State.QUEUED] - early[State.QUEUED],
-            "num_prefill_bootstrap_queue_reqs": early.total(),
-            "tandem:num_prefill_early_reqs": early[State.COMPUTING],
-            "num_prefill_inflight_queue_reqs": states[State.SENDING],
-            "num_decode_transfer_queue_reqs": states[State.ARRIVING] + states[State.RECOVERING],
+            "running": states[State.RUNNING] + states[State.COMPUTING],
+            "queued": states[State.QUEUED] - early[State.QUEUED],
+            "bootstrapping": early.total(),
+            "early": early[State.COMPUTING],
+            "sending": states[State.SENDING],
+            "arriving": states[State.ARRIVING] + states[State.RECOVERING],
         }
         for name, value in counted.items():
-            if shown[name] != value:
-                raise Violation(self.id, f"{where(life)}: {name} shows {shown[name]}, is {value}")
+            if (found := getattr(shown, name)) != value:
+                raise Violation(self.id, f"{where(life)}: {name} shows {found}, is {value}")
 
     def at_idle(self, life: Life) -> None:
-        for name, value in inspect.gauges(life.node).items():
-            is_idle = name.startswith("num_") and (name.endswith("_reqs") or name == "num_used_tokens")
-            if (is_idle or name == "swa_token_usage") and value:
+        shown = numbers(life.node)
+        windows = shown.window.usage if shown.window is not None else 0
+        for name, value in [*((name, getattr(shown, name)) for name in ZERO_AT_IDLE), ("window usage", windows)]:
+            if value:
                 raise Violation(self.id, f"{where(life)}: {name} shows {value} at idle")
