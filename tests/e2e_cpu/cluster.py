@@ -8,6 +8,8 @@ A module starts one cluster and shares it among its tests where it can: a start 
 
 import http.client
 import json
+import os
+import signal
 import socket
 import sys
 import tempfile
@@ -296,6 +298,23 @@ def child_named(process_id: int, module: str) -> int:
         if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text():
             return child
     raise AssertionError(f"no child runs {module}")
+
+
+@contextmanager
+def frozen(server: Server, module: str) -> Iterator[None]:
+    """All of its threads: on a busy machine the signal is heard later than what is said to the process after it."""
+    process = child_named(server.member.process.pid, module)
+    os.kill(process, signal.SIGSTOP)
+    try:
+        eventually(lambda: states_of_threads(process) == {"T"}, within_s=5.0)
+        yield
+    finally:
+        os.kill(process, signal.SIGCONT)
+
+
+def states_of_threads(process_id: int) -> set[str]:
+    stats = [path.read_text() for path in Path(f"/proc/{process_id}/task").glob("*/stat")]
+    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 def is_running(process_id: int) -> bool:

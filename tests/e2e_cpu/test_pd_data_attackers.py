@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Server, bootstrap_port, eventually, halves
-from test_pd_laws import frozen, metric
+from cluster import Server, bootstrap_port, eventually, frozen, halves
+from test_pd_laws import metric
 
 from attackers_data import WRONG, Asker, Target
 from tandem.core.values import Incarnation

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Cluster, HttpError, Server, cluster, eventually
+from cluster import Cluster, HttpError, Server, bootstrap_port, cluster, eventually
 
 import tandem
 from tandem.core.disagg.optimistic_prefill import should_force_retry
@@ -150,18 +150,26 @@ def test_halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed
 
 
 def test_as_much_of_a_prompt_is_computed_before_a_decode_is_there_as_the_policy_says(pair: tuple[str, Cluster]) -> None:
-    """An attempt of a retry ends when its first chunk has returned; the next one goes on behind what was launched."""
+    """An attempt of a retry ends when its first chunk has returned; the next one goes on behind what was launched.
+    What is left is what a decode that comes late waits for: with park nothing."""
     policy, it = pair
     prefill = it.prefills[0]
     rest = {"off": "bootstrapping", "retry": "bootstrapping", "park": "parked"}[policy]
     prompt = [300 - number % 250 for number in range(10 * CHUNK)]
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 101}
     before = len(prefill.log)
-    half = prefill.open_stream(prompt, bootstrap_room=101)
+
+    def chunks() -> float:
+        prefill.state()  # what its node has told by then, it has logged
+        found = re.findall(r"Prefill batch.*#new-token: (\d+)", prefill.log[before:])
+        return sum(map(int, found)) / CHUNK
+
+    half = prefill.open_stream(prompt, **room)
     try:
         eventually(lambda: len(prefill.state()["queues"].get(rest, ())) == 1, what=prefill.state)
-        found = [int(number) for number in re.findall(r"Prefill batch.*#new-token: (\d+)", prefill.log[before:])]
-        chunks = {"off": {0}, "retry": set(range(RETRIES, RETRIES * (1 + AHEAD) + 1)), "park": {10}}[policy]
-        assert sum(found) / CHUNK in chunks
+        assert chunks() in {"off": {0}, "retry": set(range(RETRIES, RETRIES * (1 + AHEAD) + 1)), "park": {10}}[policy]
+        assert it.decodes[0].generate(prompt, **room)["meta_info"]["path"] == "remote"
+        assert chunks() == 10, "nothing is computed twice"
     finally:
         half.close()
     eventually(prefill.is_idle, what=prefill.state)

@@ -4,17 +4,13 @@ Nobody stands in front of the halves. A law that is broken shows within seconds:
 The tests share one pair. `tests/mutants/test_real_server.py` names the bugs that they are there for.
 """
 
-import os
-import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import HttpError, Server, bootstrap_port, child_named, eventually, halves
+from cluster import HttpError, Server, bootstrap_port, eventually, frozen, halves
 
 SOON_S = 5.0
 FLAGS = ("--deterministic", "--enable-fault-injection", "--stall-timeout", "5")
@@ -66,23 +62,6 @@ def forget_prefixes(it: tuple[Server, Server]) -> None:
     for server in it:
         eventually(server.is_idle, within_s=SOON_S, what=server.state)
         server.open("POST", "/flush_cache").close()
-
-
-@contextmanager
-def frozen(server: Server, module: str) -> Iterator[None]:
-    """All of its threads: on a busy machine the signal is heard later than what is said to the process after it."""
-    process = child_named(server.member.process.pid, module)
-    os.kill(process, signal.SIGSTOP)
-    try:
-        eventually(lambda: states_of_threads(process) == {"T"}, within_s=SOON_S)
-        yield
-    finally:
-        os.kill(process, signal.SIGCONT)
-
-
-def states_of_threads(process_id: int) -> set[str]:
-    stats = [path.read_text() for path in Path(f"/proc/{process_id}/task").glob("*/stat")]
-    return {stat.rpartition(")")[2].split()[0] for stat in stats}
 
 
 def quarantined(server: Server) -> int:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from random import Random
 
 import pytest
 from cluster import Cluster, Server, cluster, eventually
@@ -135,6 +136,16 @@ def total(server: Server, name: str, labels: str = "") -> float:
     return sum(value for key, value in metrics(server).items() if f"prefill_delayer_{name}{{" in key and labels in key)
 
 
+def passes(server: Server) -> dict[tuple[str, str], float]:
+    """How many there were, by what was decided and why."""
+    found: dict[tuple[str, str], float] = {}
+    pattern = re.compile(r'sglang:prefill_delayer_outcomes_total{.*output_allow="(\w+)".*output_reason="(\w*)"')
+    for key, value in metrics(server).items():
+        if (match := pattern.match(key)) is not None:
+            found[match[1], match[2]] = found.get((match[1], match[2]), 0) + value
+    return found
+
+
 def delays(server: Server) -> float:
     return total(server, "outcomes_total", 'output_reason="delay"')
 
@@ -157,9 +168,11 @@ def test_a_prompt_waits_for_others_no_longer_than_the_flag_says() -> None:
     """Two run, so two should wait, and one does."""
     flags = ("--prefill-delayer-queue-min-ratio", "1", "--prefill-delayer-max-delay-ms", "400")
     with beside_streams(2, *flags) as server:
-        before, waited_s = delays(server), total(server, "wait_seconds_sum")
+        before, waited_s, passed = delays(server), total(server, "wait_seconds_sum"), passes(server)
         server.generate([8] * 20, max_new_tokens=1)
         assert delays(server) > before
+        grown = {what for what, number in passes(server).items() if number > passed.get(what, 0)}
+        assert {what for what in grown if what[1]} == {("false", "delay"), ("true", "wait_success")}
         assert 0.4 <= total(server, "wait_seconds_sum") - waited_s < 5.0, "which it is where no flag is given"
 
 
@@ -171,8 +184,11 @@ def test_a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants() -> No
         first = pool.submit(server.generate, [8] * 20, max_new_tokens=1)
         eventually(lambda: delays(server) > before + LOOKED_BACK, what=server.state)
         assert not first.done()
+        logged = len(server.log)
         server.generate([9] * 20, max_new_tokens=1)
         assert first.result()["meta_info"]["completion_tokens"] == 1
+        server.state()  # what its node has told by then, it has logged
+        assert re.findall(r"Prefill batch.*#new-seq: (\d+)", server.log[logged:]) == ["2"]
 
 
 def test_a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed() -> None:
@@ -195,3 +211,38 @@ def test_without_the_flag_nothing_of_it_is_counted(common: Cluster) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         list(clients.map(lambda number: ask(server, number), range(CLIENTS)))
     assert not [key for key in metrics(server) if "prefill_delayer" in key]
+
+
+# --- what the delayer is there for -----------------------------------------------------------------------------------
+
+ROWS = 32  # that run at a time, by default
+PROMPT_BATCH_MS, DECODE_BATCH_MS = 190, 9  # what they cost the model of the report (`bench/delayer.py`)
+
+
+def test_who_ends_alone_is_followed_by_a_prompt_batch_of_its_own(common: Cluster) -> None:
+    """All wait from the start, in one queue: those that end together are followed by one batch of prompts. Of equally
+    long answers 32 do, of unequal ones hardly any, and what batches cost then is most of the output throughput."""
+    server = common.unified
+    assert server is not None
+    equal, unequal = ([Random(number).randint(least, 60) for number in range(4 * ROWS)] for least in (60, 20))
+    batches, decodes = batches_for(server, equal)
+    more_batches, more_decodes = batches_for(server, unequal)
+    assert batches < more_batches / 4
+    took_ms, took_longer_ms = (
+        prompts * PROMPT_BATCH_MS + others * DECODE_BATCH_MS
+        for prompts, others in ((batches, decodes), (more_batches, more_decodes))
+    )
+    assert sum(unequal) / took_longer_ms < 0.6 * sum(equal) / took_ms
+
+
+def batches_for(server: Server, lengths: list[int]) -> tuple[int, int]:
+    """Of prompts, and of tokens after them, until all answers have these lengths."""
+    eventually(server.is_idle, what=server.state)
+    logged, launched = server.log.count("Prefill batch"), server.state()["forward_ct"]
+    prompts = [[20 + number] * 12 for number in range(len(lengths))]
+    sampling = [{"temperature": 0, "ignore_eos": True, "max_new_tokens": length} for length in lengths]
+    answers = server.call("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
+    assert [len(answer["output_ids"]) for answer in answers] == lengths
+    eventually(server.is_idle, what=server.state)
+    batches = server.log.count("Prefill batch") - logged
+    return batches, server.state()["forward_ct"] - launched - batches

@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 from typing import Any  # JSON documents
 
 import pytest
-from cluster import Server, bootstrap_port, eventually, halves
+from cluster import Server, bootstrap_port, eventually, frozen, halves
 
 EXACT = ("--deterministic",)
 FLAGS = (*EXACT, "--disaggregation-metadata-slots", "1", "--optimistic-prefill-policy", "park")
@@ -70,3 +71,41 @@ def test_who_is_ready_takes_the_row_of_one_that_is_parked_and_everybody_is_answe
     parked.close()
     for server in it:
         eventually(server.is_idle, what=server.state)
+
+
+def test_who_lacks_a_row_is_passed_over_by_one_that_has_one(tmp_path: Path) -> None:
+    """Three rows and 24 pages. Of two that are parked both give their pages back to one that is READY. The smaller one
+    has kept its row and is computed again, though another one that lacks a row is first in the queue."""
+    flags = ("--disaggregation-metadata-slots", "3", "--optimistic-prefill-attempts", "3", "--max-total-tokens", "384")
+    with halves(tmp_path, (*EXACT, *flags), EXACT) as (prefill, decode):
+        large, small = ([number] * 16 * pages for number, pages in ((5, 7), (6, 3)))
+        parked = []
+        for number, prompt in enumerate((large, small)):
+            parked.append(prefill.open_stream(prompt, bootstrap_room=next(rooms)))
+            eventually(lambda number=number: in_state(prefill, "parked") == number + 1, what=prefill.state)
+        lacking = prefill.open_stream([7] * 16 * 16, bootstrap_room=next(rooms), rid="lacking")
+        eventually(lambda: waits_for(prefill, "lacking") == "pages", what=prefill.state)
+        ready = {
+            "bootstrap_host": "127.0.0.1",
+            "bootstrap_port": bootstrap_port(prefill),
+            "bootstrap_room": next(rooms),
+        }
+        with frozen(decode, "worker_process"):
+            half_of_decode = decode.open_stream([8] * 16 * 18, **ready)
+            eventually(lambda: prefill.state()["stashed"] == 1, what=prefill.state)
+            half = prefill.open_stream([8] * 16 * 18, **ready)
+            eventually(lambda: waits_for(prefill, "lacking") == "metadata_slot", what=prefill.state)
+            eventually(lambda: in_state(prefill, "sending") == in_state(prefill, "parked") == 1, what=prefill.state)
+            assert waits_for(prefill, "lacking") == "metadata_slot"
+            assert in_state(prefill, "queued") == 2
+            assert rows(prefill) == (0, 3)
+        assert half_of_decode.getresponse().status == half.getresponse().status == 200
+        for connection in (*parked, lacking, half_of_decode, half):
+            connection.close()
+        eventually(prefill.is_idle, what=prefill.state)
+
+
+def waits_for(prefill: Server, rid: str) -> str:
+    (found,) = [wait["waiting_for"] for wait in prefill.get("/debug/waits") if wait["rid"] == rid]
+    assert isinstance(found, str)
+    return found

@@ -32,7 +32,11 @@ from tandem.cli.ports import free_ports
 
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
 FOREVER = {"ignore_eos": True}
-MINI = Path(__file__).parents[2] / "src" / "tandem" / "bundled" / "mini"
+ROOT = Path(__file__).parents[2]
+MINI = ROOT / "src" / "tandem" / "bundled" / "mini"
+FLAGS_PAGE = ROOT / "docs" / "flags.md"
+GIVEN = ("flight_record", "max_total_tokens", "max_running_requests", "allowed_origins")  # to `server`
+FOUND_AT_START = ("port", "served_model_name", "dtype", "load_balance_method", "context_length", "page_size")
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +205,18 @@ def test_without_overlap_one_batch_is_launched_at_a_time_and_has_its_own_number(
         stream.next()
         assert {len(alone.state()["window"]) for _ in range(100)} <= {0, 1}
         stream.close()
+
+
+def test_the_page_of_flags_has_those_of_the_command_and_the_defaults_of_a_server(server: Server) -> None:
+    page = dict(re.findall(r"^\| `(--[\w-]+)[^|]*` \| `?([^|`]+)`? \|", FLAGS_PAGE.read_text(), re.MULTILINE))
+    told = run_tandem("serve", "--help")
+    assert set(re.findall(r"^  (--[\w-]+)", told.stdout, re.MULTILINE)) == set(page)
+    info = server.get("/server_info")
+    defaults = {name: default for flag, default in page.items() if (name := flag[2:].replace("-", "_")) in info}
+    shown: dict[object, str] = {"None": "-", "[]": "-", "False": "off", "True": "on"}
+    differ = {name for name, default in defaults.items() if shown.get(str(info[name]), str(info[name])) != default}
+    assert differ == {*GIVEN, *FOUND_AT_START}
+    assert {flag[2:].replace("-", "_") for flag in page} - set(defaults) == {"api_key", "admin_api_key"}
 
 
 def test_flags_of_the_delayer_without_it_are_refused() -> None:

@@ -76,6 +76,7 @@ POOL_SIZE = "unit/test_pool_size.py::test_"
 BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
+ON_RECORD = "e2e_cpu/test_retries_on_record.py::test_"
 
 BREAKS = (
     # sglang#26780
@@ -240,7 +241,84 @@ BREAKS = (
         "    pass\n    enter",
         "unit/test_core_optimistic.py::test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row",
     ),
+    Break(
+        "nothing_is_computed_before_ready_in_processes",
+        "core/disagg/optimistic_prefill.py",
+        "        return view.ready or view.yields < self.max_attempts",
+        "        return view.ready",
+        ALIKE + "as_much_of_a_prompt_is_computed_before_a_decode_is_there_as_the_policy_says",
+    ),
+    Break(
+        "early_ready_is_forgotten_in_processes",
+        "core/disagg/prefill_side.py",
+        "stashed = node.stash.pop(side.room, None)",
+        "stashed = None",
+        ON_RECORD + "a_ready_that_comes_before_its_request_is_taken_up_and_nothing_is_computed_twice",
+    ),
+    Break(
+        "lack_of_a_result_row_blocks_the_queue_in_processes",
+        "core/scheduler/admission.py",
+        "if blocked_on is WaitingFor.METADATA_SLOT:\n            continue",
+        "if blocked_on is WaitingFor.METADATA_SLOT:\n            return",
+        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_is_passed_over_by_one_that_has_one",
+    ),
+    Break(
+        "retry_keeps_its_stages_in_processes",
+        "core/disagg/prefill_side.py",
+        'progress.stages = {"prefill_retried": Nanos(sum(progress.stages.values()))}',
+        "pass",
+        ON_RECORD + "a_retry_begins_its_stages_anew_and_nobody_else_has_them",
+    ),
+    Break(
+        "all_requests_have_the_same_stages",
+        "core/scheduler/request_state.py",
+        "stages: dict[str, Nanos] = field(default_factory=dict[str, Nanos])",
+        "stages: dict[str, Nanos] = field(default_factory=lambda of_all={}: of_all)",
+        ON_RECORD + "a_retry_begins_its_stages_anew_and_nobody_else_has_them",
+    ),
+    Break(
+        "result_row_is_dropped_on_requeue_in_processes",
+        "core/disagg/prefill_side.py",
+        "    if may_retry:",
+        "    if node.results.maybe_release_metadata_buffer(progress.id) or may_retry:",
+        ON_RECORD + "a_retry_is_first_in_the_queue_with_its_row_and_without_pages",
+    ),
+    Break(
+        "retry_goes_to_the_end_of_the_queue_in_processes",
+        "core/disagg/prefill_side.py",
+        'first=reason != "yield"',
+        "first=False",
+        ON_RECORD + "a_retry_is_first_in_the_queue_with_its_row_and_without_pages",
+    ),
+    Break(
+        "who_is_pushed_back_stays_a_half",
+        "core/scheduler/preemption.py",
+        "    progress.side = Local()",
+        "    pass",
+        ON_RECORD + "who_is_forced_and_then_pushed_back_is_retried_once_and_gets_the_tokens_of_one_engine",
+    ),
+    Break(
+        "who_is_forced_is_forced_again",
+        "core/disagg/prefill_side.py",
+        "    side.is_forced = False",
+        "    pass",
+        ON_RECORD + "who_is_forced_and_then_pushed_back_is_retried_once_and_gets_the_tokens_of_one_engine",
+    ),
     # sglang#27028
+    Break(
+        "transfers_that_fail_succeed",
+        "core/disagg/transfer_state.py",
+        "_FAULTS = {(state, _T.FAULT): _S.FAILED for",
+        "_FAULTS = {(state, _T.FAULT): _S.SUCCESS for",
+        ON_RECORD + "transfers_wait_for_ready_and_then_for_pages_and_those_that_fail_have_failed",
+    ),
+    Break(
+        "transfers_wait_for_ready_for_ever",
+        "core/disagg/prefill_side.py",
+        "    side.move(TransferTrigger.READY_CHECKED)",
+        "    pass",
+        ON_RECORD + "transfers_wait_for_ready_and_then_for_pages_and_those_that_fail_have_failed",
+    ),
     Break(
         "failed_bootstraps_of_prefill_are_not_counted",
         "core/disagg/prefill_side.py",
@@ -517,6 +595,41 @@ BREAKS = (
         DELAYED + "a_prompt_waits_for_the_slots_of_a_usual_batch_whatever_time_has_passed",
     ),
     Break(
+        "prompts_never_share_a_batch",
+        "core/scheduler/batch_planner.py",
+        "        if budget <= 0:\n            break",
+        "        if rows or budget <= 0:\n            break",
+        DELAYED + "who_ends_alone_is_followed_by_a_prompt_batch_of_its_own",
+    ),
+    Break(
+        "queue_gate_lets_prompts_begin_one_by_one",
+        "core/scheduler/delayer_policy.py",
+        "= (slot_gate_closes, queue_gate_closes)",
+        "= (slot_gate_closes,)",
+        DELAYED + "a_prompt_that_waits_begins_when_as_many_wait_as_the_ratio_wants",
+    ),
+    Break(
+        "who_has_waited_has_not",
+        "core/scheduler/delayer_policy.py",
+        "    reason = Reason.WAIT_SUCCESS if memory.delayed_passes else Reason.NO_WAIT",
+        "    reason = Reason.NO_WAIT",
+        DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
+    ),
+    Break(
+        "passes_are_counted_as_what_they_were_not",
+        "core/scheduler/inspect.py",
+        "output_allow={str(allows).lower()}",
+        "output_allow={str(not allows).lower()}",
+        DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
+    ),
+    Break(
+        "page_of_flags_has_another_default",
+        "config.py",
+        "    max_queued_requests: int = flag(2048,",
+        "    max_queued_requests: int = flag(2047,",
+        SERVED + "the_page_of_flags_has_those_of_the_command_and_the_defaults_of_a_server",
+    ),
+    Break(
         "delayer_is_always_on",
         "server/node/settings.py",
         "delayer=delayer_settings(config, topology) if config.enable_prefill_delayer else None",
@@ -586,6 +699,13 @@ BREAKS = (
         "node.out.append(Tell(waiting.peer, moved))",
         "pass",
         "unit/test_core_dp_ranks.py::test_ready_for_a_room_that_was_routed_elsewhere_is_sent_on",
+    ),
+    Break(
+        "rank_is_not_announced_in_processes",
+        "core/disagg/prefill_side.py",
+        "node.out.append(AnnounceDpRank(side.room, node.settings.dp_rank, side.sought))",
+        "pass",
+        "ranks/test_dp_ranks.py::test_every_rank_of_both_sides_says_what_one_engine_says",
     ),
     Break(
         "rank_where_decode_looks_is_not_told_in_processes",
@@ -678,6 +798,13 @@ BREAKS = (
         "assert outcome.iteration == flight.forward_iter",
         "assert outcome.iteration",
         "unit/test_core_plans.py::test_outcomes_of_another_iteration_are_our_own_bug",
+    ),
+    Break(
+        "worker_answers_under_another_number",
+        "engine/engine.py",
+        "            iteration=plan.iteration,",
+        "            iteration=plan.iteration + 1,",
+        ON_RECORD + "a_batch_returns_under_the_number_of_its_launch_which_its_line_has",
     ),
     Break(
         "numbers_are_always_shown",
