@@ -27,6 +27,7 @@ from attack_ports import PortAttacks
 from attacks import Attack, Attacks
 from clients import Ask, Clients, Outcome
 from cluster import START_S, Server, eventually, show_logs
+from disk_faults import DiskFaults, compiler, disk_faults
 from oracle import Case, record
 
 import tandem
@@ -66,6 +67,12 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskFaults | None:
+    """Below the page files of all servers."""
+    return disk_faults(tmp_path / "pages", tmp_path, monkeypatch) if compiler() else None
+
+
+@pytest.fixture
 def cases(tmp_path: Path, model: str) -> list[Case]:
     """Recorded from one unified server, which is gone when the faults begin."""
     (port,) = free_ports(1)
@@ -76,12 +83,12 @@ def cases(tmp_path: Path, model: str) -> list[Case]:
 
 
 def test_every_request_ends_with_its_tokens_or_a_cause_whatever_is_killed_paused_or_garbled(
-    tmp_path: Path, model: str, mark: str, cases: list[Case], tell: Tell
+    tmp_path: Path, model: str, mark: str, disk: DiskFaults | None, cases: list[Case], tell: Tell
 ) -> None:
     fleet = Fleet(tmp_path, engines=PREFILLS + DECODES)
     try:
         with fleet:
-            pids = asyncio.run(run(fleet, model, cases, tell))
+            pids = asyncio.run(run(fleet, model, disk, cases, tell))
             fleet.stop(timeout_s=30)
             exits = {member.name: member.process.returncode for member in fleet.members}
     except BaseException:
@@ -104,10 +111,10 @@ def check_records(folder: Path, tell: Tell) -> None:
     assert any(life.is_rotated for life in lives)
 
 
-async def run(fleet: Fleet, model: str, cases: list[Case], tell: Tell) -> set[int]:
+async def run(fleet: Fleet, model: str, disk: DiskFaults | None, cases: list[Case], tell: Tell) -> set[int]:
     """The whole story; returns the ids of all processes that took part."""
     random = Random(SEED)
-    async with arena(fleet, model, random) as it:
+    async with arena(fleet, model, random, disk) as it:
         clients = Clients(it.router_server.url, cases, Random(SEED + 1), stall_s=ROUTER_STALL_S)
         async with clients:
             await warm_up(clients)

@@ -27,7 +27,10 @@ struct orders {
     _Atomic int32_t failing; /* calls that are answered with ... */
     _Atomic int32_t error;   /* ... this */
     _Atomic int64_t room;    /* bytes that may still be written; below 0: no bound */
-    _Atomic int32_t held;    /* ours: calls that are being held */
+    /* and what became of them: */
+    _Atomic int32_t held;    /* calls that are being held */
+    _Atomic int32_t slowed;  /* sum of those that took longer, or were held */
+    _Atomic int32_t refused; /* sum of those that failed, for this or for want of room */
 };
 
 static struct orders *orders;
@@ -53,16 +56,22 @@ static int is_below(int dir, const char *name) {
 
 static int has_mark(int fd) { return orders && fd >= 0 && fd < MAX_FDS && is_ours[fd]; }
 
+static int refuse(int error) {
+    orders->refused++;
+    errno = error;
+    return -1;
+}
+
 /* What is ordered for such a call. Not 0: errno says why it fails. */
 static int obey(int call) {
-    if (orders->slow_us > 0) usleep(orders->slow_us);
-    int is_held = orders->stalled & call;
-    orders->held += is_held != 0;
+    int is_slow = orders->slow_us > 0, is_held = (orders->stalled & call) != 0;
+    orders->slowed += is_slow || is_held;
+    orders->held += is_held;
+    if (is_slow) usleep(orders->slow_us);
     while (orders->stalled & call) usleep(STALL_POLL_US);
     int error = orders->failing & call ? orders->error : 0;
-    orders->held -= is_held != 0; /* last: whoever sees it may change the orders */
-    errno = error ? error : errno;
-    return error ? -1 : 0;
+    orders->held -= is_held; /* last: whoever sees it may change the orders */
+    return error ? refuse(error) : 0;
 }
 
 /* How much of a write there is room for, which is taken. */
@@ -75,7 +84,13 @@ static size_t take_room(size_t count) {
     return (size_t)taken;
 }
 
-#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+/* The one of the C library. */
+#define REAL(name) \
+    ({ \
+        static __typeof__(&name) real; \
+        if (!real) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name); \
+        real; \
+    })
 
 int openat64(int dir, const char *name, int flags, ...) {
     va_list more;
@@ -110,9 +125,6 @@ ssize_t write(int fd, const void *from, size_t count) {
     if (!has_mark(fd)) return REAL(write)(fd, from, count);
     if (obey(WRITES)) return -1;
     size_t part = take_room(count);
-    if (count && !part) {
-        errno = ENOSPC;
-        return -1;
-    }
+    if (count && !part) return refuse(ENOSPC);
     return REAL(write)(fd, from, part);
 }

@@ -31,6 +31,8 @@ class Orders(ctypes.Structure):
         ("error", ctypes.c_int32),
         ("room", ctypes.c_int64),
         ("held", ctypes.c_int32),
+        ("slowed", ctypes.c_int32),
+        ("refused", ctypes.c_int32),
     )
 
 
@@ -48,6 +50,16 @@ class DiskFaults:
         """Calls that are being held now."""
         return self._orders.held
 
+    @property
+    def slowed(self) -> int:
+        """Sum of the calls that took longer, or were held."""
+        return self._orders.slowed
+
+    @property
+    def refused(self) -> int:
+        """Sum of the calls that failed, by order or for want of room."""
+        return self._orders.refused
+
     def slow(self, seconds: float) -> None:
         """Every call takes so much longer."""
         self._orders.slow_us = int(seconds * 1e6)
@@ -64,19 +76,26 @@ class DiskFaults:
         """Writes end with the last byte there is room for."""
         self._orders.room = room
 
+    def empty(self) -> None:
+        """There is room again."""
+        self._orders.room = -1
+
     def heal(self) -> None:
         self._orders.slow_us = self._orders.stalled = self._orders.failing = 0
-        self._orders.room = -1
+        self.empty()
+
+
+def compiler() -> str | None:
+    return shutil.which("cc") or shutil.which("gcc")
 
 
 def disk_faults(folder: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> DiskFaults:
     """Of `folder`, for whatever process this one starts from now on. work: where what is built may lie."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    if (builder := compiler()) is None:
         pytest.skip(NO_COMPILER)
     library = work / "disk_faults.so"
     subprocess.run(
-        [compiler, "-std=gnu11", "-Wall", "-Werror", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"],
+        [builder, "-std=gnu11", "-Wall", "-Werror", "-O2", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl"],
         check=True,
     )
     disk = DiskFaults(work / "disk_orders")

@@ -3,6 +3,7 @@
 Which requests wait, and for what, is told by states seen while the disk holds a call, not by clocks.
 """
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,15 +14,19 @@ import pytest
 from cluster import HttpError, Server, cluster, eventually
 from disk_faults import CREATES, LOOK_UPS, READS, RENAMES, WRITES, DiskFaults, disk_faults
 from reference import PAGE
-from test_storage_tier import ask, assert_right, from_storage, is_written, metric, pages_of, prompts
+from test_storage_tier import OUTPUT, ask, assert_right, from_storage, is_written, metric, pages_of, prompts
 
+from tandem.cli.failure import CommandFailed
 from tandem.page_files import TEMPORARY
+from tandem.server.worker_storage import TIMEOUT_SECONDS
 
 ALL = 12 * PAGE  # tokens of each prompt that are whole pages
 # Four answers, of which each fits into the quarter of the pool that is copied to host memory at a time
 SMALL = ("--max-total-tokens", str(52 * PAGE), "--hicache-ratio", "1.5", "--max-running-requests", "1")
 ERRORS = "tandem:worker_storage_errors"
 LOST = "tandem:hicache_storage_lost_tokens_total"
+SOON_S = 4.0
+assert SOON_S < TIMEOUT_SECONDS
 BOUNDED = 100  # times to ask until storage is believed in again
 AHEAD = 500  # tokens of who has the only slot
 
@@ -65,6 +70,12 @@ def ask_kept(server: Server, wanted: list[list[int]]) -> list[dict]:
         answers += ask(server, [prompt])
         eventually(lambda: is_written(server), what=server.state)
     return answers
+
+
+def ask_in_time(server: Server, wanted: list[list[int]]) -> list[dict]:
+    """As by `ask`, and who waits for one answer of the disk as long as anybody may is too late for its deadline."""
+    params = {"ignore_eos": True}
+    return [server.generate(one, max_new_tokens=OUTPUT, sampling_params=params, timeout=SOON_S) for one in wanted]
 
 
 def forget(*servers: Server) -> None:
@@ -140,9 +151,9 @@ def test_a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it(
     with unified(folder, policy, prefetch_timeout_base=0.05) as server:
         wanted, first = written(server, 3)
         disk.stall(LOOK_UPS if policy == "best_effort" else READS)
-        alone = ask(server, wanted[:1])
+        alone = ask_in_time(server, wanted[:1])
         eventually(lambda: disk.held)
-        others = ask(server, wanted[1:])
+        others = ask_in_time(server, wanted[1:])
         assert disk.held, "all have ended, and the disk has not answered yet"
         assert output_ids(alone + others) == output_ids(first)
         assert from_storage(alone + others) == [0] * 4
@@ -206,14 +217,14 @@ def test_a_disk_that_never_answers_is_waited_for_once_and_not_by_who_ends(folder
         disk.stall(READS | WRITES)
         assert output_ids(late := ask(server, wanted[:1])) == output_ids(first[:1])
         assert disk.held
-        under_way = server.state()["storage"]
         assert output_ids(others := ask(server, wanted[1:])) == output_ids(first[1:])
         assert from_storage(late + others) == [0] * 4
         assert_right(new, ask(server, new))
-        assert [act for act in server.state()["storage"].values() if act != "write"] == ["fetch"], under_way
+        assert [act for act in server.state()["storage"].values() if act != "write"] == ["fetch"]
         eventually(server.is_idle)
         server.member.process.terminate()
-        assert server.member.process.wait(20) == 0
+        eventually(lambda: server.member.process.poll() is not None)
+        assert server.member.process.returncode == 0
         assert disk.held
 
 
@@ -235,7 +246,7 @@ def test_a_full_disk_costs_hits_and_when_there_is_room_again_pages_are_written(f
         disk.heal()
         for calls in (CREATES, RENAMES):  # no room for another name
             errors = metric(server, ERRORS)
-            disk.fail(calls, 28)
+            disk.fail(calls, errno.ENOSPC)
             forget(server)
             assert output_ids(ask_kept(server, wanted)) == output_ids(first)
             eventually(lambda: is_empty(server), what=server.state)
@@ -250,3 +261,45 @@ def test_a_full_disk_costs_hits_and_when_there_is_room_again_pages_are_written(f
         again = ask(server, wanted)
         assert from_storage(again) == [ALL] * 4
         assert output_ids(again) == output_ids(first)
+
+
+@pytest.mark.slow
+def test_a_server_whose_folder_is_new_and_on_a_full_disk_says_so_and_ends(folder: Path, disk: DiskFaults) -> None:
+    disk.fill()
+    with pytest.raises(CommandFailed) as failed, unified(folder, "timeout"):
+        raise AssertionError("it has started")
+    assert f"no storage of pages in {folder}: " in str(failed.value)
+    assert "No space left on device" in str(failed.value)
+    assert no_temporary_files(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
+def test_a_pair_says_the_same_from_a_disk_that_stalls_and_one_that_is_full(
+    folder: Path, disk: DiskFaults, policy: str
+) -> None:
+    with cluster(prefills=1, decodes=1, flags=flags(folder, policy, prefetch_timeout_base=0.05)) as running:
+        router, servers = running.router, running.servers
+        assert router is not None
+        wanted, new = prompts(9), prompts(10)
+        first = ask(router, wanted)
+        assert_right(wanted, first)
+        forget(*servers)
+
+        disk.stall(READS)
+        with asked(router, wanted[0]) as answer:
+            if policy == "wait_complete":
+                eventually(lambda: disk.held, what=lambda: [waits_for(server) for server in servers])
+                assert not answer.done()
+                end_stall(disk)
+        assert output_ids(answer.result()) == output_ids(first[:1])
+        end_stall(disk)
+        forget(*servers)
+
+        disk.fill()
+        assert_right(new, ask(router, new))
+        eventually(lambda: all(map(is_empty, servers)), what=lambda: [server.state() for server in servers])
+        for server in servers:
+            assert metric(server, LOST) >= ALL
+            assert metric(server, ERRORS) > 0
+        assert no_temporary_files(folder)

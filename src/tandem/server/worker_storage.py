@@ -111,7 +111,7 @@ def open_page_files(
         folder.secret()
         files.clean()
     except (OSError, FolderRefused) as error:
-        raise ServerFailure(f"no storage of pages: {error}") from error
+        raise ServerFailure(f"no storage of pages in {config.hicache_storage_dir}: {error}") from error
     return files
 
 
