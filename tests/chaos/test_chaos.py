@@ -44,6 +44,7 @@ MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 6, 4, 100, 0.95
 WARM_UP = 4 * NUM_CLIENTS
 END_S = 60.0  # from the last request to servers that hold nothing
 USED_AGAIN_S = 20.0  # probes may meet a link that a fault has stalled
+MOST_LOOKS = 12  # times that everything is asked
 ATTACK_EVERY_S = 0.7
 ATTACKED_S = 10.0  # with attackers and no faults
 MIN_REMOTE = 0.98  # of what succeeds then
@@ -216,18 +217,25 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
 
 
 async def check_damage(it: Arena, clients: Clients) -> None:
-    """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice."""
+    """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice.
+
+    They look again and again, for a disk that was slow is not read from until that has been forgotten.
+    """
     owners = [target.server for target in (it.of("prefill")[0], it.of("decode")[0])]
     before = sum(map(num_damaged, owners))
-    for server in it.servers:
-        await asyncio.to_thread(flush, server)
     files = page_files(it)
     assert len(files) > NUM_CASES
     for file in files:
         content = file.read_bytes()
         file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    await warm_up(clients)
-    assert sum(map(num_damaged, owners)) > before
+    for _ in range(MOST_LOOKS):
+        await asyncio.to_thread(check_idle, it)
+        for server in it.servers:
+            await asyncio.to_thread(flush, server)
+        await warm_up(clients)
+        if sum(map(num_damaged, owners)) > before:
+            return
+    raise AssertionError(f"nobody has noticed: {[server.states() for server in owners]}")
 
 
 def flush(server: Server) -> None:
