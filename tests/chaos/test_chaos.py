@@ -219,19 +219,19 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
 async def check_damage(it: Arena, clients: Clients) -> None:
     """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice.
 
-    They look again and again, for a disk that was slow is not read from until that has been forgotten.
+    Again and again: what they ask for may have been lost before and be written only now, and a disk that was slow is
+    not read from until that has been forgotten.
     """
     owners = [target.server for target in (it.of("prefill")[0], it.of("decode")[0])]
     before = sum(map(num_damaged, owners))
-    files = page_files(it)
-    assert len(files) > NUM_CASES
-    for file in files:
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert len(page_files(it)) > NUM_CASES
     for _ in range(MOST_LOOKS):
         await asyncio.to_thread(check_idle, it)
         for server in it.servers:
             await asyncio.to_thread(flush, server)
+        for file in page_files(it):
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([(content[-1] + 1) % 256]))
         await warm_up(clients)
         if sum(map(num_damaged, owners)) > before:
             return
