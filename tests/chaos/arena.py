@@ -4,7 +4,8 @@
     decode -> [link] -> route proxy -> prefill's bootstrap   HTTP: delay, stall, cut
     decode -> [link] -> prefill's node and worker            control and data plane: also corrupt and duplicate
     attackers -> every port                                  `attacks.py`
-    the first prefill and decode -> host memory -> files     which they share: changed, shortened, mixed up, removed
+    the first prefill and decode -> host memory -> files     which they share: changed, shortened, mixed up, removed;
+                                                             on a disk that is slow, or stalls, or is full
 
 Two lanes of faults run at once, all drawn from one seed. Processes are killed and paused in the one; the other harms
 links, makes clients leave and orders aborts. At most one server of a role is down or paused at a time. A kill of a
@@ -27,6 +28,7 @@ import httpx
 import records
 from clients import Clients, Order, Outcome
 from cluster import START_S, Server, child_named, children_of
+from disk_faults import READS, WRITES, DiskFaults
 from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
 
@@ -43,6 +45,8 @@ ROUTER_STALL_S = STALL_S + 2  # ... and of the router, who speaks for a server t
 PAUSE_S = (0.5, 20.0)
 LINK_FAULT_S = (0.5, 8.0)  # both planes give a silent peer up after 5 s
 DELAY_S = (0.005, 0.2)
+DISK_DELAY_S = (0.001, 0.05)  # of each call
+DISK_ROOM = 1 << 17  # bytes at most, before it is full
 HARMED_PIECES = (2, 8)
 HARM_S = 3.0  # how long to wait for pieces to harm
 RECOVERY_S = 10.0
@@ -74,6 +78,7 @@ OTHER_FAULTS = (
     "abort",
     "damage",
 )
+DISK_FAULTS = ("slow_disk", "full_disk")  # where there is a compiler, besides
 DAMAGES = ("changed", "shortened", "of another page", "removed")
 DAMAGED_FILES = 8  # at once
 
@@ -113,6 +118,7 @@ class Arena:
 
     fleet: Fleet
     random: Random
+    disk: DiskFaults | None = None  # None: it is healthy, for want of a compiler
     targets: list[Target] = field(default_factory=list)
     routes: list[RouteProxy] = field(default_factory=list)
     links: dict[str, Link] = field(default_factory=dict)
@@ -187,6 +193,8 @@ class Arena:
     def heal(self) -> None:
         for link in self.links.values():
             link.heal()
+        if self.disk is not None:
+            self.disk.heal()
         for target in self.targets:
             resume(target.pid)
 
@@ -195,9 +203,9 @@ class Arena:
 
 
 @contextlib.asynccontextmanager
-async def arena(fleet: Fleet, model: str, random: Random) -> AsyncIterator[Arena]:
+async def arena(fleet: Fleet, model: str, random: Random, disk: DiskFaults | None) -> AsyncIterator[Arena]:
     """Everything is ready when entered. The fleet is the caller's, who ends it."""
-    it = Arena(fleet, random)
+    it = Arena(fleet, random, disk)
     try:
         await start(it, model)
         await until_ready(it)
@@ -493,7 +501,7 @@ def resume(server: int) -> None:
 
 
 async def other_lane(it: Arena, clients: Clients, over_at: float) -> None:
-    kinds = bag(it.random, OTHER_FAULTS)
+    kinds = bag(it.random, OTHER_FAULTS if it.disk is None else (*OTHER_FAULTS, *DISK_FAULTS))
     async with asyncio.TaskGroup() as under_way:
         while time.monotonic() < over_at:
             async with it.calm:
@@ -515,6 +523,8 @@ def begin_other(it: Arena, clients: Clients, kind: str, under_way: asyncio.TaskG
                 it.note("cut", f"{link.name}: {number} connections{', half' if half else ''}")
         case "delay" | "stall":
             under_way.create_task(hold(it, kind))
+        case "slow_disk" | "full_disk" if it.disk is not None:
+            under_way.create_task(strain(it, it.disk, kind))
         case _:
             under_way.create_task(harm(it, kind))
 
@@ -561,6 +571,34 @@ async def hold(it: Arena, kind: str) -> None:
     await asyncio.sleep(seconds)
     link.heal()
     it.active -= 1
+
+
+async def strain(it: Arena, disk: DiskFaults, kind: str) -> None:
+    """The disk of all page files is slow, or stalls, or is full. Counts when it has happened."""
+    seconds = log_uniform(it.random, *LINK_FAULT_S)
+    before = disk.slowed + disk.refused
+    it.active += 1
+    if kind == "full_disk":
+        room = it.random.randrange(DISK_ROOM)
+        disk.fill(room=room)
+        what = f"after {room} bytes"
+    elif it.random.random() < 0.5:
+        delay_s = log_uniform(it.random, *DISK_DELAY_S)
+        disk.slow(delay_s)
+        what = f"by {1000 * delay_s:.0f} ms"
+    else:
+        calls = it.random.choice((READS, WRITES, READS | WRITES))
+        disk.stall(calls)
+        what = {READS: "reads stall", WRITES: "writes stall"}.get(calls, "reads and writes stall")
+    await asyncio.sleep(seconds)
+    if kind == "full_disk":
+        disk.empty()
+    else:
+        disk.slow(0)
+        disk.stall(0)
+    it.active -= 1
+    if (calls := disk.slowed + disk.refused - before) > 0:
+        it.note(kind, f"{what} for {seconds:.1f} s: {calls} calls")
 
 
 async def harm(it: Arena, kind: str) -> None:

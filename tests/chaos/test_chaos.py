@@ -27,6 +27,7 @@ from attack_ports import PortAttacks
 from attacks import Attack, Attacks
 from clients import Ask, Clients, Outcome
 from cluster import START_S, Server, eventually, show_logs
+from disk_faults import DiskFaults, compiler, disk_faults
 from oracle import Case, record
 
 import tandem
@@ -43,6 +44,7 @@ MIN_FAULTS, MIN_KINDS, MIN_REQUESTS, MIN_SHARE = 6, 4, 100, 0.95
 WARM_UP = 4 * NUM_CLIENTS
 END_S = 60.0  # from the last request to servers that hold nothing
 USED_AGAIN_S = 20.0  # probes may meet a link that a fault has stalled
+MOST_LOOKS = 12  # times that everything is asked
 ATTACK_EVERY_S = 0.7
 ATTACKED_S = 10.0  # with attackers and no faults
 MIN_REMOTE = 0.98  # of what succeeds then
@@ -66,6 +68,12 @@ def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 @pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskFaults | None:
+    """Below the page files of all servers."""
+    return disk_faults(tmp_path / "pages", tmp_path, monkeypatch) if compiler() else None
+
+
+@pytest.fixture
 def cases(tmp_path: Path, model: str) -> list[Case]:
     """Recorded from one unified server, which is gone when the faults begin."""
     (port,) = free_ports(1)
@@ -76,12 +84,12 @@ def cases(tmp_path: Path, model: str) -> list[Case]:
 
 
 def test_every_request_ends_with_its_tokens_or_a_cause_whatever_is_killed_paused_or_garbled(
-    tmp_path: Path, model: str, mark: str, cases: list[Case], tell: Tell
+    tmp_path: Path, model: str, mark: str, disk: DiskFaults | None, cases: list[Case], tell: Tell
 ) -> None:
     fleet = Fleet(tmp_path, engines=PREFILLS + DECODES)
     try:
         with fleet:
-            pids = asyncio.run(run(fleet, model, cases, tell))
+            pids = asyncio.run(run(fleet, model, disk, cases, tell))
             fleet.stop(timeout_s=30)
             exits = {member.name: member.process.returncode for member in fleet.members}
     except BaseException:
@@ -104,10 +112,10 @@ def check_records(folder: Path, tell: Tell) -> None:
     assert any(life.is_rotated for life in lives)
 
 
-async def run(fleet: Fleet, model: str, cases: list[Case], tell: Tell) -> set[int]:
+async def run(fleet: Fleet, model: str, disk: DiskFaults | None, cases: list[Case], tell: Tell) -> set[int]:
     """The whole story; returns the ids of all processes that took part."""
     random = Random(SEED)
-    async with arena(fleet, model, random) as it:
+    async with arena(fleet, model, random, disk) as it:
         clients = Clients(it.router_server.url, cases, Random(SEED + 1), stall_s=ROUTER_STALL_S)
         async with clients:
             await warm_up(clients)
@@ -209,18 +217,25 @@ async def check_healed(it: Arena, clients: Clients, before: dict[str, int]) -> N
 
 
 async def check_damage(it: Arena, clients: Clients) -> None:
-    """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice."""
+    """Every page file is damaged, and nothing else is left of what was computed: the same tokens, and they notice.
+
+    Again and again: what they ask for may have been lost before and be written only now, and a disk that was slow is
+    not read from until that has been forgotten.
+    """
     owners = [target.server for target in (it.of("prefill")[0], it.of("decode")[0])]
     before = sum(map(num_damaged, owners))
-    for server in it.servers:
-        await asyncio.to_thread(flush, server)
-    files = page_files(it)
-    assert len(files) > NUM_CASES
-    for file in files:
-        content = file.read_bytes()
-        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    await warm_up(clients)
-    assert sum(map(num_damaged, owners)) > before
+    assert len(page_files(it)) > NUM_CASES
+    for _ in range(MOST_LOOKS):
+        await asyncio.to_thread(check_idle, it)
+        for server in it.servers:
+            await asyncio.to_thread(flush, server)
+        for file in page_files(it):
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([(content[-1] + 1) % 256]))
+        await warm_up(clients)
+        if sum(map(num_damaged, owners)) > before:
+            return
+    raise AssertionError(f"nobody has noticed: {[server.states() for server in owners]}")
 
 
 def flush(server: Server) -> None:

@@ -65,6 +65,8 @@ TOGETHER = "ranks/test_dp_attention.py::test_"
 TIER = "unit/test_core_host_tier.py::test_"
 STORAGE = "unit/test_core_storage.py::test_"
 FILES = "unit/test_page_files.py::test_"
+DISK = "e2e_cpu/test_storage_disk.py::test_"
+SAID = "unit/test_worker_storage.py::test_"
 BORROWED = "e2e_cpu/test_engine_borrowed.py::test_"
 VECTORS = "unit/test_core_vectors.py::test_"
 POOLED = "e2e_cpu/test_engine_vectors.py::test_"
@@ -526,9 +528,9 @@ BREAKS = (
     ),
     Break(
         "bounds_in_seconds_are_ignored",
-        "server/node/settings.py",
-        "config.prefill_delayer_wait_seconds_buckets or usual",
-        "usual",
+        "server/node/process.py",
+        "seconds_bounds=config.prefill_delayer_wait_seconds_buckets",
+        "seconds_bounds=()",
         "unit/test_config_flags.py::test_the_buckets_of_the_delayer_reach_the_node_each_on_its_own",
     ),
     Break(
@@ -617,9 +619,9 @@ BREAKS = (
     ),
     Break(
         "passes_are_counted_as_what_they_were_not",
-        "core/scheduler/inspect.py",
-        "output_allow={str(allows).lower()}",
-        "output_allow={str(not allows).lower()}",
+        "metrics/node_numbers.py",
+        '"output_allow": str(passes.allows).lower()',
+        '"output_allow": str(not passes.allows).lower()',
         DELAYED + "a_prompt_waits_for_others_no_longer_than_the_flag_says",
     ),
     Break(
@@ -2479,6 +2481,62 @@ OTHERS = (
         "if head != self.head(page_hash) or len(page) != self.page_bytes:",
         "if len(page) != self.page_bytes:",
         FILES + "a_page_of_another_hash_is_none",
+    ),
+    Break(
+        "best_effort_waits_for_the_disk",
+        "core/scheduler/prefetch.py",
+        "            return node.now",
+        "            return Nanos(longest)",
+        DISK + "a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it",
+    ),
+    Break(
+        "a_timeout_is_as_long_as_anybody_waits",
+        "core/scheduler/prefetch.py",
+        "            return Nanos(min(longest, prefetch.waited_until))",
+        "            return Nanos(longest)",
+        DISK + "a_disk_that_does_not_answer_holds_nobody_up_who_does_not_wait_for_it",
+    ),
+    Break(
+        "wait_complete_does_not_wait",
+        "core/scheduler/prefetch.py",
+        "            return Nanos(longest)",
+        "            return node.now",
+        DISK + "who_waits_for_a_slow_disk_gets_its_pages_or_ends_by_deadline_or_leaves",
+    ),
+    Break(
+        "a_disk_that_has_not_answered_is_asked_again",
+        "core/kv/storage_tier.py",
+        "        return bool(since) and since[0] + self.settings.io_timeout_ns <= now",
+        "        return False",
+        DISK + "a_disk_that_never_answers_is_waited_for_once_and_not_by_who_ends",
+    ),
+    Break(
+        "what_had_no_room_is_left_behind",
+        "page_files.py",
+        "                self.remove(temporary)",
+        "                pass",
+        DISK + "a_full_disk_costs_hits_and_when_there_is_room_again_pages_are_written",
+    ),
+    Break(
+        "every_request_on_a_full_disk_is_a_line",
+        "server/worker_storage.py",
+        "is_due = now - last >= LINE_EVERY_SECONDS",
+        "is_due = True",
+        SAID + "what_a_full_disk_answers_to_every_request_is_a_line_once_in_a_while",
+    ),
+    Break(
+        "one_line_hides_those_of_other_kinds",
+        "server/worker_storage.py",
+        """kind, now = re.sub(r"[0-9]+", "", text), self._now()""",
+        """kind, now = "", self._now()""",
+        SAID + "a_line_of_one_kind_hides_none_of_another_kind",
+    ),
+    Break(
+        "a_full_disk_is_an_accident_of_the_api_process",
+        "server/api/facts.py",
+        "    except (OSError, FolderRefused) as error:",
+        "    except FolderRefused as error:",
+        SAID + "a_folder_that_cannot_be_used_is_named_by_every_process",
     ),
     Break(
         "nixl_reads_as_much_as_a_page_has_from_a_file_that_is_shorter",

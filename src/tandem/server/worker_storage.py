@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,8 +25,31 @@ from tandem.server.processes import ServerFailure
 
 GIGABYTE = 1e9
 TIMEOUT_SECONDS = StorageSettings().io_timeout_ns / SECOND  # the node waits no longer for an answer
+LINE_EVERY_SECONDS = 10.0
 
 logger = logging.getLogger("tandem.storage")
+
+
+class Complaints:
+    """Lines of the log for what every request may meet while a disk is full or fails.
+
+    Of each kind, which is a text but for its numbers, one line at a time, with how many there were since the last one.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._kinds: dict[str, tuple[float, int]] = {}  # when there was a line, and how many complaints since
+
+    def note(self, text: str) -> None:
+        """From any thread."""
+        kind, now = re.sub(r"[0-9]+", "", text), self._now()
+        with self._lock:
+            last, since = self._kinds.get(kind, (-math.inf, 0))
+            is_due = now - last >= LINE_EVERY_SECONDS
+            self._kinds[kind] = (now, 0) if is_due else (last, since + 1)
+        if is_due:
+            logger.warning("%s%s", text, f" (and {since} times since this was last said)" if since else "")
 
 
 class WorkerStorage:
@@ -35,6 +60,7 @@ class WorkerStorage:
         self._memory = memory
         self._rank = rank
         self._answer = answer
+        self._complaints = Complaints(time.monotonic)
         self._reads, self._writes = self._new_lane(), self._new_lane()
 
     def start(self) -> None:
@@ -59,7 +85,7 @@ class WorkerStorage:
 
     def _say(self, answer: StorageAnswer) -> None:
         if answer.detail:
-            logger.warning("%s", answer.detail)
+            self._complaints.note(answer.detail)
         self._answer(answer)
 
     def _run(self, lane: Lane) -> None:
@@ -85,7 +111,7 @@ def open_page_files(
         folder.secret()
         files.clean()
     except (OSError, FolderRefused) as error:
-        raise ServerFailure(f"no storage of pages: {error}") from error
+        raise ServerFailure(f"no storage of pages in {config.hicache_storage_dir}: {error}") from error
     return files
 
 

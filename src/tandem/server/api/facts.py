@@ -6,10 +6,11 @@ from pathlib import Path
 from msgspec import Struct
 
 from tandem.config import ServerConfig
-from tandem.page_files import DiskFolder
+from tandem.page_files import DiskFolder, FolderRefused
 from tandem.sampling import SamplingDefaults
 from tandem.server.api.bounds import MAX_SAMPLES
 from tandem.server.api.validation import HashKeys, ModelLimits, Task
+from tandem.server.processes import ServerFailure
 
 SECRET_BYTES = 32
 
@@ -38,11 +39,14 @@ class ModelFacts(Struct):
 def page_secret(config: ServerConfig) -> bytes:
     """The key of page hashes: where pages outlive this server, that of the folder in which they lie.
 
-    Raises OSError or FolderRefused; the workers have opened the folder before.
+    Raises ServerFailure.
     """
     if config.hicache_storage_dir is None:
         return os.urandom(SECRET_BYTES)
-    return DiskFolder(Path(config.hicache_storage_dir)).secret()
+    try:
+        return DiskFolder(Path(config.hicache_storage_dir)).secret()
+    except (OSError, FolderRefused) as error:
+        raise ServerFailure(f"no storage of pages in {config.hicache_storage_dir}: {error}") from error
 
 
 def limits_of(config: ServerConfig, model: ModelFacts, *, digest_secret: bytes | None = None) -> ModelLimits:
