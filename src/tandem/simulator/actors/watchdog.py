@@ -2,7 +2,8 @@
 
 A rank is watched by the API process of its server, in that server's time, and not while the server is frozen as a
 whole. A tick reads the answer to the question that was asked at the tick before. Where nothing is under way and nothing
-hangs the ticks say the same for ever: after `QUIET_TICKS` of that none is put on the clock until the next batch.
+hangs the ticks say the same for ever: after `QUIET_TICKS` of that, and after a few the next time, none is put on the
+clock until the next batch.
 """
 
 from collections import Counter
@@ -17,6 +18,7 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
 
 QUIET_TICKS = TICKS + 2  # whoever takes quiet for a standstill has said so by then
+QUIET_AGAIN_TICKS = 3  # once some life has been quiet for so long
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class Watchdogs:
     fire: Callable[[Life], None]  # its time is over
     fired: Counter[str] = field(default_factory=Counter)  # by the process that hung
     num_recovered: int = 0  # sick ones that went on in time
+    was_quiet: bool = False  # a life, for `QUIET_TICKS`
 
     def watch(self, life: Life) -> None:
         """It has something to do, or begins to hang."""
@@ -58,9 +61,12 @@ class Watchdogs:
             self.fire(life)
             return
         life.vitals.quiet_ticks = 0 if longest.ticks or life.vitals.hang else life.vitals.quiet_ticks + 1
-        life.vitals.is_watched = life.vitals.quiet_ticks < QUIET_TICKS
+        enough = QUIET_AGAIN_TICKS if self.was_quiet else QUIET_TICKS
+        life.vitals.is_watched = life.vitals.quiet_ticks < enough
         if life.vitals.is_watched:
             self._sleep(life, server)
+        else:
+            self.was_quiet = True
 
     def _hear(self, server: Server, life: Life) -> None:
         """The answer, and the next question; a node that could not answer does so as soon as it goes on."""
