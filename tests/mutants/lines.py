@@ -76,6 +76,7 @@ POOL_SIZE = "unit/test_pool_size.py::test_"
 BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
+CLEARED = "unit/test_engine_run.py::test_pages_that_a_request_writes_first_show_nothing_of_who_had_them_before"
 
 BREAKS = (
     # sglang#26780
@@ -848,6 +849,21 @@ OTHERS = (
         "if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):",
         "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
         "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
+    ),
+    # pages that come from somebody else are cleared
+    Break(
+        "the_engine_clears_no_page",
+        "engine/engine.py",
+        "        self.kv.clear(rows.pages_to_clear)",
+        "        self.kv.clear([])",
+        CLEARED,
+    ),
+    Break(
+        "pages_that_an_answer_comes_to_are_not_cleared",
+        "engine/batch.py",
+        "            clear += written[ends % self._page_size == 0].tolist() if self._page_size > 1 else []",
+        "            clear += []",
+        CLEARED,
     ),
     # decision 032: what readers copy from shared memory
     Break(
