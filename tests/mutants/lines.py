@@ -865,6 +865,14 @@ OTHERS = (
         "            clear += []",
         CLEARED,
     ),
+    # what a row reads is its own, whoever has been in the decode set beside it: of the engine's own tables
+    Break(
+        "who_leaves_a_decode_set_leaves_its_page_table_to_another",
+        "engine/decode_set.py",
+        "for values in (self._last_tokens, self._lengths, self._num_pages, self._tables):\n            values[:n]",
+        "for values in (self._last_tokens, self._lengths, self._num_pages):\n            values[:n]",
+        "simulator/test_whole_torch.py::test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes",
+    ),
     # decision 032: what readers copy from shared memory
     Break(
         "the_lease_of_a_reader_that_copies_ends_when_its_grant_is_revoked",
