@@ -148,7 +148,10 @@ MACHINES_OF_SHELLS = {  # without I/O, threads, clocks and randomness; the simul
     "transfer.puller": frozenset(f"tandem.transfer.{name}" for name in ("digests", "jobs", "port", "protocol")),
     "transfer.digests": frozenset({"struct"}),
 }
-TORCH_USERS = ("engine.", "server.worker_process", "simulator.whole.shards")  # the ports of groups speak of tensors
+TORCH_USERS = (  # the ports of groups speak of tensors
+    *("engine.", "server.worker_process"),
+    *("simulator.whole.shards", "simulator.whole.torch_engine"),
+)
 CODE_FROM_BYTES = frozenset({"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"})
 CODE_FROM_TEXT = frozenset({"eval", "exec", "__import__", "compile"})
 

@@ -79,6 +79,7 @@ BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 ON_RECORD = "e2e_cpu/test_retries_on_record.py::test_"
+CLEARED = "unit/test_engine_run.py::test_pages_that_a_request_writes_first_show_nothing_of_who_had_them_before"
 
 BREAKS = (
     # sglang#26780
@@ -977,6 +978,29 @@ OTHERS = (
         "if self._torch is not None and batch.positions.shape[0] > self.kernels.most_rows(self.kv.dtype):",
         "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
         "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
+    ),
+    # pages that come from somebody else are cleared
+    Break(
+        "the_engine_clears_no_page",
+        "engine/engine.py",
+        "        self.kv.clear(rows.pages_to_clear)",
+        "        self.kv.clear([])",
+        CLEARED,
+    ),
+    Break(
+        "pages_that_an_answer_comes_to_are_not_cleared",
+        "engine/batch.py",
+        "            clear += written[ends % self._page_size == 0].tolist() if self._page_size > 1 else []",
+        "            clear += []",
+        CLEARED,
+    ),
+    # what a row reads is its own, whoever has been in the decode set beside it: of the engine's own tables
+    Break(
+        "who_leaves_a_decode_set_leaves_its_page_table_to_another",
+        "engine/decode_set.py",
+        "for values in (self._last_tokens, self._lengths, self._num_pages, self._tables):\n            values[:n]",
+        "for values in (self._last_tokens, self._lengths, self._num_pages):\n            values[:n]",
+        "simulator/test_whole_torch.py::test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes",
     ),
     # decision 032: what readers copy from shared memory
     Break(

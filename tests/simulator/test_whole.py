@@ -392,4 +392,4 @@ def test_a_pull_that_is_late_for_no_reason_and_scores_that_are_not_those_of_the_
         verdict.check(late, world.faults)
     said = {"output_ids": [20, 21], "meta_info": {"output_token_logprobs": [[-0.5, 20, None], [None, 21, None]]}}
     with pytest.raises(Violation, match="scores"):
-        verdict._check_scores(said, "scores")
+        verdict._check_scores(said, [(20, -0.5), (21, -0.5)], "scores")

@@ -54,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--whole", action="store_true", help="whole clusters: router, API, node and worker processes, byte by byte"
     )
+    parser.add_argument(
+        "--engine",
+        choices=("plain", "torch"),
+        default="plain",
+        help="of the workers of --whole: one whose tokens are a formula's, or Tandem's own with the bundled model",
+    )
     parser.add_argument("--trace", action="store_true", help="print what every node is told and what it wants")
     parser.add_argument("--coverage", action="store_true", help="print rare states reached, and what has occurred")
     parser.add_argument("--json", action="store_true", help="print one JSON document on stdout and nothing else there")
@@ -62,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if reasons := contradictions(args):
         raise CommandFailed("; ".join(reasons), is_wrong_usage=True)
+    if args.engine != "plain" and not args.whole:
+        raise CommandFailed("--engine is of the workers of whole clusters: give --whole, too", is_wrong_usage=True)
     first = draw_first_seed() if args.seed is None else args.seed
     num_seeds = args.seeds or (DEFAULT_SEEDS if args.seed is None else 1)
     note(f"first seed {first}, " + (f"for {args.hunt_ns / SECOND:g} s" if args.hunt_ns else f"{num_seeds} seeds"))
@@ -115,14 +123,15 @@ def whole_results(first: int, num_seeds: int, args: argparse.Namespace) -> Itera
     # Why not at the top: the server and its libraries are two seconds of imports.
     from tandem.simulator.whole import world
 
+    run = partial(world.run_seed, engine=args.engine)
     if args.trace:
         stream = sys.stderr if args.json else sys.stdout
         trace = partial(print, file=stream)
-        return (world.run_seed(seed, trace) for seed in range(first, first + num_seeds))
+        return (run(seed, trace) for seed in range(first, first + num_seeds))
     if args.hunt_ns:
         over_at = time.monotonic() + args.hunt_ns / SECOND
-        return run_each_until(first, lambda: time.monotonic() > over_at, world.run_seed)
-    return run_each(range(first, first + num_seeds), world.run_seed, are_long=True)
+        return run_each_until(first, lambda: time.monotonic() > over_at, run)
+    return run_each(range(first, first + num_seeds), run, are_long=True)
 
 
 def rates_text(summary: Summary, seconds: float) -> str:

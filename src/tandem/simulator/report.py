@@ -95,12 +95,14 @@ class SeedResult:
         default_factory=dict
     )  # how often, by name, where that was asked (`occurrences.py`)
     is_whole: bool = False  # of a whole cluster (`simulator/whole`)
+    engine: str = ""  # of its workers, where it is another one than usual
 
     @property
     def line(self) -> str:
         """Reproduces the violation: the whole command, up to the moment after it happened."""
         if self.is_whole:
-            return f"tandem simulate --whole --seed {self.seed} --trace"
+            engine = f" --engine {self.engine}" if self.engine else ""
+            return f"tandem simulate --whole{engine} --seed {self.seed} --trace"
         until_ms = self.simulated_ns // 1_000_000 + 1
         return f"tandem simulate --seed {self.seed} --until {until_ms / 1000:g}s --trace"
 

@@ -9,6 +9,7 @@ Router, API, node, worker and data plane run as they are, with asyncio, uvicorn,
     threads.py          the API of `threading` and `queue`
     virtual_process.py  puts all of these in the place of Python's own, while a simulation runs
     engine.py           tokens from KV that a row has read, and the right answer is known
+    torch_engine.py     the product's own engine in its place, and one alone that says what is right
     shards.py           what the engines of one replica hand to each other; collectives.py: torch.distributed below it
     groups.py           what the workers of one replica must have in common
     cluster.py          the servers of one seed, started as `tandem serve` and `tandem router` start them

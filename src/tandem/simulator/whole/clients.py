@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from random import Random
-from typing import Any  # JSON documents
+from typing import Any, Protocol  # Any: JSON documents
 
 import httptools
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.router.app import CONTROL_SECONDS
 from tandem.simulator.whole.cluster import MODEL
-from tandem.simulator.whole.engine import EOS_TOKEN, right_tokens
+from tandem.simulator.whole.engine import EOS_TOKEN, LOGPROB, right_tokens
 from tandem.simulator.whole.sockets import Machine
 
 VOCABULARY = 512
@@ -27,6 +27,17 @@ PROMPT_LENGTHS = (1, 3, 12, 40, 90)
 NEVER_SAID = "\u2603\u2603\u2603"  # a stop string that must be looked for and is not there
 PATIENCE_S = CONTROL_SECONDS + 1.0  # for whatever is no generation: a router sees an order through, whoever listens
 LONGEST_WAIT_S = 45.0  # then a client gives up, which is a violation
+
+
+class Answers(Protocol):
+    """What an engine has to say, greedily: tokens and their log-probabilities."""
+
+    def __call__(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]: ...
+
+
+def plain_answer(prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
+    tokens = right_tokens(prompt, count, vocab_size=VOCABULARY, ignore_eos=ignore_eos)
+    return [(token, LOGPROB) for token in tokens]
 
 
 class Conduct(StrEnum):
@@ -52,6 +63,7 @@ class Ask:
     conduct: Conduct
     scores: int = 0  # logprobs are asked for, with so many alternatives less one
     num_samples: int = 1
+    answers: Answers = plain_answer  # of the engines that are asked
 
     @property
     def rid(self) -> str:
@@ -75,14 +87,17 @@ class Ask:
         return {"messages": [{"role": "user", "content": self.text}], **rest, **scores}
 
     def right_ids(self) -> list[int]:
-        prompt = self.prompt
+        return [token for token, _ in self.right_scores()]
+
+    def right_scores(self) -> list[tuple[int, float]]:
+        prompt: Sequence[int] = self.prompt
         if self.path == "/v1/chat/completions":
             message = {"role": "user", "content": self.text}
             rendered = tokenizer().render_chat([message], add_generation_prompt=True, variables={}, rendered_at=0)
             prompt = tokenizer().encode(rendered.text, add_special_tokens=False)
         elif self.text:
             prompt = tokenizer().encode(self.text)
-        return right_tokens(prompt, self.max_new, vocab_size=VOCABULARY, ignore_eos=self.ignore_eos)
+        return self.answers(prompt, self.max_new, ignore_eos=self.ignore_eos)
 
     def right_text(self) -> str:
         tokens = self.right_ids()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any, Protocol  # Any: rows, which each engine has of its own
 
 import msgspec
 
@@ -41,6 +42,7 @@ FIRST_TOKEN = 16  # of ordinary ones
 EOS_TOKEN = 2
 EOS_ONE_IN = 40
 DIMENSIONS = 4  # of a vector
+LOGPROB = -0.5  # of every token
 ALONE = Shards(Rank(), OneShard(), OneStage())
 
 
@@ -92,7 +94,7 @@ def right_tokens(
 
 def _score(row: "Row", token: int) -> bytes:
     tops = tuple(range(16, 16 + min(row.params.top_logprobs, 3)))
-    return msgspec.msgpack.encode(TokenScore(-0.5, tops, tuple(-1.0 for _ in tops)))
+    return msgspec.msgpack.encode(TokenScore(LOGPROB, tops, tuple(-1.0 for _ in tops)))
 
 
 def prompt_logprob(token: int, position: int) -> float:
@@ -175,6 +177,14 @@ class PlainKv:
         return found[0] if len(set(found)) == 1 else sum(found) + 1 & MASK
 
 
+class SimulatedEngine(Protocol):
+    """An engine of a simulated worker, whose next forward pass may be told to fail."""
+
+    fails_next: bool
+    runs: Callable[[BatchPlan, RunBatch[Any]], None] | None  # told of every batch
+    ends: Callable[[], None] | None  # told when its worker is about to end, as one of several
+
+
 class PlainEngine:
     """The part of `engine.Engine` that a worker process uses."""
 
@@ -206,8 +216,8 @@ class PlainEngine:
         self._shards = shards
         self._late_tokens = LateTokens(self._tables, shards.pipeline)
         self.fails_next = False
-        self.runs: Callable[[BatchPlan, RunBatch[Row]], None] | None = None  # told of every batch
-        self.ends: Callable[[], None] | None = None  # told when its worker is about to end, as one of several
+        self.runs: Callable[[BatchPlan, RunBatch[Any]], None] | None = None
+        self.ends: Callable[[], None] | None = None
 
     def add(self, payload: Payload) -> None:
         tokens = array("i")

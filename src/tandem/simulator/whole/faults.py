@@ -20,7 +20,7 @@ from random import Random
 from tandem.core.values import SECOND
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import SimulatedEngine
 from tandem.simulator.whole.kernel import Kernel, Process
 from tandem.simulator.whole.network import Network, Stream
 from tandem.simulator.whole.options import Cluster, Options
@@ -51,7 +51,7 @@ class Faults:
     cluster: Cluster
     options: Options
     random: Random
-    engines: list[PlainEngine]
+    engines: list[SimulatedEngine]
     abort_all: Callable[[], None]
     crowd: Callable[[Server, int], None]  # has strangers dial its ports within so many nanoseconds
     counts: Counter[str] = field(default_factory=Counter)

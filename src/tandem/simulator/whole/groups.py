@@ -19,7 +19,7 @@ from tandem.engine.late_tokens import RunBatch
 from tandem.ranks import Rank
 from tandem.server.processes import Launch
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import SimulatedEngine
 from tandem.simulator.whole.faults import ENDING_NS, Faults
 from tandem.simulator.whole.kernel import Kernel, Process
 from tandem.simulator.whole.starvation import server_of
@@ -46,7 +46,7 @@ class Groups:
     names: dict[str, list[Process]] = field(default_factory=dict)  # by the name of a rank
     blames: list[str] = field(default_factory=list)  # reasons that name a worker
 
-    def join(self, launch: Launch, engine: PlainEngine) -> None:
+    def join(self, launch: Launch, engine: SimulatedEngine) -> None:
         """A worker of a replica has loaded its engine."""
         process = self.kernel.current().process
         replica = self.replicas.setdefault(launch.incarnation.id, Replica())

@@ -44,6 +44,7 @@ FAULT_KINDS = (
 )
 STARVES = ("no_forks", "no_memory")
 DECODER, ENCODER = "decoder", "encoder"
+PLAIN, TORCH = "plain", "torch"  # `engine.py`, and that of the product (`torch_engine.py`)
 RECORD_FOLDER, RING_FOLDER = "records", "faults"  # in that of the seed
 API_KEY, ADMIN_KEY = "a-key-of-clients", "a-key-of-operators"
 TIERS_ONE_IN = 6
@@ -103,6 +104,7 @@ class Options:
     window_tokens: int = 0  # that a query sees in some layers; 0: all
     grid: KvGrid = KvGrid()  # noqa: RUF009 - it never changes
     disk: StorageFaults = StorageFaults()  # noqa: RUF009 - it never changes; of the folder of pages, where there is one
+    engine: str = PLAIN  # of all workers
 
     @property
     def keys(self) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from random import Random
 
 from tandem.core.values import SECOND
 from tandem.simulator.whole.cluster import Server
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import SimulatedEngine
 from tandem.simulator.whole.faults import Faults
 from tandem.simulator.whole.kernel import Kernel, Process
 
@@ -22,7 +22,7 @@ class Starvation:
     kernel: Kernel
     faults: Faults
     random: Random
-    engines: list[PlainEngine]
+    engines: list[SimulatedEngine]
     ends: dict[tuple[str, str], int] = field(default_factory=dict)  # (kind, server)
     had_threads: set[Process] = field(default_factory=set)  # that ran when it began
 

@@ -17,7 +17,6 @@ LANDING = "landing"  # the wait for pages that are being pulled
 SILENT = "the node kept silent"  # by `live_requests.py`
 PATIENT_S = 10.0  # longer than any prompt of `options.py` waits for its turn on prefill
 VERY_PATIENT_S = 20.0  # longer than all requests of `options.py` take, one after the other
-LOGPROB = -0.5  # of every token, by `engine.py`
 KNOWN = {str(code): rule for code, rule in RULES.items()}
 NEVER = {str(code) for code, rule in RULES.items() if rule.status < 500 and code is not Cause.ABORTED} | {
     str(Problem.INTERNAL),
@@ -74,13 +73,13 @@ def _check_tokens(answer: Answer, what: str) -> None:
     if len(found) != answer.ask.num_samples or any(said != right for said in found):
         raise Violation("S14", f"{what}: {found!r}, not {right!r}")
     if answer.ask.scores and answer.ask.path == "/generate":
-        _check_scores(answer.events()[-1], what)
+        _check_scores(answer.events()[-1], answer.ask.right_scores(), what)
 
 
-def _check_scores(said: dict[str, Any], what: str) -> None:
-    scores = [(logprob, token) for logprob, token, _ in said["meta_info"]["output_token_logprobs"]]
-    if scores != [(LOGPROB, token) for token in said["output_ids"]]:
-        raise Violation("S14", f"{what}: {scores} are not the scores of {said['output_ids']}")
+def _check_scores(said: dict[str, Any], right: list[tuple[int, float]], what: str) -> None:
+    scores = [(token, logprob) for logprob, token, _ in said["meta_info"]["output_token_logprobs"]]
+    if scores != right:
+        raise Violation("S14", f"{what}: the scores {scores}, not {right}")
 
 
 def _check_flow(answer: Answer, what: str, base_s: float, block_tokens: int) -> None:

@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import chdir, suppress
+from contextlib import chdir, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +34,11 @@ from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
-from tandem.simulator.whole.clients import Answer, Ask, Keys, ask_at, draw_ask, simple
+from tandem.simulator.whole.clients import Answer, Answers, Ask, Keys, ask_at, draw_ask, plain_answer, simple
 from tandem.simulator.whole.cluster import PlainModel, Server
 from tandem.simulator.whole.collectives import collectives
 from tandem.simulator.whole.disk import Disk
-from tandem.simulator.whole.engine import PlainEngine
+from tandem.simulator.whole.engine import PlainEngine, SimulatedEngine
 from tandem.simulator.whole.faults import Faults
 from tandem.simulator.whole.forms import FormedAsk, Forms
 from tandem.simulator.whole.groups import Groups, Reasons
@@ -51,6 +51,7 @@ from tandem.simulator.whole.operators import Stranger, Visitor
 from tandem.simulator.whole.options import (
     BOOTSTRAP_PORT,
     ENCODER,
+    PLAIN,
     RECORD_FOLDER,
     RING_FOLDER,
     Cluster,
@@ -62,6 +63,7 @@ from tandem.simulator.whole.options import (
 from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.spies import spies
 from tandem.simulator.whole.starvation import Starvation, server_of
+from tandem.simulator.whole.torch_engine import TimedEngine, alone, load_engine, of_workers, one_thread, with_torch
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
 from tandem.simulator.whole.vectors import VectorAsk
 from tandem.simulator.whole.verdict import check
@@ -99,10 +101,12 @@ class World:
         self.disk = Disk(self.kernel, options.disk, Random(f"disk {options.seed}"))
         self.network.names = {name_of(server.host): [server.host] for server in self.cluster.servers}
         self.forms = Forms(options.flags)
+        self.is_plain = options.engine == PLAIN
+        self.right: Answers = plain_answer if self.is_plain else alone(options.flags["page_size"])
         self.answers: list[Answer] = []
         self.visitors: list[Process] = []
         self.codes: list[str] = []  # that visitors were told, as `code NAME`
-        self.engines: list[PlainEngine] = []
+        self.engines: list[SimulatedEngine] = []
         self.violation: Violation | None = None
         self.of_steps: Violation | None = None  # the first that a node's own checkers have found
         self.lines: LogLines | None = None
@@ -155,10 +159,12 @@ class World:
             *((module, "DiskFolder", self.disk.open) for module in (server_facts, worker_storage)),
             *collectives(),
             *(spies(self.seen) if self.seen else ()),
+            *(() if self.is_plain else of_workers(model)),
         ]
         programs = Programs(table, lambda parent: self.starvation.refuses("no_forks", parent))
         reasons = Reasons(self.groups)  # out here: its lock is none of the seed's
-        with virtual_machine(self.kernel, self.network, programs, instead) as self.lines:
+        threads = nullcontext() if self.is_plain else one_thread()
+        with threads, virtual_machine(self.kernel, self.network, programs, instead) as self.lines:
             logging.getLogger().addHandler(reasons)
             for server in self.random.sample(self.cluster.servers, len(self.cluster.servers)):
                 server.start(self.kernel)
@@ -192,13 +198,15 @@ class World:
         process = self.kernel.current().process
         if self.starvation.refuses("no_memory", process):
             raise MemoryError("no memory for a KV pool")
-        loaded = servers.load_plain_engine(launch, place, model=model)
-        assert isinstance(loaded.engine, PlainEngine)
-        if loaded.engine.kv.buffer is not None:
-            loaded.engine.kv.fd = self.memories.share(loaded.engine.kv.buffer)
+        is_plain = self.is_plain
+        loaded = servers.load_plain_engine(launch, place, model=model) if is_plain else load_engine(launch, place)
+        engine = loaded.engine
+        assert isinstance(engine, PlainEngine | TimedEngine)
+        if engine.kv.buffer is not None:
+            engine.kv.fd = self.memories.share(engine.kv.buffer)
         if launch.rank.num_shards > 1 or launch.topology.attn_dp_size > 1:
-            self.groups.join(launch, loaded.engine)
-        self.engines.append(loaded.engine)
+            self.groups.join(launch, engine)
+        self.engines.append(engine)
         return loaded
 
     def _make_node(self, settings: NodeSettings) -> CheckedNode:
@@ -236,6 +244,7 @@ class World:
             log_hash=log_hash,
             occurred=self._occurred(),
             is_whole=True,
+            engine="" if self.is_plain else self.options.engine,
         )
 
     def _occurred(self) -> dict[str, int]:
@@ -301,6 +310,7 @@ class World:
         self.answers.append(await self._ask(ask, random))
 
     async def _ask(self, ask: Ask, random: Random) -> Answer:
+        ask = replace(ask, answers=self.right)
         if self.options.block_tokens > 1:
             ask = replace(ask, scores=0)  # which tokens have that are found one behind the other
         answer = await ask_at(*self._front, ask, random, self.keys)
@@ -440,8 +450,11 @@ def violation_of_records() -> Violation | None:
     return None
 
 
-def run_seed(seed: int, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:
-    return run_options(draw_options(seed), trace, watches=watches)
+def run_seed(
+    seed: int, trace: Callable[[str], None] | None = None, *, watches: bool = False, engine: str = PLAIN
+) -> SeedResult:
+    options = draw_options(seed)
+    return run_options(options if engine == PLAIN else with_torch(options), trace, watches=watches)
 
 
 def run_options(options: Options, trace: Callable[[str], None] | None = None, *, watches: bool = False) -> SeedResult:

@@ -1,0 +1,188 @@
+"""The product's own engine in the workers of a simulated cluster, with the bundled model, and what it has to answer.
+
+A worker makes it as a worker process does: checkpoint, self-check, pool, kernels. In the place of its own is its time:
+a batch takes as long as one of `engine.py`, in virtual time, and computing takes none. KV memory is the product's, too;
+what its descriptor refers to is the virtual machine's affair (`memory.py`).
+
+The right answer is what one engine says that nobody shares, asked for one prompt at a time. `--deterministic` makes the
+two equal to the last bit, log-probabilities too, whatever batches, chunks, cuts and pages a request has come through.
+What is wrong in every engine alike is not seen here: that the model computes what it should is for tests of the engine.
+
+Another processor may round otherwise, so hashes of logs are those of one machine.
+"""
+
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any  # values of flags, and what is handed on to an `Engine`
+
+import msgspec
+import torch
+
+from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan, Join, Row
+from tandem.core.values import BatchId, PageId, RequestId, ceil_div
+from tandem.engine import weights
+from tandem.engine.engine import Engine
+from tandem.engine.late_tokens import RunBatch
+from tandem.sampling import Payload, SamplingParams, TokenScore
+from tandem.server import worker_process
+from tandem.server.processes import Launch
+from tandem.server.worker_process import Loaded, Place
+from tandem.simulator.whole import collectives
+from tandem.simulator.whole.cluster import MODEL, PlainModel
+from tandem.simulator.whole.network import TCP_CAPACITY
+from tandem.simulator.whole.options import TORCH, Options
+from tandem.simulator.whole.virtual_process import Replacement
+
+# What a seed may have drawn, and flags for it: see `with_torch`.
+TOGETHER = ("enable_dp_attention", "dp_size", "tp_size")
+SIZES = ("tp_size", "pp_size", "attn_cp_size")
+FORMS = ("tool_call_parser", "reasoning_parser")
+VECTORS = ("is_embedding",)
+WIDER = 512  # a token has 4 KiB of KV, and one of `engine.py` 8 bytes for each cell
+MOST_TOKENS = 512  # of a prompt and its answer
+ONLY = RequestId(1)
+
+
+def with_torch(options: Options) -> Options:
+    """The same world, but for what the bundled model is not, and for what is not known of its answers.
+
+    ranks     none step together, which --deterministic excludes; a replica may have several workers
+    model     a row samples one token at a time, no layer has a window, nothing makes vectors
+    forms     nobody asks for an answer in some form: the right ones are known of the other engine
+    bytes     connections and frames are wider by as much as pages are larger; those of HTTP are as wide as usual
+    delays    what workers say is not late where replicas have several: a batch has dozens of sums that wait for it, and
+              one of the other engine a single one
+    """
+    together = TOGETHER if "enable_dp_attention" in options.flags else ()
+    left_out = {*together, *FORMS, *VECTORS}
+    flags = {**_without(options.flags, left_out), "deterministic": True, "cpu_threads": 1}
+    roles = {role: _without(flags, left_out) for role, flags in options.roles.items()}
+    has_groups = any(of.get(size, 1) > 1 for of in (flags, *roles.values()) for size in SIZES)
+    narrows = options.narrows
+    return replace(
+        options,
+        engine=TORCH,
+        flags=flags,
+        roles=roles,
+        block_tokens=1,
+        window_tokens=0,
+        vectors="",
+        formed=0.0,
+        tcp_capacity=TCP_CAPACITY,
+        narrows=replace(
+            narrows,
+            peer_capacity=_wider(narrows.peer_capacity),
+            frame_bytes=_wider(narrows.frame_bytes),
+            page_delay_ns=None if has_groups else narrows.page_delay_ns,
+        ),
+    )
+
+
+def _without(flags: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if name not in left_out}
+
+
+def _wider(size: int | None) -> int | None:
+    return None if size is None else size * WIDER
+
+
+class TimedEngine(Engine):
+    """`engine.Engine`, of which a batch takes virtual time, and may fail."""
+
+    def __init__(self, *given: Any, base_s: float, token_s: float, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._base_s, self._token_s = base_s, token_s
+        self.fails_next = False
+        self.runs: Callable[[BatchPlan, RunBatch[Any]], None] | None = None
+        self.ends: Callable[[], None] | None = None
+
+    def _forward(self, batch: RunBatch[Any]) -> Any:
+        if self.runs is not None:
+            self.runs(batch.plan, batch)
+        inputs = self._tables.inputs(batch.plan, batch.spans)
+        length_s = self._base_s + self._token_s * sum(span.stop - span.start for span in inputs)
+        time.sleep(length_s / self._pipeline.stage.size)
+        if self.fails_next:
+            self.fails_next = False
+            if self.ends is not None:
+                self.ends()
+            raise RuntimeError("a forward pass that fails, as drawn")
+        return super()._forward(batch)
+
+
+def of_workers(model: PlainModel) -> list[Replacement]:
+    """For `virtual_machine`: what `worker_process.load_engine` makes."""
+    return [
+        (worker_process, "Engine", partial(TimedEngine, base_s=model.base_s, token_s=model.token_s)),
+        (collectives, "PIECE_BYTES", WIDER * collectives.PIECE_BYTES),
+    ]
+
+
+def load_engine(launch: Launch, place: Place) -> Loaded:
+    """As a worker process does. The memory stays when its descriptor, which is one of the real machine, is given back.
+
+    Raises as `worker_process.load_engine`.
+    """
+    loaded = worker_process.load_engine(launch, place)
+    assert isinstance(loaded.engine, TimedEngine)
+    loaded.engine.kv.close()
+    return loaded
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Of torch, in whatever thread of Python."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Alone:
+    """What one engine says that nobody shares: `clients.Answers`."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        num_pages = ceil_div(MOST_TOKENS, page_size)
+        self._engine = Engine(weights.load(MODEL), page_size=page_size, num_pages=num_pages, deterministic=True)
+        self._pages = tuple(map(PageId, range(num_pages)))
+        self._known: dict[tuple[tuple[int, ...], int, bool], list[tuple[int, float]]] = {}
+
+    def __call__(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
+        key = (tuple(prompt), count, ignore_eos)
+        if key not in self._known:
+            self._known[key] = self._say(prompt, count, ignore_eos=ignore_eos)
+        return self._known[key]
+
+    def _say(self, prompt: Sequence[int], count: int, *, ignore_eos: bool) -> list[tuple[int, float]]:
+        engine, found = self._engine, list[tuple[int, float]]()
+        engine.kv.tensor.zero_()
+        sampling = SamplingParams(temperature=0.0, ignore_eos=ignore_eos, logprobs=True)
+        engine.add(Payload(ONLY, array("i", prompt).tobytes(), sampling, bytes(16)))
+        row = Row(ONLY, 0, len(prompt), 0, self._pages, samples=True)
+        plan = BatchPlan(BatchId(1), 1, BatchKind.PREFILL, rows=(row,))
+        while True:
+            outcome = engine.run(plan)
+            found.append(scored(outcome))
+            if len(found) == count or outcome.flags[0]:
+                engine.forget([ONLY])
+                return found
+            number = len(found) + 1
+            join = (Join(ONLY, len(self._pages), ()),) if number == 2 else ()
+            plan = BatchPlan(BatchId(number), number, BatchKind.DECODE, decodes=True, join=join)
+
+
+def scored(outcome: BatchOutcome) -> tuple[int, float]:
+    """The one token."""
+    (token,) = array("i", outcome.tokens)
+    ((_, extra),) = outcome.extras
+    return token, msgspec.msgpack.decode(extra, type=TokenScore).logprob
+
+
+alone = cache(Alone)  # by the size of pages: one for all seeds of a process

@@ -1,0 +1,95 @@
+"""Whole clusters whose workers compute with the product's own engine and the bundled model."""
+
+import json
+from dataclasses import fields
+from functools import partial
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config import ServerConfig
+from tandem.simulator.hunt import run_each
+from tandem.simulator.report import SeedResult
+from tandem.simulator.whole.cuts import CONTEXTS, SIDES
+from tandem.simulator.whole.options import TORCH, Options, draw_options
+from tandem.simulator.whole.torch_engine import alone, with_torch
+from tandem.simulator.whole.world import run_seed
+
+PAIR, SINGLE = 455, 62  # in calm: several requests at a time on decode; a unified server
+SEEDS = (
+    8,  # two prefills and two decodes; bytes are spoiled, batches fail
+    12,  # replicas of two stages
+    24,  # two shards on one side, and two stages on the other
+    33,  # replicas of two shards, with host memory
+    19,  # a prefill of four workers, which share out prompts, and pages that come in small pieces
+    55,  # a folder of pages
+    74,  # two replicas, killed processes, forks that fail
+    20_051,  # three shards that wait for each other dozens of times in a batch, and few pages
+)
+
+
+def test_a_pair_says_what_one_engine_says_and_the_same_seed_gives_the_same_bytes() -> None:
+    result = run_seed(PAIR, engine=TORCH, watches=True)
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    assert result.num_finished > 0
+    assert result.occurred["Path remote"] > 0
+    assert result.occurred["PagesLanded"] > 0
+    assert run_seed(PAIR, engine=TORCH).log_hash == result.log_hash
+
+
+def test_one_engine_alone_says_the_same_again_and_stops_where_it_ends() -> None:
+    say, prompt = alone(8), [*range(40, 60)]
+    answer = say(prompt, 24, ignore_eos=True)
+    assert len(answer) == 24
+    assert [token for token, _ in say(prompt, 9, ignore_eos=True)] == [token for token, _ in answer[:9]]
+    assert say(answer_of_one(say, prompt, 5), 19, ignore_eos=True) == answer[5:]
+    assert all(logprob <= 0 for _, logprob in answer)
+
+
+def answer_of_one(say, prompt: list[int], count: int) -> list[int]:  # type: ignore[no-untyped-def]
+    """The prompt, and so much of the answer."""
+    return prompt + [token for token, _ in say(prompt, count, ignore_eos=True)]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[int, SeedResult]:
+    return {result.seed: result for result in run_each(SEEDS, partial(run_seed, engine=TORCH), are_long=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_request_ends_as_promised(results: dict[int, SeedResult], seed: int) -> None:
+    result = results[seed]
+    assert not result.invariant, f"{result.line}: {result.detail}"
+    assert result.num_finished > 0
+
+
+@pytest.mark.slow
+def test_other_processes_have_given_the_same_bytes(results: dict[int, SeedResult]) -> None:
+    found = {seed: run_seed(seed, engine=TORCH).log_hash for seed in SEEDS[:3]}
+    assert found == {seed: results[seed].log_hash for seed in found}
+
+
+def test_what_the_bundled_model_is_not_is_left_out_and_the_rest_of_a_seed_stays() -> None:
+    may_differ = {"engine", "flags", "roles", "block_tokens", "window_tokens", "vectors", "formed", "tcp_capacity"}
+    cuts = set()
+    for seed in range(10_000, 10_400):
+        drawn = draw_options(seed)
+        given = with_torch(drawn)
+        differ = {one.name for one in fields(Options) if getattr(drawn, one.name) != getattr(given, one.name)}
+        assert differ <= may_differ | {"narrows"}
+        assert (given.block_tokens, given.window_tokens, given.vectors, given.formed) == (1, 0, "", 0.0)
+        for flags in given.roles.values() if given.layout == "pairs" else ({},):
+            config = ServerConfig(model="tandem/mini", **{**given.flags, **flags})
+            assert (config.deterministic, config.cpu_threads) == (True, 1)
+            assert (config.enable_dp_attention, config.is_embedding) == (False, False)
+            cuts.add((config.tp_size, config.pp_size, config.attn_cp_size))
+    assert cuts >= {cut.sizes for cut in (*SIDES, *CONTEXTS)}, "replicas of several workers stay"
+
+
+def test_the_command_says_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--engine", "torch", "--seed", "2"]) == 2
+    assert "--whole" in capsys.readouterr().err
+    assert SeedResult(7, is_whole=True, engine=TORCH).line == "tandem simulate --whole --engine torch --seed 7 --trace"
+    assert main(["simulate", "--whole", "--engine", "torch", "--seed", str(SINGLE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["violations"] == []
