@@ -5,8 +5,8 @@
 #   make lowest   what speaks HTTP and reads tokenizers, and one server, with the lowest versions that pyproject.toml allows
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
-#                 in a thousand new seeds, some minutes each; then simulate new seeds, of whole clusters and of fast worlds,
-#                 for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a fast one is shrunk to a scenario
+#                 in a thousand new seeds, some minutes each; then simulate new seeds, of whole clusters, with the product's
+#                 own engine too, and of fast worlds, for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a fast one is shrunk to a scenario
 #   make chaos    real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
 #   make sanitize the native kernels under the address and undefined behaviour sanitizers, where there is a compiler
@@ -101,6 +101,7 @@ hunt: $(INSTALLED)
 	@for world in "samples and aborts" "samples and failures" "tiers and both" "storage and all"; do \
 	  $(BIN)/python -m tandem.simulator.model_check.exhaustive --world "$$world"; done
 	@$(BIN)/tandem simulate --whole --for $(HUNT_SECONDS)s $(if $(FIRST_SEED),--seed $(FIRST_SEED))
+	@$(BIN)/tandem simulate --whole --engine torch --for $(HUNT_SECONDS)s $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
 chaos: $(INSTALLED)
