@@ -167,3 +167,19 @@ def test_a_load_is_worth_what_it_has_cost() -> None:
     for _ in range(100):
         known.is_worth(10, 80, token_ns)
     assert known.is_worth(10, 80, token_ns), "it is tried again some time"
+
+
+def test_who_is_pushed_back_finds_its_own_pages_in_host_memory_again() -> None:
+    """Its prompt and the full pages of its answer: only what host memory lacks is computed a second time."""
+    computed: dict[bool, int] = {}
+    for has_host in (False, True):
+        world = World()
+        node = world.unified(**{**TIER, "num_pages": 8, **({} if has_host else {"host_tier": None})})
+        asked = [world.submit(node, prompt_len=30, max_new_tokens=60, seed=seed) for seed in range(3)]
+        world.run()
+        assert [node.tokens[request] for request in asked] == [expected_tokens(30, 60, seed=seed) for seed in range(3)]
+        assert node.state.counters.retractions > 0
+        assert bool(node.said(LoadPages)) == has_host
+        computed[has_host] = sum(row.stop - row.start for plan in node.plans() for row in plan.rows)
+        assert_nothing_is_held(node)
+    assert computed[True] < computed[False]
