@@ -616,7 +616,7 @@ HEARTBEAT_MAX_FAILURE = Variable(
     most=1000,
     is_whole=True,
 )
-# The test hooks of the seed, as they are at the start.
+# The test hooks of the reports, as they are at the start.
 FORCED_RETRIES = Variable(
     "TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "test hook: share of requests that are prefilled twice", most=1.0
 )

@@ -164,7 +164,7 @@ BREAKS = (
         "core/disagg/optimistic_prefill.py",
         'int.from_bytes(digest[:8], "big") <',
         'int.from_bytes(digest[:8], "little") <',
-        "unit/test_core_bootstrap.py::test_the_forced_retry_is_the_definition_of_the_seed",
+        "unit/test_core_bootstrap.py::test_the_forced_retry_is_the_definition_of_the_report",
     ),
     Break(
         "retracted_requests_are_forced",
@@ -398,14 +398,14 @@ BREAKS = (
         "config.py",
         "prefill_delayer_max_delay_ms: float = flag(5000.0",
         "prefill_delayer_max_delay_ms: float = flag(50000.0",
-        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_report",
     ),
     Break(
         "delayer_of_the_core_waits_50_s_by_default",
         "core/settings.py",
         "max_delay_ns: Nanos = Nanos(5 * SECOND)",
         "max_delay_ns: Nanos = Nanos(50 * SECOND)",
-        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_report",
     ),
     Break(
         "delayer_of_a_rank_agrees_with_itself",
@@ -686,7 +686,7 @@ BREAKS = (
         "core/disagg/dp_rank.py",
         "return Conflict(room_conflict(",
         "return Quiet() or Conflict(room_conflict(",
-        "unit/test_core_dp_ranks.py::test_an_external_route_that_contradicts_the_room_is_refused_in_the_seeds_words",
+        "unit/test_core_dp_ranks.py::test_an_external_route_that_contradicts_the_room_is_refused_in_the_words_of_the_report",
     ),
     Break(
         "rank_is_not_announced",

@@ -295,7 +295,7 @@ def test_the_flags_of_the_delayer_reach_the_node() -> None:
     assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
 
 
-def test_the_numbers_of_the_delayer_are_those_of_the_seed() -> None:
+def test_the_numbers_of_the_delayer_are_those_of_the_report() -> None:
     for made in (settings(parse("--enable-prefill-delayer")).delayer, DelayerSettings()):
         assert made is not None
         assert (made.max_delay_passes, made.max_delay_ns, made.queue_min_ratio) == (30, 5 * SECOND, None)

@@ -1,4 +1,4 @@
-"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of the seed, and the result slots."""
+"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of sglang#26780, result slots."""
 
 import hashlib
 
@@ -70,7 +70,7 @@ def test_settings_choose_the_policy_and_its_numbers() -> None:
     assert chosen(OptimisticPolicy.PARK) == Park(77, max_attempts=1)
 
 
-def test_the_forced_retry_is_the_definition_of_the_seed() -> None:
+def test_the_forced_retry_is_the_definition_of_the_report() -> None:
     for rid in ("a", "rid-17", "übung", ""):
         first_8 = int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "big")
         for prob in (0.01, 0.3, 0.5, 0.99):

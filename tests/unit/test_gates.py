@@ -1,4 +1,4 @@
-"""The prefill delayer's decision as a table: upstream's cases, the seed's, the later repairs; and what always holds."""
+"""The prefill delayer's decision as a table: upstream's cases, the report's, later repairs; and what always holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
     "queue_trigger_wall_clock_timeout": Case(
         [FULL, FULL, Pass(A, HIGH, 100, 80, 10, 1024, after_ms=200)], True, "wait_success", ratio=0.5, max_delay_ms=50
     ),
-    # the seed's four, as far as they are not among the twelve
+    # the report's four, as far as they are not among the twelve
     "queue_trigger_immediate": Case(
         [Pass(A, running=100, usual_batch=80, waiting=50, max_running=1024)] * 3, True, "no_wait", ratio=0.5
     ),

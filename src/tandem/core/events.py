@@ -204,7 +204,7 @@ class SnapshotsGathered(Struct, frozen=True, tag=True):
 
 
 class HooksChanged(Struct, frozen=True, tag=True):
-    """An operator changed what the seed's test hooks do."""
+    """An operator changed what the test hooks do."""
 
     force_retry_prob: float
 

@@ -1,7 +1,7 @@
 """The router: a request comes in, a pair is chosen, and whatever goes wrong before the first byte is tried elsewhere.
 
 A deterministic participant like a node: facts in, commands out, no clock and no sockets. What happens within one
-request is `exchange.py`; here is what requests share: who is alive, whose turn it is, which rooms are taken.
+request is `routed_request.py`; here is what requests share: who is alive, whose turn it is, which rooms are taken.
 
     a worker misses its probes     requests that wait for it go to another pair, if there is one
     ... all of them for `lost_ns`  its connections count as broken
