@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.core.disagg.messages import Offer, Ready, Release
-from tandem.core.events import SnapshotsGathered
+from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.delayer_policy import Decision, Estimation, Reason
 from tandem.core.scheduler.state import DelayerState
@@ -189,7 +189,7 @@ OPEN = (RankLoad(True, num_running=0, num_free_slots=16, usual_batch=1, num_wait
 
 def held_by(checker: DelayerVetoes, *passes: tuple[RankLoad, ...], decided_on: tuple[RankLoad, ...]) -> None:
     """A rank of two has heard of `passes` one after the other, and has decided on one of them."""
-    delayer = DelayerState(snapshot=passes[-1][0], decision=VETO, ranks=decided_on)
+    delayer = DelayerState(load=passes[-1][0], decision=VETO, ranks=decided_on)
     life: Any = SimpleNamespace(
         incarnation=Incarnation("prefill-0", "1"),
         replica=SimpleNamespace(name="prefill-0"),
@@ -197,7 +197,7 @@ def held_by(checker: DelayerVetoes, *passes: tuple[RankLoad, ...], decided_on: t
         node=SimpleNamespace(state=SimpleNamespace(delayer=delayer)),
     )
     for number, ranks in enumerate(passes):
-        checker.heard(life, [SnapshotsGathered(number, ranks, DelayHistory())])
+        checker.heard(life, [LoadsGathered(number, ranks, DelayHistory())])
     checker.after_step(life)
 
 

@@ -7,8 +7,8 @@
     total_requests           the active rank with the fewest requests
     total_tokens             the active rank with the fewest tokens, then the fewest requests
 
-Loads are snapshots that are refreshed now and then. Between two of them every dispatch is added to the copy here, or a
-burst would all land on the rank that was idle when the snapshot was made.
+Loads are copies that are refreshed now and then. Between two of them every dispatch is added to the copy, or a
+burst would all land on the rank that was idle when the copy was made.
 """
 
 from collections.abc import Sequence

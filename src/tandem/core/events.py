@@ -189,17 +189,17 @@ class PagesFound(Struct, frozen=True, tag=True):
     detail: str = ""  # why nobody knows of more
 
 
-class SnapshotWanted(Struct, frozen=True, tag=True):
-    """Another DP rank wants to begin prompts. To be answered by `GatherSnapshot`."""
+class LoadWanted(Struct, frozen=True, tag=True):
+    """Another DP rank wants to begin prompts. To be answered by `GatherLoad`."""
 
     number: int  # of the pass
 
 
-class SnapshotsGathered(Struct, frozen=True, tag=True):
+class LoadsGathered(Struct, frozen=True, tag=True):
     """One pass of the prefill delayer: what all ranks said, the same for all of them (`sched.gather`)."""
 
     number: int
-    snapshots: tuple[RankLoad, ...]
+    loads: tuple[RankLoad, ...]
     memory: DelayHistory  # with which this pass decides
 
 
@@ -240,8 +240,8 @@ Event = (
     | TransferDrained
     | PagesCopied
     | PagesFound
-    | SnapshotWanted
-    | SnapshotsGathered
+    | LoadWanted
+    | LoadsGathered
     | HooksChanged
     | DrainRequested
     | FlushRequested

@@ -77,7 +77,7 @@ class DelayerSettings(Struct, frozen=True):
     window: int = 16  # prompt batches looked back on
     num_ranks: int = 1  # DP ranks that have to decide alike
     pass_ns: Nanos = Nanos(5 * MILLISECOND)  # with several: at least so long between two passes that a rank asks for
-    gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the snapshot of a rank
+    gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the load of a rank
 
 
 class WritePolicy(StrEnum):

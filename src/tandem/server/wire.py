@@ -200,8 +200,8 @@ ApiToNode = (
     | events.PeerUnknown
     | events.DpRankAnswered
     | events.RoomElsewhere
-    | events.SnapshotWanted
-    | events.SnapshotsGathered
+    | events.LoadWanted
+    | events.LoadsGathered
     | events.HooksChanged
     | events.DrainRequested
     | events.FlushRequested
@@ -219,7 +219,7 @@ NodeToApi = (
     | commands.LearnPeer
     | commands.AskDpRank
     | commands.AnnounceDpRank
-    | commands.GatherSnapshot
+    | commands.GatherLoad
 )
 NodeToWorker = (
     Payload

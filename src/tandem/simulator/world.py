@@ -29,7 +29,7 @@ from tandem.core.commands import (
     FinishRequest,
     ForgetRequests,
     FreeWindows,
-    GatherSnapshot,
+    GatherLoad,
     LaunchBatch,
     LearnPeer,
     LoadPages,
@@ -516,8 +516,8 @@ class World:
                 self.bootstraps.ask(life, command)
             case AnnounceDpRank():
                 self._announce(life, command)
-            case GatherSnapshot(number, snapshot):
-                self._gather(life, number, snapshot)
+            case GatherLoad(number, load):
+                self._gather(life, number, load)
             case PublishPages():
                 life.store.publish(command, failing=self._failing_shard(life))
             case RevokePages():
@@ -550,14 +550,14 @@ class World:
         if not self.io_fails():
             self.bootstraps.announce(life, command)
 
-    def _gather(self, life: Life, number: int | None, snapshot: RankLoad) -> None:
-        """The ranks of a server decide together; their snapshots meet at its API process."""
+    def _gather(self, life: Life, number: int | None, load: RankLoad) -> None:
+        """The ranks of a server decide together; their loads meet at its API process."""
         server = self.servers[server_of(life.replica.name)]
         if server.gathering is None:
             return
         gathering = server.gathering
         now = server.clock.read(self.clock.time)
-        self._mail(server, gathering.say(life.settings.dp_rank, number, snapshot, now))
+        self._mail(server, gathering.say(life.settings.dp_rank, number, load, now))
         if gathering.closes_at is not None:
             self.clock.at(server.clock.when(gathering.closes_at), self._tick, server, gathering)
 

@@ -34,6 +34,8 @@ from tandem.core.events import (
     Event,
     FlushRequested,
     HooksChanged,
+    LoadsGathered,
+    LoadWanted,
     PageRead,
     PagesCopied,
     PagesDigested,
@@ -49,8 +51,6 @@ from tandem.core.events import (
     RequestArrived,
     RequestRefused,
     RoomElsewhere,
-    SnapshotsGathered,
-    SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
@@ -64,7 +64,7 @@ from tandem.core.scheduler.loading import on_copied
 from tandem.core.scheduler.page_tables import checkpoint, flush_cache, too_long
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefetch import begin_prefetch, on_found
-from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
+from tandem.core.scheduler.prefill_delayer import on_load_wanted, on_loads_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, schedule
 from tandem.core.scheduler.window_claims import free_windows_command, pass_window
@@ -154,10 +154,10 @@ def handle(node: NodeState, event: Event) -> None:
             on_copied(node, event)
         case PagesFound():
             on_found(node, event)
-        case SnapshotWanted(number):
-            on_snapshot_wanted(node, number)
-        case SnapshotsGathered():
-            on_snapshots_gathered(node, event)
+        case LoadWanted(number):
+            on_load_wanted(node, number)
+        case LoadsGathered():
+            on_loads_gathered(node, event)
         case HooksChanged(force_retry_prob):
             node.settings = structs.replace(node.settings, force_retry_prob=force_retry_prob)
         case DrainRequested():

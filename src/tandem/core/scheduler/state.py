@@ -17,7 +17,7 @@ from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
-from tandem.core.events import SnapshotsGathered
+from tandem.core.events import LoadsGathered
 from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.storage_tier import StorageTier
@@ -82,9 +82,9 @@ class DelayerState:
     memory: DelayHistory = field(default_factory=DelayHistory)
     since: Nanos | None = None  # when the delay under way began
     ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
-    gathered: SnapshotsGathered | None = None  # what they said for the next batch
+    gathered: LoadsGathered | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
-    snapshot: RankLoad | None = None  # of the last pass
+    load: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
     ranks: tuple[RankLoad, ...] = ()  # that it was made from; others may have been gathered since
     waited_passes: int = 0  # of the delay that it ended

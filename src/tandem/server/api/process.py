@@ -34,7 +34,7 @@ from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
 from tandem.core.bootstrap_registry import Registry, Rejected
-from tandem.core.commands import AnnounceDpRank, GatherSnapshot
+from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.stall_detector import who_began
@@ -308,7 +308,7 @@ class ApiProcess:
                 for other, link in enumerate(self._links):
                     if other != dp_rank:
                         link.send(message)
-            case GatherSnapshot():
+            case GatherLoad():
                 self._gathering.say(dp_rank, message)
             case _:
                 self._client.receive(message, dp_rank)

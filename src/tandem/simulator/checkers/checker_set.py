@@ -38,11 +38,11 @@ from tandem.core.events import (
     Event,
     FlushRequested,
     HooksChanged,
+    LoadsGathered,
     PeerReturned,
     ReadsDrained,
     RequestArrived,
     RequestRefused,
-    SnapshotsGathered,
     TransferDrained,
     TransferFailed,
 )
@@ -107,7 +107,7 @@ HEARD = frozenset(  # what a checker has something to see in; most steps are tol
         ReadsDrained,
         RequestArrived,
         RequestRefused,
-        SnapshotsGathered,
+        LoadsGathered,
         TransferDrained,
         TransferFailed,
     }
