@@ -678,7 +678,7 @@ BREAKS = (
         "rank_in_the_body_is_ignored_in_processes",
         "core/disagg/dp_rank.py",
         "return Known(hint)",
-        "return Ask()",
+        "return AskBootstrap()",
         "e2e_cpu/test_pd_edges.py::test_a_dp_rank_that_the_body_names_is_believed_without_a_question",
     ),
     Break(

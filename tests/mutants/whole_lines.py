@@ -441,7 +441,7 @@ ROUTER = (
     WholeBreak(
         "broken_connection_is_swallowed",
         SHELL,
-        "            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))\n",
+        "            self._hear(leg, upstream.fail(HalfFailure.BROKEN, detail, silent_ns=leg.silent_ns))\n",
         '            log.warning("%s: %s", leg.worker.url, error)\n',
         "an error is logged and told to nobody",
     ),

@@ -21,7 +21,7 @@ from tandem.simulator.checkers.intake import NoNewWork
 from tandem.simulator.checkers.outside import malformed
 from tandem.simulator.checkers.pages import TenantsApart
 from tandem.simulator.checkers.stalls import Standstills
-from tandem.simulator.checkers.stream import Stream
+from tandem.simulator.checkers.stream import StreamsInOrder
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.faults.options import draw_options
 from tandem.simulator.hunt import run_seed
@@ -107,8 +107,8 @@ def test_a_checker_that_loses_count_is_caught(name: str) -> None:
 
 
 def test_a_lost_count_of_tokens_is_caught() -> None:
-    """`Stream` keeps no count of its own; it compares the two that are there, the node's and the client's."""
-    with broken(Stream, "began", lambda method: lambda checker, life, command: None):
+    """`StreamsInOrder` keeps no count of its own; it compares the two that are there, the node's and the client's."""
+    with broken(StreamsInOrder, "began", lambda method: lambda checker, life, command: None):
         assert run_seed(0).invariant == "S15"
 
 

@@ -64,7 +64,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row("S12", "exactly one terminal event, and nothing after it", "checkers.stream:OneEnd"),
     Row("S13", "state changes follow the tables; a step never raises", "checkers.changes:StateChanges"),
     Row("S14", "tokens equal the oracle's", "checkers.stream:Tokens"),
-    Row("S15", "no token is skipped or told twice", "checkers.stream:Stream"),
+    Row("S15", "no token is skipped or told twice", "checkers.stream:StreamsInOrder"),
     Row("S16", "a request is in exactly one queue", "checkers.changes:OneQueue"),
     Row("S17", "after its end nothing of a request is left", "checkers.liveness:NothingLeft"),
     Row("S18", "a refused request holds nothing, and its other half hears of it", "checkers.intake:Refusals"),

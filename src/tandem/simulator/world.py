@@ -76,7 +76,7 @@ from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.turnover import Turnover
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
-from tandem.simulator.actors.workers import Worker, Workers
+from tandem.simulator.actors.workers import SimulatedWorker, Workers
 from tandem.simulator.checkers import Checkers
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
@@ -91,8 +91,8 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.renderings import WallClocks
 from tandem.simulator.tiers import Tiers
 from tandem.simulator.workload import (
-    Ask,
     Workload,
+    WorkloadRequest,
     enlarge,
     plain_ask,
     repeat_names,
@@ -293,7 +293,7 @@ class World:
         self.num_planned += 1
         self.clock.at(self.heals_at, self.harm.heal)
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: WorkloadRequest) -> None:
         self.edge.num_to_come -= 1
         exchange = RoutedRequest(ask, None)
         self.edge.exchanges.append(exchange)
@@ -582,7 +582,7 @@ class World:
                 duration_ns = life.cost.batch_ns(plan, num_decode_rows, random)
                 self.clock.after(duration_ns, self._finish_batch, life, worker, plan)
 
-    def _finish_batch(self, life: Life, worker: Worker, plan: BatchPlan) -> None:
+    def _finish_batch(self, life: Life, worker: SimulatedWorker, plan: BatchPlan) -> None:
         if not life.is_alive or life.store.dead:
             return  # with a worker that is dead nobody ends a batch
         if life.vitals.hang in (Hang.WORKER, Hang.BATCH):

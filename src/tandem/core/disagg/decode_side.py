@@ -10,7 +10,7 @@ from typing import assert_never
 
 from tandem.core.batch import TOKEN_BYTES, num_sampled
 from tandem.core.commands import AskDpRank, CancelPull, Path, PullPages, Tell
-from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts
+from tandem.core.disagg.dp_rank import AskBootstrap, Conflict, Known, Likely, RequestFacts
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
 from tandem.core.disagg.messages import (
     LAYOUT_DIFFERS,
@@ -34,7 +34,7 @@ from tandem.core.disagg.prefill_lookup import (
     say_farewells,
     tell_prefill,
 )
-from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
+from tandem.core.disagg.shard_progress import Failed, ShardReport, TransferFailure
 from tandem.core.disagg.shared_pull import comes_for_another, no_longer_held_back
 from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
@@ -82,13 +82,13 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
     """What prefill is there, which of its DP ranks has the room, who is that? What is not known yet is asked for."""
     search = side.search
     found = find_rank(node, side.address, facts_of(progress, side))
-    if search.dp_rank is not None and isinstance(found, Ask | Likely):
+    if search.dp_rank is not None and isinstance(found, AskBootstrap | Likely):
         found = Known(search.dp_rank)
     elif search.is_astray and isinstance(found, Likely):
-        found = Ask()
-    if isinstance(found, Ask) and not search.asks_rank:
+        found = AskBootstrap()
+    if isinstance(found, AskBootstrap) and not search.asks_rank:
         search.ask_at = node.now  # a new question
-    search.asks_rank = isinstance(found, Ask)
+    search.asks_rank = isinstance(found, AskBootstrap)
     search.is_likely = isinstance(found, Likely)
     match found:
         case None:
@@ -99,7 +99,7 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
                 meet(node, progress, side, known)
             else:
                 learn(node, progress, side, rank)
-        case Ask():
+        case AskBootstrap():
             ask_rank(node, progress, side)
         case Conflict() if not search.is_informed:
             learn(node, progress, side, None)  # since it was asked last it may have come back with more ranks
@@ -495,7 +495,7 @@ def split_arrival_stage(progress: Progress, arrival: Arrival, result: ResultSlot
 
 
 def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
-    failure = Failure(event.cause, event.detail)
+    failure = TransferFailure(event.cause, event.detail)
     hear_shard(node, event.request, event.shard, ShardReport(event.attempt, failure=failure))
 
 

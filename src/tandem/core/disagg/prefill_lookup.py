@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from tandem.core.commands import AskDpRank, LearnPeer, Tell
-from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts, resolve
+from tandem.core.disagg.dp_rank import AskBootstrap, Conflict, Known, Likely, RequestFacts, resolve
 from tandem.core.disagg.messages import LastWord, Release
 from tandem.core.events import DpRankAnswered
 from tandem.core.scheduler.state import Farewell, NodeState
@@ -37,7 +37,9 @@ def forget_ranks(node: NodeState, server: str) -> None:
         del node.peers[known]
 
 
-def find_rank(node: NodeState, address: Address, facts: RequestFacts) -> Known | Likely | Ask | Conflict | None:
+def find_rank(
+    node: NodeState, address: Address, facts: RequestFacts
+) -> Known | Likely | AskBootstrap | Conflict | None:
     """Which DP rank of the prefill has the request. None: nothing is known of that prefill."""
     prefill = node.prefills.get(key(address))
     return None if prefill is None else resolve(facts, prefill, force_query=node.settings.force_query)
@@ -67,7 +69,7 @@ def tell_prefill(
             say_farewell(node, Farewell(address, facts, None), release)
         case Known(rank) | Likely(rank):
             say_farewell(node, Farewell(address, facts, rank), release)
-        case Ask():
+        case AskBootstrap():
             ask_where(node, address, facts)
         case Conflict() if not is_informed:
             say_farewell(node, Farewell(address, facts, None), release)

@@ -19,7 +19,7 @@ from msgspec import Struct
 from tandem.core.values import Cause, ShardId
 
 
-class Failure(Struct, frozen=True, order=True):
+class TransferFailure(Struct, frozen=True, order=True):
     cause: Cause
     detail: str = ""
 
@@ -29,7 +29,7 @@ class ShardReport(Struct, frozen=True):
 
     attempt: int
     landed: int = 0  # watermark: this many of the pages that the shard wants are here, in order
-    failure: Failure | None = None
+    failure: TransferFailure | None = None
 
 
 class Pending(Struct, frozen=True, tag=True):

@@ -23,10 +23,10 @@ from tandem.core.router.messages import (
     ClientAsked,
     ClientLeft,
     DecodeSpoke,
-    Failure,
     HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Probe,
     RouteCause,
@@ -37,10 +37,10 @@ from tandem.core.router.messages import (
     WorkerProbed,
     WorkerRemoved,
 )
-from tandem.core.router.pairing import Pair, Rooms
+from tandem.core.router.pairing import Rooms, WorkerPair
 from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
 from tandem.core.router.routing import Candidate, PolicySettings, make_policy
-from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId, WorkerRegistry
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 
@@ -64,7 +64,7 @@ class RouterSnapshot(Struct, frozen=True):
     policies: dict[Role, bytes]
     rooms: bytes
     exchanges: dict[RequestId, RoutedRequest]
-    tried: dict[RequestId, list[Pair]]
+    tried: dict[RequestId, list[WorkerPair]]
     load: dict[WorkerId, int]
     wakes: list[tuple[Nanos, RequestId]]
     lost: dict[WorkerId, Nanos]
@@ -82,14 +82,14 @@ class Router:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RegisteredWorker],
         *,
         draw: Callable[[], int],
         settings: RouterSettings,
         now: Nanos,
     ) -> None:
         """`draw` gives 64-bit numbers, for rooms and for policies that need chance."""
-        self.registry = Registry(workers, settings.health, now, settings.breaker)
+        self.registry = WorkerRegistry(workers, settings.health, now, settings.breaker)
         self._policies = {
             Role.PREFILL: make_policy(settings.prefill_policy, draw),
             Role.DECODE: make_policy(settings.decode_policy, draw),
@@ -97,7 +97,7 @@ class Router:
         self._rooms = Rooms(draw)
         self._settings = settings
         self._exchanges: dict[RequestId, RoutedRequest] = {}
-        self._tried: dict[RequestId, list[Pair]] = {}
+        self._tried: dict[RequestId, list[WorkerPair]] = {}
         self._load: dict[WorkerId, int] = {worker.id: 0 for worker in workers}
         self._wakes: list[tuple[Nanos, RequestId]] = []  # heap; entries of the past are skipped
         self._lost: dict[WorkerId, Nanos] = {}  # workers whose connections have been given up: since when silent
@@ -200,7 +200,7 @@ class Router:
         if exchange is not None and exchange.pair is not None and event.attempt == exchange.attempt:
             half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
             worker = exchange.worker(half).id
-            if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
+            if isinstance(event, HalfFailed) and event.failure is HalfFailure.REFUSED:
                 self.registry.refused(worker, now)
             if exchange.is_open(half) and (well := is_well(event)) is not None:
                 self.registry.answered(worker, now, well=well)
@@ -306,7 +306,7 @@ class Router:
 
     # --- choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, exchange: RoutedRequest, now: Nanos) -> Pair | None:
+    def _choose(self, exchange: RoutedRequest, now: Nanos) -> WorkerPair | None:
         """A live pair with new rooms; workers that this request has not met yet come first."""
         if exchange.model is None:
             exchange.model = next(iter(self.registry.paired_models()), None)
@@ -316,9 +316,9 @@ class Router:
         prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange, now)
         decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange, now)
         rooms = self._rooms.open(exchange.num_prompts or 1)
-        return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
+        return WorkerPair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
 
-    def _pick(self, role: Role, tried: Sequence[WorkerId], exchange: RoutedRequest, now: Nanos) -> Worker:
+    def _pick(self, role: Role, tried: Sequence[WorkerId], exchange: RoutedRequest, now: Nanos) -> RegisteredWorker:
         usable = self.registry.usable(role, now, exchange.model)
         fresh = [worker for worker in usable if worker.id not in tried]
         others = [worker for worker in usable if worker.id not in tried[-1:]]
@@ -346,7 +346,7 @@ def is_well(event: HalfEvent) -> bool | None:
     """What a half's news say of its worker: it works, it does not, or (None) nothing."""
     match event:
         case HalfFailed(failure=failure):
-            return None if failure is Failure.GAVE_UP else False
+            return None if failure is HalfFailure.GAVE_UP else False
         case HalfRejected(status=status) if status >= 500 and status not in NOT_ITS_FAULT:
             return False
         case DecodeSpoke():

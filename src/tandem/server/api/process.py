@@ -33,7 +33,7 @@ from typing import Any  # what a coroutine is sent and gives back while it runs
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
-from tandem.core.bootstrap_registry import Registry, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
 from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
@@ -126,7 +126,7 @@ class ApiProcess:
             attributes={"tandem.role": config.role, "tandem.port": config.port},
             note=logger.warning,
         )
-        self._registry = Registry()
+        self._registry = BootstrapRegistry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._steps_together = config.enable_dp_attention
         self._gathering = Gathering(delayer_settings(config, topology_of(config, 0)), self._tell, monotonic_now)

@@ -23,7 +23,7 @@ class Document(msgspec.Struct, frozen=True):
     prefill: bytes = b""
 
 
-class Stream(msgspec.Struct, frozen=True):
+class StreamedAnswer(msgspec.Struct, frozen=True):
     """An answer that comes in pieces; the last thing in the pipe may be a failure."""
 
     status: int
@@ -35,7 +35,7 @@ class Gone(msgspec.Struct, frozen=True):
     """The client has left."""
 
 
-Outcome = Document | Stream | Fail | Gone
+Outcome = Document | StreamedAnswer | Fail | Gone
 
 
 class Pipe:

@@ -26,11 +26,11 @@ from tandem.core.router.messages import (
     ClientLeft,
     DispatchPair,
     Fail,
-    Failure,
     Finish,
     Forward,
     ForwardRejection,
     HalfFailed,
+    HalfFailure,
     Probe,
     RouterCommand,
     RouterEvent,
@@ -43,7 +43,7 @@ from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_promp
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
-from tandem.core.router.worker_registry import Health, Worker
+from tandem.core.router.worker_registry import Health, RegisteredWorker
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
@@ -54,7 +54,7 @@ from tandem.server.router.answer import (
     Gone,
     Outcome,
     Pipe,
-    Stream,
+    StreamedAnswer,
     error_at_end,
     passed_headers,
     retryable_of,
@@ -79,7 +79,7 @@ class Leg:
 
     call: "Call"
     upstream: UpstreamCall
-    worker: Worker
+    worker: RegisteredWorker
     sent_at: Nanos
     task: asyncio.Task[None] | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -190,11 +190,11 @@ class RouterShell:
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks, model))
         return call
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: RegisteredWorker) -> None:
         log.info("%s worker %s is added", worker.role.value, worker.url)
         self.tell(WorkerAdded(worker))
 
-    def remove_worker(self, worker: Worker) -> None:
+    def remove_worker(self, worker: RegisteredWorker) -> None:
         """It answers what it has before it goes."""
         log.info("%s worker %s is to leave", worker.role.value, worker.url)
         self.tell(WorkerRemoved(worker.id))
@@ -221,12 +221,12 @@ class RouterShell:
             self._begin(command)
         self._wake_at(effects.wake_at)
 
-    def _known(self, probed: Sequence[WorkerProbed]) -> list[Worker]:
+    def _known(self, probed: Sequence[WorkerProbed]) -> list[RegisteredWorker]:
         """Those that have not left since they were asked."""
         found = {probe.worker for probe in probed}
         return [worker for worker in self.router.registry.workers() if worker.id in found] if found else []
 
-    def _note_health(self, worker: Worker, before: Health | None) -> None:
+    def _note_health(self, worker: RegisteredWorker, before: Health | None) -> None:
         after = self.router.registry.health(worker.id)
         if before is not after:
             log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before or "new", after or "gone")
@@ -289,7 +289,7 @@ class RouterShell:
         leg = call.source = call.legs[Side.DECODE]
         call.last_words = b""
         if leg.pipe is not None:
-            self._resolve(call, Stream(leg.upstream.status, leg.headers, leg.pipe))
+            self._resolve(call, StreamedAnswer(leg.upstream.status, leg.headers, leg.pipe))
             return
         prefill = bytes(call.legs[Side.PREFILL].body) if merged else b""
         self._resolve(call, Document(leg.upstream.status, leg.headers, bytes(leg.body), prefill))
@@ -316,12 +316,12 @@ class RouterShell:
             async with self._client.stream("POST", url, content=content, headers=sent) as response:
                 await self._listen(leg, response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._hear(leg, upstream.fail(Failure.REFUSED, f"cannot connect: {error}"))
+            self._hear(leg, upstream.fail(HalfFailure.REFUSED, f"cannot connect: {error}"))
         except TimeoutError:
             self._hear(leg, upstream.stall())
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
             detail = f"{type(error).__name__} {error}".strip()
-            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))
+            self._hear(leg, upstream.fail(HalfFailure.BROKEN, detail, silent_ns=leg.silent_ns))
         finally:
             self._end_span(leg)
 
@@ -345,7 +345,7 @@ class RouterShell:
             if (after := self._breaker_state(leg.worker)) != before:
                 log.warning("%s worker %s: circuit breaker is %s", leg.worker.role.value, leg.worker.url, after)
 
-    def _breaker_state(self, worker: Worker) -> str:
+    def _breaker_state(self, worker: RegisteredWorker) -> str:
         breaker = self.router.registry.breaker(worker.id)
         return "" if breaker is None else breaker.state.value
 
@@ -364,7 +364,7 @@ class RouterShell:
         elif upstream.is_resumable:
             await self._listen_to_frames(leg, response)
         elif upstream.is_stream and leg.call.source is not None:
-            self._hear(leg, upstream.fail(Failure.BROKEN, "begins a stream anew that it was to go on with"))
+            self._hear(leg, upstream.fail(HalfFailure.BROKEN, "begins a stream anew that it was to go on with"))
         elif upstream.is_stream:
             await self._listen_to_stream(leg, response)
         elif upstream.half is Side.DECODE:

@@ -27,7 +27,7 @@ from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import UpstreamCall
-from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, ProbeResult, Worker, probe_result
+from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, ProbeResult, RegisteredWorker, probe_result
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.pagehash import prompt_hashes, root_hash
@@ -40,7 +40,7 @@ from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Le
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.network.http import CONNECT_NS
 from tandem.simulator.oracle import Violation
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 
 SECRET = b"of a simulated router"
 BLOCK_TOKENS = 4
@@ -79,11 +79,11 @@ class Gateway:
         )
         self.tell()
 
-    def _workers(self) -> list[Worker]:
+    def _workers(self) -> list[RegisteredWorker]:
         """All servers that will ever be: who is not there yet joins when it is."""
         paired = [server for server in self.world.servers.values() if server.role is not Role.UNIFIED]
         return [
-            Worker(
+            RegisteredWorker(
                 id=index,  # type: ignore[arg-type]  # a plain number is a WorkerId
                 role=server.role,
                 url=f"http://{server.name}",
@@ -105,7 +105,7 @@ class Gateway:
 
     # -- clients
 
-    def ask(self, ask: Ask, exchange: RoutedRequest) -> None:
+    def ask(self, ask: WorkloadRequest, exchange: RoutedRequest) -> None:
         """A client's request. Refused while the gateway is down; nothing is asked twice."""
         if self.router is None:
             return
@@ -127,7 +127,7 @@ class Gateway:
         timeout_ns = Nanos(ask.timeout_ns)
         self.tell(ClientAsked(caller.request, None, timeout_ns, streams, merges, self._blocks(ask), model))
 
-    def _blocks(self, ask: Ask) -> Blocks:
+    def _blocks(self, ask: WorkloadRequest) -> Blocks:
         """Of tokens in place of text."""
         if CACHE_AWARE not in (self.settings.prefill_policy.name, self.settings.decode_policy.name):
             return ()
@@ -247,12 +247,12 @@ class Gateway:
         health = self.settings.health
         return health.misses * (health.interval_ns + health.probe_timeout_ns) + CONNECT_NS
 
-    def _probe(self, worker: Worker) -> None:
+    def _probe(self, worker: RegisteredWorker) -> None:
         server = self.world.servers[worker.host]
         round_trip_ns = self.world.http.delay_ns() + self.world.http.delay_ns()
         self.world.clock.after(round_trip_ns, self._probe_returns, worker, server, self.epoch)
 
-    def _probe_returns(self, worker: Worker, server: Server, epoch: int) -> None:
+    def _probe_returns(self, worker: RegisteredWorker, server: Server, epoch: int) -> None:
         """A server that is frozen answers when it goes on; one that cannot be reached does not answer."""
         if self.world.http.network.is_cut(self.name, server.name) or (not server.is_up and server.is_unreachable):
             self.world.clock.after(CONNECT_NS, self._probed, worker, None, epoch)
@@ -265,7 +265,7 @@ class Gateway:
         else:
             self._probed(worker, status, epoch)
 
-    def _probed(self, worker: Worker, status: int | None, epoch: int) -> None:
+    def _probed(self, worker: RegisteredWorker, status: int | None, epoch: int) -> None:
         if epoch == self.epoch:
             result = probe_result(status)
             tells = self.model_names is not None and result is ProbeResult.OK

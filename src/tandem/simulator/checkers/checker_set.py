@@ -92,7 +92,7 @@ from tandem.simulator.checkers.pages import (
 )
 from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
 from tandem.simulator.checkers.stalls import Standstills
-from tandem.simulator.checkers.stream import OneEnd, Stream, Tokens
+from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder, Tokens
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 
 Look = Callable[[Life, Any], None]
@@ -135,7 +135,7 @@ class Checkers:
     rows_never_block: RowsNeverBlock = field(default_factory=RowsNeverBlock)
     one_end: OneEnd = field(default_factory=OneEnd)
     tokens: Tokens = field(default_factory=Tokens)
-    stream: Stream = field(default_factory=Stream)
+    stream: StreamsInOrder = field(default_factory=StreamsInOrder)
     changes: StateChanges = field(default_factory=StateChanges)
     one_queue: OneQueue = field(default_factory=OneQueue)
     retries: Retries = field(default_factory=Retries)

@@ -45,7 +45,7 @@ from tandem.simulator.checkers.orders import Orders, Returns
 from tandem.simulator.checkers.outside import OwnClock
 from tandem.simulator.checkers.pages import PageAccounting, PageOwnership, PrefixTreePins, Quarantine
 from tandem.simulator.checkers.rows import RowOwners, RowsNeverBlock, RowsOnce
-from tandem.simulator.checkers.stream import OneEnd, Stream
+from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
@@ -102,7 +102,7 @@ class NodeChecks:
         self.unspoilt = Unspoilt(may_be_spoilt=may_be_spoilt)
         self.changes, self.queue_order, self.idle_steps = StateChanges(), QueueOrder(), IdleSteps()
         self.first_token, self.hit_rate, self.ping_pong = FirstTokenClock(), HitRate(), PingPong()
-        self.one_end, self.stream, self.verdict = OneEnd(), Stream(), OneVerdict()
+        self.one_end, self.stream, self.verdict = OneEnd(), StreamsInOrder(), OneVerdict()
         self.refusals, self.no_new_work, self.orders, self.returns = Refusals(), NoNewWork(), Orders(), Returns()
         self.vetoes, self.delay, self.retries = DelayerVetoes(), DelayIsBounded(), Retries()
         self.pages, self.row_owners = PageAccounting(), RowOwners()
