@@ -1650,8 +1650,8 @@ OTHERS = (
     Break(
         "router_keeps_no_tokens_of_a_stream",
         "server/router/shell.py",
-        "                leg.told.add(frame)",
-        "                leg.told = Told(frame.opening)",
+        "                connection.told.add(frame)",
+        "                connection.told = Told(frame.opening)",
         "e2e_cpu/test_router_resume.py::test_streams_go_on_with_another_decode_when_theirs_is_killed",
     ),
     Break(
@@ -2399,7 +2399,7 @@ OTHERS = (
     Break(
         "halves_are_not_told_whose_part_they_are",
         "server/router/shell.py",
-        "headers | leg.span.headers",
+        "headers | connection.span.headers",
         "headers",
         TRACED + "one_trace_goes_through_router_prefill_and_decode_in_parts_that_add_up",
     ),

@@ -1,6 +1,6 @@
 """What the processes of one server say to each other: API process - node process - worker process.
 
-One stream socket between two neighbours, frames of a 4-byte big-endian length and one msgpack object. Commands and
+One stream socket between two local peers, frames of a 4-byte big-endian length and one msgpack object. Commands and
 events of the core travel as they are; here are the few messages that only the shell knows.
 """
 
@@ -179,7 +179,7 @@ class NodeReady(Struct, frozen=True, tag=True):
 
 
 class Died(Struct, frozen=True, tag=True):
-    """child -> parent, last words: one line with cause and remedy."""
+    """child -> parent, fatal message: one line with cause and remedy."""
 
     who: str
     reason: str

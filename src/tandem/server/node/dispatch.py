@@ -1,4 +1,4 @@
-"""Every command of the core to the neighbour that carries it out. Sends only: completions come back as events."""
+"""Every command of the core to the local peer that carries it out. Sends only: completions come back as events."""
 
 from typing import Protocol, assert_never
 

@@ -56,13 +56,13 @@ class Pipe:
         self._size += len(chunk)
         self._has_changed.set()
 
-    def end(self, failure: Fail | None = None, last_words: bytes = b"") -> None:
-        """last_words: of a worker, where there is no failure of ours."""
+    def end(self, failure: Fail | None = None, give_up_message: bytes = b"") -> None:
+        """give_up_message: of a worker that gave the stream up, where there is no failure of ours."""
         if not self._is_ended:
             self.failure = failure
-            if last_words and failure is None:
-                self._chunks.append(last_words)
-                self._size += len(last_words)
+            if give_up_message and failure is None:
+                self._chunks.append(give_up_message)
+                self._size += len(give_up_message)
         self._is_ended = True
         self._has_changed.set()
 

@@ -36,7 +36,7 @@ from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.model_names import ModelNames, names_of
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.actors.turnover import Turnover
-from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Leg, Surroundings
+from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, SimulatedConnection, Surroundings
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.network.http import CONNECT_NS
 from tandem.simulator.oracle import Violation
@@ -98,8 +98,8 @@ class Gateway:
         self.router, self.wake_at = None, None
         callers, self.callers = self.callers, {}
         for caller in callers.values():
-            for leg in caller.legs.values():
-                leg.hang_up()
+            for connection in caller.connections.values():
+                connection.hang_up()
             if not caller.outcome:
                 self.end(caller, "gateway lost")
 
@@ -140,8 +140,8 @@ class Gateway:
             return
         self.world.count(fault)
         if self.random.random() < 0.3:
-            for leg in caller.legs.values():
-                leg.abort()
+            for connection in caller.connections.values():
+                connection.abort()
             self.tell(AbortAsked(caller.request))
             return
         self.end(caller, "left")
@@ -202,11 +202,11 @@ class Gateway:
             case DispatchPair():
                 self._dispatch(caller, command)
             case CancelHalf(half=side):
-                caller.legs[side].hang_up()
+                caller.connections[side].hang_up()
             case Forward(resumes=resumes):
                 self._forward(caller, resumes)
             case ForwardRejection(half=side):
-                self._close(caller, f"rejected {caller.legs[side].upstream.status}")
+                self._close(caller, f"rejected {caller.connections[side].upstream.status}")
             case Fail(cause=cause):
                 self._close(caller, f"failed {cause}")
             case Finish():
@@ -215,19 +215,19 @@ class Gateway:
     def _dispatch(self, caller: Caller, sent: DispatchPair) -> None:
         for side, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             upstream = UpstreamCall(sent.request, sent.attempt, side, STALL_NS)
-            leg = Leg(self, caller, upstream, self.world.servers[worker.host], self.epoch)
-            caller.legs[side] = leg
+            connection = SimulatedConnection(self, caller, upstream, self.world.servers[worker.host], self.epoch)
+            caller.connections[side] = connection
             if sent.resumes:
-                leg.num_said, leg.has_all = caller.num_tokens, caller.has_all
-            leg.send(sent)
+                connection.num_said, connection.has_all = caller.num_tokens, caller.has_all
+            connection.send(sent)
 
     def _forward(self, caller: Caller, resumes: bool) -> None:
         """From here on the client hears what decode says; what has been said is passed on at once."""
         if resumes is not (caller.source is not None):
             raise Violation("S12", f"{caller}: {'no' if resumes else 'a second'} answer is forwarded")
-        caller.last_words = ""
+        caller.give_up_message = ""
         caller.num_resumes += resumes
-        caller.source = caller.legs[Side.DECODE]
+        caller.source = caller.connections[Side.DECODE]
         caller.source.pass_on(caller.source.tokens)
 
     def _close(self, caller: Caller, failure: str) -> None:
@@ -235,7 +235,7 @@ class Gateway:
         del self.callers[caller.request]
         if caller.outcome:
             return
-        failure = failure or caller.last_words
+        failure = failure or caller.give_up_message
         if not failure:
             raise Violation("S12", f"{caller}: its request ends and it hears nothing")
         self.end(caller, failure)

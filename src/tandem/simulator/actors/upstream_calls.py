@@ -43,7 +43,7 @@ class Surroundings(Protocol):
 
 
 class Dispatcher(Protocol):
-    """What a leg sees of the gateway that sent it."""
+    """What a connection sees of the gateway that sent it."""
 
     name: str
     world: Surroundings
@@ -59,7 +59,7 @@ class Dispatcher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class SimulatedConnection:
     gateway: Dispatcher
     caller: "Caller"
     upstream: UpstreamCall
@@ -252,7 +252,7 @@ class Leg:
         if not self._is_heard():
             return
         if cause is not None and self.upstream.is_resumable and may_go_on(cause):
-            self.caller.last_words = f"error {cause}"
+            self.caller.give_up_message = f"error {cause}"
             self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns))
             return
         said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")
@@ -307,10 +307,10 @@ class Caller:
     deadline: int
     streams: bool
     merges: bool
-    legs: dict[Side, Leg] = field(default_factory=dict)
-    source: Leg | None = None  # whose answer it gets
+    connections: dict[Side, SimulatedConnection] = field(default_factory=dict)
+    source: SimulatedConnection | None = None  # whose answer it gets
     num_tokens: int = 0
-    last_words: str = ""  # of a stream that gave up, unless somebody goes on with it
+    give_up_message: str = ""  # of a stream that gave up, unless somebody goes on with it
     num_resumes: int = 0
     outcome: str = ""
     has_left: bool = False
