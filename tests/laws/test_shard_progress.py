@@ -13,8 +13,8 @@ from tandem.core.disagg.shard_progress import (
     ShardReport,
     TransferFailure,
     Verdict,
-    hear,
     join,
+    record_report,
     verdict,
 )
 from tandem.core.values import Cause, ShardId
@@ -97,7 +97,7 @@ def fold(said: Said, *, attempt: int) -> dict[ShardId, ShardReport]:
     reports: dict[ShardId, ShardReport] = {}
     for shard, report in said:
         if report.attempt == attempt:
-            hear(reports, shard, report)
+            record_report(reports, shard, report)
     return reports
 
 

@@ -125,7 +125,7 @@ def handle(node: NodeState, event: Event) -> None:
         case BatchFailed():
             settle_failure(node, event)
         case PeerSaid(peer, message):
-            hear(node, peer, message)
+            on_message(node, peer, message)
         case PeerLearned():
             decode_side.on_peer_learned(node, event)
         case PeerUnknown():
@@ -215,7 +215,7 @@ def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
     """On at once if READY is here or the policy does not wait for it."""
     stashed = prefill_side.open_room(node, progress, side)
     if stashed is not None:
-        hear(node, stashed.peer, stashed.message)
+        on_message(node, stashed.peer, stashed.message)
     if progress.state is State.BOOTSTRAPPING and prefill_side.may_start(node, progress, side):
         enter(node, progress, Trigger.PEER_READY)
 
@@ -445,7 +445,7 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-def hear(node: NodeState, peer: Incarnation, message: Message) -> None:
+def on_message(node: NodeState, peer: Incarnation, message: Message) -> None:
     match message:
         case Ready():
             rendering.on_ready(node, peer, message)
