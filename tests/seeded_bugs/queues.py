@@ -23,7 +23,7 @@ def who_lacks_a_row_stops_everybody_behind() -> Iterator[None]:
             if (
                 isinstance(node_state.requests[request].side, PrefillSide)
                 and request not in rows.owners
-                and not rows.free_rows
+                and not rows.free_slots
             ):
                 return chosen[: index + 1]
         return chosen

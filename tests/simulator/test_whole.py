@@ -105,7 +105,12 @@ def test_a_wrong_token_and_a_request_without_an_end_are_noticed(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "name",
-    ["count_of_pages_drifts", "result_row_leaks_at_the_end", "batch_number_is_skipped", "sent_request_keeps_its_place"],
+    [
+        "count_of_pages_drifts",
+        "result_slot_leaks_at_the_end",
+        "batch_number_is_skipped",
+        "sent_request_keeps_its_place",
+    ],
 )
 def test_a_node_that_takes_a_wrong_step_is_noticed_by_the_checkers_of_steps(name: str) -> None:
     mutant = MUTANTS[name]

@@ -405,12 +405,12 @@ def misfit(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arriv
     return None
 
 
-def is_well_formed(row: ResultSlot, num_tokens: int) -> bool:
+def is_well_formed(slot: ResultSlot, num_tokens: int) -> bool:
     """num_tokens: that a prompt of this length is followed by; fewer only if the last of them ends the answer"""
-    durations = (row.queue_ns, row.compute_ns, row.overlapped_ns)
-    least = TOKEN_BYTES if row.flags else TOKEN_BYTES * num_tokens
-    has_tokens = len(row.token) % TOKEN_BYTES == 0 and least <= len(row.token) <= TOKEN_BYTES * num_tokens
-    return has_tokens and 0 <= row.flags < 256 and min(durations) >= 0
+    durations = (slot.queue_ns, slot.compute_ns, slot.overlapped_ns)
+    least = TOKEN_BYTES if slot.flags else TOKEN_BYTES * num_tokens
+    has_tokens = len(slot.token) % TOKEN_BYTES == 0 and least <= len(slot.token) <= TOKEN_BYTES * num_tokens
+    return has_tokens and 0 <= slot.flags < 256 and min(durations) >= 0
 
 
 def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, offer: Offer) -> None:

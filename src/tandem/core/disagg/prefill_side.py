@@ -1,8 +1,8 @@
 """The prefill half of a rendezvous: offers the pages of a prompt to the decode that said READY.
 
 A request with a room and no peer address has a `PrefillSide`. It computes as any other; here is what it does beside:
-take a row of the result table, publish final pages as chunks return, park or give back when nobody has said READY, and
-end when decode releases. Nothing here knows how a chunk is planned.
+take a result slot, publish final pages as chunks return, park or give back when nobody has said READY, and end when
+decode releases. Nothing here knows how a chunk is planned.
 """
 
 from typing import assert_never

@@ -136,7 +136,7 @@ class NodeState:
             PagePool.empty(settings.num_pages, max_parts=windows.max_parts),
             PrefixTree(),
             Windows(windows.tokens, settings.page_size),
-            ResultSlots.empty(settings.metadata_slots),
+            ResultSlots.empty(settings.result_slots),
             HostTier.empty(settings.host_tier),
             StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
             MicroBatches.empty(settings.num_micro_batches),

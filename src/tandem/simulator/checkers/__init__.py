@@ -10,7 +10,7 @@ from tandem.simulator.checkers.changes import OneQueue, Retries
 from tandem.simulator.checkers.checker_set import Checkers
 from tandem.simulator.checkers.liveness import Waits
 from tandem.simulator.checkers.pages import PageAccounting, PageOwnership, PrefixTreePins
-from tandem.simulator.checkers.rows import RowOwners, RowsOnce
+from tandem.simulator.checkers.result_slots import SlotOwners, SlotsOnce
 
 __all__ = [
     "Checkers",
@@ -20,7 +20,7 @@ __all__ = [
     "PageOwnership",
     "PrefixTreePins",
     "Retries",
-    "RowOwners",
-    "RowsOnce",
+    "SlotOwners",
+    "SlotsOnce",
     "Waits",
 ]

@@ -90,7 +90,7 @@ from tandem.simulator.checkers.pages import (
     TenantsApart,
     WindowParts,
 )
-from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
+from tandem.simulator.checkers.result_slots import SlotContents, SlotOwners, SlotsNeverBlock, SlotsOnce
 from tandem.simulator.checkers.stalls import Standstills
 from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder, Tokens
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
@@ -129,10 +129,10 @@ class Checkers:
     quarantine: Quarantine = field(default_factory=Quarantine)
     tier_pages: TierPages = field(default_factory=TierPages)
     tier_errors: TierErrors = field(default_factory=TierErrors)
-    row_owners: RowOwners = field(default_factory=RowOwners)
-    row_contents: RowContents = field(default_factory=RowContents)
-    rows_once: RowsOnce = field(default_factory=RowsOnce)
-    rows_never_block: RowsNeverBlock = field(default_factory=RowsNeverBlock)
+    slot_owners: SlotOwners = field(default_factory=SlotOwners)
+    slot_contents: SlotContents = field(default_factory=SlotContents)
+    slots_once: SlotsOnce = field(default_factory=SlotsOnce)
+    slots_never_block: SlotsNeverBlock = field(default_factory=SlotsNeverBlock)
     one_end: OneEnd = field(default_factory=OneEnd)
     tokens: Tokens = field(default_factory=Tokens)
     stream: StreamsInOrder = field(default_factory=StreamsInOrder)
@@ -229,8 +229,8 @@ class Checkers:
             AnnounceRemoved: (self.announced.removed,),
             AnnounceCleared: (self.announced.cleared,),
             Tell: (
-                self.row_contents.told,
-                self.row_owners.told,
+                self.slot_contents.told,
+                self.slot_owners.told,
                 self.right_rank.told,
                 self.well_formed.told,
                 self.own_clock.told,
@@ -239,8 +239,8 @@ class Checkers:
 
     def after_step(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
         self.pages.after_step(life)
-        self.row_owners.after_step(life)
-        self.rows_never_block.after_step(life)
+        self.slot_owners.after_step(life)
+        self.slots_never_block.after_step(life)
         self.bounds.after_step(life)
         moves = self.changes.after_step(life)
         for progress, before in moves:

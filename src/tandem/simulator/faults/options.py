@@ -14,7 +14,7 @@
     F9  slow executors, slow shards, and        other DP ranks
         processes or batches that hang      F22 nodes replaced by their own snapshot
     F10 clocks that began elsewhere, drift  F23 connections that break and come back, or go silent
-    F11 few metadata slots                  F24 operators at work: caches flushed, hooks changed, restarts; an edge that
+    F11 few result slots                    F24 operators at work: caches flushed, hooks changed, restarts; an edge that
     F12 few pages                               refuses by itself
                                             F25 requests that do not fit, a rendezvous with short timeouts
 
@@ -579,7 +579,7 @@ def _draw_settings(
         announces_cache=True,
         reserved_decode_tokens=random.choice((4, 64, 512)),
         conservativeness=random.choice((0.0, 0.0, 0.3, 1.0)),
-        metadata_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
+        result_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
         optimistic=random.choice(
             (OptimisticPolicy.PARK, OptimisticPolicy.PARK, OptimisticPolicy.RETRY, OptimisticPolicy.OFF)
         ),

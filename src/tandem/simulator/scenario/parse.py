@@ -25,7 +25,7 @@ SMALL = NodeSettings(
     layout="layout",
     max_running=4,
     chunk_tokens=8,
-    metadata_slots=4,
+    result_slots=4,
 )
 CLOCKS = "F10"
 GIVEN_BY_THE_LINE = ("role", "incarnation")
