@@ -20,7 +20,7 @@ from tandem.simulator.checkers.changes import PingPong, StateChanges
 from tandem.simulator.checkers.intake import NoNewWork
 from tandem.simulator.checkers.outside import malformed
 from tandem.simulator.checkers.pages import TenantsApart
-from tandem.simulator.checkers.stalls import Standstills
+from tandem.simulator.checkers.stalls import StallChecker
 from tandem.simulator.checkers.stream import StreamsInOrder
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.faults.options import draw_options
@@ -77,7 +77,7 @@ BROKEN = {
     "S26 misses an admission": (HitRate, "moved", every_fifth),
     "S32 misses a batch": (TenantsApart, "launched", every_fifth),
     "L7 misses a retraction": (PingPong, "moved", lambda method: lambda checker, life, progress, before: None),
-    "L8 misses a tick": (Standstills, "ticked", every_fifth),
+    "L8 misses a tick": (StallChecker, "ticked", every_fifth),
     "L9 misses a drain": (NoNewWork, "heard", lambda method: lambda checker, life, events: None),
 }
 
@@ -122,7 +122,7 @@ def test_every_checker_with_books_of_its_own_has_a_recount() -> None:
         TenantsApart,
         PingPong,
         NoNewWork,
-        Standstills,
+        StallChecker,
     )
     assert all(hasattr(checker, "recount") for checker in with_books)
 

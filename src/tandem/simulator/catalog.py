@@ -98,7 +98,7 @@ INVARIANTS: tuple[Row, ...] = (
     Row(
         "L8",
         "a shard that stalls ends its group in time, which is unhealthy before",
-        "checkers.stalls:Standstills",
+        "checkers.stalls:StallChecker",
     ),
     Row("L9", "who drains accepts nobody", "checkers.intake:NoNewWork"),
     Row("L10", "overload is refused at once, and queues stay bounded", "checkers.intake:Bounds"),

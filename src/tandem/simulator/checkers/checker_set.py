@@ -91,7 +91,7 @@ from tandem.simulator.checkers.pages import (
     WindowParts,
 )
 from tandem.simulator.checkers.result_slots import SlotContents, SlotOwners, SlotsNeverBlock, SlotsOnce
-from tandem.simulator.checkers.stalls import Standstills
+from tandem.simulator.checkers.stalls import StallChecker
 from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder, Tokens
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 
@@ -169,7 +169,7 @@ class Checkers:
     edge_one_end: EdgeEnds = field(init=False)
     edge_deadlines: EdgeDeadlines = field(init=False)
     releases: Releases = field(init=False)
-    stalls: Standstills = field(init=False)
+    stalls: StallChecker = field(init=False)
 
     recounted_at: dict[Incarnation, int] = field(default_factory=dict)  # by life, how many steps it had made
 
@@ -183,7 +183,7 @@ class Checkers:
         self.deadlines = Deadlines(self.world)
         self.edge_one_end, self.edge_deadlines = EdgeEnds(self.world), EdgeDeadlines(self.world)
         self.releases = Releases(self.world)
-        self.stalls = Standstills(self.world)
+        self.stalls = StallChecker(self.world)
         self.of_command = self._wires()
         self.recounters = tuple(checker for checker in self.all() if hasattr(checker, "recount"))
 
