@@ -2263,8 +2263,8 @@ OTHERS = (
     Break(
         "who_names_no_model_gets_two",
         "core/router/router.py",
-        "exchange.model = next(iter(self.registry.paired_models()), None)",
-        "exchange.model = None",
+        "routed.model = next(iter(self.registry.paired_models()), None)",
+        "routed.model = None",
         "e2e_cpu/test_router_models.py::test_who_names_none_gets_the_first",
     ),
     Break(

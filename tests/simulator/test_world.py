@@ -18,7 +18,7 @@ from tandem.core.events import (
     PeerUnknown,
     RequestRefused,
 )
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation, Room
@@ -37,7 +37,7 @@ from tandem.simulator.scenario.parse import SMALL, quiet_options
 from tandem.simulator.workload import WorkloadRequest
 from tandem.simulator.world import World
 
-PATIENT = RouterSettings(ExchangeSettings(retries=0))
+PATIENT = RouterSettings(RequestSettings(retries=0))
 RANKS = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN)
 
 

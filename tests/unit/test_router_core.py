@@ -31,7 +31,7 @@ from tandem.core.router.messages import (
     Side,
     WorkerProbed,
 )
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId
@@ -65,7 +65,7 @@ class World:
             self.workers,
             draw=lambda: next(rooms),
             settings=RouterSettings(
-                exchange=ExchangeSettings(retries=retries),
+                request=RequestSettings(retries=retries),
                 health=HealthSettings(interval_ns=Nanos(5 * SECOND)),
                 lost_ns=Nanos(30 * SECOND),
                 max_active=max_active,

@@ -25,7 +25,7 @@ Rules:
     `resumes` times at most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
     client's deadline has been met. An attempt that fails before it says anything is retried as rule 2 has it; where no
     other is left the stream ends with what it was lost of.
-7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
+7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends a request, and nothing follows it.
 
 A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
 Events carry the number of their attempt; news of an earlier one, or of a half that is over, change nothing.
@@ -61,7 +61,7 @@ from tandem.core.router.worker_registry import RegisteredWorker, WorkerId
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 
 
-class ExchangeSettings(Struct, frozen=True):
+class RequestSettings(Struct, frozen=True):
     retries: int = 3  # attempts after the first
     backoff_ns: Nanos = Nanos(50 * MILLISECOND)  # before the first retry; doubles
     backoff_max_ns: Nanos = Nanos(1 * SECOND)
@@ -99,7 +99,7 @@ class RoutedRequest:
     streams: bool
     merges: bool
     deadline: Nanos
-    settings: ExchangeSettings
+    settings: RequestSettings
     blocks: Blocks = ()
     model: str | None = None  # where the workers' models are known, from the first attempt on
     phase: Phase = Phase.BACKOFF

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from tandem import otlp
 from tandem.core.router.circuit_breaker import BreakerSettings
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, RegisteredWorker, WorkerId
@@ -125,7 +125,7 @@ class RouterConfig(DoorConfig):
         interval = nanos(self.health_check_interval)
         prefill_policy, decode_policy = map(self._policy, self.policies)
         return RouterSettings(
-            exchange=ExchangeSettings(
+            request=RequestSettings(
                 retries=self.retries, document_ns=nanos(self.request_timeout), gap_ns=nanos(self.stall_timeout)
             ),
             health=HealthSettings(interval_ns=interval, fast_interval_ns=min(interval, Nanos(500 * MILLISECOND))),

@@ -121,7 +121,7 @@ class Gateway:
         self.num_waiting += 1
         if ask.leaves_after_ns is not None:
             self.world.clock.after(ask.leaves_after_ns, self.leave, caller, "F13")
-        last_end = deadline + self.settings.exchange.grace_ns + LATE_NS
+        last_end = deadline + self.settings.request.grace_ns + LATE_NS
         self.world.clock.at(last_end, self._look, caller)
         model = None if self.model_names is None else self.model_names.asked(ask)
         timeout_ns = Nanos(ask.timeout_ns)

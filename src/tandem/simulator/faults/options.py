@@ -31,7 +31,7 @@ from tandem.core.dp_dispatch import method_for
 from tandem.core.kv.windows import most_seen
 from tandem.core.kv_parts import KvGrid
 from tandem.core.router.circuit_breaker import BreakerSettings
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings
@@ -468,7 +468,7 @@ def _draw_info(random: Random, role: Role) -> PrefillInfo:
 
 
 def _draw_router(random: Random) -> RouterSettings:
-    exchange = ExchangeSettings(
+    request = RequestSettings(
         retries=random.choice((0, 1, 3)),
         document_ns=Nanos(random.choice((60, 600)) * SECOND),
     )
@@ -478,7 +478,7 @@ def _draw_router(random: Random) -> RouterSettings:
         misses=random.choice((1, 2)),
     )
     return RouterSettings(
-        exchange, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
+        request, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
     )
 
 
