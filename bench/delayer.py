@@ -114,7 +114,7 @@ class RealWorker:
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds of one batch. Fitted to what the seed's report measured without the gate, and to nothing with it."""
+    """Milliseconds of one batch. Fitted to what sglang#23189 measured without the gate, and to nothing with it."""
 
     prompt_batch: float = 190.0
     prompt_token: float = 0.0055

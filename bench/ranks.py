@@ -41,7 +41,7 @@ from conditions import conditions
 from tandem.cli.fleet import Fleet, serve_words
 from tandem.cli.ports import free_ports
 from tandem.core.commands import FailRequest
-from tandem.core.dp_dispatch import Dispatched, Loads, Newcomer, RankLoad, dispatch
+from tandem.core.dp_dispatch import Dispatched, DispatchLoad, Loads, Newcomer, dispatch
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod
 from tandem.core.values import SECOND, Cause, Incarnation, Nanos, RequestId, Room, ceil_div
@@ -237,7 +237,7 @@ def line(what: str, load: str, name: str, found: Mapping[str, list[float]], *, u
 
 def dispatched(ranks: int, method: LoadBalanceMethod, count: int) -> tuple[float, list[int]]:
     """Nanoseconds for the choice of one rank; and how many of `count` requests each rank got."""
-    loads = Loads((RankLoad(),) * ranks)
+    loads = Loads((DispatchLoad(),) * ranks)
     newcomers = [Newcomer(REQUEST_PROMPT, Room(number)) for number in range(count)]
     began = time.thread_time_ns()
     for newcomer in newcomers:

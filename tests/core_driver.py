@@ -703,9 +703,9 @@ def check(replica: Replica) -> None:
     assert all(one.joins.keys() <= one.members.keys() for one in node.micro_batches.each)
     assert len(set(node.micro_batches.members)) == node.micro_batches.num_members, "each in one of them"
     assert all(node.requests[request].request.room == room for room, request in node.rooms.items())
-    rows = node.results
-    assert sorted([*rows.free_rows, *rows.owners.values()]) == list(range(rows.num_rows))
-    assert all(request in node.requests for request in rows.owners)
+    slots = node.results
+    assert sorted([*slots.free_slots, *slots.owners.values()]) == list(range(slots.num_slots))
+    assert all(request in node.requests for request in slots.owners)
 
 
 def check_pages(replica: Replica) -> None:

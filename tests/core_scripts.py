@@ -251,7 +251,7 @@ lives = st.fixed_dictionaries(
         "prefill_stall": st.sampled_from([None, {"max_ns": SECOND // 100, "min_tokens": 1}]),
         "prefix_cache": st.booleans(),
         "conservativeness": st.sampled_from([0.0, 0.3]),
-        "metadata_slots": st.sampled_from([1, 2, 64]),
+        "result_slots": st.sampled_from([1, 2, 64]),
         "optimistic": st.sampled_from(["off", "retry", "park"]),
         "force_retry_prob": st.sampled_from([0.0, 0.5]),
         "load_failure": st.sampled_from(["recompute", "fail"]),

@@ -9,7 +9,7 @@ from tandem.core.commands import CancelPull, PullPages
 from tandem.core.events import Event, TransferFailed
 from tandem.core.kv_parts import KvShard, parts
 from tandem.core.values import SECOND, Cut, Incarnation, PageId, RequestId
-from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
+from tandem.transfer.jobs import Dial, JobFailure, PeerAddress, Receive, Trouble
 from tandem.transfer.protocol import Status
 from tandem.transfer.puller import Puller
 
@@ -85,7 +85,7 @@ class World:
         return self.puller.landed(job, count, self.now)
 
     def fail(self, job: Job, trouble: Trouble, status: Status = Status.OK) -> None:
-        self.puller.failed(job, Failure(trouble, "so it is", status), self.now)
+        self.puller.failed(job, JobFailure(trouble, "so it is", status), self.now)
 
     def failure(self) -> TransferFailed:
         (event,) = [event for event in self.events if isinstance(event, TransferFailed)]

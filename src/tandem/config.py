@@ -251,7 +251,7 @@ class ServerConfig(DoorConfig):
     )
     num_reserved_decode_tokens: int = flag(512, "tokens a running request is assumed to need still, at most")
     disaggregation_metadata_slots: int | None = flag(
-        None, "rows of the prefill's result table (default: 2 x max running)", metavar="N"
+        None, "result slots of the prefill (default: 2 x max running)", metavar="N"
     )
     disaggregation_park_max_tokens: int = flag(1 << 20, "prompt tokens that may wait, computed, for READY")
     optimistic_prefill_policy: str | None = flag(
@@ -616,7 +616,7 @@ HEARTBEAT_MAX_FAILURE = Variable(
     most=1000,
     is_whole=True,
 )
-# The test hooks of the seed, as they are at the start.
+# The test hooks of the reports, as they are at the start.
 FORCED_RETRIES = Variable(
     "TEST_FORCE_OPTIMISTIC_PREFILL_RETRY_PROB", "test hook: share of requests that are prefilled twice", most=1.0
 )

@@ -52,7 +52,7 @@ ROLES: dict[str, Only] = {
     "--optimistic-prefill-retries": SENDS,
     "--optimistic-prefill-attempts": SENDS,
     "--disaggregation-park-max-tokens": SENDS,
-    "--disaggregation-metadata-slots": Only((PREFILL,), "only they have a table of results"),
+    "--disaggregation-metadata-slots": Only((PREFILL,), "only they have result slots"),
     "--disaggregation-dp-rank-conflict": Only((PREFILL,), "decode learns it from them"),
     "--disaggregation-local-prefill": Only((DECODE,), "elsewhere no prompt could be computed by somebody else"),
     "--disaggregation-decode-enable-radix-cache": Only((DECODE,), "elsewhere there is --disable-radix-cache"),

@@ -16,7 +16,7 @@ from proxy import LOOPBACK
 HUGE = 10**30
 HOLD_S = 4.0
 ANSWER_S = 15.0
-INSIDE = (b'"queues"', b'"result_rows"', b'"waiting_for"')  # of the debug pages
+INSIDE = (b'"queues"', b'"result_slots"', b'"waiting_for"')  # of the debug pages
 TRAVERSALS = (
     b"/v1/models/../../debug/state",
     b"/v1/models/..%2f..%2fdebug/state",

@@ -9,7 +9,7 @@ from cluster import HttpError, Server, children_of
 
 from tandem.simulator.whole.idle import ROUTER_GAUGES, held_by_node
 
-MARK = "TANDEM_NEMESIS"  # in the environment of every process of a run
+MARK = "TANDEM_CHAOS"  # in the environment of every process of a run
 SLACK_FDS = 10  # connections that come and go
 
 

@@ -119,7 +119,7 @@ class Server:
 
 def is_idle(state: Mapping[str, Any]) -> bool:
     """What one node says of itself."""
-    pages, rows = state["pages"], state["result_rows"]
+    pages, rows = state["pages"], state["result_slots"]
     held = pages["owned"] + pages["quarantined"] + state["pages_pinned_by_tree"] + state["rooms"]
     return not any(state["queues"].values()) and held == 0 and rows["free"] == rows["total"]
 

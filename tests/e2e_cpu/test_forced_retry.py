@@ -1,4 +1,4 @@
-"""Optimistic prefill whose attempts are thrown away on purpose: the seed's test hook, in real processes.
+"""Optimistic prefill whose attempts are thrown away on purpose: the test hook of sglang#26780, in real processes.
 
 The environment variable makes every second request id give its pages back once, as if READY had not come in time.
 """

@@ -83,7 +83,7 @@ FINGERPRINT = """
 import hashlib, random
 from core_scripts import ACTIONS, Life, encoded
 random = random.Random(4)
-life = Life({"num_pages": 14, "metadata_slots": 2, "conservativeness": 0.0})
+life = Life({"num_pages": 14, "result_slots": 2, "conservativeness": 0.0})
 names = list(ACTIONS)
 life.run([(random.choice(names + ["pair", "turn_both"] * 8), random.randrange(4096)) for _ in range(400)])
 life.heal()

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from tandem.core.disagg.shard_progress import (
     Failed,
-    Failure,
     Landed,
     Pending,
     ShardReport,
+    TransferFailure,
     Verdict,
-    hear,
     join,
+    record_report,
     verdict,
 )
 from tandem.core.values import Cause, ShardId
@@ -24,7 +24,7 @@ PAGES = 8
 CAUSES = (Cause.PEER_LOST, Cause.CORRUPT_PAGES, Cause.LEASE_EXPIRED)
 
 Said = list[tuple[ShardId, ShardReport]]
-failures = st.builds(Failure, st.sampled_from(CAUSES), st.sampled_from(["", "no answer", "digest differs"]))
+failures = st.builds(TransferFailure, st.sampled_from(CAUSES), st.sampled_from(["", "no answer", "digest differs"]))
 
 
 def landed(pages: int, *, attempt: int = 1) -> ShardReport:
@@ -32,7 +32,7 @@ def landed(pages: int, *, attempt: int = 1) -> ShardReport:
 
 
 def failed(cause: Cause, detail: str = "", *, attempt: int = 1) -> ShardReport:
-    return ShardReport(attempt, failure=Failure(cause, detail))
+    return ShardReport(attempt, failure=TransferFailure(cause, detail))
 
 
 def reports(*, last_attempt: int = 1, may_fail: bool = True) -> st.SearchStrategy[ShardReport]:
@@ -97,7 +97,7 @@ def fold(said: Said, *, attempt: int) -> dict[ShardId, ShardReport]:
     reports: dict[ShardId, ShardReport] = {}
     for shard, report in said:
         if report.attempt == attempt:
-            hear(reports, shard, report)
+            record_report(reports, shard, report)
     return reports
 
 
@@ -140,7 +140,9 @@ def test_a_failure_anywhere_is_a_failure_and_without_one_there_is_none(
     assert isinstance(found, Failed) == bool(guilty)
     if isinstance(found, Failed):
         assert found.shard == min(guilty)
-        assert (found.shard, Failure(found.cause, found.detail)) in [(shard, report.failure) for shard, report in heard]
+        assert (found.shard, TransferFailure(found.cause, found.detail)) in [
+            (shard, report.failure) for shard, report in heard
+        ]
 
 
 @given(wanted, said(may_fail=False))

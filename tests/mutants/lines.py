@@ -112,25 +112,25 @@ BREAKS = (
         ALIKE + "halves_without_a_decode_are_in_the_bootstrap_queue_whatever_is_computed",
     ),
     Break(
-        "result_row_is_never_given_back_in_processes",
+        "result_slot_is_never_given_back_in_processes",
         "core/disagg/transfer_state.py",
-        "            self.free_rows.append(row)",
+        "            self.free_slots.append(slot)",
         "            pass",
-        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
+        "e2e_cpu/test_result_slots.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
     ),
     Break(
-        "who_lacks_a_result_row_computes_all_the_same",
+        "who_lacks_a_result_slot_computes_all_the_same",
         "core/scheduler/admission.py",
         "    if node.results.ensure_metadata_buffer(progress.id):",
         "    if node.results.ensure_metadata_buffer(progress.id) or True:",
-        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
+        "e2e_cpu/test_result_slots.py::test_who_lacks_a_row_computes_nothing_until_one_is_given_back",
     ),
     Break(
         "who_is_ready_waits_for_the_row_of_one_that_is_parked",
         "core/scheduler/admission.py",
         "    return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)",
         "    return False",
-        "e2e_cpu/test_result_rows.py::test_who_is_ready_takes_the_row_of_one_that_is_parked_and_everybody_is_answered",
+        "e2e_cpu/test_result_slots.py::test_who_is_ready_takes_the_row_of_one_that_is_parked_and_everybody_is_answered",
     ),
     Break(
         "ready_is_asked_for_at_the_end_of_a_prompt_only",
@@ -140,11 +140,11 @@ BREAKS = (
         ALIKE + "as_much_of_a_prompt_is_computed_before_a_decode_is_there_as_the_policy_says",
     ),
     Break(
-        "result_row_is_dropped_on_requeue",
+        "result_slot_is_dropped_on_requeue",
         "core/disagg/prefill_side.py",
         "    if may_retry:",
         "    if node.results.maybe_release_metadata_buffer(progress.id) or may_retry:",
-        OPTIMISTIC + "a_retry_keeps_its_result_row_while_it_is_queued",
+        OPTIMISTIC + "a_retry_keeps_its_result_slot_while_it_is_queued",
     ),
     Break(
         "no_failure_is_injected_on_prefill",
@@ -165,7 +165,7 @@ BREAKS = (
         "core/disagg/optimistic_prefill.py",
         'int.from_bytes(digest[:8], "big") <',
         'int.from_bytes(digest[:8], "little") <',
-        "unit/test_core_bootstrap.py::test_the_forced_retry_is_the_definition_of_the_seed",
+        "unit/test_core_bootstrap.py::test_the_forced_retry_is_the_definition_of_the_report",
     ),
     Break(
         "retracted_requests_are_forced",
@@ -175,25 +175,25 @@ BREAKS = (
         "unit/test_core_bootstrap.py::test_nothing_is_forced_twice_nor_after_a_retraction_nor_without_a_probability",
     ),
     Break(
-        "result_row_is_given_back_twice",
+        "result_slot_is_given_back_twice",
         "core/disagg/transfer_state.py",
-        "row = self.owners.pop(request, None)",
-        "row = self.owners.get(request)",
+        "slot = self.owners.pop(request, None)",
+        "slot = self.owners.get(request)",
         "unit/test_core_bootstrap.py::test_giving_a_row_back_twice_gives_it_back_once",
     ),
     Break(
-        "lack_of_a_result_row_blocks_the_queue",
+        "lack_of_a_result_slot_blocks_the_queue",
         "core/scheduler/admission.py",
-        "if blocked_on is WaitingFor.METADATA_SLOT:\n            continue",
-        "if blocked_on is WaitingFor.METADATA_SLOT:\n            return",
-        "unit/test_core_optimistic.py::test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_needs_none",
+        "if blocked_on is WaitingFor.RESULT_SLOT:\n            continue",
+        "if blocked_on is WaitingFor.RESULT_SLOT:\n            return",
+        "unit/test_core_optimistic.py::test_one_that_waits_for_a_result_slot_says_so_and_does_not_block_one_that_needs_none",
     ),
     Break(
         "retry_goes_to_the_end_of_the_queue",
         "core/disagg/prefill_side.py",
         'first=reason != "yield"',
         "first=False",
-        "unit/test_core_optimistic.py::test_a_retry_keeps_its_result_row_and_its_place_at_the_head",
+        "unit/test_core_optimistic.py::test_a_retry_keeps_its_result_slot_and_its_place_at_the_head",
     ),
     Break(
         "retry_keeps_its_stages",
@@ -238,11 +238,11 @@ BREAKS = (
         "unit/test_core_rendezvous.py::test_prefill_refuses_a_ready_with_another_layout",
     ),
     Break(
-        "fallback_keeps_its_result_row",
+        "fallback_keeps_its_result_slot",
         "core/disagg/prefill_side.py",
         "    node.results.maybe_release_metadata_buffer(progress.id)\n    enter",
         "    pass\n    enter",
-        "unit/test_core_optimistic.py::test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row",
+        "unit/test_core_optimistic.py::test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_slot",
     ),
     Break(
         "nothing_is_computed_before_ready_in_processes",
@@ -259,11 +259,11 @@ BREAKS = (
         ON_RECORD + "a_ready_that_comes_before_its_request_is_taken_up_and_nothing_is_computed_twice",
     ),
     Break(
-        "lack_of_a_result_row_blocks_the_queue_in_processes",
+        "lack_of_a_result_slot_blocks_the_queue_in_processes",
         "core/scheduler/admission.py",
-        "if blocked_on is WaitingFor.METADATA_SLOT:\n            continue",
-        "if blocked_on is WaitingFor.METADATA_SLOT:\n            return",
-        "e2e_cpu/test_result_rows.py::test_who_lacks_a_row_is_passed_over_by_one_that_has_one",
+        "if blocked_on is WaitingFor.RESULT_SLOT:\n            continue",
+        "if blocked_on is WaitingFor.RESULT_SLOT:\n            return",
+        "e2e_cpu/test_result_slots.py::test_who_lacks_a_row_is_passed_over_by_one_that_has_one",
     ),
     Break(
         "retry_keeps_its_stages_in_processes",
@@ -280,7 +280,7 @@ BREAKS = (
         ON_RECORD + "a_retry_begins_its_stages_anew_and_nobody_else_has_them",
     ),
     Break(
-        "result_row_is_dropped_on_requeue_in_processes",
+        "result_slot_is_dropped_on_requeue_in_processes",
         "core/disagg/prefill_side.py",
         "    if may_retry:",
         "    if node.results.maybe_release_metadata_buffer(progress.id) or may_retry:",
@@ -399,14 +399,14 @@ BREAKS = (
         "config.py",
         "prefill_delayer_max_delay_ms: float = flag(5000.0",
         "prefill_delayer_max_delay_ms: float = flag(50000.0",
-        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_report",
     ),
     Break(
         "delayer_of_the_core_waits_50_s_by_default",
         "core/settings.py",
         "max_delay_ns: Nanos = Nanos(5 * SECOND)",
         "max_delay_ns: Nanos = Nanos(50 * SECOND)",
-        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_seed",
+        FLAGS + "the_numbers_of_the_delayer_are_those_of_the_report",
     ),
     Break(
         "delayer_of_a_rank_agrees_with_itself",
@@ -679,7 +679,7 @@ BREAKS = (
         "rank_in_the_body_is_ignored_in_processes",
         "core/disagg/dp_rank.py",
         "return Known(hint)",
-        "return Ask()",
+        "return AskBootstrap()",
         "e2e_cpu/test_pd_edges.py::test_a_dp_rank_that_the_body_names_is_believed_without_a_question",
     ),
     Break(
@@ -687,7 +687,7 @@ BREAKS = (
         "core/disagg/dp_rank.py",
         "return Conflict(room_conflict(",
         "return Quiet() or Conflict(room_conflict(",
-        "unit/test_core_dp_ranks.py::test_an_external_route_that_contradicts_the_room_is_refused_in_the_seeds_words",
+        "unit/test_core_dp_ranks.py::test_an_external_route_that_contradicts_the_room_is_refused_in_the_words_of_the_report",
     ),
     Break(
         "rank_is_not_announced",
@@ -1332,7 +1332,7 @@ OTHERS = (
     Break(
         "result_of_half_a_block_is_taken",
         "core/disagg/decode_side.py",
-        "least = TOKEN_BYTES if row.flags else TOKEN_BYTES * num_tokens",
+        "least = TOKEN_BYTES if slot.flags else TOKEN_BYTES * num_tokens",
         "least = TOKEN_BYTES",
         BLOCKS + "decode_takes_no_result_that_is_no_whole_block",
     ),
@@ -1674,8 +1674,8 @@ OTHERS = (
     Break(
         "router_keeps_no_tokens_of_a_stream",
         "server/router/shell.py",
-        "                leg.told.add(frame)",
-        "                leg.told = Told(frame.opening)",
+        "                connection.told.add(frame)",
+        "                connection.told = Told(frame.opening)",
         "e2e_cpu/test_router_resume.py::test_streams_go_on_with_another_decode_when_theirs_is_killed",
     ),
     Break(
@@ -2287,8 +2287,8 @@ OTHERS = (
     Break(
         "who_names_no_model_gets_two",
         "core/router/router.py",
-        "exchange.model = next(iter(self.registry.paired_models()), None)",
-        "exchange.model = None",
+        "routed.model = next(iter(self.registry.paired_models()), None)",
+        "routed.model = None",
         "e2e_cpu/test_router_models.py::test_who_names_none_gets_the_first",
     ),
     Break(
@@ -2423,7 +2423,7 @@ OTHERS = (
     Break(
         "halves_are_not_told_whose_part_they_are",
         "server/router/shell.py",
-        "headers | leg.span.headers",
+        "headers | connection.span.headers",
         "headers",
         TRACED + "one_trace_goes_through_router_prefill_and_decode_in_parts_that_add_up",
     ),

@@ -12,7 +12,7 @@ from lines import BREAKS, OTHERS, PACKAGE, ROOT, Break, broken_text, run
 
 SAMPLE = (
     "hit_rate_is_always_0",
-    "result_row_is_dropped_on_requeue",
+    "result_slot_is_dropped_on_requeue",
     "queue_gate_is_removed",
     "line_takes_the_counter_of_the_node",
 )

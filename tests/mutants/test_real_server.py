@@ -65,7 +65,7 @@ KILLS = (
     Kill("end_revokes_nothing", FROZEN, r"not within.*'prefill'.*'quarantined': 0"),
     Kill("owner_ignores_the_secret_of_a_grant", ATTACKED, r"Status\.(OK|WRONG_GENERATION)"),
     # rows, rooms, ends
-    Kill("result_row_leaks_at_the_end", TOGETHER, r"not within.*'total': 64, 'free': (?!64)"),
+    Kill("result_slot_leaks_at_the_end", TOGETHER, r"not within.*'total': 64, 'free': (?!64)"),
     Kill("unlock_forgets_one_pin", TOGETHER, r"'pages_pinned_by_tree': [1-9]|\"stage\":\"pages\""),
     Kill("drained_request_is_never_forgotten", CACHES, r"not within.*'draining': \[\d"),
     Kill("running_request_ends_as_soon_as_pages_are_short", TOGETHER, "out_of_pages"),
@@ -74,7 +74,7 @@ KILLS = (
     Kill("refused_half_tells_nobody", REFUSED, "deadline_exceeded"),
     Kill("room_is_trusted_without_comparing_prompts", FOREIGN, "DID NOT RAISE"),
     Kill("decode_starts_before_the_last_page_has_landed", CACHES, OTHER_TOKENS),
-    Kill("result_row_of_another_request_is_offered", CACHES, OTHER_TOKENS),
+    Kill("result_slot_of_another_request_is_offered", CACHES, OTHER_TOKENS),
     Kill("retracted_request_waits_for_its_peer_again", TOGETHER, "no token for too long"),
     # batches
     Kill("tokens_of_one_step_change_places", TOGETHER, OTHER_TOKENS),

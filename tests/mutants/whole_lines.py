@@ -227,7 +227,7 @@ NODE = (
         DRIVER,
         "            self.workers.send(wire.Disconnect(event.peer))\n",
         "            pass\n",
-        "a neighbour keeps what belongs to somebody who is gone",
+        "a local peer keeps what belongs to somebody who is gone",
     ),
     WholeBreak(
         "node_sleeps_over_its_timers",
@@ -413,7 +413,7 @@ ROUTER = (
     WholeBreak(
         "failed_stream_has_no_end",
         SHELL,
-        "            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.last_words)\n",
+        "            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.give_up_message)\n",
         "            pass\n",
         "who reads a stream is not told of its failure",
     ),
@@ -441,14 +441,15 @@ ROUTER = (
     WholeBreak(
         "broken_connection_is_swallowed",
         SHELL,
-        "            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))\n",
-        '            log.warning("%s: %s", leg.worker.url, error)\n',
+        "            self._hear(connection, upstream.fail(HalfFailure.BROKEN, detail, silent_ns=connection.silent_ns))"
+        "\n",
+        '            log.warning("%s: %s", connection.worker.url, error)\n',
         "an error is logged and told to nobody",
     ),
     WholeBreak(
         "rejected_half_is_not_told",
         SHELL,
-        "            self._hear(leg, upstream.reject(is_retryable=is_retryable))\n",
+        "            self._hear(connection, upstream.reject(is_retryable=is_retryable))\n",
         "",
         "a refusal is read to its end and told to nobody",
     ),

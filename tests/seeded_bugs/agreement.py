@@ -39,24 +39,24 @@ def node_takes_its_decode_set_for_sorted() -> Iterator[None]:
 
 @mutant(6, "S22")
 def failure_of_a_later_shard_is_not_heard() -> Iterator[None]:
-    original = sides.Arrival.hear
+    original = sides.Arrival.record_report
 
-    def hear(arrival: Any, shard: ShardId, report: Any) -> None:
+    def record_report(arrival: Any, shard: ShardId, report: Any) -> None:
         if report.failure is None or shard == 0:
             original(arrival, shard, report)
 
-    with replaced(sides.Arrival, "hear", hear):
+    with replaced(sides.Arrival, "record_report", record_report):
         yield
 
 
 @mutant(2, "S23")
 def ready_goes_to_the_prefill_that_was_learned_last() -> Iterator[None]:
-    original = decode_side.meet
+    original = decode_side.bind_peer
 
-    def meet(node_state, one, side, known):
+    def bind_peer(node_state, one, side, known):
         original(node_state, one, side, list(node_state.peers.values())[-1])
 
-    with replaced(decode_side, "meet", meet):
+    with replaced(decode_side, "bind_peer", bind_peer):
         yield
 
 

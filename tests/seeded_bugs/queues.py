@@ -13,7 +13,7 @@ from tandem.simulator.actors import edge
 
 @mutant(4, "S11")
 def who_lacks_a_row_stops_everybody_behind() -> Iterator[None]:
-    """`break` in the place of `continue`: what made the seed's prefill stand still with READY requests in its queue."""
+    """`break` in the place of `continue`: sglang#26780, whose prefill stood still with READY requests in its queue."""
     original = admission.candidates
 
     def candidates(node_state):
@@ -23,7 +23,7 @@ def who_lacks_a_row_stops_everybody_behind() -> Iterator[None]:
             if (
                 isinstance(node_state.requests[request].side, PrefillSide)
                 and request not in rows.owners
-                and not rows.free_rows
+                and not rows.free_slots
             ):
                 return chosen[: index + 1]
         return chosen

@@ -116,7 +116,7 @@ def retries_have_no_bound() -> Iterator[None]:
 
 
 @mutant(1, "S9", "S14")
-def result_row_of_another_request_is_offered() -> Iterator[None]:
+def result_slot_of_another_request_is_offered() -> Iterator[None]:
     original = prefill_side.timed_result
     last: list[Any] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tandem.core.disagg.messages import Offer, Ready, Release
-from tandem.core.events import SnapshotsGathered
+from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.delayer_policy import Decision, Estimation, Reason
 from tandem.core.scheduler.state import DelayerState
@@ -20,8 +20,8 @@ from tandem.simulator.checkers.changes import PingPong, StateChanges
 from tandem.simulator.checkers.intake import NoNewWork
 from tandem.simulator.checkers.outside import malformed
 from tandem.simulator.checkers.pages import TenantsApart
-from tandem.simulator.checkers.stalls import Standstills
-from tandem.simulator.checkers.stream import Stream
+from tandem.simulator.checkers.stalls import StallChecker
+from tandem.simulator.checkers.stream import StreamsInOrder
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.faults.options import draw_options
 from tandem.simulator.hunt import run_seed
@@ -77,7 +77,7 @@ BROKEN = {
     "S26 misses an admission": (HitRate, "moved", every_fifth),
     "S32 misses a batch": (TenantsApart, "launched", every_fifth),
     "L7 misses a retraction": (PingPong, "moved", lambda method: lambda checker, life, progress, before: None),
-    "L8 misses a tick": (Standstills, "ticked", every_fifth),
+    "L8 misses a tick": (StallChecker, "ticked", every_fifth),
     "L9 misses a drain": (NoNewWork, "heard", lambda method: lambda checker, life, events: None),
 }
 
@@ -107,8 +107,8 @@ def test_a_checker_that_loses_count_is_caught(name: str) -> None:
 
 
 def test_a_lost_count_of_tokens_is_caught() -> None:
-    """`Stream` keeps no count of its own; it compares the two that are there, the node's and the client's."""
-    with broken(Stream, "began", lambda method: lambda checker, life, command: None):
+    """`StreamsInOrder` keeps no count of its own; it compares the two that are there, the node's and the client's."""
+    with broken(StreamsInOrder, "began", lambda method: lambda checker, life, command: None):
         assert run_seed(0).invariant == "S15"
 
 
@@ -122,7 +122,7 @@ def test_every_checker_with_books_of_its_own_has_a_recount() -> None:
         TenantsApart,
         PingPong,
         NoNewWork,
-        Standstills,
+        StallChecker,
     )
     assert all(hasattr(checker, "recount") for checker in with_books)
 
@@ -189,7 +189,7 @@ OPEN = (RankLoad(True, num_running=0, num_free_slots=16, usual_batch=1, num_wait
 
 def held_by(checker: DelayerVetoes, *passes: tuple[RankLoad, ...], decided_on: tuple[RankLoad, ...]) -> None:
     """A rank of two has heard of `passes` one after the other, and has decided on one of them."""
-    delayer = DelayerState(snapshot=passes[-1][0], decision=VETO, ranks=decided_on)
+    delayer = DelayerState(load=passes[-1][0], decision=VETO, ranks=decided_on)
     life: Any = SimpleNamespace(
         incarnation=Incarnation("prefill-0", "1"),
         replica=SimpleNamespace(name="prefill-0"),
@@ -197,7 +197,7 @@ def held_by(checker: DelayerVetoes, *passes: tuple[RankLoad, ...], decided_on: t
         node=SimpleNamespace(state=SimpleNamespace(delayer=delayer)),
     )
     for number, ranks in enumerate(passes):
-        checker.heard(life, [SnapshotsGathered(number, ranks, DelayHistory())])
+        checker.heard(life, [LoadsGathered(number, ranks, DelayHistory())])
     checker.after_step(life)
 
 

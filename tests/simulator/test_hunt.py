@@ -10,7 +10,7 @@ from tandem.simulator.actors.clients import Half, RoutedRequest
 from tandem.simulator.hunt import lived_ns, num_cores, run_all, run_until
 from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 from told import Tell
 
 SECONDS = float(os.environ.get("HUNT_SECONDS", "5"))
@@ -53,7 +53,7 @@ def test_every_line_of_the_corpus_says_what_its_seed_found() -> None:
 
 
 def half(arrived_at: int, ended_at: int | None) -> Half:
-    ask = Ask(1, 0, Script((7,), 1, 0), 1, 0, None, None, repeats_room=False)
+    ask = WorkloadRequest(1, 0, Script((7,), 1, 0), 1, 0, None, None, repeats_room=False)
     exchange = RoutedRequest(ask, None)
     one = Half(exchange, ask, "unified", "unified-0", 1, 1, None, arrived_at, 100, 0, 0, ask.script)  # type: ignore[arg-type]  # no life is looked at
     one.ended_at = ended_at

@@ -10,7 +10,7 @@ from tandem.core.commands import Effects
 from tandem.core.events import Event
 from tandem.core.router.messages import RouterEvent
 from tandem.core.router.router import Router, RouterEffects
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import Nanos
@@ -44,7 +44,7 @@ class Rings:
         self.of["edge"].append(ring)
         return requests
 
-    def router(self, workers: Sequence[Worker], **how: Any) -> Router:
+    def router(self, workers: Sequence[RegisteredWorker], **how: Any) -> Router:
         draws = Draws(how.pop("draw"))
         router = RecordedRouter(workers, draw=draws, **how)
         ring = RouterRing(router, draws, settings=how["settings"], segment_bytes=SEGMENT_BYTES)

@@ -20,7 +20,7 @@ from tandem.simulator.scenario.parse import (
 )
 from tandem.simulator.scenario.play import DIVIDER, Scenario
 from tandem.simulator.scenario.prompts import Namer, Stories
-from tandem.simulator.scenario.record import Tape
+from tandem.simulator.scenario.record import Recorder
 from tandem.simulator.scenario.script import OrderLine, RequestLine, Script
 from tandem.simulator.scenario.shrink import Found, shrink_seed
 from tandem.simulator.world import RECOUNT_EVERY, World
@@ -72,22 +72,22 @@ def test_a_seed_that_breaks_nothing_is_not_shrunk() -> None:
     assert shrink_seed(1) is None
 
 
-def test_what_the_weather_brings_counts_as_events() -> None:
+def test_what_chance_brings_counts_as_events() -> None:
     line = OrderLine(0, ("prefill-0", "crash"))
-    found = Found(Script(happenings=(line,)), Violation("S1", ""), (), ended_at=0, num_by_chance=3)
+    found = Found(Script(scheduled=(line,)), Violation("S1", ""), (), ended_at=0, num_by_chance=3)
     assert found.num_events == 4
 
 
-# --- the tape --------------------------------------------------------------------------------------------------------
+# --- the recorder ----------------------------------------------------------------------------------------------------
 
 
-def test_a_tape_has_the_requests_of_the_world_and_can_be_told() -> None:
+def test_a_recorder_has_the_requests_of_the_world_and_can_be_told() -> None:
     world = World(draw_options(2))
-    tape = Tape(world)
+    recorder = Recorder(world)
     world.schedule_all()
     world.run()
-    script = tape.script()
-    told = [line for line in script.happenings if isinstance(line, RequestLine)]
+    script = recorder.script()
+    told = [line for line in script.scheduled if isinstance(line, RequestLine)]
     asked = {half.ask.index for each in world.edge.exchanges for half in each.halves if not half.must_finish}
     assert len({line.story for line in told}) == len(asked)
     scenario = Scenario()
@@ -102,7 +102,7 @@ def test_groups_are_the_halves_of_a_request_with_what_its_client_does() -> None:
         OrderLine(2, ("prefill-0", "pause", "1s")),
         OrderLine(3, ("prefill-0", "abort", "prompt", "7"), 7),
     )
-    assert Script(happenings=lines).groups() == [frozenset({0, 2}), frozenset({1})]
+    assert Script(scheduled=lines).groups() == [frozenset({0, 2}), frozenset({1})]
 
 
 # --- words -----------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_a_time_is_written_exactly(time_ns: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_settings_and_weather_of_a_seed_are_written_exactly(seed: int) -> None:
+def test_settings_and_chances_of_a_seed_are_written_exactly(seed: int) -> None:
     options = draw_options(seed)
     settings = dict(map(parse_setting, settings_words(options.prefill)))
     assert all(getattr(options.prefill, name) == value for name, value in settings.items())
@@ -154,6 +154,6 @@ def test_an_answer_that_ended_early_ends_as_early_in_words() -> None:
 
 def test_a_script_is_written_in_the_order_of_time() -> None:
     lines = (OrderLine(5_000_000, ("heal",)), RequestLine(1_000_000, "unified-0", 8, 3, 1, "1"))
-    script = Script(happenings=lines)
+    script = Script(scheduled=lines)
     assert script.text().splitlines() == ["at 1ms unified-0 request 8+3 prompt 1", "at 5ms heal", "until idle"]
     assert replace(script, chances=("seed=1", "loss=0.5")).text().startswith("chances seed=1 loss=0.5\n")

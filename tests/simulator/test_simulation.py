@@ -52,7 +52,7 @@ COVERAGE = (  # what a simulation never reaches, it does not check
     "ended while waiting for peer",
     "ended while waiting for pages",
     "ended while waiting for slot",
-    "ended while waiting for metadata_slot",
+    "ended while waiting for result_slot",
     "ended while waiting for window",
     "ended while waiting for landing",
     "ended while waiting for collection",

@@ -11,7 +11,7 @@ from tandem.simulator.actors.replica import Life
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.oracle import Script, Violation
 from tandem.simulator.scenario.parse import quiet_options
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 from tandem.simulator.world import World
 
 TICK_NS = 100 * MILLISECOND
@@ -31,7 +31,9 @@ def ask(world: World, *, max_new_tokens: int = 4) -> None:
     """A request of the router's client, now."""
     script = Script(tuple(range(100, 112)), max_new_tokens, 0)
     world.edge.num_to_come += 1
-    world._ask(Ask(0, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False))
+    world._ask(
+        WorkloadRequest(0, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False)
+    )
 
 
 def hang(world: World, what: Hang, *, duration_ns: int = 100 * SECOND) -> Life:

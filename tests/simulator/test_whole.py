@@ -23,7 +23,7 @@ from tandem.simulator.hunt import run_each
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import engine, verdict
-from tandem.simulator.whole.clients import Answer, Ask, Conduct
+from tandem.simulator.whole.clients import Answer, ClientRequest, Conduct
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import LettingGo
@@ -105,7 +105,12 @@ def test_a_wrong_token_and_a_request_without_an_end_are_noticed(monkeypatch: pyt
 
 @pytest.mark.parametrize(
     "name",
-    ["count_of_pages_drifts", "result_row_leaks_at_the_end", "batch_number_is_skipped", "sent_request_keeps_its_place"],
+    [
+        "count_of_pages_drifts",
+        "result_slot_leaks_at_the_end",
+        "batch_number_is_skipped",
+        "sent_request_keeps_its_place",
+    ],
 )
 def test_a_node_that_takes_a_wrong_step_is_noticed_by_the_checkers_of_steps(name: str) -> None:
     mutant = MUTANTS[name]
@@ -122,7 +127,7 @@ def test_who_ended_and_whose_pages_are_not_let_go_is_noticed(monkeypatch: pytest
 
 
 def test_an_answer_that_is_late_or_unknown_is_noticed() -> None:
-    ask = Ask(1, "/generate", (20, 21), "", 4, True, True, 3.0, Conduct.PATIENT)
+    ask = ClientRequest(1, "/generate", (20, 21), "", 4, True, True, 3.0, Conduct.PATIENT)
     late = Answer(ask, 0, status=200, first_s=5.0, ended_s=5.1, is_whole=True)
     with pytest.raises(Violation, match="L1"):
         verdict._check_time(late, "late")
@@ -383,7 +388,7 @@ def test_a_pull_that_is_late_for_no_reason_and_scores_that_are_not_those_of_the_
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where its servers have their files
     world = World(draw_options(2))
-    ask = Ask(1, "/generate", (20, 21), "", 2, True, True, 20.0, Conduct.PATIENT, scores=1)
+    ask = ClientRequest(1, "/generate", (20, 21), "", 2, True, True, 20.0, Conduct.PATIENT, scores=1)
     error = {"code": "deadline_exceeded", "stage": verdict.LANDING}
     late = Answer(
         ask, 0, status=504, ended_s=20.0, body=bytearray(json.dumps({"error": error}).encode()), is_whole=True

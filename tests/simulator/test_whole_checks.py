@@ -18,7 +18,7 @@ from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, PageId, 
 from tandem.membership import ClusterSecret
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole import verdict
-from tandem.simulator.whole.clients import Answer, Ask, Conduct
+from tandem.simulator.whole.clients import Answer, ClientRequest, Conduct
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel
 from tandem.simulator.whole.memory import Memories
 from tandem.simulator.whole.network import Network
@@ -162,7 +162,7 @@ def test_a_pull_that_may_begin_and_that_no_thread_takes_is_noticed(monkeypatch: 
 
 
 def test_a_stream_that_comes_all_at_once_is_noticed() -> None:
-    ask = Ask(1, "/generate", (20, 21), "", 40, True, True, 20.0, Conduct.PATIENT)
+    ask = ClientRequest(1, "/generate", (20, 21), "", 40, True, True, 20.0, Conduct.PATIENT)
     flowing = Answer(ask, 0, first_s=1.0, ended_s=3.5, longest_gap_s=0.3)
     verdict._check_flow(flowing, "flowing", 0.05, 1)
     waiting = Answer(ask, 0, first_s=1.0, ended_s=9.0, longest_gap_s=5.5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.core.commands import GatherSnapshot
+from tandem.core.commands import GatherLoad
 from tandem.core.values import SECOND
 from tandem.server.api.gathering import Gathering
 from tandem.simulator.hunt import run_each
@@ -61,7 +61,7 @@ def test_ranks_go_along_with_each_other_and_prompts_wait_for_all(
         seen["idle"] += 1
         accompany(engine)
 
-    def count_word(gathering: Gathering, rank: int, command: GatherSnapshot) -> None:
+    def count_word(gathering: Gathering, rank: int, command: GatherLoad) -> None:
         seen[f"rank {rank} {'wants' if command.number is None else 'answers'}"] += 1
         say(gathering, rank, command)
 

@@ -5,7 +5,7 @@ import pytest
 from tandem.core.batch import BatchKind, BatchOutcome, BatchPlan
 from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.values import BatchId, Cut, ShardId
-from tandem.simulator.actors.workers import Worker, Workers
+from tandem.simulator.actors.workers import SimulatedWorker, Workers
 from tandem.simulator.model import MASK, cell_weight, content_of
 from tandem.simulator.oracle import Violation
 
@@ -18,13 +18,13 @@ def plan(number: int, *, decodes: bool = False, of: int = 0) -> BatchPlan:
 TWO = Cut(tp_size=2)
 
 
-def two_workers() -> tuple[Workers, Worker, Worker]:
+def two_workers() -> tuple[Workers, SimulatedWorker, SimulatedWorker]:
     kv = [KvShard(KvGrid(1, 2), TWO, shard, cell_bytes=1) for shard in TWO.shards]
     workers = Workers(kv, num_pages=4, page_size=2, guard=lambda *_: None, seed="1")
     return workers, *workers.all
 
 
-def run(workers: Workers, worker: Worker) -> BatchOutcome | None:
+def run(workers: Workers, worker: SimulatedWorker) -> BatchOutcome | None:
     """Its next batch, begun and ended."""
     begun = workers.next_batch(worker)
     assert begun is not None

@@ -18,7 +18,7 @@ from tandem.core.events import (
     PeerUnknown,
     RequestRefused,
 )
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo, Role
 from tandem.core.values import MILLISECOND, SECOND, Address, Cause, Cut, Incarnation, Room
@@ -34,10 +34,10 @@ from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.network import links
 from tandem.simulator.oracle import Script
 from tandem.simulator.scenario.parse import SMALL, quiet_options
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 from tandem.simulator.world import World
 
-PATIENT = RouterSettings(ExchangeSettings(retries=0))
+PATIENT = RouterSettings(RequestSettings(retries=0))
 RANKS = PrefillInfo(2, LoadBalanceMethod.ROUND_ROBIN)
 
 
@@ -48,12 +48,14 @@ def a_world(**options: object) -> World:
     return world
 
 
-def an_ask(world: World, index: int = 0) -> Ask:
+def an_ask(world: World, index: int = 0) -> WorkloadRequest:
     script = Script(tuple(range(100, 112)), 4, 0)
-    return Ask(index, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False)
+    return WorkloadRequest(
+        index, world.clock.time, script, 60 * SECOND, 0, None, None, repeats_room=False, is_direct=False
+    )
 
 
-def ask(world: World, index: int = 0, **fields: object) -> Ask:
+def ask(world: World, index: int = 0, **fields: object) -> WorkloadRequest:
     """A request that is asked of the first gateway now."""
     asked = an_ask(world, index)
     for name, value in fields.items():

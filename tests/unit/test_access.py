@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from raw_http import Reply, ask, exchange, serving
 from tandem.config import ServerConfig
-from tandem.core.router.worker_registry import Worker, WorkerId
+from tandem.core.router.worker_registry import RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.server.api.access import PAGES, Access, AccessRules, AuthMiddleware, access_of
 from tandem.server.api.http1 import MAX_HEAD_BYTES
@@ -60,7 +60,7 @@ def code(reply: Reply) -> str:
 
 def test_every_page_is_in_the_table_or_needs_the_key() -> None:
     """A page that is added has to be thought of here, too."""
-    rows = [Worker(WorkerId(0), Role.PREFILL, "http://127.0.0.1:1", "127.0.0.1", None)]
+    rows = [RegisteredWorker(WorkerId(0), Role.PREFILL, "http://127.0.0.1:1", "127.0.0.1", None)]
     router = RouterApp(RouterConfig(workers=tuple(rows)))
     served = {route.path for app in (world().app, router.app) for route in app.routes if isinstance(route, Route)}
     assert set(PAGES) <= served

@@ -11,7 +11,7 @@ import uvicorn
 from api_fakes import REPLICA, FakeNode, says
 
 from tandem.core import commands, events
-from tandem.core.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Address, Cause, Incarnation, Room
 from tandem.membership import ClusterSecret
@@ -31,9 +31,9 @@ PREFILL = wire.ReplicaInfo(
 )
 
 
-def bootstrap_app(*replicas: wire.ReplicaInfo) -> tuple[Any, Registry]:
+def bootstrap_app(*replicas: wire.ReplicaInfo) -> tuple[Any, BootstrapRegistry]:
     """The bootstrap server of a prefill, on loopback, and what it has been told."""
-    registry = Registry()
+    registry = BootstrapRegistry()
     for replica in replicas:
         registry.register(registration(replica))
     return BootstrapServer(registry, WriteGuard(SECRET, now=monotonic_now)).app(), registry

@@ -1,4 +1,4 @@
-"""`bench/delayer.py` in virtual time: where a prompt batch is dear, the queue gate is worth what the seed says."""
+"""`bench/delayer.py` in virtual time: where a prompt batch is dear, the queue gate is worth what the report says."""
 
 import importlib
 from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tandem.core.bootstrap_registry import Registration, Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry, Registration
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import Incarnation
 from tandem.server.api.accept import BoundedServer
@@ -49,7 +49,7 @@ class Port:
 
 @contextlib.asynccontextmanager
 async def serving(bounds: Bounds, bodies: BodyStore) -> AsyncIterator[Port]:
-    registry = Registry()
+    registry = BootstrapRegistry()
     registry.register(LARGE)
     app = BootstrapServer(registry, WriteGuard(None, monotonic_now), bodies=bodies).app()
     server = BoundedServer(app, bounds, drain_seconds=0)

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.bootstrap_registry import Accepted, Registration, Registry, RegistryLimits, Rejected
+from tandem.core.bootstrap_registry import Accepted, BootstrapRegistry, Registration, RegistryLimits, Rejected
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos, Room
 
@@ -18,14 +18,14 @@ def rank(number: int = 0, *, of: int = 1, life: int = 1, name: str = "p", **chan
     return msgspec.structs.replace(made, **changes)
 
 
-def filled(*registrations: Registration, limits: RegistryLimits | None = None) -> Registry:
-    registry = Registry(limits or RegistryLimits())
+def filled(*registrations: Registration, limits: RegistryLimits | None = None) -> BootstrapRegistry:
+    registry = BootstrapRegistry(limits or RegistryLimits())
     for one in registrations:
         assert isinstance(registry.register(one), Accepted)
     return registry
 
 
-def documents(registry: Registry) -> list[bytes | None]:
+def documents(registry: BootstrapRegistry) -> list[bytes | None]:
     found = [registry.find(number) for number in range(registry.dp_size)]
     return [known.document if known is not None else None for known in found]
 
@@ -34,7 +34,7 @@ def documents(registry: Registry) -> list[bytes | None]:
 
 
 def test_nobody_is_ready_before_every_rank_is_there() -> None:
-    registry = Registry()
+    registry = BootstrapRegistry()
     assert (registry.is_ready, registry.dp_size, registry.find()) == (False, 0, None)
     registry.register(rank(1, of=2))
     assert (registry.is_ready, registry.find(), registry.find(1)) == (False, None, None)
@@ -173,7 +173,7 @@ def test_a_life_with_other_flags_does_not_end_a_rank_of_the_server_itself() -> N
 
 
 def test_a_rank_of_the_server_itself_is_replaced_by_nobody_else_while_it_lives() -> None:
-    registry = Registry()
+    registry = BootstrapRegistry()
     registry.register(rank(life=1), is_own=True)
     for foreign in (rank(life=2), rank(life=2, name="q"), rank(of=2, life=2)):
         refused = registry.register(foreign)
@@ -198,7 +198,7 @@ def test_a_rank_of_the_server_itself_takes_its_place_from_whoever_stands_there()
 
 
 def test_ranks_beside_the_servers_own_come_from_elsewhere_and_have_to_agree_with_it() -> None:
-    registry = Registry()
+    registry = BootstrapRegistry()
     registry.register(rank(0, of=2), is_own=True)
     assert isinstance(registry.register(rank(1, of=2, layout_fields={})), Rejected)
     assert registry.register(rank(1, of=2)) == Accepted(is_new=True)
@@ -212,7 +212,7 @@ def test_a_single_rank_may_change_its_layout_by_a_restart() -> None:
 
 
 def test_ranks_that_cannot_be_are_refused() -> None:
-    registry = Registry()
+    registry = BootstrapRegistry()
     for wrong, param in (
         (rank(1, of=1), "dp_rank"),
         (rank(-1, of=1), "dp_rank"),

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from tandem.core.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Incarnation, Nanos
 from tandem.membership import ClusterSecret
@@ -38,7 +38,7 @@ class Bootstrap:
     """A bootstrap server and a client of it, which signs what it writes. Time stands still unless it is moved."""
 
     def __init__(self, *replicas: wire.ReplicaInfo, secret: ClusterSecret | None = SECRET) -> None:
-        self.registry = Registry()
+        self.registry = BootstrapRegistry()
         self.now_ns = Nanos(1000 * SECOND)
         self.guard = WriteGuard(secret, now=lambda: self.now_ns)
         self.http = TestClient(BootstrapServer(self.registry, self.guard, now=lambda: self.now_ns).app())

@@ -239,7 +239,7 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
     assert [worker.host for worker in config.workers] == ["a", "b", "[::1]", "d"]
     assert [worker.role for worker in config.workers] == [Role.PREFILL] * 3 + [Role.DECODE]
     assert config.workers[3].url == "http://d:4"
-    assert config.settings().exchange.retries == 1
+    assert config.settings().request.retries == 1
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_the_flags_of_the_delayer_reach_the_node() -> None:
     assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
 
 
-def test_the_numbers_of_the_delayer_are_those_of_the_seed() -> None:
+def test_the_numbers_of_the_delayer_are_those_of_the_report() -> None:
     for made in (settings(parse("--enable-prefill-delayer")).delayer, DelayerSettings()):
         assert made is not None
         assert (made.max_delay_passes, made.max_delay_ns, made.queue_min_ratio) == (30, 5 * SECOND, None)
@@ -358,7 +358,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         prefix_cache=False,
         reserved_decode_tokens=9,
         conservativeness=0.5,
-        metadata_slots=10,
+        result_slots=10,
         load_failure=LoadFailurePolicy.FAIL,
         stall_timeout_ns=2 * SECOND,
         prefill_info=PrefillInfo(method=LoadBalanceMethod.ROUND_ROBIN),
@@ -382,7 +382,7 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     words = ("--disaggregation-metadata-slots", "7", "--disaggregation-park-max-tokens", "11")
     prefill = settings(parse(*PREFILL, "--optimistic-prefill-attempts", "3", *words))
     assert (prefill.optimistic, prefill.park_attempts) == (OptimisticPolicy.PARK, 3)
-    assert (prefill.metadata_slots, prefill.park_max_tokens) == (7, 11)
+    assert (prefill.result_slots, prefill.park_max_tokens) == (7, 11)
     several_ranks = plain(*PREFILL, "--disaggregation-dp-rank-conflict", "fail")
     assert settings(several_ranks).prefill_info == PrefillInfo(conflict=DpConflictPolicy.FAIL)
     retrying = settings(parse(*PREFILL, "--optimistic-prefill-retries", "4"))

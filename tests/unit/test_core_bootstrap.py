@@ -1,4 +1,4 @@
-"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of the seed, and the result slots."""
+"""Optimistic prefill: the three policies as tables of verdicts, the forced retry of sglang#26780, result slots."""
 
 import hashlib
 
@@ -70,7 +70,7 @@ def test_settings_choose_the_policy_and_its_numbers() -> None:
     assert chosen(OptimisticPolicy.PARK) == Park(77, max_attempts=1)
 
 
-def test_the_forced_retry_is_the_definition_of_the_seed() -> None:
+def test_the_forced_retry_is_the_definition_of_the_report() -> None:
     for rid in ("a", "rid-17", "übung", ""):
         first_8 = int.from_bytes(hashlib.sha256(rid.encode()).digest()[:8], "big")
         for prob in (0.01, 0.3, 0.5, 0.99):
@@ -96,11 +96,11 @@ def test_the_share_of_forced_requests_is_the_probability(prob: float) -> None:
     assert abs(chosen / 4_000 - prob) < 0.03
 
 
-def test_a_result_row_is_taken_once_however_often_it_is_asked_for() -> None:
+def test_a_result_slot_is_taken_once_however_often_it_is_asked_for() -> None:
     table = ResultSlots.empty(2)
     assert table.ensure_metadata_buffer(RequestId(1))
     assert table.ensure_metadata_buffer(RequestId(1))
-    assert len(table.free_rows) == 1
+    assert len(table.free_slots) == 1
 
 
 def test_an_exhausted_table_answers_false_and_takes_nothing() -> None:
@@ -117,5 +117,5 @@ def test_giving_a_row_back_twice_gives_it_back_once() -> None:
     for _ in range(3):
         table.maybe_release_metadata_buffer(RequestId(1))
     table.maybe_release_metadata_buffer(RequestId(9))
-    assert sorted(table.free_rows) == [0, 1]
+    assert sorted(table.free_slots) == [0, 1]
     assert table.owners == {}

@@ -76,7 +76,7 @@ def hold(world: World, node: Replica, **asked: Any) -> RequestId:
 
 
 def test_requests_that_finish_one_by_one_are_replaced_in_groups() -> None:
-    """The story of the seed: without the delayer every end is followed by a prompt batch of one or two.
+    """What sglang#23189 reports: without the delayer every end is followed by a prompt batch of one or two.
 
     There are far more slots than a prompt batch has requests, so that the slot gate alone would never close.
     """

@@ -63,7 +63,7 @@ def test_a_room_that_tells_the_rank_needs_no_question() -> None:
     assert_nothing_is_held([*ranks, decode])
 
 
-def test_an_external_route_that_contradicts_the_room_is_refused_in_the_seeds_words() -> None:
+def test_an_external_route_that_contradicts_the_room_is_refused_in_the_words_of_the_report() -> None:
     world, ranks, decode = two_ranks(FOLLOW_OR_FAIL)
     left, _right = submit(world, ranks[0], decode)
     world.run()

@@ -179,7 +179,7 @@ def test_a_second_abort_is_not_a_second_end(name: tuple[str, State, str]) -> Non
     ("waits_for", "settings"),
     [
         (WaitingFor.PAGES, {"num_pages": 15}),
-        (WaitingFor.METADATA_SLOT, {"metadata_slots": 1}),
+        (WaitingFor.RESULT_SLOT, {"result_slots": 1}),
         (WaitingFor.SLOT, {"max_running": 1}),
         (WaitingFor.WINDOW, {"window_depth": 1, "chunk_tokens": 16}),
     ],

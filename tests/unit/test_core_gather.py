@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core_driver import Replica, World, expected_tokens
-from tandem.core.commands import GatherSnapshot
-from tandem.core.events import SnapshotsGathered, SnapshotWanted
+from tandem.core.commands import GatherLoad
+from tandem.core.events import LoadsGathered, LoadWanted
 from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.delayer_policy import agree
 from tandem.core.scheduler.delayer_sync import DelayerSync
@@ -29,7 +29,7 @@ class Group:
     ranks: list[Replica]
     gathering: DelayerSync
     silent: set[int] = field(default_factory=set)
-    heard: list[tuple[int, SnapshotsGathered]] = field(default_factory=list)
+    heard: list[tuple[int, LoadsGathered]] = field(default_factory=list)
     seen: list[int] = field(default_factory=lambda: [0, 0])
 
     def carry(self) -> None:
@@ -40,17 +40,17 @@ class Group:
     def collect(self) -> bool:
         moved = False
         for rank, replica in enumerate(self.ranks):
-            said = [command for command in replica.commands if isinstance(command, GatherSnapshot)]
+            said = [command for command in replica.commands if isinstance(command, GatherLoad)]
             new, self.seen[rank] = said[self.seen[rank] :], len(said)
             for command in new:
                 if rank not in self.silent:
-                    self.post(self.gathering.say(rank, command.number, command.snapshot, self.world.now))
+                    self.post(self.gathering.say(rank, command.number, command.load, self.world.now))
                     moved = True
         return moved
 
-    def post(self, mail: list[tuple[int, SnapshotWanted | SnapshotsGathered]]) -> None:
+    def post(self, mail: list[tuple[int, LoadWanted | LoadsGathered]]) -> None:
         for rank, event in mail:
-            if isinstance(event, SnapshotsGathered):
+            if isinstance(event, LoadsGathered):
                 self.heard.append((rank, event))
             self.world.send(self.ranks[rank], event)
 
@@ -83,8 +83,8 @@ def group(**delayer: object) -> Group:
 
 def test_a_rank_that_wants_a_pass_makes_the_others_speak_and_all_hear_the_same() -> None:
     gathering = DelayerSync(TWO)
-    assert gathering.say(1, None, WANTS, ZERO_NS) == [(0, SnapshotWanted(1))]
-    said = SnapshotsGathered(1, (IDLE, WANTS), DelayHistory())
+    assert gathering.say(1, None, WANTS, ZERO_NS) == [(0, LoadWanted(1))]
+    said = LoadsGathered(1, (IDLE, WANTS), DelayHistory())
     assert gathering.say(0, 1, IDLE, ZERO_NS) == [(0, said), (1, said)]
     assert gathering.closes_at is None
 
@@ -93,7 +93,7 @@ def test_two_ranks_that_ask_at_once_share_a_pass() -> None:
     gathering = DelayerSync(TWO)
     gathering.say(1, None, WANTS, ZERO_NS)
     (_, said), _ = gathering.say(0, None, BUSY, ZERO_NS)
-    assert said == SnapshotsGathered(1, (BUSY, WANTS), DelayHistory())
+    assert said == LoadsGathered(1, (BUSY, WANTS), DelayHistory())
 
 
 def test_a_silent_rank_is_left_out_at_the_deadline_and_told_all_the_same() -> None:
@@ -101,7 +101,7 @@ def test_a_silent_rank_is_left_out_at_the_deadline_and_told_all_the_same() -> No
     gathering.say(1, None, WANTS, ZERO_NS)
     assert gathering.closes_at is not None
     assert gathering.tick(Nanos(gathering.closes_at - 1)) == []
-    said = SnapshotsGathered(1, (WANTS,), DelayHistory())
+    said = LoadsGathered(1, (WANTS,), DelayHistory())
     assert gathering.tick(gathering.closes_at) == [(0, said), (1, said)]
     assert gathering.say(0, 1, IDLE, ZERO_NS) == [], "too late"
 
@@ -122,15 +122,15 @@ def test_every_rank_decides_alike_whatever_comes_when(said: list[tuple[int, bool
     gathering = DelayerSync(settings)
     decisions: dict[int, list[object]] = {0: [], 1: [], 2: []}
     memory = DelayHistory()
-    for moment, (rank, asks, snapshot) in enumerate(said):
+    for moment, (rank, asks, load) in enumerate(said):
         mail = gathering.tick(Nanos(moment * settings.gather_timeout_ns // 4))
-        mail += gathering.say(rank, None if asks else gathering.number, snapshot, Nanos(moment * 25_000_000))
+        mail += gathering.say(rank, None if asks else gathering.number, load, Nanos(moment * 25_000_000))
         for who, event in mail:
-            if isinstance(event, SnapshotsGathered):
-                decisions[who].append(agree(event.snapshots, event.memory, settings))
+            if isinstance(event, LoadsGathered):
+                decisions[who].append(agree(event.loads, event.memory, settings))
                 if who == 0:
                     assert event.memory == memory
-                    _, memory = agree(event.snapshots, memory, settings)
+                    _, memory = agree(event.loads, memory, settings)
     assert decisions[0] == decisions[1] == decisions[2]
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_is_dead_does_not_hold_up_the_others() -> None:
     request = it.world.submit(it.ranks[0])
     it.sleep(10 * SECOND)
     assert it.ranks[0].tokens[request] == expected_tokens(40, 4, seed=1)
-    assert [len(event.snapshots) for rank, event in it.heard if rank == 0] == [1]
+    assert [len(event.loads) for rank, event in it.heard if rank == 0] == [1]
 
 
 def test_a_rank_that_slept_through_passes_takes_the_one_that_let_its_prompts() -> None:
@@ -178,7 +178,7 @@ def test_a_rank_that_slept_through_passes_takes_the_one_that_let_its_prompts() -
     it.world.run_until(lambda: rank.state_of(request) is State.COMPUTING)
     lets, holds = DelayHistory(29, True), DelayHistory(0, True)
     for number, memory in enumerate((holds, lets, holds, holds)):
-        it.world.send(rank, SnapshotsGathered(number, (WANTS, IDLE), memory))
+        it.world.send(rank, LoadsGathered(number, (WANTS, IDLE), memory))
     it.world.run()
     assert rank.tokens[request] == expected_tokens(40, 1, seed=1)
 

@@ -97,11 +97,11 @@ def test_the_flow_names_every_request_with_its_room_as_text(name: tuple[str, Sta
 
 
 @every_scene
-def test_pages_and_result_rows_are_shown_by_their_owner(name: tuple[str, State, str]) -> None:
+def test_pages_and_result_slots_are_shown_by_their_owner(name: tuple[str, State, str]) -> None:
     scene = SCENES[name]()
     shown, requests = inspect.state(scene.here.node), scene.here.state.requests.values()
     assert shown["pages_by_request"] == {p.id: len(p.pages) for p in requests if p.pages}
-    assert shown["result_rows"]["by_request"] == scene.here.state.results.owners
+    assert shown["result_slots"]["by_request"] == scene.here.state.results.owners
 
 
 def test_what_prompts_and_loads_have_cost_is_shown() -> None:

@@ -58,7 +58,7 @@ def test_retry_computes_as_often_as_allowed_and_then_holds_nothing_but_what_is_c
     assert prefill.state.counters.prefill_retries == {"not_ready": 2}
 
 
-def test_park_computes_once_and_holds_pages_and_result_row() -> None:
+def test_park_computes_once_and_holds_pages_and_result_slot() -> None:
     _, prefill, _, left, _ = withheld("park")
     assert [row.samples for plan in prefill.plans() for row in plan.rows] == [False, False, True]
     assert prefill.state_of(left) is State.PARKED
@@ -171,8 +171,8 @@ def test_ready_between_two_attempts_stops_the_retrying() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
-def test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_row() -> None:
-    world, prefill, decode, left, right = withheld("retry", optimistic_retries=1, metadata_slots=1)
+def test_exhausted_retries_fall_back_to_the_bootstrap_queue_without_a_result_slot() -> None:
+    world, prefill, decode, left, right = withheld("retry", optimistic_retries=1, result_slots=1)
     assert prefill.state_of(left) is State.BOOTSTRAPPING
     prefill.drops.clear()
     _, other = world.pair(prefill, decode, prompt_len=40, seed=2)
@@ -200,7 +200,7 @@ def test_ready_that_comes_while_pages_go_back_is_no_budget_for_another_retry() -
     assert decode.tokens[right] == expected_tokens(200, 4, seed=1)
 
 
-def test_a_retry_that_lacks_pages_keeps_its_result_row() -> None:
+def test_a_retry_that_lacks_pages_keeps_its_result_slot() -> None:
     """Somebody who decodes on this node has grown into them meanwhile."""
     world = World()
     prefill = world.prefill(optimistic="retry", optimistic_retries=1000, num_pages=9, conservativeness=0.0)
@@ -213,7 +213,7 @@ def test_a_retry_that_lacks_pages_keeps_its_result_row() -> None:
     assert prefill.state.results.owners[request] == row
 
 
-def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
+def test_a_retry_keeps_its_result_slot_and_its_place_at_the_head() -> None:
     world = World()
     prefill = world.prefill(optimistic="retry", optimistic_retries=3, chunk_tokens=32, window_depth=1, max_running=1)
     first = world.submit(prefill, prompt_len=100, room=7)
@@ -224,7 +224,7 @@ def test_a_retry_keeps_its_result_row_and_its_place_at_the_head() -> None:
     assert prefill.state_of(second) is State.QUEUED
 
 
-def test_a_retry_keeps_its_result_row_while_it_is_queued() -> None:
+def test_a_retry_keeps_its_result_slot_while_it_is_queued() -> None:
     """Behind a long prompt whose decode is READY, so that it cannot take another row at once."""
     world = World()
     prefill, decode = world.prefill(optimistic="retry", chunk_tokens=128, max_running=2), world.decode()
@@ -394,10 +394,10 @@ def test_parked_tokens_are_bounded() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("order", ["same", "opposite"])
-def test_one_result_row_and_many_requests_never_deadlock(policy: str, order: str) -> None:
+def test_one_result_slot_and_many_requests_never_deadlock(policy: str, order: str) -> None:
     """Prefill computes in one order, decode has slots for two and collects in the other."""
     world = World()
-    prefill = world.prefill(optimistic=policy, metadata_slots=1, num_pages=256, max_running=8)
+    prefill = world.prefill(optimistic=policy, result_slots=1, num_pages=256, max_running=8)
     decode = world.decode(max_running=2, num_pages=256)
     rooms = [(world.room(), seed) for seed in range(20)]
     for room, seed in rooms:
@@ -411,9 +411,9 @@ def test_one_result_row_and_many_requests_never_deadlock(policy: str, order: str
     assert_nothing_is_held([prefill, decode])
 
 
-def test_one_result_row_and_a_ready_request_far_behind_in_the_queue_never_deadlock() -> None:
+def test_one_result_slot_and_a_ready_request_far_behind_in_the_queue_never_deadlock() -> None:
     world = World()
-    prefill = world.prefill(metadata_slots=1, num_pages=512)
+    prefill = world.prefill(result_slots=1, num_pages=512)
     decode = world.decode(max_running=1)
     rooms = [(world.room(), seed) for seed in range(150)]
     for room, seed in rooms:
@@ -425,15 +425,15 @@ def test_one_result_row_and_a_ready_request_far_behind_in_the_queue_never_deadlo
     assert decode.ended[right].path == "remote"
 
 
-def test_one_that_waits_for_a_result_row_says_so_and_does_not_block_one_that_needs_none() -> None:
+def test_one_that_waits_for_a_result_slot_says_so_and_does_not_block_one_that_needs_none() -> None:
     world = World()
-    prefill = world.prefill(metadata_slots=1)
+    prefill = world.prefill(result_slots=1)
     prefill.holds.add(BatchReturned)
     world.submit(prefill, room=7)
     waiting = world.submit(prefill, room=8, seed=2)
     plain = world.submit(prefill, seed=3)
     world.run()
-    assert prefill.progress(waiting).waiting_for is WaitingFor.METADATA_SLOT
+    assert prefill.progress(waiting).waiting_for is WaitingFor.RESULT_SLOT
     assert prefill.state_of(plain) is State.COMPUTING
 
 

@@ -81,7 +81,7 @@ def test_pages_move_while_later_chunks_are_still_computed() -> None:
     assert_nothing_is_held([prefill, decode])
 
 
-def test_only_the_last_offer_carries_the_result_row() -> None:
+def test_only_the_last_offer_carries_the_result_slot() -> None:
     world, prefill, _, _, _ = meet_before_computing()
     world.run()
     assert [offer.result is not None for offer in prefill.said(Offer)] == [False, False, True]

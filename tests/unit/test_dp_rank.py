@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tandem.core.disagg.dp_rank import (
     Announce,
-    Ask,
+    AskBootstrap,
     Conflict,
     DpTopology,
     Known,
@@ -19,9 +19,9 @@ from tandem.core.disagg.dp_rank import (
 from tandem.core.dp_dispatch import (
     NO_ROOM,
     Dispatched,
+    DispatchLoad,
     Loads,
     Newcomer,
-    RankLoad,
     Refused,
     dispatch,
     method_for,
@@ -50,20 +50,20 @@ def asked(room: int = 7, hint: int | None = None) -> RequestFacts:
 
 # --- decode ----------------------------------------------------------------------------------------------------------
 
-DECODE: dict[str, tuple[RequestFacts, PrefillInfo | None, bool, Known | Likely | Ask | Conflict]] = {
+DECODE: dict[str, tuple[RequestFacts, PrefillInfo | None, bool, Known | Likely | AskBootstrap | Conflict]] = {
     "a rank in the request wins": (asked(hint=2), STRICT, False, Known(2)),
     "a rank in the request wins over a forced query": (asked(hint=2), STRICT, True, Known(2)),
     "a rank in the request needs no knowledge of the prefill": (asked(hint=2), None, False, Known(2)),
-    "without knowledge of the prefill": (asked(), None, False, Ask()),
+    "without knowledge of the prefill": (asked(), None, False, AskBootstrap()),
     "one rank": (asked(), SINGLE, False, Known(0)),
     "one rank is never asked for": (asked(), SINGLE, True, Known(0)),
     "by room": (asked(), STRICT, False, Known(3)),
-    "by room, forced to ask": (asked(), STRICT, True, Ask()),
+    "by room, forced to ask": (asked(), STRICT, True, AskBootstrap()),
     "by room, and the prefill takes what was routed elsewhere": (asked(), LENIENT, False, Likely(3)),
-    "by room, and both, forced to ask": (asked(), LENIENT, True, Ask()),
-    "round robin": (asked(), PrefillInfo(4, LoadBalanceMethod.ROUND_ROBIN, FAIL), False, Ask()),
-    "total requests": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_REQUESTS, FAIL), False, Ask()),
-    "total tokens": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_TOKENS, FAIL), False, Ask()),
+    "by room, and both, forced to ask": (asked(), LENIENT, True, AskBootstrap()),
+    "round robin": (asked(), PrefillInfo(4, LoadBalanceMethod.ROUND_ROBIN, FAIL), False, AskBootstrap()),
+    "total requests": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_REQUESTS, FAIL), False, AskBootstrap()),
+    "total tokens": (asked(), PrefillInfo(4, LoadBalanceMethod.TOTAL_TOKENS, FAIL), False, AskBootstrap()),
     "a rank that is not there": (
         asked(hint=4), STRICT, False, Conflict("disagg_prefill_dp_rank 4 does not exist: prefill has 4 DP ranks"),
     ),
@@ -139,7 +139,7 @@ def test_whatever_decode_derives_is_where_prefill_has_it(
             assert found in (Known(actual), Likely(actual))
         case Announce(rank, sought):
             assert rank == actual != sought
-            assert found == (Ask() if sought is None else Likely(sought))
+            assert found == (AskBootstrap() if sought is None else Likely(sought))
         case Conflict(sought=sought):
             assert found != Known(actual)
             assert isinstance(found, Conflict) if sought is None else found == Known(sought)
@@ -164,7 +164,7 @@ def ranks_of(loads: Loads, method: LoadBalanceMethod, *newcomers: Newcomer) -> l
 
 
 def idle(num_ranks: int, *, down: tuple[int, ...] = ()) -> Loads:
-    return Loads(tuple(RankLoad(is_active=rank not in down) for rank in range(num_ranks)))
+    return Loads(tuple(DispatchLoad(is_active=rank not in down) for rank in range(num_ranks)))
 
 
 def test_auto_is_by_room_on_a_prefill_and_in_turn_elsewhere() -> None:
@@ -190,7 +190,7 @@ def test_by_room_is_the_room_modulo_the_ranks_and_needs_one() -> None:
 
 
 def test_a_room_whose_rank_is_down_goes_to_the_least_busy_one_where_decode_asks_for_it() -> None:
-    loads = Loads((RankLoad(3), RankLoad(2), RankLoad(is_active=False)))
+    loads = Loads((DispatchLoad(3), DispatchLoad(2), DispatchLoad(is_active=False)))
     assert dispatch(Newcomer(1, Room(8)), loads, FOLLOW, moves=True)[0] == Dispatched(1)
     assert dispatch(Newcomer(1, Room(6)), loads, FOLLOW, moves=True)[0] == Dispatched(0), "its own rank is there"
     routed = dispatch(Newcomer(1, Room(8), routed_dp_rank=2), loads, FOLLOW, moves=True)[0]
@@ -198,16 +198,16 @@ def test_a_room_whose_rank_is_down_goes_to_the_least_busy_one_where_decode_asks_
 
 
 def test_the_least_loaded_rank_counts_what_was_just_dispatched() -> None:
-    loads = Loads((RankLoad(2, 10), RankLoad(1, 100), RankLoad(2, 10)))
+    loads = Loads((DispatchLoad(2, 10), DispatchLoad(1, 100), DispatchLoad(2, 10)))
     assert ranks_of(loads, LoadBalanceMethod.TOTAL_REQUESTS, *[Newcomer(5)] * 4) == [1, 0, 1, 2]
     assert ranks_of(loads, LoadBalanceMethod.TOTAL_TOKENS, *[Newcomer(40)] * 4) == [0, 2, 0, 2]
-    tie = Loads((RankLoad(2, 10), RankLoad(1, 10), RankLoad(0, 0, is_active=False)))
+    tie = Loads((DispatchLoad(2, 10), DispatchLoad(1, 10), DispatchLoad(0, 0, is_active=False)))
     assert ranks_of(tie, LoadBalanceMethod.TOTAL_TOKENS, Newcomer(1)) == [1]
 
 
 @pytest.mark.parametrize("method", [FOLLOW, *OTHERS])
 def test_a_rank_in_the_request_goes_before_every_method(method: LoadBalanceMethod) -> None:
-    loads = Loads((RankLoad(), RankLoad(9, 900), RankLoad(is_active=False)))
+    loads = Loads((DispatchLoad(), DispatchLoad(9, 900), DispatchLoad(is_active=False)))
     routed = [Newcomer(1, Room(6), routed_dp_rank=rank) for rank in (1, 2, 3, -1)]
     assert ranks_of(loads, method, *routed) == [
         1,

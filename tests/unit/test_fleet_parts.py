@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.router.pairing import Pair, Rooms, num_prompts
+from tandem.core.router.pairing import Rooms, WorkerPair, num_prompts
 from tandem.core.router.routing import Candidate, LeastLoad, RoundRobin
-from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, Registry, Worker, WorkerId
+from tandem.core.router.worker_registry import (
+    Health,
+    HealthSettings,
+    ProbeResult,
+    RegisteredWorker,
+    WorkerId,
+    WorkerRegistry,
+)
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
 
@@ -16,15 +23,17 @@ SETTINGS = HealthSettings(interval_ns=Nanos(100), fast_interval_ns=Nanos(10), pr
 W = WorkerId(0)
 
 
-def worker(number: int, role: Role = Role.DECODE) -> Worker:
-    return Worker(WorkerId(number), role, f"http://h{number}:1", f"h{number}", 8998 if role is Role.PREFILL else None)
+def worker(number: int, role: Role = Role.DECODE) -> RegisteredWorker:
+    return RegisteredWorker(
+        WorkerId(number), role, f"http://h{number}:1", f"h{number}", 8998 if role is Role.PREFILL else None
+    )
 
 
-def registry() -> Registry:
-    return Registry([worker(0)], SETTINGS, Nanos(0))
+def registry() -> WorkerRegistry:
+    return WorkerRegistry([worker(0)], SETTINGS, Nanos(0))
 
 
-def probe(fleet: Registry, result: ProbeResult, now: int) -> bool:
+def probe(fleet: WorkerRegistry, result: ProbeResult, now: int) -> bool:
     assert fleet.due(Nanos(now)) == [W]
     return fleet.probed(W, result, Nanos(now))
 
@@ -163,8 +172,8 @@ def test_prompts_are_counted_as_lists_and_samples_do_not_multiply(body: dict[str
 
 
 def test_the_fields_of_a_batch_are_lists_and_those_of_one_prompt_are_scalars() -> None:
-    one = Pair(worker(0, Role.PREFILL), worker(1), rooms=(5,), is_batch=False)
-    two = Pair(worker(0, Role.PREFILL), worker(1), rooms=(5, 6), is_batch=True)
+    one = WorkerPair(worker(0, Role.PREFILL), worker(1), rooms=(5,), is_batch=False)
+    two = WorkerPair(worker(0, Role.PREFILL), worker(1), rooms=(5, 6), is_batch=True)
     assert one.fields() == {"bootstrap_host": "h0", "bootstrap_port": 8998, "bootstrap_room": 5}
     assert two.fields() == {
         "bootstrap_host": ["h0", "h0"],

@@ -501,7 +501,7 @@ HUGE = [
     msgspec.structs.replace(SETTINGS, **changed)
     for changed in (
         {"num_pages": 1 << 50},
-        {"metadata_slots": 1 << 50},
+        {"result_slots": 1 << 50},
         {"num_micro_batches": 1 << 50},
         {"cut": Cut(1 << 50)},
         {"host_tier": TierSettings(1 << 50)},

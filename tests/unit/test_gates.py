@@ -1,4 +1,4 @@
-"""The prefill delayer's decision as a table: upstream's cases, the seed's, the later repairs; and what always holds."""
+"""The prefill delayer's decision as a table: upstream's cases, the report's, later repairs; and what always holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ CASES: dict[str, Case] = {
     "queue_trigger_wall_clock_timeout": Case(
         [FULL, FULL, Pass(A, HIGH, 100, 80, 10, 1024, after_ms=200)], True, "wait_success", ratio=0.5, max_delay_ms=50
     ),
-    # the seed's four, as far as they are not among the twelve
+    # the report's four, as far as they are not among the twelve
     "queue_trigger_immediate": Case(
         [Pass(A, running=100, usual_batch=80, waiting=50, max_running=1024)] * 3, True, "no_wait", ratio=0.5
     ),
@@ -203,7 +203,7 @@ def test_the_watermark_of_a_rank_without_prompts_opens_nothing() -> None:
 # --- what always holds -----------------------------------------------------------------------------------------------
 
 counts = st.integers(0, 64)
-snapshots = st.builds(RankLoad, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans())
+loads = st.builds(RankLoad, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans())
 prompts = st.builds(RankLoad, st.just(True), st.just(False), counts, counts, counts, counts, st.booleans())
 memories = st.builds(DelayHistory, st.integers(0, 40), st.booleans())
 some_settings = st.builds(
@@ -214,14 +214,14 @@ some_settings = st.builds(
 )
 
 
-@given(st.lists(snapshots, min_size=1, max_size=8), memories, some_settings, st.data())
+@given(st.lists(loads, min_size=1, max_size=8), memories, some_settings, st.data())
 def test_ranks_move_in_lockstep_in_whatever_order_they_see_each_other(
     ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings, data: st.DataObject
 ) -> None:
     assert agree(data.draw(st.permutations(ranks)), memory, settings) == agree(ranks, memory, settings)
 
 
-@given(st.lists(st.lists(snapshots, min_size=3, max_size=3), max_size=60), some_settings)
+@given(st.lists(st.lists(loads, min_size=3, max_size=3), max_size=60), some_settings)
 def test_ranks_that_gather_the_same_keep_the_same_memory(
     passes: list[list[RankLoad]], settings: DelayerSettings
 ) -> None:
@@ -233,7 +233,7 @@ def test_ranks_that_gather_the_same_keep_the_same_memory(
         assert len(set(memories)) == len({decision for decision, _ in found}) == 1
 
 
-@given(st.lists(st.lists(snapshots, min_size=1, max_size=4), max_size=100), some_settings)
+@given(st.lists(st.lists(loads, min_size=1, max_size=4), max_size=100), some_settings)
 def test_nobody_waits_for_more_passes_than_allowed(passes: list[list[RankLoad]], settings: DelayerSettings) -> None:
     memory, in_a_row = DelayHistory(), 0
     for ranks in passes:
@@ -261,7 +261,7 @@ def test_a_veto_needs_a_closed_gate_and_past_the_deadline_only_the_slot_gate_clo
             assert slot_gate_closes(ranks, settings)
 
 
-@given(st.lists(snapshots, min_size=1, max_size=4), memories, some_settings)
+@given(st.lists(loads, min_size=1, max_size=4), memories, some_settings)
 def test_a_watermark_on_a_rank_with_prompts_always_opens(
     ranks: list[RankLoad], memory: DelayHistory, settings: DelayerSettings
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem.cli import main as cli
 from tandem.config import ServerConfig, public_settings
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.server.exposure import open_to_others
 from tandem.server.keys import ENVIRONMENT, MAX_FILE_BYTES, KeyProblem, KeyRing, forget_environment, with_keys
@@ -174,4 +174,4 @@ def test_the_url_of_a_worker_holds_no_password() -> None:
     with pytest.raises(ValueError, match="a name or a password") as refused:
         make_worker(0, Role.DECODE, f"http://me:{SECRET}@10.0.0.1:30000")
     assert SECRET not in str(refused.value)
-    assert isinstance(make_worker(0, Role.DECODE, "10.0.0.1:30000"), Worker)
+    assert isinstance(make_worker(0, Role.DECODE, "10.0.0.1:30000"), RegisteredWorker)

@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.core.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import Role
 from tandem.server.api import app as api_app
 from tandem.server.api import bootstrap, generate, large_body, messages, openai, vectors
@@ -324,7 +324,7 @@ def test_no_callback_of_a_bootstrap_server_works_on_more_than_the_limit(
     path: str, body: Any, work: LoopWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, "has_hash", lambda body, headers: True)
-    it = bootstrap.BootstrapServer(Registry(), AnybodyMay())  # type: ignore[arg-type]
+    it = bootstrap.BootstrapServer(BootstrapRegistry(), AnybodyMay())  # type: ignore[arg-type]
     app = it.app()
     assert paths_with_bodies(app) == set(BOOTSTRAP)
     response = asyncio.run(ask(app, path, body, method="PUT" if path == "/route" else "POST"))

@@ -135,7 +135,7 @@ def test_an_offer_out_of_bounds_is_the_end_of_its_room(fields: dict[str, Any]) -
         {"overlapped_ns": -1},
     ],
 )
-def test_a_result_row_out_of_bounds_is_the_end_of_its_room(fields: dict[str, Any]) -> None:
+def test_a_result_slot_out_of_bounds_is_the_end_of_its_room(fields: dict[str, Any]) -> None:
     told = admitted(changed(OFFER, result=changed(ROW, **fields)), BOUNDS)
     assert isinstance(told, Abort)
     assert (told.room, told.source, told.cause) == (ROOM, PREFILL, Cause.PROTOCOL)

@@ -11,11 +11,11 @@ from tandem.core.router.messages import (
     ClientAsked,
     DecodeSpoke,
     DispatchPair,
-    Failure,
     HalfAnswered,
     HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Probe,
     RouterCommand,
@@ -24,7 +24,7 @@ from tandem.core.router.messages import (
     WorkerProbed,
 )
 from tandem.core.router.router import Router, RouterSettings, is_well
-from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 
@@ -106,8 +106,8 @@ def test_it_never_opens_before_so_many_failures_and_never_stays_open_for_ever(co
 @pytest.mark.parametrize(
     ("event", "well"),
     [
-        (HalfFailed(R, 1, P, Failure.REFUSED), False),
-        (HalfFailed(R, 1, D, Failure.STALLED), False),
+        (HalfFailed(R, 1, P, HalfFailure.REFUSED), False),
+        (HalfFailed(R, 1, D, HalfFailure.STALLED), False),
         (HalfRejected(R, 1, D, 500), False),
         (HalfRejected(R, 1, D, 502), None),  # its peer
         (HalfRejected(R, 1, P, 503, True), None),  # its load
@@ -135,7 +135,7 @@ class Served:
     def __post_init__(self) -> None:
         self.bad: set[int] = set()
         roles = [Role.PREFILL] + [Role.DECODE] * self.num_decodes
-        workers = [Worker(WorkerId(i), role, f"http://h{i}", f"h{i}", 8998) for i, role in enumerate(roles)]
+        workers = [RegisteredWorker(WorkerId(i), role, f"http://h{i}", f"h{i}", 8998) for i, role in enumerate(roles)]
         settings = RouterSettings(breaker=self.breaker)
         self.router = Router(workers, draw=iter(range(1, 10_000)).__next__, settings=settings, now=Nanos(0))
         self.tell()
@@ -155,7 +155,7 @@ class Served:
             decode = sent.pair.decode.id
             tried.append(int(decode))
             if decode in self.bad:
-                self.tell(HalfFailed(request, sent.attempt, D, Failure.BROKEN))
+                self.tell(HalfFailed(request, sent.attempt, D, HalfFailure.BROKEN))
                 self.now += SECOND
                 commands = self.tell()
                 continue
@@ -218,6 +218,6 @@ def test_news_of_another_attempt_do_not_count() -> None:
     (sent,) = [it for it in served.tell(ClientAsked(R, None, Nanos(20 * SECOND))) if isinstance(it, DispatchPair)]
     decode = int(sent.pair.decode.id)
     for attempt in (0, 2, 3, 4):
-        served.tell(HalfFailed(R, attempt, D, Failure.BROKEN))
-    served.tell(HalfFailed(R, 1, D, Failure.BROKEN), HalfFailed(R, 1, D, Failure.BROKEN))
+        served.tell(HalfFailed(R, attempt, D, HalfFailure.BROKEN))
+    served.tell(HalfFailed(R, 1, D, HalfFailure.BROKEN), HalfFailed(R, 1, D, HalfFailure.BROKEN))
     assert served.state(decode) is CLOSED

@@ -16,13 +16,13 @@ from tandem.core.router.messages import (
     DecodeSpoke,
     DispatchPair,
     Fail,
-    Failure,
     Finish,
     Forward,
     ForwardRejection,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Probe,
     RouteCause,
@@ -31,10 +31,10 @@ from tandem.core.router.messages import (
     Side,
     WorkerProbed,
 )
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES, PolicySettings
-from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 
@@ -57,13 +57,15 @@ class World:
         max_active: int = 100,
     ) -> None:
         roles = [Role.PREFILL] * prefills + [Role.DECODE] * decodes
-        self.workers = [Worker(WorkerId(i), role, f"http://h{i}", f"h{i}", 8998) for i, role in enumerate(roles)]
+        self.workers = [
+            RegisteredWorker(WorkerId(i), role, f"http://h{i}", f"h{i}", 8998) for i, role in enumerate(roles)
+        ]
         rooms = itertools.count(1)
         self.router = Router(
             self.workers,
             draw=lambda: next(rooms),
             settings=RouterSettings(
-                exchange=ExchangeSettings(retries=retries),
+                request=RequestSettings(retries=retries),
                 health=HealthSettings(interval_ns=Nanos(5 * SECOND)),
                 lost_ns=Nanos(30 * SECOND),
                 max_active=max_active,
@@ -120,7 +122,7 @@ def only_dispatch(commands: list[RouterCommand]) -> DispatchPair:
 
 
 def broken(half: Side, attempt: int = 1) -> HalfFailed:
-    return HalfFailed(R, attempt, half, Failure.BROKEN, "gone")
+    return HalfFailed(R, attempt, half, HalfFailure.BROKEN, "gone")
 
 
 def test_both_halves_are_sent_by_one_command_and_decodes_answer_is_forwarded() -> None:
@@ -300,7 +302,7 @@ def test_a_refused_connection_takes_the_worker_out_at_once() -> None:
     world = World(1, 1)
     world.ask()
     world.mute.add(1)
-    assert world.tell(HalfFailed(R, 1, D, Failure.REFUSED)) == [CancelHalf(R, 1, P)]
+    assert world.tell(HalfFailed(R, 1, D, HalfFailure.REFUSED)) == [CancelHalf(R, 1, P)]
     assert not world.router.has_live_pair()
     (failed,) = world.sleep(0.05)
     assert isinstance(failed, Fail)
@@ -549,7 +551,7 @@ def play(seed: int, retries: int) -> None:
             tell(HalfRejected(request, attempt, half, rng.choice((400, 409, 500, 503))))
         elif choice == 6:
             silent_ns = Nanos(round(rng.choice((0, 1, 40)) * SECOND))
-            tell(HalfFailed(request, attempt, half, rng.choice(list(Failure)), silent_ns=silent_ns))
+            tell(HalfFailed(request, attempt, half, rng.choice(list(HalfFailure)), silent_ns=silent_ns))
         elif choice in (5, 7):
             world.mute = {worker for worker in range(len(world.workers)) if rng.random() < 0.3}
         else:

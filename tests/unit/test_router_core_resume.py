@@ -8,12 +8,12 @@ from tandem.core.router.messages import (
     CancelHalf,
     DecodeSpoke,
     Fail,
-    Failure,
     Finish,
     Forward,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     RouteCause,
     RouterCommand,
@@ -29,7 +29,7 @@ def streaming(world: World, *, is_resumable: bool = True) -> None:
     assert world.tell(DecodeSpoke(R, 1, is_resumable)) == [Forward(R, 1)]
 
 
-def failed(attempt: int = 1, failure: Failure = Failure.BROKEN, silent_s: float = 0) -> HalfFailed:
+def failed(attempt: int = 1, failure: HalfFailure = HalfFailure.BROKEN, silent_s: float = 0) -> HalfFailed:
     return HalfFailed(R, attempt, D, failure, "gone", Nanos(round(silent_s * SECOND)))
 
 
@@ -56,19 +56,19 @@ def test_what_follows_is_asked_of_another_decode_at_once_and_goes_on_to_the_clie
 def test_a_decode_that_says_that_it_cannot_go_on_is_followed_too_and_is_no_worse_for_it() -> None:
     world = World()
     streaming(world)
-    assert only_dispatch(world.tell(failed(failure=Failure.GAVE_UP))).resumes
+    assert only_dispatch(world.tell(failed(failure=HalfFailure.GAVE_UP))).resumes
     breaker = world.router.registry.breaker(world.workers[2].id)
     assert breaker is not None
     assert breaker.failed_at == []
 
 
-@pytest.mark.parametrize("failure", [Failure.BROKEN, Failure.GAVE_UP])
-def test_a_stream_that_nobody_can_go_on_with_ends_with_what_it_was_lost_of(failure: Failure) -> None:
+@pytest.mark.parametrize("failure", [HalfFailure.BROKEN, HalfFailure.GAVE_UP])
+def test_a_stream_that_nobody_can_go_on_with_ends_with_what_it_was_lost_of(failure: HalfFailure) -> None:
     """What a decode has said itself is with the shell already."""
     for world, is_resumable in ((World(decodes=1), True), (World(), False)):
         streaming(world, is_resumable=is_resumable)
         said = world.tell(failed(failure=failure))
-        assert said == [Finish(R)] if failure is Failure.GAVE_UP else cause_of(said) is RouteCause.CONNECTION_LOST
+        assert said == [Finish(R)] if failure is HalfFailure.GAVE_UP else cause_of(said) is RouteCause.CONNECTION_LOST
 
 
 def test_a_request_whose_decode_has_died_twice_kills_no_third() -> None:
@@ -117,7 +117,7 @@ def test_the_gap_between_two_tokens_bounds_it_and_not_the_deadline_of_the_first(
 def test_a_stream_that_was_silent_for_too_long_ends() -> None:
     world = World()
     streaming(world)
-    assert cause_of(world.tell(failed(failure=Failure.STALLED, silent_s=30))) is RouteCause.DEADLINE_EXCEEDED
+    assert cause_of(world.tell(failed(failure=HalfFailure.STALLED, silent_s=30))) is RouteCause.DEADLINE_EXCEEDED
 
 
 def test_who_was_ended_by_name_is_not_gone_on_with() -> None:

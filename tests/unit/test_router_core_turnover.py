@@ -12,13 +12,13 @@ from tandem.core.router.messages import (
     DecodeSpoke,
     DispatchPair,
     Fail,
-    Failure,
     Finish,
     Forward,
     ForwardRejection,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
+    HalfFailure,
     Probe,
     RouteCause,
     RouterCommand,
@@ -30,7 +30,7 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES, PolicySettings
-from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.server.channel import frame
@@ -41,8 +41,8 @@ P, D = Side.PREFILL, Side.DECODE
 ENDS = (Finish, Fail, ForwardRejection)
 
 
-def worker(number: int, role: Role) -> Worker:
-    return Worker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
+def worker(number: int, role: Role) -> RegisteredWorker:
+    return RegisteredWorker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
 
 
 class World:
@@ -122,7 +122,7 @@ def test_a_request_whose_worker_leaves_and_breaks_goes_to_another() -> None:
     world = World()
     world.ask(1)
     new = world.add(Role.DECODE)
-    world.tell(WorkerRemoved(WorkerId(1)), HalfFailed(RequestId(1), 1, D, Failure.BROKEN))
+    world.tell(WorkerRemoved(WorkerId(1)), HalfFailed(RequestId(1), 1, D, HalfFailure.BROKEN))
     world.now += SECOND
     world.tell()
     assert world.sent[RequestId(1)].pair.decode.id == new
@@ -145,7 +145,7 @@ def test_late_news_of_a_worker_that_has_left_change_nothing() -> None:
     world.answer(1)
     world.tell(
         WorkerProbed(WorkerId(1), ProbeResult.MISSED),
-        HalfFailed(RequestId(1), 1, D, Failure.REFUSED),
+        HalfFailed(RequestId(1), 1, D, HalfFailure.REFUSED),
         WorkerRemoved(WorkerId(1)),
     )
     assert world.ids() == [0]
@@ -171,7 +171,7 @@ def test_whoever_comes_and_goes_every_request_ends_and_whoever_is_to_go_is_gone(
             if choice == 3:
                 world.answer(number)
             else:
-                world.tell(HalfFailed(RequestId(number), attempt, rng.choice((P, D)), rng.choice(list(Failure))))
+                world.tell(HalfFailed(RequestId(number), attempt, rng.choice((P, D)), rng.choice(list(HalfFailure))))
         if rng.random() < 0.2:
             world.now += SECOND
             world.tell()

@@ -12,7 +12,7 @@ import pytest
 
 from tandem.core.router.messages import AbortAsked, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
-from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, Worker
+from tandem.core.router.worker_registry import Health, HealthSettings, ProbeResult, RegisteredWorker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos, RequestId
 from tandem.server.router.app import make_client
@@ -41,7 +41,7 @@ def test_names_of_models_are_read_as_far_as_they_are_names(raw: bytes, names: tu
 
 
 @contextmanager
-def healthy_server(status: int = 200) -> Iterator[Worker]:
+def healthy_server(status: int = 200) -> Iterator[RegisteredWorker]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -138,7 +138,7 @@ class AnsweredWhileBusy(Prober):
     def __init__(self) -> None:
         super().__init__(make_client, timeout_s=PATIENCE_S)
 
-    def probe(self, worker: Worker) -> None:
+    def probe(self, worker: RegisteredWorker) -> None:
         self._found.append(WorkerProbed(worker.id, ProbeResult.OK))
 
 

@@ -9,9 +9,9 @@ from tandem.core.router.messages import (
     ClientAsked,
     ClientLeft,
     Fail,
-    Failure,
     ForwardRejection,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Probe,
     RouterCommand,
@@ -21,7 +21,7 @@ from tandem.core.router.messages import (
 )
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import POLICIES, PolicySettings
-from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.server.channel import frame
@@ -31,7 +31,7 @@ from tandem.server.router.record import ROUTER, Draws
 
 WORDS = "a prompt that a worker quotes"
 WORKERS = [
-    Worker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
+    RegisteredWorker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
     for number, role in enumerate([Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE])
 ]
 
@@ -58,7 +58,7 @@ class Routed:
         for request in range(first, first + number):
             blocks = tuple(bytes((request // 4, number)) for number in range(request % 4))
             self.tell(ClientAsked(RequestId(request), None, Nanos(5 * SECOND), blocks=blocks))
-            self.tell(HalfFailed(RequestId(request), 1, Side.DECODE, Failure.BROKEN, WORDS))
+            self.tell(HalfFailed(RequestId(request), 1, Side.DECODE, HalfFailure.BROKEN, WORDS))
             self.now += SECOND
             self.tell()
             if request % 3 == 0:
@@ -102,7 +102,7 @@ def test_no_words_of_a_worker_are_in_it(tmp_path: Path) -> None:
     routed.tell(ClientAsked(RequestId(1), None, Nanos(5 * SECOND)))
     failed: list[Fail] = []
     for attempt in range(1, 9):
-        said = routed.tell(HalfFailed(RequestId(1), attempt, Side.DECODE, Failure.BROKEN, WORDS))
+        said = routed.tell(HalfFailed(RequestId(1), attempt, Side.DECODE, HalfFailure.BROKEN, WORDS))
         failed += [command for command in said if isinstance(command, Fail)]
         routed.now += SECOND
         routed.tell()

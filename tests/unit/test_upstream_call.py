@@ -4,10 +4,10 @@ import pytest
 
 from tandem.core.router.messages import (
     DecodeSpoke,
-    Failure,
     HalfAnswered,
     HalfEnded,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Side,
 )
@@ -36,7 +36,7 @@ def test_of_a_stream_of_decode_the_first_piece_counts_and_from_then_on_silence_t
     assert call.piece() == (DecodeSpoke(REQUEST, 2),)
     assert call.piece() == ()
     assert call.patience_ns == STALL_NS
-    assert call.stall() == (HalfFailed(REQUEST, 2, Side.DECODE, Failure.STALLED, "no byte for 3 s", STALL_NS),)
+    assert call.stall() == (HalfFailed(REQUEST, 2, Side.DECODE, HalfFailure.STALLED, "no byte for 3 s", STALL_NS),)
     assert call.patience_ns is None
 
 
@@ -59,7 +59,7 @@ def test_of_prefill_head_and_end_are_told_and_an_error_at_its_end(is_event_strea
 def test_a_prefill_whose_server_ends_has_broken() -> None:
     call = a_call(Side.PREFILL)
     call.head(200, is_event_stream=False)
-    expected = HalfFailed(REQUEST, 2, Side.PREFILL, Failure.BROKEN, "its server ends: worker 0 died")
+    expected = HalfFailed(REQUEST, 2, Side.PREFILL, HalfFailure.BROKEN, "its server ends: worker 0 died")
     assert call.end("worker_lost", "worker 0 died") == (expected,)
 
 
@@ -81,10 +81,10 @@ def test_after_its_last_word_a_call_says_nothing(last: str) -> None:
         case "cancel":
             call.cancel()
         case _:
-            call.fail(Failure.REFUSED, "cannot connect")
+            call.fail(HalfFailure.REFUSED, "cannot connect")
     after = (call.head(200, is_event_stream=False), call.piece(), call.end(), call.stall())
     assert after == ((), (), (), ())
-    assert call.reject(is_retryable=True) == call.fail(Failure.BROKEN, "") == ()
+    assert call.reject(is_retryable=True) == call.fail(HalfFailure.BROKEN, "") == ()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, keyed, values_of
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.server import logs
 from tandem.server.exposure import open_to_others
@@ -55,11 +55,11 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
     return keyed(config)
 
 
-def _prefills(given: Sequence[Sequence[str]]) -> list[Worker]:
+def _prefills(given: Sequence[Sequence[str]]) -> list[RegisteredWorker]:
     return [make_worker(index, Role.PREFILL, words[0], _bootstrap_port(words[1:])) for index, words in enumerate(given)]
 
 
-def _decodes(given: Sequence[str], *, first: int) -> list[Worker]:
+def _decodes(given: Sequence[str], *, first: int) -> list[RegisteredWorker]:
     return [make_worker(first + index, Role.DECODE, url) for index, url in enumerate(given)]
 
 

@@ -58,7 +58,7 @@ class Announced:
 
 
 @dataclass(slots=True)
-class Registry:
+class BootstrapRegistry:
     limits: RegistryLimits = field(default_factory=RegistryLimits)
     _ranks: dict[int, Registration] = field(default_factory=dict[int, Registration])
     _own: dict[int, None] = field(default_factory=dict[int, None])  # ranks of `_ranks` that run in this very server

@@ -131,11 +131,11 @@ class PromptsLetIn(Struct, frozen=True, tag=True):
     waited_ns: Nanos
 
 
-class GatherSnapshot(Struct, frozen=True, tag=True):
-    """Give this rank's snapshot to a pass of the prefill delayer. Answered by `SnapshotsGathered`."""
+class GatherLoad(Struct, frozen=True, tag=True):
+    """Give this rank's load to a pass of the prefill delayer. Answered by `LoadsGathered`."""
 
     number: int | None  # the pass that wants it; None: this rank wants a pass
-    snapshot: RankLoad
+    load: RankLoad
 
 
 class Tell(Struct, frozen=True, tag=True):
@@ -278,7 +278,7 @@ Command = (
     | AskDpRank
     | AnnounceDpRank
     | PromptsLetIn
-    | GatherSnapshot
+    | GatherLoad
     | Tell
     | PublishPages
     | RevokePages

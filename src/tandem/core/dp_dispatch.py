@@ -7,8 +7,8 @@
     total_requests           the active rank with the fewest requests
     total_tokens             the active rank with the fewest tokens, then the fewest requests
 
-Loads are snapshots that are refreshed now and then. Between two of them every dispatch is added to the copy here, or a
-burst would all land on the rank that was idle when the snapshot was made.
+Loads are copies that are refreshed now and then. Between two of them every dispatch is added to the copy, or a
+burst would all land on the rank that was idle when the copy was made.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from tandem.core.values import Room
 NO_ROOM = "follow_bootstrap_room needs a bootstrap_room: do not send requests to this server directly, use the router"
 
 
-class RankLoad(Struct, frozen=True):
+class DispatchLoad(Struct, frozen=True):
     requests: int = 0  # running and waiting
     tokens: int = 0  # of those
     is_active: bool = True
@@ -33,7 +33,7 @@ class RankLoad(Struct, frozen=True):
 class Loads(Struct, frozen=True):
     """All ranks of one server as the dispatcher sees them."""
 
-    ranks: tuple[RankLoad, ...]
+    ranks: tuple[DispatchLoad, ...]
     next_rank: int = 0  # where round robin goes on
 
 
@@ -101,7 +101,7 @@ def choose(newcomer: Newcomer, loads: Loads, method: LoadBalanceMethod, *, moves
             assert_never(method)
 
 
-def checked(rank: int, ranks: Sequence[RankLoad], what: str) -> int | Refused:
+def checked(rank: int, ranks: Sequence[DispatchLoad], what: str) -> int | Refused:
     if not 0 <= rank < len(ranks):
         return Refused(f"{what} {rank} does not exist: this server has {len(ranks)} DP ranks")
     if not ranks[rank].is_active:

@@ -189,22 +189,22 @@ class PagesFound(Struct, frozen=True, tag=True):
     detail: str = ""  # why nobody knows of more
 
 
-class SnapshotWanted(Struct, frozen=True, tag=True):
-    """Another DP rank wants to begin prompts. To be answered by `GatherSnapshot`."""
+class LoadWanted(Struct, frozen=True, tag=True):
+    """Another DP rank wants to begin prompts. To be answered by `GatherLoad`."""
 
     number: int  # of the pass
 
 
-class SnapshotsGathered(Struct, frozen=True, tag=True):
+class LoadsGathered(Struct, frozen=True, tag=True):
     """One pass of the prefill delayer: what all ranks said, the same for all of them (`sched.gather`)."""
 
     number: int
-    snapshots: tuple[RankLoad, ...]
+    loads: tuple[RankLoad, ...]
     memory: DelayHistory  # with which this pass decides
 
 
 class HooksChanged(Struct, frozen=True, tag=True):
-    """An operator changed what the seed's test hooks do."""
+    """An operator changed what the test hooks do."""
 
     force_retry_prob: float
 
@@ -240,8 +240,8 @@ Event = (
     | TransferDrained
     | PagesCopied
     | PagesFound
-    | SnapshotWanted
-    | SnapshotsGathered
+    | LoadWanted
+    | LoadsGathered
     | HooksChanged
     | DrainRequested
     | FlushRequested

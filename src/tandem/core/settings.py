@@ -77,7 +77,7 @@ class DelayerSettings(Struct, frozen=True):
     window: int = 16  # prompt batches looked back on
     num_ranks: int = 1  # DP ranks that have to decide alike
     pass_ns: Nanos = Nanos(5 * MILLISECOND)  # with several: at least so long between two passes that a rank asks for
-    gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the snapshot of a rank
+    gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the load of a rank
 
 
 class WritePolicy(StrEnum):
@@ -166,10 +166,10 @@ class NodeSettings(Struct, frozen=True):
     host_tier: TierSettings | None = None  # None: evicted pages are lost
     reserved_decode_tokens: int = 512  # clip of what a running request is assumed to need still
     conservativeness: float = 0.3  # share of that which admission keeps free
-    metadata_slots: int = 64
+    result_slots: int = 64
     optimistic: OptimisticPolicy = OptimisticPolicy.PARK
     optimistic_retries: int = 3
-    force_retry_prob: float = 0.0  # test hook of the seed: share of request ids that must be retried once
+    force_retry_prob: float = 0.0  # test hook of sglang#26780: share of request ids that must be retried once
     park_max_tokens: int = 1 << 20
     park_attempts: int = 1  # how often a request gives its pages back under pressure until it waits for READY
     local_prefill: LocalPrefill = LocalPrefill.OFF

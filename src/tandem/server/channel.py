@@ -8,7 +8,7 @@ Three ends over the same bytes, one per kind of process:
     BlockingChannel  worker process: one reader thread, any number of senders
 
 Memory is bounded: a frame has a largest size, and what waits for a slow reader has one too. Beyond that a channel
-raises `ChannelFull`; its owner then refuses work or gives the neighbour up, whatever fits.
+raises `ChannelFull`; its owner then refuses work or gives the local peer up, whatever fits.
 
 Between servers, and between a node and a worker on another host, the same frames are sealed: `node/session.py`.
 """
@@ -29,7 +29,7 @@ from tandem.server.wire import MAX_FRAME_BYTES
 Incoming = TypeVar("Incoming")
 
 READ_BYTES = 256 << 10
-MAX_PENDING_BYTES = 64 << 20  # of a neighbour in the same server; it reads all the time, so this is never usual
+MAX_PENDING_BYTES = 64 << 20  # of a local peer; it reads all the time, so this is never usual
 
 
 class ChannelClosed(Exception):

@@ -1,6 +1,6 @@
 """What the processes of one server say to each other: API process - node process - worker process.
 
-One stream socket between two neighbours, frames of a 4-byte big-endian length and one msgpack object. Commands and
+One stream socket between two local peers, frames of a 4-byte big-endian length and one msgpack object. Commands and
 events of the core travel as they are; here are the few messages that only the shell knows.
 """
 
@@ -179,7 +179,7 @@ class NodeReady(Struct, frozen=True, tag=True):
 
 
 class Died(Struct, frozen=True, tag=True):
-    """child -> parent, last words: one line with cause and remedy."""
+    """child -> parent, fatal message: one line with cause and remedy."""
 
     who: str
     reason: str
@@ -200,8 +200,8 @@ ApiToNode = (
     | events.PeerUnknown
     | events.DpRankAnswered
     | events.RoomElsewhere
-    | events.SnapshotWanted
-    | events.SnapshotsGathered
+    | events.LoadWanted
+    | events.LoadsGathered
     | events.HooksChanged
     | events.DrainRequested
     | events.FlushRequested
@@ -219,7 +219,7 @@ NodeToApi = (
     | commands.LearnPeer
     | commands.AskDpRank
     | commands.AnnounceDpRank
-    | commands.GatherSnapshot
+    | commands.GatherLoad
 )
 NodeToWorker = (
     Payload

@@ -215,7 +215,7 @@ def of_node(life: Life) -> Iterator[str]:
         yield "two are pushed back at once"
     if len(state.queues[State.DRAINING]) > 2:
         yield "three ended ones still hold pages"
-    if state.queues[State.PARKED] and not state.results.free_rows:
+    if state.queues[State.PARKED] and not state.results.free_slots:
         yield "parked requests hold the result slots"
     if state.held_back:
         yield "who would pull the same waits"
@@ -236,7 +236,7 @@ def of_queue(queue: Iterable[Progress], rows: dict[RequestId, int]) -> Iterator[
             yield "no result slot is left, with a holder behind"
         if is_behind and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
             yield "no result slot is left, with a READY one behind"
-        is_behind = is_behind or progress.blocked_on is WaitingFor.METADATA_SLOT
+        is_behind = is_behind or progress.blocked_on is WaitingFor.RESULT_SLOT
         waits = progress.blocked_on is WaitingFor.PREFIX
         if waits and isinstance(progress.side, PrefillSide) and progress.side.is_ready:
             yield "who is READY waits for a prefix that another computes"

@@ -28,7 +28,7 @@ from tandem.core.commands import (
     FinishRequest,
     ForgetRequests,
     FreeWindows,
-    GatherSnapshot,
+    GatherLoad,
     LaunchBatch,
     LearnPeer,
     LoadPages,
@@ -51,6 +51,8 @@ from tandem.core.events import (
     DpRankAnswered,
     Event,
     HooksChanged,
+    LoadsGathered,
+    LoadWanted,
     PageRead,
     PagesCopied,
     PagesDigested,
@@ -66,8 +68,6 @@ from tandem.core.events import (
     RequestArrived,
     RequestRefused,
     RoomElsewhere,
-    SnapshotsGathered,
-    SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
@@ -224,10 +224,10 @@ def describe_event(event: Event) -> str:
             return f"DP rank {rank} has room {room}"
         case HooksChanged(prob):
             return f"forced retries: {prob:g} of all requests"
-        case SnapshotWanted(number):
-            return f"pass {number} of the delayer wants our snapshot"
-        case SnapshotsGathered(number, snapshots, _):
-            return f"pass {number} of the delayer has {len(snapshots)} snapshots"
+        case LoadWanted(number):
+            return f"pass {number} of the delayer wants our load"
+        case LoadsGathered(number, loads, _):
+            return f"pass {number} of the delayer has {len(loads)} loads"
         case PeerSaid(peer, message):
             return f"{_name(peer)} says {describe_message(message)}"
         case PeerReturned(peer):
@@ -278,10 +278,8 @@ def describe_command(command: Command) -> str:
             return f"ask who is {'' if rank is None else f'DP rank {rank} '}at {address.host}"
         case AskDpRank(address, room):
             return f"ask {address.host} which DP rank has room {room}"
-        case GatherSnapshot(number, _):
-            return (
-                "want a pass of the delayer" if number is None else f"give a snapshot to pass {number} of the delayer"
-            )
+        case GatherLoad(number, _):
+            return "want a pass of the delayer" if number is None else f"give the load to pass {number} of the delayer"
         case AnnounceDpRank(room, rank, sought):
             return f"announce that room {room} is on DP rank {rank}" + (
                 "" if sought is None else f", also to rank {sought}"

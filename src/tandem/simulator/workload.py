@@ -29,7 +29,7 @@ class WorkloadSettings:
 
 
 @dataclass(slots=True)
-class Ask:
+class WorkloadRequest:
     """One client request, before it is routed."""
 
     index: int
@@ -65,12 +65,12 @@ class Workload:
     settings: WorkloadSettings
     prefixes: list[tuple[int, ...]] = field(default_factory=list)
 
-    def draw(self) -> list[Ask]:
+    def draw(self) -> list[WorkloadRequest]:
         """All requests of the seed, in order of arrival."""
         settings, random = self.settings, self.random
         for _ in range(settings.num_prefixes):
             self.prefixes.append(self._tokens(random.randrange(1, max(2, settings.prompt_len_max * 3 // 4))))
-        asks: list[Ask] = []
+        asks: list[WorkloadRequest] = []
         time = 0
         for index in range(settings.num_requests):
             if random.random() >= settings.burst:
@@ -79,7 +79,7 @@ class Workload:
             asks.append(self._ask(index, time, prompt))
         return asks
 
-    def _prompt(self, asks: list[Ask]) -> tuple[int, ...]:
+    def _prompt(self, asks: list[WorkloadRequest]) -> tuple[int, ...]:
         """A new prompt, one with a common beginning, or the next turn of an earlier conversation."""
         settings, random = self.settings, self.random
         draw = random.random()
@@ -92,7 +92,7 @@ class Workload:
             start = tuple(script.tokens[:stop][: settings.prompt_len_max - 1])
         return start + self._tokens(random.randrange(1, max(2, settings.prompt_len_max - len(start) + 1)))
 
-    def _ask(self, index: int, time: int, prompt: tuple[int, ...]) -> Ask:
+    def _ask(self, index: int, time: int, prompt: tuple[int, ...]) -> WorkloadRequest:
         settings, random = self.settings, self.random
         max_new_tokens = random.randrange(1, settings.output_len_max + 1)
         eos_one_in = random.choice((0, 8, 30))
@@ -101,7 +101,7 @@ class Workload:
             timeout_ns = random.randrange(50 * MILLISECOND, 2 * SECOND)
         leaves = int(random.lognormvariate(-1.5, 2.0) * SECOND) if random.random() < settings.aborts else None
         stops_after = random.randrange(1, max_new_tokens + 1) if random.random() < settings.stops else None
-        return Ask(
+        return WorkloadRequest(
             index,
             time,
             Script(prompt, max_new_tokens, eos_one_in),
@@ -118,14 +118,16 @@ class Workload:
         return tuple(FIRST_TOKEN + int(draw() * VOCABULARY) for _ in range(count))
 
 
-def plain_ask(random: Random, index: int, time: int, prompt_len_max: int) -> Ask:
+def plain_ask(random: Random, index: int, time: int, prompt_len_max: int) -> WorkloadRequest:
     """A small request that a healthy pair has to answer."""
     prompt = tuple(FIRST_TOKEN + random.randrange(VOCABULARY) for _ in range(random.randrange(1, prompt_len_max + 1)))
-    return Ask(index, time, Script(prompt, 3, 0), 300 * SECOND, 0, None, None, repeats_room=False, must_finish=True)
+    return WorkloadRequest(
+        index, time, Script(prompt, 3, 0), 300 * SECOND, 0, None, None, repeats_room=False, must_finish=True
+    )
 
 
 def route_asks(
-    asks: list[Ask], random: Random, *, direct_share: float, dp_size: int, lost: float, hostility: float
+    asks: list[WorkloadRequest], random: Random, *, direct_share: float, dp_size: int, lost: float, hostility: float
 ) -> None:
     """How they come in, and which of the `dp_size` ranks of a prefill they name: mostly none, some not rightly."""
     for ask in asks:
@@ -142,14 +144,14 @@ def route_asks(
             ask.routed_rank = random.choice((-1, dp_size))
 
 
-def show_times(asks: list[Ask], random: Random, *, share: float, hostility: float) -> None:
+def show_times(asks: list[WorkloadRequest], random: Random, *, share: float, hostility: float) -> None:
     """Which prompts show the time. A repeated room is there for its other prompt, so it shows none."""
     for ask in asks:
         if random.random() < share and not ask.repeats_room:
             ask.shown = draw_shown_time(random, hostility=hostility)
 
 
-def want_logprobs(asks: list[Ask], random: Random) -> None:
+def want_logprobs(asks: list[WorkloadRequest], random: Random) -> None:
     """In one seed of six some clients want to know of their prompts, mostly from the beginning."""
     share = 0.3 if random.random() < 1 / 6 else 0.0
     for ask in asks:
@@ -157,21 +159,21 @@ def want_logprobs(asks: list[Ask], random: Random) -> None:
             ask.script.logprobs_from = random.choice((0, 0, random.randrange(len(ask.script.prompt))))
 
 
-def want_vectors(asks: list[Ask], random: Random, *, is_encoder: bool) -> None:
+def want_vectors(asks: list[WorkloadRequest], random: Random, *, is_encoder: bool) -> None:
     """In one seed of six some clients want vectors, and of an encoder all do."""
     share = 0.5 if random.random() < 1 / 6 else 0.0
     for ask in asks:
         ask.wants_vector = random.random() < share or is_encoder
 
 
-def repeat_names(asks: list[Ask], random: Random, *, share: float) -> None:
+def repeat_names(asks: list[WorkloadRequest], random: Random, *, share: float) -> None:
     """Clients that think of the same name as another one shortly before."""
     for ask in asks:
         if ask.index and random.random() < share:
             ask.named_as = random.randrange(max(0, ask.index - 3), ask.index)
 
 
-def enlarge(asks: list[Ask], random: Random, *, share: float, num_tokens: int) -> None:
+def enlarge(asks: list[WorkloadRequest], random: Random, *, share: float, num_tokens: int) -> None:
     """Prompts that do not fit `num_tokens`, the KV of the largest server, and answers that outgrow it."""
     for ask in asks:
         if random.random() >= share or ask.repeats_room:

@@ -29,7 +29,7 @@ from tandem.core.commands import (
     FinishRequest,
     ForgetRequests,
     FreeWindows,
-    GatherSnapshot,
+    GatherLoad,
     LaunchBatch,
     LearnPeer,
     LoadPages,
@@ -76,7 +76,7 @@ from tandem.simulator.actors.transfer import KvStore
 from tandem.simulator.actors.turnover import Turnover
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.actors.watchdog import Watchdogs
-from tandem.simulator.actors.workers import Worker, Workers
+from tandem.simulator.actors.workers import SimulatedWorker, Workers
 from tandem.simulator.checkers import Checkers
 from tandem.simulator.clock import Clock, LocalClock
 from tandem.simulator.faults.fault_injector import FaultInjector
@@ -91,8 +91,8 @@ from tandem.simulator.oracle import Violation
 from tandem.simulator.renderings import WallClocks
 from tandem.simulator.tiers import Tiers
 from tandem.simulator.workload import (
-    Ask,
     Workload,
+    WorkloadRequest,
     enlarge,
     plain_ask,
     repeat_names,
@@ -293,7 +293,7 @@ class World:
         self.num_planned += 1
         self.clock.at(self.heals_at, self.harm.heal)
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: WorkloadRequest) -> None:
         self.edge.num_to_come -= 1
         exchange = RoutedRequest(ask, None)
         self.edge.exchanges.append(exchange)
@@ -516,8 +516,8 @@ class World:
                 self.bootstraps.ask(life, command)
             case AnnounceDpRank():
                 self._announce(life, command)
-            case GatherSnapshot(number, snapshot):
-                self._gather(life, number, snapshot)
+            case GatherLoad(number, load):
+                self._gather(life, number, load)
             case PublishPages():
                 life.store.publish(command, failing=self._failing_shard(life))
             case RevokePages():
@@ -550,14 +550,14 @@ class World:
         if not self.io_fails():
             self.bootstraps.announce(life, command)
 
-    def _gather(self, life: Life, number: int | None, snapshot: RankLoad) -> None:
-        """The ranks of a server decide together; their snapshots meet at its API process."""
+    def _gather(self, life: Life, number: int | None, load: RankLoad) -> None:
+        """The ranks of a server decide together; their loads meet at its API process."""
         server = self.servers[server_of(life.replica.name)]
         if server.gathering is None:
             return
         gathering = server.gathering
         now = server.clock.read(self.clock.time)
-        self._mail(server, gathering.say(life.settings.dp_rank, number, snapshot, now))
+        self._mail(server, gathering.say(life.settings.dp_rank, number, load, now))
         if gathering.closes_at is not None:
             self.clock.at(server.clock.when(gathering.closes_at), self._tick, server, gathering)
 
@@ -582,7 +582,7 @@ class World:
                 duration_ns = life.cost.batch_ns(plan, num_decode_rows, random)
                 self.clock.after(duration_ns, self._finish_batch, life, worker, plan)
 
-    def _finish_batch(self, life: Life, worker: Worker, plan: BatchPlan) -> None:
+    def _finish_batch(self, life: Life, worker: SimulatedWorker, plan: BatchPlan) -> None:
         if not life.is_alive or life.store.dead:
             return  # with a worker that is dead nobody ends a batch
         if life.vitals.hang in (Hang.WORKER, Hang.BATCH):

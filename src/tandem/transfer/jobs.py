@@ -31,7 +31,7 @@ class Trouble(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class JobFailure:
     trouble: Trouble
     detail: str = ""
     status: Status = Status.OK

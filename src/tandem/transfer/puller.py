@@ -39,8 +39,8 @@ from tandem.transfer.jobs import (
     AnyJob,
     Attempt,
     Dial,
-    Failure,
     Job,
+    JobFailure,
     Key,
     Link,
     OfferedPages,
@@ -290,7 +290,7 @@ class Puller(Generic[Link]):
         self._drop_if_empty(origin)
         return None
 
-    def failed(self, job: Dial[Link] | Receive[Link], failure: Failure, now: int) -> None:
+    def failed(self, job: Dial[Link] | Receive[Link], failure: JobFailure, now: int) -> None:
         """The job has ended, and its link, if it had one, is not used any more."""
         self._leave(job)
         if isinstance(job, Receive):
@@ -311,7 +311,7 @@ class Puller(Generic[Link]):
 
     # -- what became of jobs
 
-    def _dial_failed(self, job: Dial[Link], failure: Failure, now: int) -> None:
+    def _dial_failed(self, job: Dial[Link], failure: JobFailure, now: int) -> None:
         pull = job.pull
         is_busy = failure.status is Status.BUSY or failure.trouble is Trouble.HANDSHAKE_BROKEN
         if is_busy:
@@ -324,7 +324,7 @@ class Puller(Generic[Link]):
                 return
         self._fail(pull, *_meaning(failure, is_dial=True))
 
-    def _receive_failed(self, job: Receive[Link], failure: Failure, now: int) -> None:
+    def _receive_failed(self, job: Receive[Link], failure: JobFailure, now: int) -> None:
         pull = job.pull
         if failure.trouble is not Trouble.BROKEN:
             self._fail(pull, *_meaning(failure, is_dial=False))
@@ -339,7 +339,7 @@ class Puller(Generic[Link]):
             return
         self._wait(pull, now)
 
-    def _give_up_behind(self, lane: Lane[Link], job: Job[Link], failure: Failure) -> None:
+    def _give_up_behind(self, lane: Lane[Link], job: Job[Link], failure: JobFailure) -> None:
         """The peer has not moved since `job` asked: whoever has waited behind it since then need not wait again."""
         for pull in [pull for pull in lane.waiting if pull.queued_at <= job.moved_at]:
             if not pull.attempt.is_over:
@@ -535,7 +535,7 @@ def checked_offer(command: PullPages, tile: Tile) -> OfferedPages:
     return OfferedPages(unpack_digests(packed), secret)
 
 
-def _meaning(failure: Failure, *, is_dial: bool) -> tuple[Cause, str]:
+def _meaning(failure: JobFailure, *, is_dial: bool) -> tuple[Cause, str]:
     """What a trouble is for the transfer, in words for the log and for the user."""
     match failure.trouble:
         case Trouble.REFUSED:

@@ -31,7 +31,7 @@ from tandem.transfer import link as links
 from tandem.transfer import nixl_access, protocol
 from tandem.transfer.copy_source import CopySource
 from tandem.transfer.handshake import NotProven, ReaderHandshake
-from tandem.transfer.jobs import Dial, Failure, Origin, PeerAddress, Receive, Trouble
+from tandem.transfer.jobs import Dial, JobFailure, Origin, PeerAddress, Receive, Trouble
 from tandem.transfer.nixl_access import NixlSource
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.pages import Pages
@@ -58,7 +58,7 @@ class PullFailed(Exception):
 
     def __init__(self, trouble: Trouble, detail: str = "", *, status: Status = Status.OK) -> None:
         super().__init__(detail)
-        self.failure = Failure(trouble, detail, status)
+        self.failure = JobFailure(trouble, detail, status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +230,14 @@ class PageReader:
         except PullFailed as failed:
             failure = failed.failure
         except links.LinkBroken as error:
-            failure = Failure(Trouble.BROKEN, str(error))
+            failure = JobFailure(Trouble.BROKEN, str(error))
         except links.LinkFrozen as error:
-            failure = Failure(Trouble.FROZEN, str(error))
+            failure = JobFailure(Trouble.FROZEN, str(error))
         except protocol.Malformed as error:
-            failure = Failure(Trouble.NONSENSE, str(error))
+            failure = JobFailure(Trouble.NONSENSE, str(error))
         except Exception as error:
             log.exception("a pull ended by an error of ours")
-            failure = Failure(Trouble.OURS, repr(error))
+            failure = JobFailure(Trouble.OURS, repr(error))
         with self._lock:
             self._puller.failed(job, failure, time.monotonic_ns())
         return None

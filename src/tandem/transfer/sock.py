@@ -2,7 +2,7 @@
 
 Two-sided means that each side touches only its own memory: the owner sends from its pages while it lends them, the
 reader receives into its own. A byte that is late meets a closed socket, never a reused page. The digests are made and
-the answers to commands are said by one thread, the desk, in the order of the commands.
+the answers to commands are given by one thread, the digest thread, in the order of the commands.
 
 On one host the reader may be lent the owner's memory instead, mapped read-only (`shared_memory.py`, decision 032). Then
 it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same. So it is where
@@ -102,8 +102,8 @@ class SockTransfer:
             backend=backend,
         )
         self.host, self.port, self.unix = self._owner.host, self._owner.port, self._owner.unix
-        self._desk = threading.Thread(target=self._desk_loop, name="kv-desk", daemon=True)
-        self._desk.start()
+        self._digest_thread = threading.Thread(target=self._run_digests, name="kv-digests", daemon=True)
+        self._digest_thread.start()
 
     def start_nixl(self, *, lends: bool) -> None:
         """Where NIXL is to be used from the start. lends: peers read here. Raises Unavailable."""
@@ -156,7 +156,7 @@ class SockTransfer:
         self._reader.close(grace_s=_CLOSE_GRACE_S)
         self._owner.close(grace_s=_CLOSE_GRACE_S)
         self._tasks.put(None)
-        self._desk.join(_CLOSE_GRACE_S)
+        self._digest_thread.join(_CLOSE_GRACE_S)
 
     def _digest(self, grant: Grant[ReaderLink], command: PublishPages) -> None:
         if grant.is_revoked:
@@ -171,9 +171,9 @@ class SockTransfer:
     def _flush_later(self) -> None:
         self._tasks.put(self._outbox.flush)
 
-    def _desk_loop(self) -> None:
+    def _run_digests(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
             except Exception:
-                log.exception("the desk of the KV transfer met an error of ours")
+                log.exception("the digest thread of the KV transfer met an error of ours")

@@ -16,7 +16,7 @@ from engine import Run, Target
 from mutators import BLANK, mutate_http, mutate_json
 
 from core_driver import World, assert_nothing_is_held
-from tandem.core.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.events import DpRankAnswered, Event, PeerLearned, PeerLost, PeerUnknown
 from tandem.core.settings import PrefillInfo
 from tandem.core.values import SECOND, Address, Cut, Incarnation, Nanos, Room
@@ -63,7 +63,7 @@ class Server:
         self._loop = new_loop()
 
     def __call__(self, data: bytes) -> None:
-        registry, guard = Registry(), WriteGuard(SECRET, now=lambda: NOW)
+        registry, guard = BootstrapRegistry(), WriteGuard(SECRET, now=lambda: NOW)
         own = registration(replica(0, of=2))
         registry.register(own, is_own=True)
         registry.register(registration(replica(1, of=2, life=2)))

@@ -16,10 +16,10 @@ from core_driver import World
 from tandem.cli import replay
 from tandem.cli.failure import CommandFailed
 from tandem.core.request import Request
-from tandem.core.router.messages import ClientAsked, Failure, HalfFailed, RouterEvent, Side, WorkerProbed
+from tandem.core.router.messages import ClientAsked, HalfFailed, HalfFailure, RouterEvent, Side, WorkerProbed
 from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import PolicySettings
-from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId, Room
 from tandem.server.api.edge_record import EdgeRing
@@ -66,7 +66,7 @@ def edge_record() -> bytes:
 
 def router_record() -> bytes:
     workers = [
-        Worker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
+        RegisteredWorker(WorkerId(number), role, f"http://h{number}", f"h{number}", 8998)
         for number, role in enumerate((Role.PREFILL, Role.DECODE))
     ]
     rooms = count(1)
@@ -77,7 +77,7 @@ def router_record() -> bytes:
         (),
         tuple(WorkerProbed(worker.id, ProbeResult.OK) for worker in workers),
         (ClientAsked(RequestId(1), None, Nanos(5 * SECOND), blocks=(b"12345678",)),),
-        (HalfFailed(RequestId(1), 1, Side.DECODE, Failure.BROKEN, "it is gone"),),
+        (HalfFailed(RequestId(1), 1, Side.DECODE, HalfFailure.BROKEN, "it is gone"),),
         (),
     ]
     for number, events in enumerate(story):

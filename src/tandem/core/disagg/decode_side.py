@@ -10,7 +10,7 @@ from typing import assert_never
 
 from tandem.core.batch import TOKEN_BYTES, num_sampled
 from tandem.core.commands import AskDpRank, CancelPull, Path, PullPages, Tell
-from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts
+from tandem.core.disagg.dp_rank import AskBootstrap, Conflict, Known, Likely, RequestFacts
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
 from tandem.core.disagg.messages import (
     LAYOUT_DIFFERS,
@@ -26,15 +26,15 @@ from tandem.core.disagg.prefill_lookup import (
     ask_where,
     ask_who,
     find_rank,
-    hear_where,
     key,
     nobody_to_tell,
+    on_rank_found,
     remember_prefill,
-    say_farewell,
-    say_farewells,
+    send_farewell,
+    send_farewells,
     tell_prefill,
 )
-from tandem.core.disagg.shard_progress import Failed, Failure, ShardReport
+from tandem.core.disagg.shard_progress import Failed, ShardReport, TransferFailure
 from tandem.core.disagg.shared_pull import comes_for_another, no_longer_held_back
 from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
 from tandem.core.disagg.transfer_state import DIGEST_BYTES, TransferState, TransferTrigger
@@ -82,13 +82,13 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
     """What prefill is there, which of its DP ranks has the room, who is that? What is not known yet is asked for."""
     search = side.search
     found = find_rank(node, side.address, facts_of(progress, side))
-    if search.dp_rank is not None and isinstance(found, Ask | Likely):
+    if search.dp_rank is not None and isinstance(found, AskBootstrap | Likely):
         found = Known(search.dp_rank)
     elif search.is_astray and isinstance(found, Likely):
-        found = Ask()
-    if isinstance(found, Ask) and not search.asks_rank:
+        found = AskBootstrap()
+    if isinstance(found, AskBootstrap) and not search.asks_rank:
         search.ask_at = node.now  # a new question
-    search.asks_rank = isinstance(found, Ask)
+    search.asks_rank = isinstance(found, AskBootstrap)
     search.is_likely = isinstance(found, Likely)
     match found:
         case None:
@@ -96,10 +96,10 @@ def find_peer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
         case Known(rank) | Likely(rank):
             known = node.peers.get(key(side.address, rank))
             if known is not None:
-                meet(node, progress, side, known)
+                bind_peer(node, progress, side, known)
             else:
                 learn(node, progress, side, rank)
-        case Ask():
+        case AskBootstrap():
             ask_rank(node, progress, side)
         case Conflict() if not search.is_informed:
             learn(node, progress, side, None)  # since it was asked last it may have come back with more ranks
@@ -141,11 +141,11 @@ def ask_rank(node: NodeState, progress: Progress, side: DecodeSide) -> None:
 
 def on_rank_answered(node: NodeState, event: DpRankAnswered) -> None:
     if event.prefill is not None and key(event.address) in node.prefills:
-        hear_prefill(node, event.address, event.prefill)
+        on_prefill_info(node, event.address, event.prefill)
     progress = node.in_room(event.room)
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide):
-        hear_where(node, event)
+        on_rank_found(node, event)
     elif side.address != event.address or event.dp_rank is None:
         pass
     elif progress.state is State.BOOTSTRAPPING:
@@ -166,7 +166,7 @@ def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
             go_on_to(node, progress, side, side.arrival, event.dp_rank)
 
 
-def hear_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> None:
+def on_prefill_info(node: NodeState, address: Address, prefill: PrefillInfo) -> None:
     """Said beside the answer to another question. Mostly it is no news."""
     if remember_prefill(node, address, prefill):
         inform(node, address, is_another=True)
@@ -174,7 +174,7 @@ def hear_prefill(node: NodeState, address: Address, prefill: PrefillInfo) -> Non
 
 def inform(node: NodeState, address: Address, *, is_another: bool) -> None:
     """Those who wait hear what the prefill says of itself. If that is another one, what they had found is void."""
-    say_farewells(node, address)
+    send_farewells(node, address)
     for progress, side in decode_sides(node, State.BOOTSTRAPPING):
         if side.address == address:
             if is_another:
@@ -211,7 +211,7 @@ def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
             fail_transfer(node, progress, side, Cause.PEER_UNKNOWN, event.detail)
 
 
-def meet(node: NodeState, progress: Progress, side: DecodeSide, known: KnownPeer) -> None:
+def bind_peer(node: NodeState, progress: Progress, side: DecodeSide, known: KnownPeer) -> None:
     side.peer = known.incarnation
     if known.layout != node.settings.layout:
         fail_transfer(node, progress, side, Cause.LAYOUT_MISMATCH, known.differs or LAYOUT_DIFFERS)
@@ -324,7 +324,7 @@ def on_moved(node: NodeState, peer: Incarnation, moved: Moved) -> None:
     tombstone = node.tombstones.get(moved.room)
     known = next((known for known in node.peers.values() if known.incarnation == peer), None)
     if tombstone is not None and known is not None and moved.room not in node.rooms:
-        say_farewell(node, Farewell(known.address, RequestFacts(moved.room), moved.dp_rank), tombstone)
+        send_farewell(node, Farewell(known.address, RequestFacts(moved.room), moved.dp_rank), tombstone)
 
 
 def go_on_to(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, dp_rank: int) -> None:
@@ -405,12 +405,12 @@ def misfit(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arriv
     return None
 
 
-def is_well_formed(row: ResultSlot, num_tokens: int) -> bool:
+def is_well_formed(slot: ResultSlot, num_tokens: int) -> bool:
     """num_tokens: that a prompt of this length is followed by; fewer only if the last of them ends the answer"""
-    durations = (row.queue_ns, row.compute_ns, row.overlapped_ns)
-    least = TOKEN_BYTES if row.flags else TOKEN_BYTES * num_tokens
-    has_tokens = len(row.token) % TOKEN_BYTES == 0 and least <= len(row.token) <= TOKEN_BYTES * num_tokens
-    return has_tokens and 0 <= row.flags < 256 and min(durations) >= 0
+    durations = (slot.queue_ns, slot.compute_ns, slot.overlapped_ns)
+    least = TOKEN_BYTES if slot.flags else TOKEN_BYTES * num_tokens
+    has_tokens = len(slot.token) % TOKEN_BYTES == 0 and least <= len(slot.token) <= TOKEN_BYTES * num_tokens
+    return has_tokens and 0 <= slot.flags < 256 and min(durations) >= 0
 
 
 def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival, offer: Offer) -> None:
@@ -439,10 +439,10 @@ def pull(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival
 
 
 def on_landed(node: NodeState, event: PagesLanded) -> None:
-    hear_shard(node, event.request, event.shard, ShardReport(event.attempt, event.landed))
+    on_shard_report(node, event.request, event.shard, ShardReport(event.attempt, event.landed))
 
 
-def hear_shard(node: NodeState, request: RequestId, shard: ShardId, report: ShardReport) -> None:
+def on_shard_report(node: NodeState, request: RequestId, shard: ShardId, report: ShardReport) -> None:
     """A shard has reported on a transfer. A transfer that has ended is latched: it hears nothing any more."""
     found = arriving(node.requests.get(request))
     if found is None:
@@ -451,7 +451,7 @@ def hear_shard(node: NodeState, request: RequestId, shard: ShardId, report: Shar
     shards = node.settings.shards
     if report.attempt != side.attempt or shard not in shards:
         return
-    arrival.hear(shard, report)
+    arrival.record_report(shard, report)
     verdict = arrival.verdict(shards)
     if isinstance(verdict, Failed):
         fail_transfer(node, progress, side, verdict.cause, f"shard {verdict.shard}: {verdict.detail}")
@@ -495,8 +495,8 @@ def split_arrival_stage(progress: Progress, arrival: Arrival, result: ResultSlot
 
 
 def on_transfer_failed(node: NodeState, event: TransferFailed) -> None:
-    failure = Failure(event.cause, event.detail)
-    hear_shard(node, event.request, event.shard, ShardReport(event.attempt, failure=failure))
+    failure = TransferFailure(event.cause, event.detail)
+    on_shard_report(node, event.request, event.shard, ShardReport(event.attempt, failure=failure))
 
 
 def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:

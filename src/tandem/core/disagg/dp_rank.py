@@ -1,4 +1,4 @@
-"""Which data-parallel rank of a prefill holds a request: `Known`, `Likely`, `Ask`, or `Conflict`. For both halves.
+"""Which data-parallel rank of a prefill holds a request: `Known`, `Likely`, `AskBootstrap`, or `Conflict`.
 
 Decode has to say READY to the rank that computes the prompt, and all that both halves share is the request's body. The
 rule that derives a rank from the room lives in `resolve` and nowhere else. Decode follows what `resolve` says; prefill,
@@ -6,12 +6,12 @@ which knows where the request really is, compares (`settle`), and announces what
 
     what is known, first that applies                          decode         prefill, request on rank r
     `disagg_prefill_dp_rank` names rank h                      Known(h)       quiet if h = r, else Conflict
-    nothing of that prefill yet                                Ask            -
+    nothing of that prefill yet                                AskBootstrap   -
     `disagg_prefill_dp_rank` names a rank that is not there    Conflict       Conflict
     it has one rank                                            Known(0)       quiet
     rooms tell the rank: g = room % n                          Likely(g)      quiet if g = r, else Announce(r, sought=g)
     the same, and what contradicts a room is refused           Known(g)       quiet if g = r, else Conflict
-    anything else                                              Ask            Announce(r)
+    anything else                                              AskBootstrap   Announce(r)
 
 Rooms tell the rank where the method is `follow_bootstrap_room`. Nobody asks then: decode says READY to the likely rank.
 Where a router has sent the request to another one, that rank announces it, and the likely one, told so by its server,
@@ -72,7 +72,7 @@ class Likely(Struct, frozen=True, tag=True):
     rank: int
 
 
-class Ask(Struct, frozen=True, tag=True):
+class AskBootstrap(Struct, frozen=True, tag=True):
     """The prefill has to be asked."""
 
 
@@ -101,7 +101,7 @@ def room_rank(room: Room, dp_size: int) -> int:
 
 def resolve(
     request: RequestFacts, prefill: PrefillInfo | None, *, force_query: bool = False
-) -> Known | Likely | Ask | Conflict:
+) -> Known | Likely | AskBootstrap | Conflict:
     """Where decode finds the request. `prefill` is None as long as nothing is known of it."""
     hint = request.disagg_prefill_dp_rank
     if prefill is not None and prefill.dp_size < 1:
@@ -113,11 +113,11 @@ def resolve(
     if hint is not None:
         return Known(hint)
     if prefill is None:
-        return Ask()
+        return AskBootstrap()
     if prefill.dp_size == 1:
         return Known(0)
     if not prefill.rooms_tell_the_rank or force_query:
-        return Ask()
+        return AskBootstrap()
     implied = room_rank(request.room, prefill.dp_size)
     return Known(implied) if prefill.conflict is DpConflictPolicy.FAIL else Likely(implied)
 
@@ -137,7 +137,7 @@ def settle(
             return Conflict(room_conflict(request.room, actual=actual, implied=rank), sought=rank)
         case Known(rank):
             return Conflict(f"dispatched to dp_rank {actual} but disagg_prefill_dp_rank is {rank}", sought=rank)
-        case Ask():
+        case AskBootstrap():
             return Announce(actual)
         case Conflict() as conflict:
             return conflict

@@ -128,25 +128,25 @@ def offer_fault(offer: Offer, bounds: Bounds) -> str | None:
     return None if offer.result is None else result_fault(offer.result, offer, bounds)
 
 
-def result_fault(row: ResultSlot, offer: Offer, bounds: Bounds) -> str | None:
-    if row.room != offer.room:
+def result_fault(slot: ResultSlot, offer: Offer, bounds: Bounds) -> str | None:
+    if slot.room != offer.room:
         return "the result slot belongs to another room"
-    if len(row.token) % TOKEN_BYTES or not 0 < len(row.token) <= TOKEN_BYTES * MAX_BLOCK_TOKENS:
+    if len(slot.token) % TOKEN_BYTES or not 0 < len(slot.token) <= TOKEN_BYTES * MAX_BLOCK_TOKENS:
         return "the first tokens are none, or too many"
-    ids = (int.from_bytes(row.token[at : at + TOKEN_BYTES], "little") for at in range(0, len(row.token), TOKEN_BYTES))
+    ids = (int.from_bytes(slot.token[at : at + TOKEN_BYTES], "little") for at in range(0, len(slot.token), TOKEN_BYTES))
     if max(ids) >= bounds.vocab_size:
         return "a first token is not in the vocabulary"
-    if not 0 <= row.flags <= KNOWN_FLAGS:
+    if not 0 <= slot.flags <= KNOWN_FLAGS:
         return "the result slot has unknown flags"
-    if len(row.extra) > MAX_EXTRA_BYTES or (row.extra and not bounds.is_extra(row.extra)):
+    if len(slot.extra) > MAX_EXTRA_BYTES or (slot.extra and not bounds.is_extra(slot.extra)):
         return "the result slot has logprobs that cannot be read"
-    if sum(map(len, row.prompt_extras)) > MAX_PROMPT_EXTRA_BYTES or not all(
-        map(bounds.is_prompt_extra, row.prompt_extras)
+    if sum(map(len, slot.prompt_extras)) > MAX_PROMPT_EXTRA_BYTES or not all(
+        map(bounds.is_prompt_extra, slot.prompt_extras)
     ):
         return "the result slot has logprobs of the prompt that cannot be read"
-    if not 0 <= row.cached_tokens < MAX_COUNT:
+    if not 0 <= slot.cached_tokens < MAX_COUNT:
         return "cached_tokens is out of bounds"
-    if not are_numbers((row.queue_ns, row.compute_ns, row.overlapped_ns)):
+    if not are_numbers((slot.queue_ns, slot.compute_ns, slot.overlapped_ns)):
         return "a duration is out of bounds"
     return None
 

@@ -37,7 +37,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class ResultSlot(Struct, frozen=True):
-    """What prefill sampled, read by decode once at the commit: a row of the prefill's bounded result table."""
+    """What prefill sampled, read by decode once at the commit: a result slot of the prefill."""
 
     room: Room
     token: bytes  # int32 little endian: the first, or the first block of them

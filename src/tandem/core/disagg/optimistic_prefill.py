@@ -53,7 +53,7 @@ class Off:
 
 
 class Retry(Struct, frozen=True):
-    """The seed: without READY at a chunk boundary or at the end, the pages go to the prefix tree and it runs again."""
+    """sglang#26780: without READY at a chunk boundary or at the end, pages go to the prefix tree and it runs again."""
 
     max_retries: int
 

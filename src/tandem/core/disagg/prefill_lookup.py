@@ -3,7 +3,7 @@
 from typing import assert_never
 
 from tandem.core.commands import AskDpRank, LearnPeer, Tell
-from tandem.core.disagg.dp_rank import Ask, Conflict, Known, Likely, RequestFacts, resolve
+from tandem.core.disagg.dp_rank import AskBootstrap, Conflict, Known, Likely, RequestFacts, resolve
 from tandem.core.disagg.messages import LastWord, Release
 from tandem.core.events import DpRankAnswered
 from tandem.core.scheduler.state import Farewell, NodeState
@@ -37,7 +37,9 @@ def forget_ranks(node: NodeState, server: str) -> None:
         del node.peers[known]
 
 
-def find_rank(node: NodeState, address: Address, facts: RequestFacts) -> Known | Likely | Ask | Conflict | None:
+def find_rank(
+    node: NodeState, address: Address, facts: RequestFacts
+) -> Known | Likely | AskBootstrap | Conflict | None:
     """Which DP rank of the prefill has the request. None: nothing is known of that prefill."""
     prefill = node.prefills.get(key(address))
     return None if prefill is None else resolve(facts, prefill, force_query=node.settings.force_query)
@@ -64,20 +66,20 @@ def tell_prefill(
     found = find_rank(node, address, facts)
     match found:
         case None:
-            say_farewell(node, Farewell(address, facts, None), release)
+            send_farewell(node, Farewell(address, facts, None), release)
         case Known(rank) | Likely(rank):
-            say_farewell(node, Farewell(address, facts, rank), release)
-        case Ask():
+            send_farewell(node, Farewell(address, facts, rank), release)
+        case AskBootstrap():
             ask_where(node, address, facts)
         case Conflict() if not is_informed:
-            say_farewell(node, Farewell(address, facts, None), release)
+            send_farewell(node, Farewell(address, facts, None), release)
         case Conflict():
             node.farewells.pop(facts.room, None)  # there is no such rank
         case _:
             assert_never(found)
 
 
-def say_farewell(node: NodeState, whom: Farewell, last_word: LastWord) -> None:
+def send_farewell(node: NodeState, whom: Farewell, last_word: LastWord) -> None:
     """Now, or when the bootstrap server has told who that is. Not at all where nobody is there."""
     room = last_word.room
     known = node.peers.get(key(whom.address, whom.dp_rank)) if whom.dp_rank is not None else None
@@ -90,7 +92,7 @@ def say_farewell(node: NodeState, whom: Farewell, last_word: LastWord) -> None:
 
 
 def ask_where(node: NodeState, address: Address, facts: RequestFacts) -> None:
-    """Which rank is to be told? Answered by `hear_where`."""
+    """Which rank is to be told? Answered by `on_rank_found`."""
     node.out.append(AskDpRank(address, facts.room))
     keep_farewell(node, facts.room, Farewell(address, facts, None, is_asked=True))
 
@@ -101,7 +103,7 @@ def keep_farewell(node: NodeState, room: Room, whom: Farewell) -> None:
         del node.farewells[next(iter(node.farewells))]
 
 
-def hear_where(node: NodeState, event: DpRankAnswered) -> None:
+def on_rank_found(node: NodeState, event: DpRankAnswered) -> None:
     """A half that is over hears where its prefill half is. If no rank has told: where such a room belongs by now."""
     whom, last_word, rank = node.farewells.get(event.room), node.tombstones.get(event.room), event.dp_rank
     if whom is not None and whom.is_asked and whom.dp_rank is None and whom.address == event.address:
@@ -110,17 +112,17 @@ def hear_where(node: NodeState, event: DpRankAnswered) -> None:
         if rank is None and isinstance(found, Known | Likely):
             rank = found.rank
     if last_word is not None and rank is not None:
-        say_farewell(node, Farewell(event.address, RequestFacts(event.room), rank, is_asked=True), last_word)
+        send_farewell(node, Farewell(event.address, RequestFacts(event.room), rank, is_asked=True), last_word)
 
 
-def say_farewells(node: NodeState, address: Address) -> None:
+def send_farewells(node: NodeState, address: Address) -> None:
     """Something new is known of the prefill at this address."""
     for room, whom in list(node.farewells.items()):
         last_word = node.tombstones.get(room)
         if last_word is None:  # too long ago
             del node.farewells[room]
         elif whom.address == address and whom.dp_rank is not None:
-            say_farewell(node, whom, last_word)
+            send_farewell(node, whom, last_word)
         elif whom.address == address and isinstance(last_word, Release) and not whom.is_asked:
             tell_prefill(node, address, whom.facts, last_word, is_informed=True)
 

@@ -1,8 +1,8 @@
 """The prefill half of a rendezvous: offers the pages of a prompt to the decode that said READY.
 
 A request with a room and no peer address has a `PrefillSide`. It computes as any other; here is what it does beside:
-take a row of the result table, publish final pages as chunks return, park or give back when nobody has said READY, and
-end when decode releases. Nothing here knows how a chunk is planned.
+take a result slot, publish final pages as chunks return, park or give back when nobody has said READY, and end when
+decode releases. Nothing here knows how a chunk is planned.
 """
 
 from typing import assert_never
@@ -73,16 +73,16 @@ def announce_rank(node: NodeState, progress: Progress, side: PrefillSide) -> Non
             pass
         case Announce(_, sought):
             side.sought = sought
-            say_rank(node, side)
+            send_rank(node, side)
         case Conflict(explanation, sought):
             side.sought = sought
-            say_rank(node, side)
+            send_rank(node, side)
             fail(node, progress, side, Cause.ROUTE_CONFLICT, explanation)
         case _:
             assert_never(found)
 
 
-def say_rank(node: NodeState, side: PrefillSide) -> None:
+def send_rank(node: NodeState, side: PrefillSide) -> None:
     """Until READY comes: a bootstrap server may restart, or hear it before it knows this rank."""
     side.announce_at = Nanos(node.now + node.settings.resend_ns)
     node.out.append(AnnounceDpRank(side.room, node.settings.dp_rank, side.sought))
@@ -355,7 +355,7 @@ def on_digested(node: NodeState, event: PagesDigested) -> None:
     progress, side, reader = found
     if event.attempt != reader.attempt or event.first_page != reader.digested([event.shard]):
         return  # of an earlier attempt, or a duplicate
-    reader.hear(event.shard, event.num_pages, event.digests, event.secret)
+    reader.record_digests(event.shard, event.num_pages, event.digests, event.secret)
     if reader.digested(node.settings.shards) > reader.offered:
         offer(node, progress, side, reader, first_page=reader.offered)
 
@@ -555,7 +555,7 @@ def on_timer(node: NodeState, progress: Progress, side: PrefillSide) -> None:
         if is_over(node, side.bootstrap_until):
             fail(node, progress, side, Cause.BOOTSTRAP_TIMEOUT, "decode has not said READY in time")
         elif is_over(node, side.announce_at):
-            say_rank(node, side)
+            send_rank(node, side)
         return
     if reader.lease_until <= node.now:
         fail(node, progress, side, Cause.LEASE_EXPIRED, "decode neither reads nor says READY any more")

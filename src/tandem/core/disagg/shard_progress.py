@@ -19,7 +19,7 @@ from msgspec import Struct
 from tandem.core.values import Cause, ShardId
 
 
-class Failure(Struct, frozen=True, order=True):
+class TransferFailure(Struct, frozen=True, order=True):
     cause: Cause
     detail: str = ""
 
@@ -29,7 +29,7 @@ class ShardReport(Struct, frozen=True):
 
     attempt: int
     landed: int = 0  # watermark: this many of the pages that the shard wants are here, in order
-    failure: Failure | None = None
+    failure: TransferFailure | None = None
 
 
 class Pending(Struct, frozen=True, tag=True):
@@ -57,7 +57,7 @@ def join(left: ShardReport, right: ShardReport) -> ShardReport:
     return ShardReport(left.attempt, max(left.landed, right.landed), min(failures, default=None))
 
 
-def hear(reports: dict[ShardId, ShardReport], shard: ShardId, report: ShardReport) -> None:
+def record_report(reports: dict[ShardId, ShardReport], shard: ShardId, report: ShardReport) -> None:
     """Take one more report of a shard into `reports`, which are all of one attempt."""
     known = reports.get(shard)
     reports[shard] = report if known is None else join(known, report)
@@ -67,8 +67,8 @@ def verdict(expected: Mapping[ShardId, int], reports: Mapping[ShardId, ShardRepo
     """Combine what the shards of one transfer have reported.
 
     expected: pages that each shard wants; may be 0.
-    reports: at most one per shard, all of one attempt (`hear`). A shard without one has said nothing: 0 landed. Shards
-             that are not expected do not count.
+    reports: at most one per shard, all of one attempt (`record_report`). A shard without one has said nothing: 0
+             landed. Shards that are not expected do not count.
     """
     assert expected, "a transfer has at least one shard"
     behind: list[int] = []

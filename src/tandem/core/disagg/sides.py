@@ -69,7 +69,7 @@ class Reader:
     offered_at: Nanos | None = None  # first offer
     result_offered: bool = False
 
-    def hear(self, shard: ShardId, num_pages: int, digests: tuple[bytes, ...], secret: bytes) -> None:
+    def record_digests(self, shard: ShardId, num_pages: int, digests: tuple[bytes, ...], secret: bytes) -> None:
         """A shard has digested the next `num_pages`."""
         known = self.digested_shards.get(shard)
         if known is None:
@@ -179,9 +179,9 @@ class Arrival:
         """Something has come from the prefill: an offer, or where the room is."""
         return self.offered_at is not None or self.moved_to is not None
 
-    def hear(self, shard: ShardId, report: ShardReport) -> None:
+    def record_report(self, shard: ShardId, report: ShardReport) -> None:
         """A shard has said how far it is, or that it failed."""
-        shard_progress.hear(self.reports, shard, report)
+        shard_progress.record_report(self.reports, shard, report)
 
     def verdict(self, shards: Iterable[ShardId]) -> Verdict:
         """What the shards say together about the pages that are wanted."""

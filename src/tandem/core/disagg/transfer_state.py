@@ -73,28 +73,28 @@ RECEIVER: Machine[TransferState, TransferTrigger] = Machine(
 class ResultSlots:
     """The prefill's bounded table of result slots; SGLang calls a slot a metadata buffer.
 
-    A row is taken before the first forward pass and given back exactly once, when the request ends or falls back.
+    A slot is taken before the first forward pass and given back exactly once, when the request ends or falls back.
     """
 
-    num_rows: int
-    free_rows: list[int] = field(default_factory=list[int])
+    num_slots: int
+    free_slots: list[int] = field(default_factory=list[int])
     owners: dict[RequestId, int] = field(default_factory=dict[RequestId, int])
 
     @classmethod
-    def empty(cls, num_rows: int) -> "ResultSlots":
-        return cls(num_rows, free_rows=list(range(num_rows - 1, -1, -1)))
+    def empty(cls, num_slots: int) -> "ResultSlots":
+        return cls(num_slots, free_slots=list(range(num_slots - 1, -1, -1)))
 
     def ensure_metadata_buffer(self, request: RequestId) -> bool:
-        """True if the request has a row now. Exhaustion is an answer: the caller goes on with the next request."""
+        """True if the request has a slot now. Exhaustion is an answer: the caller goes on with the next request."""
         if request in self.owners:
             return True
-        if not self.free_rows:
+        if not self.free_slots:
             return False
-        self.owners[request] = self.free_rows.pop()
+        self.owners[request] = self.free_slots.pop()
         return True
 
     def maybe_release_metadata_buffer(self, request: RequestId) -> None:
-        """Give the row back if there is one; idempotent."""
-        row = self.owners.pop(request, None)
-        if row is not None:
-            self.free_rows.append(row)
+        """Give the slot back if there is one; idempotent."""
+        slot = self.owners.pop(request, None)
+        if slot is not None:
+            self.free_slots.append(slot)

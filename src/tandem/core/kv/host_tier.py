@@ -187,7 +187,7 @@ class HostTier:
 
     # --- what became of it ---
 
-    def hear(self, number: int, shard: ShardId, num_pages: int, shards: Sequence[ShardId]) -> Copy | None:
+    def record_answer(self, number: int, shard: ShardId, num_pages: int, shards: Sequence[ShardId]) -> Copy | None:
         """A worker has copied the first `num_pages`. Returns the copy when it was the last that was waited for."""
         copy = self.copies.get(number)
         if copy is None or shard not in shards:

@@ -163,7 +163,7 @@ class StorageTier:
 
     # --- what became of it ---
 
-    def hear(self, number: int, shard: ShardId, num_pages: int, shards: Sequence[ShardId]) -> Operation | None:
+    def record_answer(self, number: int, shard: ShardId, num_pages: int, shards: Sequence[ShardId]) -> Operation | None:
         """A worker has answered. Returns the operation when it was the last that was waited for."""
         operation = self.operations.get(number)
         if operation is None or shard not in shards:

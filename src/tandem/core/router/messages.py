@@ -4,9 +4,9 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from tandem.core.router.pairing import Pair
+from tandem.core.router.pairing import WorkerPair
 from tandem.core.router.sent_prefixes import Blocks
-from tandem.core.router.worker_registry import ProbeResult, Worker, WorkerId
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, WorkerId
 from tandem.core.values import Nanos, RequestId
 
 
@@ -21,7 +21,7 @@ class Side(StrEnum):
         return Side.DECODE if self is Side.PREFILL else Side.PREFILL
 
 
-class Failure(StrEnum):
+class HalfFailure(StrEnum):
     """Why a half ended without an answer."""
 
     REFUSED = "refused"  # no connection
@@ -103,7 +103,7 @@ class HalfFailed(Struct, frozen=True, tag=True):
     request: RequestId
     attempt: int
     half: Side
-    failure: Failure
+    failure: HalfFailure
     detail: str = ""
     silent_ns: Nanos = Nanos(0)  # of a stream: since its last piece
 
@@ -117,7 +117,7 @@ class WorkerProbed(Struct, frozen=True, tag=True):
 class WorkerAdded(Struct, frozen=True, tag=True):
     """By an operator. It joins as any other does, by its first good probe."""
 
-    worker: Worker
+    worker: RegisteredWorker
 
 
 class WorkerRemoved(Struct, frozen=True, tag=True):
@@ -138,7 +138,7 @@ class DispatchPair(Struct, frozen=True, tag=True):
 
     request: RequestId
     attempt: int
-    pair: Pair
+    pair: WorkerPair
     timeout_ns: Nanos  # what is left until the deadline
     resumes: bool = False  # with what the client has of its stream: what follows that is asked for
 
@@ -189,7 +189,7 @@ class Fail(Struct, frozen=True, tag=True):
 class Probe(Struct, frozen=True, tag=True):
     """Ask for /health; answered by `WorkerProbed`."""
 
-    worker: Worker
+    worker: RegisteredWorker
 
 
 RouterCommand = DispatchPair | CancelHalf | Forward | Finish | ForwardRejection | Fail | Probe

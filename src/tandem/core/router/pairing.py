@@ -10,7 +10,7 @@ from typing import cast
 import msgspec
 from msgspec import Struct
 
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.values import Room
 
 ROOM_MASK = (1 << 63) - 1
@@ -19,9 +19,9 @@ PREFILL_RANK = "disagg_prefill_dp_rank"
 DRAWS_MAX = 64  # a source that is wrong that often in a row is broken, not unlucky
 
 
-class Pair(Struct, frozen=True):
-    prefill: Worker
-    decode: Worker
+class WorkerPair(Struct, frozen=True):
+    prefill: RegisteredWorker
+    decode: RegisteredWorker
     rooms: tuple[Room, ...]  # one per prompt
     is_batch: bool  # the request has a list of prompts: the fields become lists, also for a list of one
 

@@ -25,7 +25,7 @@ Rules:
     `resumes` times at most. What bounds it is what bounds the gap between two tokens, counted from the last one; the
     client's deadline has been met. An attempt that fails before it says anything is retried as rule 2 has it; where no
     other is left the stream ends with what it was lost of.
-7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends an exchange, and nothing follows it.
+7.  Exactly one of `Finish`, `ForwardRejection` and `Fail` ends a request, and nothing follows it.
 
 A half has one head: of `HalfAnswered` (or `DecodeSpoke`) and `HalfRejected` only one is said.
 Events carry the number of their attempt; news of an earlier one, or of a half that is over, change nothing.
@@ -42,7 +42,6 @@ from tandem.core.router.messages import (
     DecodeSpoke,
     DispatchPair,
     Fail,
-    Failure,
     Finish,
     Forward,
     ForwardRejection,
@@ -50,18 +49,19 @@ from tandem.core.router.messages import (
     HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     RouteCause,
     RouterCommand,
     Side,
 )
-from tandem.core.router.pairing import Pair
+from tandem.core.router.pairing import WorkerPair
 from tandem.core.router.sent_prefixes import Blocks
-from tandem.core.router.worker_registry import Worker, WorkerId
+from tandem.core.router.worker_registry import RegisteredWorker, WorkerId
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 
 
-class ExchangeSettings(Struct, frozen=True):
+class RequestSettings(Struct, frozen=True):
     retries: int = 3  # attempts after the first
     backoff_ns: Nanos = Nanos(50 * MILLISECOND)  # before the first retry; doubles
     backoff_max_ns: Nanos = Nanos(1 * SECOND)
@@ -99,12 +99,12 @@ class RoutedRequest:
     streams: bool
     merges: bool
     deadline: Nanos
-    settings: ExchangeSettings
+    settings: RequestSettings
     blocks: Blocks = ()
     model: str | None = None  # where the workers' models are known, from the first attempt on
     phase: Phase = Phase.BACKOFF
     attempt: int = 0
-    pair: Pair | None = None
+    pair: WorkerPair | None = None
     halves: dict[Side, HalfState] = field(default_factory=dict[Side, HalfState])
     wake_at: Nanos | None = None
     is_aborted: bool = False
@@ -116,7 +116,7 @@ class RoutedRequest:
     def is_open(self, half: Side) -> bool:
         return self.halves.get(half) in OPEN
 
-    def worker(self, half: Side) -> Worker:
+    def worker(self, half: Side) -> RegisteredWorker:
         assert self.pair is not None
         return self.pair.prefill if half is Side.PREFILL else self.pair.decode
 
@@ -129,7 +129,7 @@ class RoutedRequest:
     def wants_pair(self, now: Nanos) -> bool:
         return self.phase is Phase.BACKOFF and self.wake_at is not None and self.wake_at <= now < self.deadline
 
-    def start(self, pair: Pair, now: Nanos) -> list[RouterCommand]:
+    def start(self, pair: WorkerPair, now: Nanos) -> list[RouterCommand]:
         """Begin an attempt with a pair whose rooms are new."""
         assert self.phase is Phase.BACKOFF
         assert now < self.deadline
@@ -185,7 +185,7 @@ class RoutedRequest:
         if half is None:
             return []
         silent_ns = self.settings.gap_ns  # at least: nobody goes on with what has been silent for so long
-        failed = HalfFailed(self.request, self.attempt, half, Failure.BROKEN, "does not answer", silent_ns)
+        failed = HalfFailed(self.request, self.attempt, half, HalfFailure.BROKEN, "does not answer", silent_ns)
         return [CancelHalf(self.request, self.attempt, half), *self._failed(half, failed, now, has_other)]
 
     def wake(self, now: Nanos) -> list[RouterCommand]:
@@ -271,7 +271,7 @@ class RoutedRequest:
         failure = Fail(self.request, CAUSES[event.failure], stage, f"{half} worker {worker.url}: {event.detail}")
         if self.phase is Phase.FORWARDING:
             # What it said itself of the end has come, and ends the stream where nobody goes on with it.
-            gave_up = event.failure is Failure.GAVE_UP
+            gave_up = event.failure is HalfFailure.GAVE_UP
             return self._resume(event, Finish(self.request) if gave_up else failure, now, has_other)
         if half is Side.PREFILL and had_head and not self.merges and not has_other(worker.id):
             return []  # rule 3
@@ -331,8 +331,8 @@ class RoutedRequest:
 
 
 CAUSES = {
-    Failure.REFUSED: RouteCause.WORKER_UNREACHABLE,
-    Failure.BROKEN: RouteCause.CONNECTION_LOST,
-    Failure.STALLED: RouteCause.DEADLINE_EXCEEDED,
-    Failure.GAVE_UP: RouteCause.CONNECTION_LOST,
+    HalfFailure.REFUSED: RouteCause.WORKER_UNREACHABLE,
+    HalfFailure.BROKEN: RouteCause.CONNECTION_LOST,
+    HalfFailure.STALLED: RouteCause.DEADLINE_EXCEEDED,
+    HalfFailure.GAVE_UP: RouteCause.CONNECTION_LOST,
 }

@@ -1,7 +1,7 @@
 """The router: a request comes in, a pair is chosen, and whatever goes wrong before the first byte is tried elsewhere.
 
 A deterministic participant like a node: facts in, commands out, no clock and no sockets. What happens within one
-request is `exchange.py`; here is what requests share: who is alive, whose turn it is, which rooms are taken.
+request is `routed_request.py`; here is what requests share: who is alive, whose turn it is, which rooms are taken.
 
     a worker misses its probes     requests that wait for it go to another pair, if there is one
     ... all of them for `lost_ns`  its connections count as broken
@@ -23,10 +23,10 @@ from tandem.core.router.messages import (
     ClientAsked,
     ClientLeft,
     DecodeSpoke,
-    Failure,
     HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Probe,
     RouteCause,
@@ -37,10 +37,10 @@ from tandem.core.router.messages import (
     WorkerProbed,
     WorkerRemoved,
 )
-from tandem.core.router.pairing import Pair, Rooms
-from tandem.core.router.routed_request import ExchangeSettings, Phase, RoutedRequest
+from tandem.core.router.pairing import Rooms, WorkerPair
+from tandem.core.router.routed_request import Phase, RequestSettings, RoutedRequest
 from tandem.core.router.routing import Candidate, PolicySettings, make_policy
-from tandem.core.router.worker_registry import HealthSettings, ProbeResult, Registry, Worker, WorkerId
+from tandem.core.router.worker_registry import HealthSettings, ProbeResult, RegisteredWorker, WorkerId, WorkerRegistry
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 
@@ -48,7 +48,7 @@ IDLE_NS = 60 * SECOND  # without workers there is nothing to wake for
 
 
 class RouterSettings(Struct, frozen=True):
-    exchange: ExchangeSettings = ExchangeSettings()
+    request: RequestSettings = RequestSettings()
     health: HealthSettings = HealthSettings()
     max_active: int = 4096  # requests under way; more are refused
     lost_ns: Nanos = Nanos(30 * SECOND)  # how long the connections of a silent worker are kept
@@ -63,8 +63,8 @@ class RouterSnapshot(Struct, frozen=True):
     registry: bytes
     policies: dict[Role, bytes]
     rooms: bytes
-    exchanges: dict[RequestId, RoutedRequest]
-    tried: dict[RequestId, list[Pair]]
+    requests: dict[RequestId, RoutedRequest]
+    tried: dict[RequestId, list[WorkerPair]]
     load: dict[WorkerId, int]
     wakes: list[tuple[Nanos, RequestId]]
     lost: dict[WorkerId, Nanos]
@@ -78,26 +78,26 @@ class RouterEffects(Struct, frozen=True):
 
 
 class Router:
-    """Owns the registry, the rooms and the exchanges of all requests that have not ended."""
+    """Owns the registry, the rooms and all requests that have not ended."""
 
     def __init__(
         self,
-        workers: Sequence[Worker],
+        workers: Sequence[RegisteredWorker],
         *,
         draw: Callable[[], int],
         settings: RouterSettings,
         now: Nanos,
     ) -> None:
         """`draw` gives 64-bit numbers, for rooms and for policies that need chance."""
-        self.registry = Registry(workers, settings.health, now, settings.breaker)
+        self.registry = WorkerRegistry(workers, settings.health, now, settings.breaker)
         self._policies = {
             Role.PREFILL: make_policy(settings.prefill_policy, draw),
             Role.DECODE: make_policy(settings.decode_policy, draw),
         }
         self._rooms = Rooms(draw)
         self._settings = settings
-        self._exchanges: dict[RequestId, RoutedRequest] = {}
-        self._tried: dict[RequestId, list[Pair]] = {}
+        self._requests: dict[RequestId, RoutedRequest] = {}
+        self._tried: dict[RequestId, list[WorkerPair]] = {}
         self._load: dict[WorkerId, int] = {worker.id: 0 for worker in workers}
         self._wakes: list[tuple[Nanos, RequestId]] = []  # heap; entries of the past are skipped
         self._lost: dict[WorkerId, Nanos] = {}  # workers whose connections have been given up: since when silent
@@ -120,7 +120,7 @@ class Router:
                 self.registry.snapshot(),
                 {role: policy.snapshot() for role, policy in self._policies.items()},
                 self._rooms.snapshot(),
-                self._exchanges,
+                self._requests,
                 self._tried,
                 self._load,
                 self._wakes,
@@ -135,7 +135,7 @@ class Router:
         for role, policy in self._policies.items():
             policy.restore(found.policies[role])
         self._rooms.restore(found.rooms)
-        self._exchanges, self._tried = found.exchanges, found.tried
+        self._requests, self._tried = found.requests, found.tried
         self._load, self._wakes, self._lost = found.load, found.wakes, found.lost
 
     def has_live_pair(self, model: str | None = None) -> bool:
@@ -145,7 +145,7 @@ class Router:
         return self.registry.worker(worker) in self.registry.live(self.registry.worker(worker).role)
 
     def num_active(self) -> int:
-        return len(self._exchanges)
+        return len(self._requests)
 
     def load(self, worker: WorkerId) -> int:
         """Prompts under way there."""
@@ -161,9 +161,9 @@ class Router:
             case ClientAsked():
                 return self._ask(event, now)
             case ClientLeft(request=request):
-                return self._update(request, lambda exchange: exchange.leave(), now)
+                return self._update(request, lambda routed: routed.leave(), now)
             case AbortAsked(request=request):
-                return self._update(request, lambda exchange: exchange.abort(), now)
+                return self._update(request, lambda routed: routed.abort(), now)
             case WorkerProbed(worker=worker, result=result, models=models):
                 return self._probed(worker, result, now, models)
             case WorkerAdded(worker=worker):
@@ -177,8 +177,8 @@ class Router:
                 return self._half(event, now)
 
     def _ask(self, asked: ClientAsked, now: Nanos) -> list[RouterCommand]:
-        assert asked.request not in self._exchanges, "request ids are used once"
-        exchange = RoutedRequest(
+        assert asked.request not in self._requests, "request ids are used once"
+        routed = RoutedRequest(
             request=asked.request,
             num_prompts=asked.num_prompts,
             streams=asked.streams,
@@ -186,23 +186,23 @@ class Router:
             blocks=asked.blocks,
             model=asked.model,
             deadline=Nanos(now + asked.timeout_ns),
-            settings=self._settings.exchange,
+            settings=self._settings.request,
             wake_at=now,
         )
-        if len(self._exchanges) >= self._settings.max_active:
-            return exchange.fail(RouteCause.QUEUE_FULL, f"{self._settings.max_active} requests are under way")
-        self._exchanges[asked.request] = exchange
+        if len(self._requests) >= self._settings.max_active:
+            return routed.fail(RouteCause.QUEUE_FULL, f"{self._settings.max_active} requests are under way")
+        self._requests[asked.request] = routed
         self._tried[asked.request] = []
         return self._update(asked.request, lambda e: self._advance(e, now), now)
 
     def _half(self, event: HalfEvent, now: Nanos) -> list[RouterCommand]:
-        exchange = self._exchanges.get(event.request)
-        if exchange is not None and exchange.pair is not None and event.attempt == exchange.attempt:
+        routed = self._requests.get(event.request)
+        if routed is not None and routed.pair is not None and event.attempt == routed.attempt:
             half = Side.DECODE if isinstance(event, DecodeSpoke) else event.half
-            worker = exchange.worker(half).id
-            if isinstance(event, HalfFailed) and event.failure is Failure.REFUSED:
+            worker = routed.worker(half).id
+            if isinstance(event, HalfFailed) and event.failure is HalfFailure.REFUSED:
                 self.registry.refused(worker, now)
-            if exchange.is_open(half) and (well := is_well(event)) is not None:
+            if routed.is_open(half) and (well := is_well(event)) is not None:
                 self.registry.answered(worker, now, well=well)
         return self._update(event.request, lambda e: e.handle(event, now, partial(self._has_other, e.model)), now)
 
@@ -234,8 +234,8 @@ class Router:
                 commands += self._each_at(worker, partial(self._give_up, worker, now), now)
         return commands
 
-    def _give_up(self, worker: WorkerId, now: Nanos, exchange: RoutedRequest) -> list[RouterCommand]:
-        return exchange.give_up(worker, now, partial(self._has_other, exchange.model))
+    def _give_up(self, worker: WorkerId, now: Nanos, routed: RoutedRequest) -> list[RouterCommand]:
+        return routed.give_up(worker, now, partial(self._has_other, routed.model))
 
     def _let_leave(self) -> None:
         """Whoever is to leave and has nothing under way has left."""
@@ -249,7 +249,7 @@ class Router:
         commands: list[RouterCommand] = []
         while self._wakes and self._wakes[0][0] <= now:
             _, request = heapq.heappop(self._wakes)
-            commands += self._update(request, lambda exchange: self._advance(exchange, now), now)
+            commands += self._update(request, lambda routed: self._advance(routed, now), now)
         return commands
 
     def _wake_at(self, now: Nanos) -> Nanos:
@@ -261,69 +261,69 @@ class Router:
                 times.append(Nanos(since + self._settings.lost_ns))
         return max(min(times), now)
 
-    # --- exchanges ------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
-    def _advance(self, exchange: RoutedRequest, now: Nanos) -> list[RouterCommand]:
-        if not exchange.wants_pair(now):
-            return exchange.wake(now)
-        pair = self._choose(exchange, now)
+    def _advance(self, routed: RoutedRequest, now: Nanos) -> list[RouterCommand]:
+        if not routed.wants_pair(now):
+            return routed.wake(now)
+        pair = self._choose(routed, now)
         if pair is None:
-            return exchange.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing(exchange.model))
-        self._tried[exchange.request].append(pair)
-        return exchange.start(pair, now)
+            return routed.fail(RouteCause.NO_LIVE_PAIR, self._who_is_missing(routed.model))
+        self._tried[routed.request].append(pair)
+        return routed.start(pair, now)
 
     def _update(
         self, request: RequestId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
     ) -> list[RouterCommand]:
-        """Let the exchange act, then bring loads, timers and rooms in line with it. Unknown requests have ended."""
-        exchange = self._exchanges.get(request)
-        if exchange is None:
+        """Let the request act, then bring loads, timers and rooms in line with it. Unknown requests have ended."""
+        routed = self._requests.get(request)
+        if routed is None:
             return []
-        wake_before = exchange.wake_at
-        self._count(exchange, -1)
-        commands = act(exchange)
-        self._count(exchange, +1)
-        if exchange.phase is Phase.ENDED:
-            self._forget(exchange)
-        elif exchange.wake_at is not None and exchange.wake_at != wake_before:
-            heapq.heappush(self._wakes, (exchange.wake_at, request))
+        wake_before = routed.wake_at
+        self._count(routed, -1)
+        commands = act(routed)
+        self._count(routed, +1)
+        if routed.phase is Phase.ENDED:
+            self._forget(routed)
+        elif routed.wake_at is not None and routed.wake_at != wake_before:
+            heapq.heappush(self._wakes, (routed.wake_at, request))
         return commands
 
-    def _count(self, exchange: RoutedRequest, sign: int) -> None:
-        for worker in exchange.open_workers():
-            self._load[worker] += sign * (exchange.num_prompts or 1)
+    def _count(self, routed: RoutedRequest, sign: int) -> None:
+        for worker in routed.open_workers():
+            self._load[worker] += sign * (routed.num_prompts or 1)
 
-    def _forget(self, exchange: RoutedRequest) -> None:
-        del self._exchanges[exchange.request]
-        for pair in self._tried.pop(exchange.request):
+    def _forget(self, routed: RoutedRequest) -> None:
+        del self._requests[routed.request]
+        for pair in self._tried.pop(routed.request):
             self._rooms.close(pair.rooms)
 
     def _each_at(
         self, worker: WorkerId, act: Callable[[RoutedRequest], list[RouterCommand]], now: Nanos
     ) -> list[RouterCommand]:
-        concerned = [e.request for e in self._exchanges.values() if e.open_half_at(worker) is not None]
+        concerned = [e.request for e in self._requests.values() if e.open_half_at(worker) is not None]
         return [command for request in concerned for command in self._update(request, act, now)]
 
     # --- choice ---------------------------------------------------------------------------------------------------
 
-    def _choose(self, exchange: RoutedRequest, now: Nanos) -> Pair | None:
+    def _choose(self, routed: RoutedRequest, now: Nanos) -> WorkerPair | None:
         """A live pair with new rooms; workers that this request has not met yet come first."""
-        if exchange.model is None:
-            exchange.model = next(iter(self.registry.paired_models()), None)
-        if not self.has_live_pair(exchange.model):
+        if routed.model is None:
+            routed.model = next(iter(self.registry.paired_models()), None)
+        if not self.has_live_pair(routed.model):
             return None
-        tried = self._tried[exchange.request]
-        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], exchange, now)
-        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], exchange, now)
-        rooms = self._rooms.open(exchange.num_prompts or 1)
-        return Pair(prefill, decode, rooms, is_batch=exchange.num_prompts is not None)
+        tried = self._tried[routed.request]
+        prefill = self._pick(Role.PREFILL, [pair.prefill.id for pair in tried], routed, now)
+        decode = self._pick(Role.DECODE, [pair.decode.id for pair in tried], routed, now)
+        rooms = self._rooms.open(routed.num_prompts or 1)
+        return WorkerPair(prefill, decode, rooms, is_batch=routed.num_prompts is not None)
 
-    def _pick(self, role: Role, tried: Sequence[WorkerId], exchange: RoutedRequest, now: Nanos) -> Worker:
-        usable = self.registry.usable(role, now, exchange.model)
+    def _pick(self, role: Role, tried: Sequence[WorkerId], routed: RoutedRequest, now: Nanos) -> RegisteredWorker:
+        usable = self.registry.usable(role, now, routed.model)
         fresh = [worker for worker in usable if worker.id not in tried]
         others = [worker for worker in usable if worker.id not in tried[-1:]]
         candidates = [Candidate(worker.id, self._load[worker.id]) for worker in fresh or others or usable]
-        chosen = self._policies[role].choose(candidates, exchange.blocks)
+        chosen = self._policies[role].choose(candidates, routed.blocks)
         self.registry.chosen(chosen, now)
         return self.registry.worker(chosen)
 
@@ -346,7 +346,7 @@ def is_well(event: HalfEvent) -> bool | None:
     """What a half's news say of its worker: it works, it does not, or (None) nothing."""
     match event:
         case HalfFailed(failure=failure):
-            return None if failure is Failure.GAVE_UP else False
+            return None if failure is HalfFailure.GAVE_UP else False
         case HalfRejected(status=status) if status >= 500 and status not in NOT_ITS_FAULT:
             return False
         case DecodeSpoke():

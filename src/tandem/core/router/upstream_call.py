@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from tandem.core.router.messages import (
     DecodeSpoke,
-    Failure,
     HalfAnswered,
     HalfEnded,
     HalfEvent,
     HalfFailed,
+    HalfFailure,
     HalfRejected,
     Side,
 )
@@ -78,7 +78,7 @@ class UpstreamCall:
         if self.is_over:
             return ()
         if self.half is Side.PREFILL and error == Cause.WORKER_LOST:  # and has told decode nothing
-            return self.fail(Failure.BROKEN, f"its server ends: {detail}")
+            return self.fail(HalfFailure.BROKEN, f"its server ends: {detail}")
         self.is_over = True
         has_error = error is not None and self.half is Side.PREFILL
         ended = HalfEnded(self.request, self.attempt, self.half, has_error)
@@ -95,13 +95,13 @@ class UpstreamCall:
 
     def stall(self) -> Said:
         """No piece has come for `patience_ns`."""
-        return self.fail(Failure.STALLED, f"no byte for {self.stall_ns / SECOND:g} s", silent_ns=self.stall_ns)
+        return self.fail(HalfFailure.STALLED, f"no byte for {self.stall_ns / SECOND:g} s", silent_ns=self.stall_ns)
 
     def give_up(self, detail: str, *, silent_ns: Nanos) -> Said:
         """The last word of a stream that can be resumed: here it cannot go on, elsewhere it may."""
-        return self.fail(Failure.GAVE_UP, detail, silent_ns=silent_ns)
+        return self.fail(HalfFailure.GAVE_UP, detail, silent_ns=silent_ns)
 
-    def fail(self, failure: Failure, detail: str, *, silent_ns: Nanos = NOW) -> Said:
+    def fail(self, failure: HalfFailure, detail: str, *, silent_ns: Nanos = NOW) -> Said:
         """silent_ns: since the last piece."""
         if self.is_over:
             return ()

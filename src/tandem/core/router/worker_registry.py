@@ -32,7 +32,7 @@ from tandem.core.values import MILLISECOND, SECOND, Nanos
 WorkerId = NewType("WorkerId", int)  # in the order in which the router was told of them; never used again
 
 
-class Worker(Struct, frozen=True):
+class RegisteredWorker(Struct, frozen=True):
     """One server as the router was told of it."""
 
     id: WorkerId
@@ -74,7 +74,7 @@ class HealthSettings(Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Entry:
-    worker: Worker
+    worker: RegisteredWorker
     next_probe: Nanos
     health: Health = Health.JOINING
     misses: int = 0
@@ -89,11 +89,15 @@ class _Entry:
         return model is None or self.models is None or model in self.models
 
 
-class Registry:
+class WorkerRegistry:
     """Owns the health of all workers. Time comes in with each call and never goes back."""
 
     def __init__(
-        self, workers: Sequence[Worker], settings: HealthSettings, now: Nanos, breaker: BreakerSettings | None = None
+        self,
+        workers: Sequence[RegisteredWorker],
+        settings: HealthSettings,
+        now: Nanos,
+        breaker: BreakerSettings | None = None,
     ) -> None:
         """breaker: None: workers have none."""
         self._settings = settings
@@ -115,7 +119,7 @@ class Registry:
         """Of the next worker that is told of."""
         return self._next_id
 
-    def add(self, worker: Worker, now: Nanos) -> None:
+    def add(self, worker: RegisteredWorker, now: Nanos) -> None:
         assert worker.id not in self._entries, "worker ids must be distinct"
         self._entries[worker.id] = self._entry(worker, now)
         self._next_id = max(self._next_id, WorkerId(worker.id + 1))
@@ -132,10 +136,10 @@ class Registry:
         """It has left."""
         del self._entries[worker]
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RegisteredWorker]:
         return [entry.worker for entry in self._entries.values()]
 
-    def worker(self, worker: WorkerId) -> Worker:
+    def worker(self, worker: WorkerId) -> RegisteredWorker:
         return self._entries[worker].worker
 
     def health(self, worker: WorkerId) -> Health | None:
@@ -150,7 +154,7 @@ class Registry:
             if entry.silent_since is not None and entry.health is Health.DEAD
         }
 
-    def live(self, role: Role, model: str | None = None) -> list[Worker]:
+    def live(self, role: Role, model: str | None = None) -> list[RegisteredWorker]:
         """Workers that may get requests, in order of their ids. model: None: whichever they serve."""
         entries = self._entries.values()
         return [e.worker for e in entries if e.worker.role is role and _is_live(e) and e.serves(model)]
@@ -173,7 +177,7 @@ class Registry:
             return True
         return None if None in known or not known else False
 
-    def usable(self, role: Role, now: Nanos, model: str | None = None) -> list[Worker]:
+    def usable(self, role: Role, now: Nanos, model: str | None = None) -> list[RegisteredWorker]:
         """Those of `live` whose breakers allow it; where no breaker does, all of them."""
         live = self.live(role, model)
         breakers = {worker.id: self._entries[worker.id].breaker for worker in live}
@@ -260,7 +264,7 @@ class Registry:
             default=None,
         )
 
-    def _entry(self, worker: Worker, now: Nanos) -> _Entry:
+    def _entry(self, worker: RegisteredWorker, now: Nanos) -> _Entry:
         breaker = None if self._breaker is None else CircuitBreaker(self._breaker)
         return _Entry(worker, next_probe=now, breaker=breaker)
 

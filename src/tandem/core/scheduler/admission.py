@@ -19,7 +19,7 @@ def admit(node: NodeState) -> None:
     """Move queued requests on, in order, until one does not fit.
 
     Stops at the first that lacks pages or a slot (no overtaking), so large requests cannot starve. One that lacks a
-    row of the result table is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
+    result slot is passed over: those behind it may not need one (sglang#26780: `continue`, not `break`).
     So is one whose prefix is on its way from storage, for as long as the policy has it, and one whose prefix another
     request is computing. The same with one that starts early: nobody waits for it, so neither does it push parked
     requests out, nor keep back those behind it whose decode is READY. Other early ones do not overtake it.
@@ -53,7 +53,7 @@ def admit(node: NodeState) -> None:
             return
         blocked_on = try_admit(node, progress, reserve.pages(node, progress))
         progress.blocked_on = blocked_on
-        if blocked_on is WaitingFor.METADATA_SLOT:
+        if blocked_on is WaitingFor.RESULT_SLOT:
             continue
         if blocked_on is not None and is_early(progress):
             early_lacks = blocked_on
@@ -77,7 +77,7 @@ def candidates(node: NodeState) -> list[RequestId]:
     have to run before a parked request finds its taker."""
     queue = node.queues[State.QUEUED]
     chosen = list(islice(queue, LOOK_AHEAD))
-    if len(queue) > LOOK_AHEAD and (node.queues[State.PARKED] or not node.results.free_rows):
+    if len(queue) > LOOK_AHEAD and (node.queues[State.PARKED] or not node.results.free_slots):
         behind = islice(queue, LOOK_AHEAD, None)
         chosen += islice((request for request in behind if has_taker(node.requests[request])), LOOK_AHEAD)
     return chosen
@@ -93,7 +93,7 @@ def try_admit(node: NodeState, progress: Progress, reserve: int) -> WaitingFor |
         return WaitingFor.SLOT
     keeps_row = progress.id in node.results.owners  # from an earlier attempt
     if isinstance(progress.side, PrefillSide) and not ensure_metadata_buffer(node, progress):
-        return WaitingFor.METADATA_SLOT
+        return WaitingFor.RESULT_SLOT
     has_pages = reserve_pages(node, progress, reserve)
     while not has_pages and not node.host.makes_room and may_push(node, progress):
         has_pages = reserve_pages(node, progress, reserve)
@@ -139,7 +139,7 @@ def may_push(node: NodeState, progress: Progress) -> bool:
 
 
 def ensure_metadata_buffer(node: NodeState, progress: Progress) -> bool:
-    """A row of the result table. When all are taken and this one is READY, the newest parked request yields its own."""
+    """A result slot. When all are taken and this one is READY, the newest parked request yields its own."""
     if node.results.ensure_metadata_buffer(progress.id):
         return True
     return may_push(node, progress) and node.results.ensure_metadata_buffer(progress.id)

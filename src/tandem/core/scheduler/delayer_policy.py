@@ -70,8 +70,8 @@ GATES: tuple[Gate, ...] = (slot_gate_closes, queue_gate_closes)
 
 
 def agree(ranks: Sequence[RankLoad], memory: DelayHistory, settings: DelayerSettings) -> tuple[Decision, DelayHistory]:
-    """Decide for one pass. `ranks`: one snapshot per DP rank, in any order."""
-    assert ranks, "at least one's own snapshot"
+    """Decide for one pass. `ranks`: one load per DP rank, in any order."""
+    assert ranks, "at least this rank's own load"
     estimation = estimate(ranks)
     if estimation is Estimation.NONE:
         return allow(Reason.NOTHING, estimation, memory)

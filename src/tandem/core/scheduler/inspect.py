@@ -96,10 +96,10 @@ def state(node: EngineNode) -> dict[str, object]:
             "load_page_from_host_us": own.host.break_even.page_load_ns / 1000,
             "load_page_from_storage_us": own.storage.break_even.page_load_ns / 1000,
         },  # as measured here; 0: not yet
-        "result_rows": {
-            "total": own.results.num_rows,
-            "free": len(own.results.free_rows),
-            "by_request": {int(request): row for request, row in own.results.owners.items()},
+        "result_slots": {
+            "total": own.results.num_slots,
+            "free": len(own.results.free_slots),
+            "by_request": {int(request): slot for request, slot in own.results.owners.items()},
         },
         "rooms": len(own.rooms),
         "stashed": len(own.stash),

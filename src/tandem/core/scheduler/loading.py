@@ -18,7 +18,7 @@ def on_copied(node: NodeState, event: PagesCopied) -> None:
     if event.copy in node.storage.operations:
         on_storage_copied(node, event)
         return
-    copy = host.hear(event.copy, event.shard, event.num_pages, node.settings.shards)
+    copy = host.record_answer(event.copy, event.shard, event.num_pages, node.settings.shards)
     if copy is None:
         return
     host.finish(node.tree, node.pool, copy, node.now)

@@ -34,6 +34,8 @@ from tandem.core.events import (
     Event,
     FlushRequested,
     HooksChanged,
+    LoadsGathered,
+    LoadWanted,
     PageRead,
     PagesCopied,
     PagesDigested,
@@ -49,8 +51,6 @@ from tandem.core.events import (
     RequestArrived,
     RequestRefused,
     RoomElsewhere,
-    SnapshotsGathered,
-    SnapshotWanted,
     StopMatched,
     TransferDrained,
     TransferFailed,
@@ -64,7 +64,7 @@ from tandem.core.scheduler.loading import on_copied
 from tandem.core.scheduler.page_tables import checkpoint, flush_cache, too_long
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefetch import begin_prefetch, on_found
-from tandem.core.scheduler.prefill_delayer import on_snapshot_wanted, on_snapshots_gathered, prefill_gate
+from tandem.core.scheduler.prefill_delayer import on_load_wanted, on_loads_gathered, prefill_gate
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, schedule
 from tandem.core.scheduler.window_claims import free_windows_command, pass_window
@@ -125,7 +125,7 @@ def handle(node: NodeState, event: Event) -> None:
         case BatchFailed():
             settle_failure(node, event)
         case PeerSaid(peer, message):
-            hear(node, peer, message)
+            on_message(node, peer, message)
         case PeerLearned():
             decode_side.on_peer_learned(node, event)
         case PeerUnknown():
@@ -154,10 +154,10 @@ def handle(node: NodeState, event: Event) -> None:
             on_copied(node, event)
         case PagesFound():
             on_found(node, event)
-        case SnapshotWanted(number):
-            on_snapshot_wanted(node, number)
-        case SnapshotsGathered():
-            on_snapshots_gathered(node, event)
+        case LoadWanted(number):
+            on_load_wanted(node, number)
+        case LoadsGathered():
+            on_loads_gathered(node, event)
         case HooksChanged(force_retry_prob):
             node.settings = structs.replace(node.settings, force_retry_prob=force_retry_prob)
         case DrainRequested():
@@ -215,7 +215,7 @@ def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
     """On at once if READY is here or the policy does not wait for it."""
     stashed = prefill_side.open_room(node, progress, side)
     if stashed is not None:
-        hear(node, stashed.peer, stashed.message)
+        on_message(node, stashed.peer, stashed.message)
     if progress.state is State.BOOTSTRAPPING and prefill_side.may_start(node, progress, side):
         enter(node, progress, Trigger.PEER_READY)
 
@@ -445,7 +445,7 @@ def settle_failure(node: NodeState, event: BatchFailed) -> None:
 # --- transfers -------------------------------------------------------------------------------------------------------
 
 
-def hear(node: NodeState, peer: Incarnation, message: Message) -> None:
+def on_message(node: NodeState, peer: Incarnation, message: Message) -> None:
     match message:
         case Ready():
             rendering.on_ready(node, peer, message)

@@ -27,14 +27,14 @@ def begin_prefetch(node: NodeState, progress: Progress) -> None:
 
 
 def on_found(node: NodeState, event: PagesFound) -> None:
-    operation = node.storage.hear(event.number, event.shard, event.num_pages, node.settings.shards)
+    operation = node.storage.record_answer(event.number, event.shard, event.num_pages, node.settings.shards)
     if operation is not None and operation.act is Act.LOOK_UP:
         node.storage.finish_look_up(operation, node.settings.page_size, node.chunk_budget.token_ns)
         go_on(node)
 
 
 def on_storage_copied(node: NodeState, event: PagesCopied) -> None:
-    operation = node.storage.hear(event.copy, event.shard, event.num_pages, node.settings.shards)
+    operation = node.storage.record_answer(event.copy, event.shard, event.num_pages, node.settings.shards)
     if operation is None or operation.act is Act.LOOK_UP:
         return
     if operation.act is Act.WRITE:

@@ -1,8 +1,8 @@
 """The prefill delayer of one replica: what its node asks in each pass before prompts may begin.
 
-Two policies of one shape: `AlwaysOpen`, and `Delayer`, which makes this rank's snapshot, agrees with the other ranks,
+Two policies of one shape: `AlwaysOpen`, and `Delayer`, which measures this rank's load, agrees with the other ranks,
 and keeps the books. A rank that is alone agrees with itself at once. Where there are several, a pass is asked for
-(`sched.gather`), and its outcome is for the next batch that is planned; meanwhile who decodes goes on. It is asked
+(`DelayerSync`), and its outcome is for the next batch that is planned; meanwhile who decodes goes on. It is asked
 about prompts that are admitted already, so they have pages, slot and result slot, and nothing can come in between once
 it lets them. A prompt that has begun always goes on.
 
@@ -14,9 +14,9 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from tandem.core.commands import GatherSnapshot, PromptsLetIn
+from tandem.core.commands import GatherLoad, PromptsLetIn
 from tandem.core.disagg.sides import PrefillSide
-from tandem.core.events import SnapshotsGathered
+from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import RankLoad
 from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch
 from tandem.core.scheduler.request_state import Progress, State, WaitingFor
@@ -57,16 +57,16 @@ class Delayer(Struct, frozen=True):
         state = node.delayer
         computing = node.live(State.COMPUTING)
         fresh = [progress for progress in computing if is_fresh(progress)]
-        snapshot = state.snapshot = self.look(node, computing, num_decoding)
+        load = state.load = self.look(node, computing, num_decoding)
         if self.settings.num_ranks > 1 and state.gathered is None:
             state.decision = None
             if not fresh:
                 state.since = None  # whom the last delay was for has gone
-            self.ask(node, snapshot, fresh)
+            self.ask(node, load, fresh)
             return False
-        ranks = (snapshot,)
+        ranks = (load,)
         if state.gathered is not None:
-            ranks, state.memory, state.gathered = state.gathered.snapshots, state.gathered.memory, None
+            ranks, state.memory, state.gathered = state.gathered.loads, state.gathered.memory, None
         decision, memory = agree(ranks, state.memory, self.settings)
         state.decision, state.ranks = decision, ranks
         if decision.allows:
@@ -80,13 +80,13 @@ class Delayer(Struct, frozen=True):
             progress.blocked_on = None if decision.allows else WaitingFor.GATE
         return decision.allows
 
-    def ask(self, node: NodeState, snapshot: RankLoad, fresh: list[Progress]) -> None:
+    def ask(self, node: NodeState, load: RankLoad, fresh: list[Progress]) -> None:
         """Want a pass, if there is anything to begin."""
         for progress in fresh:
             progress.blocked_on = WaitingFor.GATE
         if fresh and node.delayer.ask_at <= node.now:
             node.delayer.ask_at = Nanos(node.now + self.settings.pass_ns)
-            node.out.append(GatherSnapshot(None, snapshot))
+            node.out.append(GatherLoad(None, load))
 
     def look(self, node: NodeState, computing: list[Progress], num_decoding: int) -> RankLoad:
         """This rank's row. Pages that waiting prompts hold are not 'used': nothing is computed in them yet."""
@@ -113,16 +113,16 @@ class Delayer(Struct, frozen=True):
 
     def note(self, node: NodeState, num_rows: int) -> None:
         state = node.delayer
-        snapshot, decision = state.snapshot, state.decision
-        assert snapshot is not None
+        load, decision = state.load, state.decision
+        assert load is not None
         if decision is None:
             return  # a pass has been asked for
-        if not num_rows and not snapshot.num_running:
+        if not num_rows and not load.num_running:
             return  # nobody runs and nobody could: not a pass
         if num_rows or decision.lacks_slots:
             would_be = expected_batch(
-                num_waiting=snapshot.num_waiting,
-                num_running=snapshot.num_running,
+                num_waiting=load.num_waiting,
+                num_running=load.num_running,
                 max_running=node.settings.max_running,
             )
             state.batches = remember_batch(state.batches, num_rows or would_be, window=self.settings.window)
@@ -150,21 +150,21 @@ def prefill_gate(settings: NodeSettings) -> PrefillGate:
     return ALWAYS_OPEN if settings.delayer is None else Delayer(settings.delayer)
 
 
-def on_snapshot_wanted(node: NodeState, number: int) -> None:
+def on_load_wanted(node: NodeState, number: int) -> None:
     """Another rank has prompts to begin."""
     if node.settings.delayer is not None:
         computing = node.live(State.COMPUTING)
-        snapshot = Delayer(node.settings.delayer).look(node, computing, node.micro_batches.num_members)
-        node.out.append(GatherSnapshot(number, snapshot))
+        load = Delayer(node.settings.delayer).look(node, computing, node.micro_batches.num_members)
+        node.out.append(GatherLoad(number, load))
 
 
-def on_snapshots_gathered(node: NodeState, event: SnapshotsGathered) -> None:
+def on_loads_gathered(node: NodeState, event: LoadsGathered) -> None:
     """For the next batch, if there are prompts to begin. A pass that let them is not taken back before it is used."""
     settings, state = node.settings.delayer, node.delayer
     if settings is None or not any(map(is_fresh, node.live(State.COMPUTING))):
         return
     before = state.gathered
-    if before is None or not agree(before.snapshots, before.memory, settings)[0].allows:
+    if before is None or not agree(before.loads, before.memory, settings)[0].allows:
         state.gathered = event
 
 

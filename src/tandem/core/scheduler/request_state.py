@@ -104,7 +104,7 @@ class WaitingFor(StrEnum):
     DP_RANK = "dp_rank"  # which of the peer's ranks has it
     PAGES = "pages"
     SLOT = "slot"
-    METADATA_SLOT = "metadata_slot"
+    RESULT_SLOT = "result_slot"
     GATE = "gate"  # the prefill delayer
     PREFIX = "prefix"  # pages that another request is computing, or pulling
     WINDOW = "window"  # its batch

@@ -17,7 +17,7 @@ from tandem.core.disagg.dp_rank import RequestFacts
 from tandem.core.disagg.messages import LastWord, Ready, Release
 from tandem.core.disagg.sides import Arrival, DecodeSide, PrefillSide, Reader
 from tandem.core.disagg.transfer_state import ResultSlots
-from tandem.core.events import SnapshotsGathered
+from tandem.core.events import LoadsGathered
 from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.pool import PagePool
 from tandem.core.kv.storage_tier import StorageTier
@@ -82,9 +82,9 @@ class DelayerState:
     memory: DelayHistory = field(default_factory=DelayHistory)
     since: Nanos | None = None  # when the delay under way began
     ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
-    gathered: SnapshotsGathered | None = None  # what they said for the next batch
+    gathered: LoadsGathered | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
-    snapshot: RankLoad | None = None  # of the last pass
+    load: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
     ranks: tuple[RankLoad, ...] = ()  # that it was made from; others may have been gathered since
     waited_passes: int = 0  # of the delay that it ended
@@ -136,7 +136,7 @@ class NodeState:
             PagePool.empty(settings.num_pages, max_parts=windows.max_parts),
             PrefixTree(),
             Windows(windows.tokens, settings.page_size),
-            ResultSlots.empty(settings.metadata_slots),
+            ResultSlots.empty(settings.result_slots),
             HostTier.empty(settings.host_tier),
             StorageTier(settings.host_tier.storage if settings.host_tier is not None else None),
             MicroBatches.empty(settings.num_micro_batches),

@@ -72,7 +72,7 @@ struct KvPages {
     }
 };
 
-// What the tokens of a batch see; shared with Python, see `batch_view.py`.
+// What the tokens of a batch see; shared with Python, see `library.py`.
 struct BatchView {
     int64_t num_tokens;
     const int64_t* positions;  // [num_tokens]

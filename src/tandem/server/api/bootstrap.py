@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from tandem.core.bootstrap_registry import Registry, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
 from tandem.core.values import SECOND, ZERO_NS, Nanos, Room
 from tandem.server.api.body_store import BodyStore
 from tandem.server.api.bootstrap_questions import MAX_ROOMS_PER_QUERY, registration
@@ -71,7 +71,7 @@ def monotonic_now() -> Nanos:
 class BootstrapServer:
     """The endpoints around one registry."""
 
-    registry: Registry
+    registry: BootstrapRegistry
     guard: WriteGuard
     now: Callable[[], Nanos] = field(default=monotonic_now)
     bodies: BodyStore = field(default_factory=BodyStore)

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from tandem.core.commands import GatherSnapshot
-from tandem.core.events import SnapshotsGathered, SnapshotWanted
+from tandem.core.commands import GatherLoad
+from tandem.core.events import LoadsGathered, LoadWanted
 from tandem.core.scheduler.delayer_sync import DelayerSync, Mail
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import SECOND, Nanos
@@ -16,7 +16,7 @@ class Gathering:
     def __init__(
         self,
         settings: DelayerSettings,
-        send: Callable[[int, SnapshotWanted | SnapshotsGathered], None],
+        send: Callable[[int, LoadWanted | LoadsGathered], None],
         now: Callable[[], Nanos],
     ) -> None:
         self._sync = DelayerSync(settings)
@@ -24,8 +24,8 @@ class Gathering:
         self._now = now
         self._timer: asyncio.TimerHandle | None = None
 
-    def say(self, rank: int, command: GatherSnapshot) -> None:
-        self._post(self._sync.say(rank, command.number, command.snapshot, self._now()))
+    def say(self, rank: int, command: GatherLoad) -> None:
+        self._post(self._sync.say(rank, command.number, command.load, self._now()))
 
     def close(self) -> None:
         if self._timer is not None:

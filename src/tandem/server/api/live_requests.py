@@ -27,7 +27,7 @@ from msgspec import Struct
 from tandem.core.commands import AnnounceDpRank, FailRequest, FinishRequest, Path
 from tandem.core.disagg.dp_rank import Quiet, RequestFacts, settle
 from tandem.core.disagg.messages import SHUTTING_DOWN
-from tandem.core.dp_dispatch import NO_ROOM, Loads, Newcomer, RankLoad, Refused, dispatch
+from tandem.core.dp_dispatch import NO_ROOM, DispatchLoad, Loads, Newcomer, Refused, dispatch
 from tandem.core.events import AbortRequested, DrainRequested, RequestRefused, StopMatched
 from tandem.core.request import Request
 from tandem.core.settings import LoadBalanceMethod, PrefillInfo
@@ -473,7 +473,8 @@ class LiveRequests:
         # Where in every rank something hangs, each still gets its own: it may go on.
         is_any_active = any(rank.is_active for rank in self.ranks)
         now = [
-            RankLoad(rank.num_requests, rank.num_tokens, self._is_usable(rank, is_any_active)) for rank in self.ranks
+            DispatchLoad(rank.num_requests, rank.num_tokens, self._is_usable(rank, is_any_active))
+            for rank in self.ranks
         ]
         loads = Loads(tuple(now), self._next_rank)
         method = LoadBalanceMethod.TOTAL_REQUESTS if is_canary else self.method

@@ -36,7 +36,7 @@ from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import (
     GenerationParams,
     ModelLimits,
-    Pair,
+    PeerParams,
     Prompt,
     SampleRequest,
     Task,
@@ -385,4 +385,4 @@ def probe(tokenizer: Tokenizer, limits: ModelLimits) -> SampleRequest:
     rid = f"health-{uuid.uuid4().hex}"
     vector = None if limits.task is Task.TOKENS else VectorParams()
     params = GenerationParams(sampling, None, 1, 1, (), False, True, vector)
-    return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), Pair(), tenant_of("", None), HEALTH_NS)
+    return SampleRequest(0, 0, prompt, params, sampling, 1, rid, (rid,), PeerParams(), tenant_of("", None), HEALTH_NS)

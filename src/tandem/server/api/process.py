@@ -33,8 +33,8 @@ from typing import Any  # what a coroutine is sent and gives back while it runs
 from starlette.types import ASGIApp
 
 from tandem.config import ServerConfig
-from tandem.core.bootstrap_registry import Registry, Rejected
-from tandem.core.commands import AnnounceDpRank, GatherSnapshot
+from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
+from tandem.core.commands import AnnounceDpRank, GatherLoad
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import DpConflictPolicy, LoadBalanceMethod, Role
 from tandem.core.stall_detector import who_began
@@ -76,7 +76,7 @@ FLUSH_S = 2  # for responses that have their last token, or their error
 RESTART_S, RESTART_MAX_S = 0.25, 30.0  # until a replica is started anew; doubles while it dies before it is ready
 READY_POLL_S = 0.05
 RECORD_S = 2.0  # for a node that hangs, to write what it did last
-OBITUARY_S = 1.0  # until the kernel has told how a child ended
+EXIT_REASON_S = 1.0  # until the kernel has told how a child ended
 
 MakeHosts = Callable[[Hooks], OtherHosts]
 
@@ -115,7 +115,7 @@ class ApiProcess:
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
         self._watchdogs: dict[int, Watchdog] = {}  # by DP rank
-        self._last_words: dict[int, str] = {}  # by DP rank, where ranks end together
+        self._fatal_messages: dict[int, str] = {}  # by DP rank, where ranks end together
         self._restarts: dict[int, Restart] = {}  # of DP ranks that are not back yet
         self._has_said_goodbye = False  # the nodes end because we told them to
         self._loop_watchdog = LoopWatchdog(timeout_s=config.watchdog_timeout, fire=self._loop_hangs)
@@ -126,7 +126,7 @@ class ApiProcess:
             attributes={"tandem.role": config.role, "tandem.port": config.port},
             note=logger.warning,
         )
-        self._registry = Registry()
+        self._registry = BootstrapRegistry()
         self._links = [NodeLink() for _ in range(config.dp_size)]
         self._steps_together = config.enable_dp_attention
         self._gathering = Gathering(delayer_settings(config, topology_of(config, 0)), self._tell, monotonic_now)
@@ -228,9 +228,9 @@ class ApiProcess:
     async def _who_began(self) -> str:
         """Of ranks that end together: who had something to say, or else was ended by a signal."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + OBITUARY_S
+        deadline = loop.time() + EXIT_REASON_S
         while True:
-            found = self._last_words | {
+            found = self._fatal_messages | {
                 dp_rank: children.exit_reason()
                 for dp_rank, children in self._replicas.children.items()
                 if children.was_killed or loop.time() >= deadline
@@ -248,7 +248,7 @@ class ApiProcess:
             return said
         loop = asyncio.get_running_loop()
         children = self._replicas.children[dp_rank]
-        deadline = loop.time() + OBITUARY_S
+        deadline = loop.time() + EXIT_REASON_S
         while not children.exit_reason() and loop.time() < deadline:
             await asyncio.sleep(0.01)
         return children.exit_reason() or "a process of this server ended without a word; see its log"
@@ -308,7 +308,7 @@ class ApiProcess:
                 for other, link in enumerate(self._links):
                     if other != dp_rank:
                         link.send(message)
-            case GatherSnapshot():
+            case GatherLoad():
                 self._gathering.say(dp_rank, message)
             case _:
                 self._client.receive(message, dp_rank)
@@ -370,7 +370,7 @@ class ApiProcess:
         if children is not self._replicas.children[dp_rank] or self._has_said_goodbye:
             return  # it has been replaced already, or ends as it was told to
         if reason:
-            self._last_words.setdefault(dp_rank, reason)
+            self._fatal_messages.setdefault(dp_rank, reason)
         ends_alone = self._config.dp_size == 1 and self._config.nnodes == 1
         if ends_alone or self._steps_together or not self._ready.is_set():
             self._end_with(dp_rank, reason)

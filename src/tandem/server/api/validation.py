@@ -99,7 +99,7 @@ class GenerationParams(Struct, frozen=True):
     thinking: Thinking = Thinking.NEVER
 
 
-class Pair(Struct, frozen=True):
+class PeerParams(Struct, frozen=True):
     """What a body says of the other half."""
 
     room: Room | None = None
@@ -118,7 +118,7 @@ class SampleRequest(Struct, frozen=True):
     max_new_tokens: int  # 0: the token that the node makes anyway is not shown
     rid: str
     names: tuple[str, ...]  # rids by which it can be aborted
-    pair: Pair
+    pair: PeerParams
     tenant: str
     timeout_ns: int  # from arrival
     dp_rank: int | None = None  # of this server, that the request asks for
@@ -451,19 +451,19 @@ def check_dp_ranks(routing: Routing, samples: Sequence[int], limits: ModelLimits
 # pairing
 
 
-def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -> list[Pair]:
+def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -> list[PeerParams]:
     """One for every sample of every prompt; `samples` counts them per prompt.
 
     A list names one value per prompt or, as sglang-router writes it for a chat with n > 1, one per sample.
     Unified servers ignore the fields; a decode without a room computes the prompt.
     """
     if limits.role == "unified":
-        return [Pair()] * sum(samples)
+        return [PeerParams()] * sum(samples)
     hosts = per_sample(routing.bootstrap_host, samples, "bootstrap_host")
     ports = per_sample(routing.bootstrap_port, samples, "bootstrap_port")
     rooms = rooms_of(routing.bootstrap_room, samples)
     ranks = per_sample(routing.disagg_prefill_dp_rank, samples, "disagg_prefill_dp_rank")
-    pairs: list[Pair] = []
+    pairs: list[PeerParams] = []
     for host, port, room, rank in zip(hosts, ports, rooms, ranks, strict=True):
         address = None if host is None else check_address(host, port, limits)
         if room is None and limits.role == "prefill":
@@ -479,7 +479,7 @@ def check_pairs(routing: Routing, samples: Sequence[int], limits: ModelLimits) -
         if room is not None and address is None and limits.role == "decode":
             raise contradiction("bootstrap_host", "a room without the host of the prefill that holds it")
         is_paired = limits.role == "decode" and room is not None
-        pairs.append(Pair(room, address if is_paired else None, rank))
+        pairs.append(PeerParams(room, address if is_paired else None, rank))
     used = [pair.room for pair in pairs if pair.room is not None]
     if len(set(used)) != len(used):
         raise Refusal(

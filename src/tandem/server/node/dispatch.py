@@ -1,4 +1,4 @@
-"""Every command of the core to the neighbour that carries it out. Sends only: completions come back as events."""
+"""Every command of the core to the local peer that carries it out. Sends only: completions come back as events."""
 
 from typing import Protocol, assert_never
 
@@ -29,7 +29,7 @@ class Siblings(Protocol):
         """They have to take part in a batch of ours."""
         ...
 
-    def gather(self, command: commands.GatherSnapshot) -> None: ...
+    def gather(self, command: commands.GatherLoad) -> None: ...
 
 
 class NoSiblings:
@@ -38,7 +38,7 @@ class NoSiblings:
     def launched(self) -> None:
         pass
 
-    def gather(self, command: commands.GatherSnapshot) -> None:
+    def gather(self, command: commands.GatherLoad) -> None:
         raise AssertionError("a rank that steps alone agrees with itself")
 
 
@@ -51,7 +51,7 @@ class SteppingSiblings(Struct, frozen=True):
     def launched(self) -> None:
         self.api.send(wire.BatchLaunched(self.dp_rank))
 
-    def gather(self, command: commands.GatherSnapshot) -> None:
+    def gather(self, command: commands.GatherLoad) -> None:
         self.api.send(command)
 
 
@@ -92,7 +92,7 @@ def dispatch(command: Command, *, api: Outlet, workers: Outlet, peers: Tells, si
             pass  # for those who observe the stream (`kv_events.py`)
         case commands.PromptsLetIn():
             pass  # alike (`metrics/delayer_waits.py`)
-        case commands.GatherSnapshot():
+        case commands.GatherLoad():
             siblings.gather(command)
         case never:
             assert_never(never)

@@ -251,7 +251,7 @@ def num_parts(settings: NodeSettings) -> int:
     return max(
         settings.num_pages,
         num_host_pages,
-        settings.metadata_slots,
+        settings.result_slots,
         settings.num_micro_batches,
         settings.cut.num_shards,
     )

@@ -4,7 +4,7 @@ import contextlib
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Any  # what a neighbour says differs with the neighbour
+from typing import Any  # what a local peer says differs with the peer
 
 import msgspec
 
@@ -48,7 +48,7 @@ class LocalPeer:
     def __init__(
         self,
         name: str,
-        channel: PolledChannel,  # of whatever this neighbour says
+        channel: PolledChannel,  # of whatever this peer says
         poller: Poller,
         take: Callable[[Any], None],
     ) -> None:
@@ -74,7 +74,7 @@ class LocalPeer:
         try:
             self._channel.flush()
         except ChannelClosed as error:
-            self._read_last_words()
+            self._read_fatal_message()
             raise LocalPeerLost(self._name, "") from error
         self.watch()
 
@@ -105,7 +105,7 @@ class LocalPeer:
         for message in messages:
             self._take(message)
 
-    def _read_last_words(self) -> None:
+    def _read_fatal_message(self) -> None:
         """Somebody who closed may have said why."""
         while True:
             try:

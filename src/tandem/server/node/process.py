@@ -126,17 +126,17 @@ def run(launch: Launch, *, api_fd: int, worker_fds: list[int], make_node: MakeNo
     try:
         _run(launch, inbox, poller, clock, make_node)
     except LocalPeerLost as lost:
-        _last_words(api, wire.Died(lost.who, lost.reason))
+        _send_final(api, wire.Died(lost.who, lost.reason))
         raise
     except ServerFailure as failure:
-        _last_words(api, wire.Died("node", str(failure)))
+        _send_final(api, wire.Died("node", str(failure)))
         raise
     except Exception as error:
-        _last_words(api, wire.Died("node", f"{type(error).__name__}: {error}"))
+        _send_final(api, wire.Died("node", f"{type(error).__name__}: {error}"))
         raise
     finally:
         for worker in workers:
-            _last_words(worker, wire.Shutdown())
+            _send_final(worker, wire.Shutdown())
 
 
 def _run(launch: Launch, inbox: Inbox, poller: Poller, clock: MonotonicClock, make_node: MakeNode) -> None:
@@ -280,7 +280,7 @@ def _publisher(launch: Launch, settings: NodeSettings) -> Publisher | None:
         raise ServerFailure(str(error)) from error
 
 
-def _last_words(channel: PolledChannel, message: msgspec.Struct) -> None:  # of any kind
+def _send_final(channel: PolledChannel, message: msgspec.Struct) -> None:  # of any kind
     try:
         channel.send(message)
         channel.sock.setblocking(True)

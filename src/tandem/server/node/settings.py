@@ -74,7 +74,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         host_tier=tier_settings(config, engines.host_pages) if engines.host_pages else None,
         reserved_decode_tokens=config.num_reserved_decode_tokens,
         conservativeness=config.schedule_conservativeness,
-        metadata_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,
+        result_slots=config.disaggregation_metadata_slots or 2 * config.max_running_requests,
         optimistic=optimistic_policy(config),
         optimistic_retries=config.optimistic_prefill_retries or DEFAULT_RETRIES,
         force_retry_prob=environment_number(FORCED_RETRIES),

@@ -23,7 +23,7 @@ class Document(msgspec.Struct, frozen=True):
     prefill: bytes = b""
 
 
-class Stream(msgspec.Struct, frozen=True):
+class StreamedAnswer(msgspec.Struct, frozen=True):
     """An answer that comes in pieces; the last thing in the pipe may be a failure."""
 
     status: int
@@ -35,7 +35,7 @@ class Gone(msgspec.Struct, frozen=True):
     """The client has left."""
 
 
-Outcome = Document | Stream | Fail | Gone
+Outcome = Document | StreamedAnswer | Fail | Gone
 
 
 class Pipe:
@@ -56,13 +56,13 @@ class Pipe:
         self._size += len(chunk)
         self._has_changed.set()
 
-    def end(self, failure: Fail | None = None, last_words: bytes = b"") -> None:
-        """last_words: of a worker, where there is no failure of ours."""
+    def end(self, failure: Fail | None = None, give_up_message: bytes = b"") -> None:
+        """give_up_message: of a worker that gave the stream up, where there is no failure of ours."""
         if not self._is_ended:
             self.failure = failure
-            if last_words and failure is None:
-                self._chunks.append(last_words)
-                self._size += len(last_words)
+            if give_up_message and failure is None:
+                self._chunks.append(give_up_message)
+                self._size += len(give_up_message)
         self._is_ended = True
         self._has_changed.set()
 

@@ -31,7 +31,7 @@ from starlette.routing import Route
 
 import tandem
 from tandem.core.router.router import Router
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
 from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
@@ -277,7 +277,9 @@ class RouterApp:
         data = [told[name] for name in paired if name in told]
         return passed_on({"object": "list", "data": data, "has_more": False})
 
-    async def _ask(self, worker: Worker, request: Request, page: Page, body: bytes = b"") -> httpx.Response | str:
+    async def _ask(
+        self, worker: RegisteredWorker, request: Request, page: Page, body: bytes = b""
+    ) -> httpx.Response | str:
         """The worker's answer, or why there is none."""
         url = worker.url + page.target(request.path_params)
         headers = sent_headers(request.headers, CONTROL_HEADERS, request_id=request.state.request_id)
@@ -303,16 +305,20 @@ class RouterApp:
 
     # --- all workers ----------------------------------------------------------------------------------------------
 
-    async def _ask_all(self, request: Request, page: Page) -> list[tuple[Worker, httpx.Response | str]]:
+    async def _ask_all(self, request: Request, page: Page) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         return await self._send_all(request, page, await read_body(request))
 
-    async def _send_all(self, request: Request, page: Page, body: bytes) -> list[tuple[Worker, httpx.Response | str]]:
+    async def _send_all(
+        self, request: Request, page: Page, body: bytes
+    ) -> list[tuple[RegisteredWorker, httpx.Response | str]]:
         """To the live ones, prefills first."""
         workers = [*self.router.registry.live(Role.PREFILL), *self.router.registry.live(Role.DECODE)]
         answers = await asyncio.gather(*(self._ask(worker, request, page, body) for worker in workers))
         return list(zip(workers, answers, strict=True))
 
-    async def _documents(self, request: Request, page: Page, kind: type[Document]) -> list[tuple[Worker, Document]]:
+    async def _documents(
+        self, request: Request, page: Page, kind: type[Document]
+    ) -> list[tuple[RegisteredWorker, Document]]:
         """Of all live workers that give one of this shape."""
         answers = await self._ask_all(request, page)
         documents = [(worker, await document_of(answer, kind)) for worker, answer in answers]
@@ -342,7 +348,7 @@ class RouterApp:
         documents = await self._documents(request, DEBUG_DATA, Info)
         return passed_on({"role": "router", "servers": [document for _, document in documents]})
 
-    def _describe(self, worker: Worker) -> dict[str, object]:
+    def _describe(self, worker: RegisteredWorker) -> dict[str, object]:
         return {
             "url": worker.url,
             "role": worker.role.value,
@@ -408,7 +414,7 @@ class RouterApp:
         if not self.router.has_live_pair():
             raise Refusal(Problem.NO_LIVE_PAIR, "there must be a live prefill and a live decode", stage=STAGE)
 
-    def _require_all_good(self, answers: list[tuple[Worker, httpx.Response | str]]) -> None:
+    def _require_all_good(self, answers: list[tuple[RegisteredWorker, httpx.Response | str]]) -> None:
         bad = [
             f"{worker.url}: {answer if isinstance(answer, str) else answer.status_code}"
             for worker, answer in answers

@@ -7,10 +7,10 @@ from msgspec import structs
 
 from tandem import otlp
 from tandem.core.router.circuit_breaker import BreakerSettings
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
-from tandem.core.router.worker_registry import HealthSettings, Worker, WorkerId
+from tandem.core.router.worker_registry import HealthSettings, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
 from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
 from tandem.door_config import DOOR_RULES, DoorConfig, flag
@@ -22,7 +22,7 @@ BREAKER = BreakerSettings()
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(DoorConfig):
-    workers: tuple[Worker, ...]
+    workers: tuple[RegisteredWorker, ...]
     fd: int | None = flag(
         None,
         "listen on this inherited file descriptor instead, a listening socket that outlives the router",
@@ -125,7 +125,7 @@ class RouterConfig(DoorConfig):
         interval = nanos(self.health_check_interval)
         prefill_policy, decode_policy = map(self._policy, self.policies)
         return RouterSettings(
-            exchange=ExchangeSettings(
+            request=RequestSettings(
                 retries=self.retries, document_ns=nanos(self.request_timeout), gap_ns=nanos(self.stall_timeout)
             ),
             health=HealthSettings(interval_ns=interval, fast_interval_ns=min(interval, Nanos(500 * MILLISECOND))),
@@ -202,7 +202,7 @@ def nanos(seconds: float) -> Nanos:
     return Nanos(round(seconds * SECOND))
 
 
-def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> Worker:
+def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = None) -> RegisteredWorker:
     """Raises ValueError with a sentence for the user when `url` is none."""
     full = url if "://" in url else f"http://{url}"
     parts = urlsplit(full)
@@ -217,4 +217,4 @@ def make_worker(index: int, role: Role, url: str, bootstrap_port: int | None = N
         raise ValueError(f"{url} has no valid port") from None
     if not has_port:
         raise ValueError(f"{url} names no port")
-    return Worker(WorkerId(index), role, full.rstrip("/"), host, bootstrap_port)
+    return RegisteredWorker(WorkerId(index), role, full.rstrip("/"), host, bootstrap_port)

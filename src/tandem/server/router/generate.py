@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
 from tandem.core.router.sent_prefixes import Blocks
-from tandem.core.router.worker_registry import Registry
+from tandem.core.router.worker_registry import WorkerRegistry
 from tandem.core.values import Cause
 from tandem.server.api.body import NOT_JSON
 from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
@@ -38,7 +38,7 @@ from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import Conversation, ResponseStore, owner_of
 from tandem.server.api.tenant import given_key
-from tandem.server.router.answer import Document, Gone, Stream, merge_input_logprobs
+from tandem.server.router.answer import Document, Gone, StreamedAnswer, merge_input_logprobs
 from tandem.server.router.finished_response import LastEvent, keep_document, keep_event
 from tandem.server.router.forward import GENERATION_HEADERS, sent_headers
 from tandem.server.router.metrics import RouterMetrics
@@ -192,7 +192,7 @@ class _Reply:
                 if self._conversation is not None and status == 200:
                     await off_loop(len(body), LOOP_BYTES, keep_document, self._conversation, body)
                 await self._document(status, headers, body)
-            case Stream() as stream:
+            case StreamedAnswer() as stream:
                 await self._stream(stream)
             case Fail() as fail:
                 failure = self.failure = failure_of(fail)
@@ -205,7 +205,7 @@ class _Reply:
         self.is_whole = True
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _stream(self, stream: Stream) -> None:
+    async def _stream(self, stream: StreamedAnswer) -> None:
         await self._head(stream.status, stream.headers)
         tail = b"\n\n"
         seeker = None if self._conversation is None else LastEvent()
@@ -277,7 +277,7 @@ def read_object(raw: bytes, conversation: Conversation | None = None) -> tuple[d
     return body, encode_rest(body)
 
 
-def model_of(registry: Registry, path: str, body: Mapping[str, object]) -> str | None:
+def model_of(registry: WorkerRegistry, path: str, body: Mapping[str, object]) -> str | None:
     """By which workers are chosen. None: it names none, or the workers' models are not known. Raises `Refusal`."""
     asked = body.get("model")
     if not isinstance(asked, str):

@@ -13,7 +13,7 @@ from tandem.core.router.messages import (
     Side,
 )
 from tandem.core.router.router import Router
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 REFUSALS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2, 5)
@@ -78,7 +78,7 @@ class RouterMetrics:
         if first_byte_seconds is not None:
             self.first_byte.labels(path).observe(first_byte_seconds)
 
-    def see_head(self, worker: Worker, seconds: float) -> None:
+    def see_head(self, worker: RegisteredWorker, seconds: float) -> None:
         self.head.labels(worker.url, worker.role.value).observe(seconds)
 
     def export(self, router: Router) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.core.router.messages import WorkerProbed
-from tandem.core.router.worker_registry import ProbeResult, Worker, probe_result
+from tandem.core.router.worker_registry import ProbeResult, RegisteredWorker, probe_result
 from tandem.server.api.body import NOT_JSON
 
 MAX_MODELS = 64  # of one worker
@@ -65,7 +65,7 @@ class Prober:
         self._thread.start()
         self._is_up.wait()
 
-    def probe(self, worker: Worker) -> None:
+    def probe(self, worker: RegisteredWorker) -> None:
         """Begin, and return at once. `take` brings the result."""
         self._loop.call_soon_threadsafe(self._begin, worker)
 
@@ -96,12 +96,12 @@ class Prober:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _begin(self, worker: Worker) -> None:
+    def _begin(self, worker: RegisteredWorker) -> None:
         task = self._loop.create_task(self._ask(worker))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, worker: Worker) -> None:
+    async def _ask(self, worker: RegisteredWorker) -> None:
         try:
             response = await self._client.get(worker.url + "/health", timeout=self._timeout_s)
         except httpx.HTTPError:
@@ -112,7 +112,7 @@ class Prober:
         self._found.append(WorkerProbed(worker.id, result, models))
         self._has_come()
 
-    async def _models(self, worker: Worker) -> tuple[str, ...] | None:
+    async def _models(self, worker: RegisteredWorker) -> tuple[str, ...] | None:
         """None: it does not tell, or nothing that can be used."""
         try:
             response = await self._client.get(worker.url + "/v1/models", timeout=self._timeout_s, headers=self._headers)

@@ -11,7 +11,7 @@ from msgspec import Struct, structs
 
 from tandem.core.router.messages import Fail, ForwardRejection, HalfFailed, HalfRejected, RouterCommand, RouterEvent
 from tandem.core.router.router import Router, RouterEffects, RouterSettings
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.values import Nanos
 from tandem.server.record_file import Machine
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
@@ -28,7 +28,7 @@ _decoder = msgspec.msgpack.Decoder(tuple[list[Given], list[Gave]])
 class RouterHead(Struct, frozen=True, tag=True):
     format: int
     first_step: int  # steps before this one
-    workers: tuple[Worker, ...]
+    workers: tuple[RegisteredWorker, ...]
     settings: RouterSettings
     snapshot: bytes
 

@@ -26,11 +26,11 @@ from tandem.core.router.messages import (
     ClientLeft,
     DispatchPair,
     Fail,
-    Failure,
     Finish,
     Forward,
     ForwardRejection,
     HalfFailed,
+    HalfFailure,
     Probe,
     RouterCommand,
     RouterEvent,
@@ -43,7 +43,7 @@ from tandem.core.router.pairing import PREFILL_RANK, fields_of_decode, num_promp
 from tandem.core.router.router import Router, RouterEffects
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import Said, UpstreamCall
-from tandem.core.router.worker_registry import Health, Worker
+from tandem.core.router.worker_registry import Health, RegisteredWorker
 from tandem.core.values import MILLISECOND, SECOND, Nanos, RequestId
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.errors import Problem, Refusal
@@ -54,7 +54,7 @@ from tandem.server.router.answer import (
     Gone,
     Outcome,
     Pipe,
-    Stream,
+    StreamedAnswer,
     error_at_end,
     passed_headers,
     retryable_of,
@@ -74,12 +74,12 @@ OWN_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout", F
 
 
 @dataclass(slots=True)
-class Leg:
+class UpstreamConnection:
     """The connection of one half of one attempt."""
 
     call: "Call"
     upstream: UpstreamCall
-    worker: Worker
+    worker: RegisteredWorker
     sent_at: Nanos
     task: asyncio.Task[None] | None = None
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -109,9 +109,11 @@ class Call:
     outcome: asyncio.Future[Outcome]
     span: Span  # of the whole request
     streams: bool = False
-    source: Leg | None = None  # whose answer the client gets, or got until it was lost
-    last_words: bytes = b""  # of a stream that gave up, for the client if nobody goes on with it
-    legs: dict[Side, Leg] = field(default_factory=dict[Side, Leg])  # of the latest attempt
+    source: UpstreamConnection | None = None  # whose answer the client gets, or got until it was lost
+    give_up_message: bytes = b""  # of a stream that gave up, for the client if nobody goes on with it
+    connections: dict[Side, UpstreamConnection] = field(
+        default_factory=dict[Side, UpstreamConnection]
+    )  # of the latest attempt
 
 
 class RouterShell:
@@ -190,11 +192,11 @@ class RouterShell:
         self.tell(ClientAsked(call.id, num_prompts(body), nanos(timeout_seconds), streams, merges, blocks, model))
         return call
 
-    def add_worker(self, worker: Worker) -> None:
+    def add_worker(self, worker: RegisteredWorker) -> None:
         log.info("%s worker %s is added", worker.role.value, worker.url)
         self.tell(WorkerAdded(worker))
 
-    def remove_worker(self, worker: Worker) -> None:
+    def remove_worker(self, worker: RegisteredWorker) -> None:
         """It answers what it has before it goes."""
         log.info("%s worker %s is to leave", worker.role.value, worker.url)
         self.tell(WorkerRemoved(worker.id))
@@ -221,12 +223,12 @@ class RouterShell:
             self._begin(command)
         self._wake_at(effects.wake_at)
 
-    def _known(self, probed: Sequence[WorkerProbed]) -> list[Worker]:
+    def _known(self, probed: Sequence[WorkerProbed]) -> list[RegisteredWorker]:
         """Those that have not left since they were asked."""
         found = {probe.worker for probe in probed}
         return [worker for worker in self.router.registry.workers() if worker.id in found] if found else []
 
-    def _note_health(self, worker: Worker, before: Health | None) -> None:
+    def _note_health(self, worker: RegisteredWorker, before: Health | None) -> None:
         after = self.router.registry.health(worker.id)
         if before is not after:
             log.info("%s worker %s: %s -> %s", worker.role.value, worker.url, before or "new", after or "gone")
@@ -244,13 +246,13 @@ class RouterShell:
             case DispatchPair():
                 self._dispatch(command)
             case CancelHalf(request=request, half=half):
-                self._cancel(self._calls[request].legs[half])
+                self._cancel(self._calls[request].connections[half])
             case Forward(request=request, merged=merged):
                 self._forward(self._calls[request], merged)
             case ForwardRejection(request=request, half=half):
-                leg = self._calls[request].legs[half]
-                self._metrics.see_rejection(half, leg.upstream.status)
-                self._end(request, Document(leg.upstream.status, leg.headers, bytes(leg.body)))
+                connection = self._calls[request].connections[half]
+                self._metrics.see_rejection(half, connection.upstream.status)
+                self._end(request, Document(connection.upstream.status, connection.headers, bytes(connection.body)))
             case Fail(request=request):
                 self._end(request, command)
             case Finish(request=request):
@@ -274,31 +276,33 @@ class RouterShell:
         now = Nanos(time.monotonic_ns())
         for half, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             upstream = UpstreamCall(call.id, sent.attempt, half, nanos(self._stall_seconds))
-            leg = Leg(call, upstream, worker, now, span=call.span.child(half.value, now, is_call=True))
-            call.legs[half] = leg
-            leg.task = self._spawn(self._run(leg, contents[half], headers | leg.span.headers))
+            connection = UpstreamConnection(
+                call, upstream, worker, now, span=call.span.child(half.value, now, is_call=True)
+            )
+            call.connections[half] = connection
+            connection.task = self._spawn(self._run(connection, contents[half], headers | connection.span.headers))
 
-    def _cancel(self, leg: Leg) -> None:
-        assert leg.task is not None
-        leg.upstream.cancel()
-        leg.task.cancel()
-        leg.span.abort({"reason": "cancelled"})
-        self._end_span(leg)
+    def _cancel(self, connection: UpstreamConnection) -> None:
+        assert connection.task is not None
+        connection.upstream.cancel()
+        connection.task.cancel()
+        connection.span.abort({"reason": "cancelled"})
+        self._end_span(connection)
 
     def _forward(self, call: Call, merged: bool) -> None:
-        leg = call.source = call.legs[Side.DECODE]
-        call.last_words = b""
-        if leg.pipe is not None:
-            self._resolve(call, Stream(leg.upstream.status, leg.headers, leg.pipe))
+        connection = call.source = call.connections[Side.DECODE]
+        call.give_up_message = b""
+        if connection.pipe is not None:
+            self._resolve(call, StreamedAnswer(connection.upstream.status, connection.headers, connection.pipe))
             return
-        prefill = bytes(call.legs[Side.PREFILL].body) if merged else b""
-        self._resolve(call, Document(leg.upstream.status, leg.headers, bytes(leg.body), prefill))
+        prefill = bytes(call.connections[Side.PREFILL].body) if merged else b""
+        self._resolve(call, Document(connection.upstream.status, connection.headers, bytes(connection.body), prefill))
 
     def _end(self, request: RequestId, outcome: Outcome) -> None:
         call = self._calls.pop(request)
-        decode = call.source or call.legs.get(Side.DECODE)
+        decode = call.source or call.connections.get(Side.DECODE)
         if decode is not None and decode.pipe is not None:
-            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.last_words)
+            decode.pipe.end(outcome if isinstance(outcome, Fail) else None, call.give_up_message)
         self._resolve(call, outcome)
 
     def _resolve(self, call: Call, outcome: Outcome) -> None:
@@ -307,121 +311,128 @@ class RouterShell:
 
     # --- connections ----------------------------------------------------------------------------------------------
 
-    async def _run(self, leg: Leg, content: bytes, headers: dict[str, str]) -> None:
+    async def _run(self, connection: UpstreamConnection, content: bytes, headers: dict[str, str]) -> None:
         """Talk to one worker and tell what happened. Cancelled, it closes the connection and tells nothing."""
-        upstream = leg.upstream
+        upstream = connection.upstream
         try:
-            url = leg.worker.url + leg.call.path
+            url = connection.worker.url + connection.call.path
             sent = httpx.Headers(headers, encoding="latin-1")  # as they were read
             async with self._client.stream("POST", url, content=content, headers=sent) as response:
-                await self._listen(leg, response)
+                await self._listen(connection, response)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._hear(leg, upstream.fail(Failure.REFUSED, f"cannot connect: {error}"))
+            self._hear(connection, upstream.fail(HalfFailure.REFUSED, f"cannot connect: {error}"))
         except TimeoutError:
-            self._hear(leg, upstream.stall())
+            self._hear(connection, upstream.stall())
         except Exception as error:  # whatever a foreign server makes of HTTP is its failure, not ours
             detail = f"{type(error).__name__} {error}".strip()
-            self._hear(leg, upstream.fail(Failure.BROKEN, detail, silent_ns=leg.silent_ns))
+            self._hear(connection, upstream.fail(HalfFailure.BROKEN, detail, silent_ns=connection.silent_ns))
         finally:
-            self._end_span(leg)
+            self._end_span(connection)
 
-    def _end_span(self, leg: Leg) -> None:
-        upstream = leg.upstream
+    def _end_span(self, connection: UpstreamConnection) -> None:
+        upstream = connection.upstream
         if upstream.status and not upstream.is_accepted:
-            leg.span.abort({"reason": f"answers {upstream.status}"})
-        attributes: dict[str, Value] = {"url.full": leg.worker.url + leg.call.path, "tandem.attempt": upstream.attempt}
+            connection.span.abort({"reason": f"answers {upstream.status}"})
+        attributes: dict[str, Value] = {
+            "url.full": connection.worker.url + connection.call.path,
+            "tandem.attempt": upstream.attempt,
+        }
         if upstream.status:
             attributes["http.response.status_code"] = upstream.status
-        leg.span.end(time.monotonic_ns(), attributes)
+        connection.span.end(time.monotonic_ns(), attributes)
 
-    def _hear(self, leg: Leg, said: Said) -> None:
+    def _hear(self, connection: UpstreamConnection, said: Said) -> None:
         for event in said:
             if isinstance(event, HalfFailed):
-                leg.span.abort({"reason": event.detail, "failure": event.failure.value})
-                log.warning("%s worker %s: %s", event.half.value, leg.worker.url, event.detail)
+                connection.span.abort({"reason": event.detail, "failure": event.failure.value})
+                log.warning("%s worker %s: %s", event.half.value, connection.worker.url, event.detail)
         if said:
-            before = self._breaker_state(leg.worker)
+            before = self._breaker_state(connection.worker)
             self.tell(*said)
-            if (after := self._breaker_state(leg.worker)) != before:
-                log.warning("%s worker %s: circuit breaker is %s", leg.worker.role.value, leg.worker.url, after)
+            if (after := self._breaker_state(connection.worker)) != before:
+                log.warning(
+                    "%s worker %s: circuit breaker is %s", connection.worker.role.value, connection.worker.url, after
+                )
 
-    def _breaker_state(self, worker: Worker) -> str:
+    def _breaker_state(self, worker: RegisteredWorker) -> str:
         breaker = self.router.registry.breaker(worker.id)
         return "" if breaker is None else breaker.state.value
 
-    async def _listen(self, leg: Leg, response: httpx.Response) -> None:
-        upstream = leg.upstream
-        leg.headers = passed_headers(response.headers)
-        self._metrics.see_head(leg.worker, (time.monotonic_ns() - leg.sent_at) / SECOND)
+    async def _listen(self, connection: UpstreamConnection, response: httpx.Response) -> None:
+        upstream = connection.upstream
+        connection.headers = passed_headers(response.headers)
+        self._metrics.see_head(connection.worker, (time.monotonic_ns() - connection.sent_at) / SECOND)
         is_event_stream = response.headers.get("content-type", "").startswith("text/event-stream")
         in_frames = TELLS in response.headers
         said = upstream.head(response.status_code, is_event_stream=is_event_stream, is_resumable=in_frames)
-        self._hear(leg, said)
+        self._hear(connection, said)
         if not upstream.is_accepted:
-            await collect(response, leg.body, REJECTION_BYTES_MAX)
-            is_retryable = await off_loop(len(leg.body), LOOP_BYTES, retryable_of, bytes(leg.body))
-            self._hear(leg, upstream.reject(is_retryable=is_retryable))
+            await collect(response, connection.body, REJECTION_BYTES_MAX)
+            is_retryable = await off_loop(len(connection.body), LOOP_BYTES, retryable_of, bytes(connection.body))
+            self._hear(connection, upstream.reject(is_retryable=is_retryable))
         elif upstream.is_resumable:
-            await self._listen_to_frames(leg, response)
-        elif upstream.is_stream and leg.call.source is not None:
-            self._hear(leg, upstream.fail(Failure.BROKEN, "begins a stream anew that it was to go on with"))
+            await self._listen_to_frames(connection, response)
+        elif upstream.is_stream and connection.call.source is not None:
+            self._hear(connection, upstream.fail(HalfFailure.BROKEN, "begins a stream anew that it was to go on with"))
         elif upstream.is_stream:
-            await self._listen_to_stream(leg, response)
+            await self._listen_to_stream(connection, response)
         elif upstream.half is Side.DECODE:
-            await collect(response, leg.body, DOCUMENT_BYTES_MAX)
-            self._hear(leg, upstream.end())
+            await collect(response, connection.body, DOCUMENT_BYTES_MAX)
+            self._hear(connection, upstream.end())
         else:
-            await self._listen_to_prefill(leg, response)
+            await self._listen_to_prefill(connection, response)
 
-    async def _listen_to_prefill(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen_to_prefill(self, connection: UpstreamConnection, response: httpx.Response) -> None:
         """Its body says nothing that decode does not say, but for prompt logprobs; all but its end is dropped."""
-        if leg.call.merges:
-            await collect(response, leg.body, DOCUMENT_BYTES_MAX)
+        if connection.call.merges:
+            await collect(response, connection.body, DOCUMENT_BYTES_MAX)
         else:
             async for piece in response.aiter_raw():
-                leg.body = (leg.body + piece)[-PREFILL_TAIL_BYTES:]
-        error = error_at_end(bytes(leg.body[-PREFILL_TAIL_BYTES:]))
+                connection.body = (connection.body + piece)[-PREFILL_TAIL_BYTES:]
+        error = error_at_end(bytes(connection.body[-PREFILL_TAIL_BYTES:]))
         code, message = (str(error.get("code")), str(error.get("message"))) if error is not None else (None, "")
-        self._hear(leg, leg.upstream.end(code, message))
+        self._hear(connection, connection.upstream.end(code, message))
 
-    async def _listen_to_stream(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen_to_stream(self, connection: UpstreamConnection, response: httpx.Response) -> None:
         pieces = response.aiter_raw()
-        pipe = leg.pipe = Pipe()
+        pipe = connection.pipe = Pipe()
         while True:
-            patience_ns = leg.upstream.patience_ns
+            patience_ns = connection.upstream.patience_ns
             async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
                 piece = await anext(pieces, None)
             if piece is None:
                 break
             await pipe.put(piece)
-            self._hear(leg, leg.upstream.piece())
+            self._hear(connection, connection.upstream.piece())
         pipe.end()
-        self._hear(leg, leg.upstream.end())
+        self._hear(connection, connection.upstream.end())
 
-    async def _listen_to_frames(self, leg: Leg, response: httpx.Response) -> None:
+    async def _listen_to_frames(self, connection: UpstreamConnection, response: httpx.Response) -> None:
         """Of a stream that others may go on with, or that goes on here: then the client reads from the same pipe."""
-        lost = leg.call.source
-        pipe = leg.pipe = Pipe() if lost is None or lost.pipe is None else lost.pipe
-        leg.told = leg.told if lost is None else lost.told
+        lost = connection.call.source
+        pipe = connection.pipe = Pipe() if lost is None or lost.pipe is None else lost.pipe
+        connection.told = connection.told if lost is None else lost.told
         pieces, reader = response.aiter_raw(), FrameReader()
         while True:
-            patience_ns = leg.upstream.patience_ns
+            patience_ns = connection.upstream.patience_ns
             async with asyncio.timeout(patience_ns / SECOND if patience_ns is not None else None):
                 piece = await anext(pieces, None)
             if piece is None:
                 raise httpx.RemoteProtocolError("the stream ends before its last frame")
             for frame, data in reader.feed(piece):
                 if frame.gives_up:
-                    leg.call.last_words = data
-                    self._hear(leg, leg.upstream.give_up(frame.gives_up, silent_ns=leg.silent_ns))
+                    connection.call.give_up_message = data
+                    self._hear(connection, connection.upstream.give_up(frame.gives_up, silent_ns=connection.silent_ns))
                     return
                 if data:
                     await pipe.put(data)
-                leg.told.add(frame)
-                leg.heard_at = time.monotonic_ns()
+                connection.told.add(frame)
+                connection.heard_at = time.monotonic_ns()
                 if frame.is_last:
                     pipe.end()
-                self._hear(leg, (*leg.upstream.piece(), *(leg.upstream.end() if frame.is_last else ())))
+                self._hear(
+                    connection, (*connection.upstream.piece(), *(connection.upstream.end() if frame.is_last else ()))
+                )
                 if frame.is_last:
                     await anext(pieces, None)  # the end of the body: its connection can be used again
                     return

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tandem.core.router.router import Router
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.server.api.errors import Problem, Refusal, invalid
 from tandem.server.api.large_body import decode_anywhere
@@ -86,7 +86,7 @@ class WorkerPages:
         }
         return JSONResponse(body, 202, {"location": f"/workers/{worker.id}"})
 
-    def _checked(self, told: NewWorker) -> Worker:
+    def _checked(self, told: NewWorker) -> RegisteredWorker:
         """Raises `Refusal`."""
         role, port = ROLES.get(told.worker_type), told.bootstrap_port
         if role is None:
@@ -110,7 +110,7 @@ class WorkerPages:
             raise unknown(url)
         return self._removed(worker)
 
-    def _removed(self, worker: Worker) -> Response:
+    def _removed(self, worker: RegisteredWorker) -> Response:
         self._shell.remove_worker(worker)
         return JSONResponse(accepted(worker, "the worker leaves when it has answered what it has"), 202)
 
@@ -132,7 +132,7 @@ class WorkerPages:
     async def _show(self, request: Request) -> Response:
         return JSONResponse(self._described(self._named(request)))
 
-    def _described(self, worker: Worker) -> dict[str, Any]:
+    def _described(self, worker: RegisteredWorker) -> dict[str, Any]:
         breaker, models = self._router.registry.breaker(worker.id), self._router.registry.models(worker.id)
         return {
             "id": str(worker.id),
@@ -149,19 +149,19 @@ class WorkerPages:
             "connection_mode": "HTTP",
         }
 
-    def _named(self, request: Request) -> Worker:
+    def _named(self, request: Request) -> RegisteredWorker:
         name = request.path_params["id"]
         worker = next((worker for worker in self._router.registry.workers() if str(worker.id) == name), None)
         if worker is None:
             raise unknown(name)
         return worker
 
-    def _staying(self) -> list[Worker]:
+    def _staying(self) -> list[RegisteredWorker]:
         leaving = self._router.registry.leaving()
         return [worker for worker in self._router.registry.workers() if worker.id not in leaving]
 
 
-def accepted(worker: Worker, message: str) -> dict[str, Any]:
+def accepted(worker: RegisteredWorker, message: str) -> dict[str, Any]:
     return {"status": "accepted", "worker_id": str(worker.id), "message": message}
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from tandem.core.bootstrap_registry import Registry, Rejected
+from tandem.core.bootstrap_registry import BootstrapRegistry, Rejected
 from tandem.core.commands import AnnounceDpRank, AskDpRank, LearnPeer
 from tandem.core.events import Event, RoomElsewhere
 from tandem.core.values import MILLISECOND, SECOND, Nanos
@@ -205,7 +205,7 @@ class Bootstraps:
         answer = self._answer(client, server, server.registry, call)
         self.world.clock.after(way_back_ns, self._hear, client, answer)
 
-    def _answer(self, client: Client, server: Server, registry: Registry, call: Call) -> Arrival:
+    def _answer(self, client: Client, server: Server, registry: BootstrapRegistry, call: Call) -> Arrival:
         match call:
             case FetchReplica(number, _, dp_rank):
                 found = registry.find(dp_rank)

@@ -12,7 +12,7 @@ from tandem.core.settings import Role
 from tandem.core.values import RequestId, Room
 from tandem.server.api.live_requests import ClientId
 from tandem.simulator.oracle import Script
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 
 
 class Listener(Protocol):
@@ -38,7 +38,7 @@ class Half:
     """One request as one replica knows it."""
 
     exchange: "RoutedRequest"
-    ask: Ask
+    ask: WorkloadRequest
     role: Role
     replica: str
     request: RequestId
@@ -70,7 +70,7 @@ class Half:
 class RoutedRequest:
     """One client request and its halves."""
 
-    ask: Ask
+    ask: WorkloadRequest
     room: Room | None
     rendered_at: int | None = None  # as its router has stamped it; None: each server takes its own time
     halves: list[Half] = field(default_factory=list)

@@ -20,7 +20,7 @@ from tandem.simulator.clock import Clock
 from tandem.simulator.faults.hostile import made_up_message, read_wrongly
 from tandem.simulator.faults.options import Options
 from tandem.simulator.oracle import Script
-from tandem.simulator.workload import Ask, plain_ask
+from tandem.simulator.workload import WorkloadRequest, plain_ask
 
 
 class Surroundings(Protocol):
@@ -48,7 +48,7 @@ class DirectClients:
     random: Random
     jitter: Random
 
-    def ask(self, ask: Ask, exchange: RoutedRequest) -> None:
+    def ask(self, ask: WorkloadRequest, exchange: RoutedRequest) -> None:
         """Pick servers, draw a room, send the same request to both halves."""
         random = self.random
         if self.options.num_unified and random.random() < self.options.unified_share:
@@ -79,7 +79,7 @@ class DirectClients:
         if decode != missing:
             self._send_later(exchange, decode, exchange.room, Address(prefill, BOOTSTRAP_PORT))
 
-    def _draw_room(self, ask: Ask) -> Room:
+    def _draw_room(self, ask: WorkloadRequest) -> Room:
         """A new room; a hostile client repeats one, mostly with another prompt of the same length."""
         paired = [(exchange, exchange.room) for exchange in self.world.edge.exchanges if exchange.room is not None]
         if not ask.repeats_room or not paired:

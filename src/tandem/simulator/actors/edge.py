@@ -24,7 +24,7 @@ from tandem.simulator.actors.servers import Server, rank_number, server_of
 from tandem.simulator.clock import Clock
 from tandem.simulator.oracle import Script
 from tandem.simulator.renderings import WallClocks
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 
 BOOTSTRAP_PORT = 8998
 RENDERING_NS = 2 * MILLISECOND
@@ -370,14 +370,14 @@ class Edge:
         return sum(isinstance(half.answer, FinishRequest) for half in halves)
 
 
-def chain_of(ask: Ask, script: Script, *, page_size: int) -> list[bytes]:
+def chain_of(ask: WorkloadRequest, script: Script, *, page_size: int) -> list[bytes]:
     """The root of its tenant and the link of each full page of its prompt: a worker goes on from the last."""
     root = root_hash(secret=SECRET, tenant=ask.tenant)
     return [root, *prompt_links(root, script.prompt, page_size=page_size)]
 
 
 def request_for(
-    ask: Ask,
+    ask: WorkloadRequest,
     script: Script,
     request: RequestId,
     room: Room | None,

@@ -27,7 +27,7 @@ from tandem.core.router.router import Router, RouterSettings
 from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.upstream_call import UpstreamCall
-from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, ProbeResult, Worker, probe_result
+from tandem.core.router.worker_registry import HTTP_UNAVAILABLE, ProbeResult, RegisteredWorker, probe_result
 from tandem.core.settings import Role
 from tandem.core.values import SECOND, Nanos, RequestId
 from tandem.pagehash import prompt_hashes, root_hash
@@ -36,11 +36,11 @@ from tandem.simulator.actors.edge import BOOTSTRAP_PORT
 from tandem.simulator.actors.model_names import ModelNames, names_of
 from tandem.simulator.actors.servers import Server
 from tandem.simulator.actors.turnover import Turnover
-from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, Leg, Surroundings
+from tandem.simulator.actors.upstream_calls import HTTP_OK, STALL_NS, Caller, SimulatedConnection, Surroundings
 from tandem.simulator.clock import LocalClock
 from tandem.simulator.network.http import CONNECT_NS
 from tandem.simulator.oracle import Violation
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 
 SECRET = b"of a simulated router"
 BLOCK_TOKENS = 4
@@ -79,11 +79,11 @@ class Gateway:
         )
         self.tell()
 
-    def _workers(self) -> list[Worker]:
+    def _workers(self) -> list[RegisteredWorker]:
         """All servers that will ever be: who is not there yet joins when it is."""
         paired = [server for server in self.world.servers.values() if server.role is not Role.UNIFIED]
         return [
-            Worker(
+            RegisteredWorker(
                 id=index,  # type: ignore[arg-type]  # a plain number is a WorkerId
                 role=server.role,
                 url=f"http://{server.name}",
@@ -98,14 +98,14 @@ class Gateway:
         self.router, self.wake_at = None, None
         callers, self.callers = self.callers, {}
         for caller in callers.values():
-            for leg in caller.legs.values():
-                leg.hang_up()
+            for connection in caller.connections.values():
+                connection.hang_up()
             if not caller.outcome:
                 self.end(caller, "gateway lost")
 
     # -- clients
 
-    def ask(self, ask: Ask, exchange: RoutedRequest) -> None:
+    def ask(self, ask: WorkloadRequest, exchange: RoutedRequest) -> None:
         """A client's request. Refused while the gateway is down; nothing is asked twice."""
         if self.router is None:
             return
@@ -121,13 +121,13 @@ class Gateway:
         self.num_waiting += 1
         if ask.leaves_after_ns is not None:
             self.world.clock.after(ask.leaves_after_ns, self.leave, caller, "F13")
-        last_end = deadline + self.settings.exchange.grace_ns + LATE_NS
+        last_end = deadline + self.settings.request.grace_ns + LATE_NS
         self.world.clock.at(last_end, self._look, caller)
         model = None if self.model_names is None else self.model_names.asked(ask)
         timeout_ns = Nanos(ask.timeout_ns)
         self.tell(ClientAsked(caller.request, None, timeout_ns, streams, merges, self._blocks(ask), model))
 
-    def _blocks(self, ask: Ask) -> Blocks:
+    def _blocks(self, ask: WorkloadRequest) -> Blocks:
         """Of tokens in place of text."""
         if CACHE_AWARE not in (self.settings.prefill_policy.name, self.settings.decode_policy.name):
             return ()
@@ -140,8 +140,8 @@ class Gateway:
             return
         self.world.count(fault)
         if self.random.random() < 0.3:
-            for leg in caller.legs.values():
-                leg.abort()
+            for connection in caller.connections.values():
+                connection.abort()
             self.tell(AbortAsked(caller.request))
             return
         self.end(caller, "left")
@@ -202,11 +202,11 @@ class Gateway:
             case DispatchPair():
                 self._dispatch(caller, command)
             case CancelHalf(half=side):
-                caller.legs[side].hang_up()
+                caller.connections[side].hang_up()
             case Forward(resumes=resumes):
                 self._forward(caller, resumes)
             case ForwardRejection(half=side):
-                self._close(caller, f"rejected {caller.legs[side].upstream.status}")
+                self._close(caller, f"rejected {caller.connections[side].upstream.status}")
             case Fail(cause=cause):
                 self._close(caller, f"failed {cause}")
             case Finish():
@@ -215,19 +215,19 @@ class Gateway:
     def _dispatch(self, caller: Caller, sent: DispatchPair) -> None:
         for side, worker in ((Side.PREFILL, sent.pair.prefill), (Side.DECODE, sent.pair.decode)):
             upstream = UpstreamCall(sent.request, sent.attempt, side, STALL_NS)
-            leg = Leg(self, caller, upstream, self.world.servers[worker.host], self.epoch)
-            caller.legs[side] = leg
+            connection = SimulatedConnection(self, caller, upstream, self.world.servers[worker.host], self.epoch)
+            caller.connections[side] = connection
             if sent.resumes:
-                leg.num_said, leg.has_all = caller.num_tokens, caller.has_all
-            leg.send(sent)
+                connection.num_said, connection.has_all = caller.num_tokens, caller.has_all
+            connection.send(sent)
 
     def _forward(self, caller: Caller, resumes: bool) -> None:
         """From here on the client hears what decode says; what has been said is passed on at once."""
         if resumes is not (caller.source is not None):
             raise Violation("S12", f"{caller}: {'no' if resumes else 'a second'} answer is forwarded")
-        caller.last_words = ""
+        caller.give_up_message = ""
         caller.num_resumes += resumes
-        caller.source = caller.legs[Side.DECODE]
+        caller.source = caller.connections[Side.DECODE]
         caller.source.pass_on(caller.source.tokens)
 
     def _close(self, caller: Caller, failure: str) -> None:
@@ -235,7 +235,7 @@ class Gateway:
         del self.callers[caller.request]
         if caller.outcome:
             return
-        failure = failure or caller.last_words
+        failure = failure or caller.give_up_message
         if not failure:
             raise Violation("S12", f"{caller}: its request ends and it hears nothing")
         self.end(caller, failure)
@@ -247,12 +247,12 @@ class Gateway:
         health = self.settings.health
         return health.misses * (health.interval_ns + health.probe_timeout_ns) + CONNECT_NS
 
-    def _probe(self, worker: Worker) -> None:
+    def _probe(self, worker: RegisteredWorker) -> None:
         server = self.world.servers[worker.host]
         round_trip_ns = self.world.http.delay_ns() + self.world.http.delay_ns()
         self.world.clock.after(round_trip_ns, self._probe_returns, worker, server, self.epoch)
 
-    def _probe_returns(self, worker: Worker, server: Server, epoch: int) -> None:
+    def _probe_returns(self, worker: RegisteredWorker, server: Server, epoch: int) -> None:
         """A server that is frozen answers when it goes on; one that cannot be reached does not answer."""
         if self.world.http.network.is_cut(self.name, server.name) or (not server.is_up and server.is_unreachable):
             self.world.clock.after(CONNECT_NS, self._probed, worker, None, epoch)
@@ -265,7 +265,7 @@ class Gateway:
         else:
             self._probed(worker, status, epoch)
 
-    def _probed(self, worker: Worker, status: int | None, epoch: int) -> None:
+    def _probed(self, worker: RegisteredWorker, status: int | None, epoch: int) -> None:
         if epoch == self.epoch:
             result = probe_result(status)
             tells = self.model_names is not None and result is ProbeResult.OK

@@ -16,7 +16,7 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import SECOND, Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.simulator.actors.executor import ShardMemory, digest
 from tandem.simulator.clock import Clock
-from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
+from tandem.transfer.jobs import Dial, JobFailure, PeerAddress, Receive, Trouble
 from tandem.transfer.lender import Grant
 from tandem.transfer.protocol import Status
 from tandem.transfer.puller import Puller
@@ -160,7 +160,7 @@ class ShardReader:
         self.give_ups.pop(job, None)
         if isinstance(job, Receive):
             job.link.job = None
-        self.puller.failed(job, Failure(trouble, detail, status), self.clock.time)
+        self.puller.failed(job, JobFailure(trouble, detail, status), self.clock.time)
         self._go_on()
 
     def _stall(self, job: AnyJob, look: Callable[..., None]) -> None:

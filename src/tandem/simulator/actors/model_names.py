@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 
 EVERYWHERE, SOMEWHERE = "everywhere", "somewhere"
 
@@ -18,7 +18,7 @@ def names_of(server: str) -> tuple[str, ...]:
 class ModelNames:
     random: Random
 
-    def asked(self, ask: Ask) -> str | None:
+    def asked(self, ask: WorkloadRequest) -> str | None:
         if ask.must_finish:
             return EVERYWHERE
         return self.random.choice((EVERYWHERE, SOMEWHERE, None))

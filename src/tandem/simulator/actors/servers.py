@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from tandem.core.bootstrap_registry import Registry
+from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.scheduler.delayer_sync import DelayerSync
 from tandem.core.settings import DpConflictPolicy, NodeSettings, PrefillInfo, Role
 from tandem.core.values import Nanos, RequestId
@@ -47,7 +47,7 @@ class Server:
     is_leaving: bool = False  # for good, once it has drained
     is_gone: bool = False
     clock: LocalClock = field(default_factory=LocalClock)
-    registry: Registry | None = None  # of a prefill, while its bootstrap server is up
+    registry: BootstrapRegistry | None = None  # of a prefill, while its bootstrap server is up
     gathering: DelayerSync | None = None
     requests: LiveRequests | None = None  # while it is up
     halves: dict[RequestId, Half] = field(default_factory=dict)  # those whose clients have heard no end
@@ -74,7 +74,7 @@ class Server:
             self.start_bootstrap()
 
     def start_bootstrap(self) -> None:
-        self.registry = Registry()
+        self.registry = BootstrapRegistry()
 
     @property
     def lacks_bootstrap(self) -> bool:

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from tandem.core.router.messages import RouterEvent, WorkerAdded, WorkerRemoved
 from tandem.core.router.router import Router
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.values import MILLISECOND, SECOND
 from tandem.simulator.actors.upstream_calls import Surroundings
 
@@ -42,7 +42,7 @@ class Turnover:
         away_ns = self.random.randrange(100 * MILLISECOND, 3 * SECOND)
         gateway.world.clock.after(away_ns, self._put_back, gateway, worker, gateway.epoch)
 
-    def _put_back(self, gateway: Routing, worker: Worker, epoch: int) -> None:
+    def _put_back(self, gateway: Routing, worker: RegisteredWorker, epoch: int) -> None:
         """A router that was started anew knows everybody."""
         if gateway.router is not None and gateway.epoch == epoch:
             gateway.tell(WorkerAdded(structs.replace(worker, id=gateway.router.registry.next_id)))

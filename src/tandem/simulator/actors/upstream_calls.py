@@ -11,7 +11,7 @@ from random import Random
 from typing import Any, Protocol  # Any: the world writes down what it is given
 
 from tandem.core.commands import FailRequest
-from tandem.core.router.messages import DispatchPair, Failure, RouterEvent, Side
+from tandem.core.router.messages import DispatchPair, HalfFailure, RouterEvent, Side
 from tandem.core.router.router import Router
 from tandem.core.router.upstream_call import Said, UpstreamCall
 from tandem.core.settings import Role
@@ -43,7 +43,7 @@ class Surroundings(Protocol):
 
 
 class Dispatcher(Protocol):
-    """What a leg sees of the gateway that sent it."""
+    """What a connection sees of the gateway that sent it."""
 
     name: str
     world: Surroundings
@@ -59,7 +59,7 @@ class Dispatcher(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class SimulatedConnection:
     gateway: Dispatcher
     caller: "Caller"
     upstream: UpstreamCall
@@ -107,7 +107,7 @@ class Leg:
         world = self.gateway.world
         is_lost = world.http.network.is_cut(self.up.source, self.up.target)
         if is_lost or (not self.server.is_up and self.server.is_unreachable):
-            world.clock.after(CONNECT_NS, self._failed, Failure.REFUSED, "cannot connect")
+            world.clock.after(CONNECT_NS, self._failed, HalfFailure.REFUSED, "cannot connect")
             return
         world.edge.num_to_come += 1
         world.clock.after(world.http.delay_ns(), self._arrive, sent)
@@ -119,7 +119,7 @@ class Leg:
         if self.is_over and gateway.random.random() < 0.5:
             return
         if not self.server.is_up:
-            world.clock.after(world.http.delay_ns(), self._failed, Failure.REFUSED, "connection refused")
+            world.clock.after(world.http.delay_ns(), self._failed, HalfFailure.REFUSED, "connection refused")
             return
         room = sent.pair.rooms[0]
         peer = None if self.side is Side.PREFILL else Address(sent.pair.prefill.host, BOOTSTRAP_PORT)
@@ -191,12 +191,12 @@ class Leg:
         self.is_server_done = True
 
     def was_cut(self, half: Half) -> None:
-        self._say(self._failed, Failure.BROKEN, "connection reset")
+        self._say(self._failed, HalfFailure.BROKEN, "connection reset")
         self.is_server_done = True
 
     def server_died(self, half: Half) -> None:
         if not self.server.is_unreachable:
-            self._say(self._failed, Failure.BROKEN, "connection reset")
+            self._say(self._failed, HalfFailure.BROKEN, "connection reset")
         self.is_server_done = True
 
     def _reject(self, status: int, *, is_retryable: bool | None = None) -> None:
@@ -214,7 +214,7 @@ class Leg:
         if self.half is not None:
             world.edge.abort(self.half)
         if not world.http.network.is_cut(self.server.name, self.gateway.name):
-            world.clock.after(world.http.delay_ns(), self._failed, Failure.BROKEN, "connection reset")
+            world.clock.after(world.http.delay_ns(), self._failed, HalfFailure.BROKEN, "connection reset")
 
     # -- at the gateway
 
@@ -252,7 +252,7 @@ class Leg:
         if not self._is_heard():
             return
         if cause is not None and self.upstream.is_resumable and may_go_on(cause):
-            self.caller.last_words = f"error {cause}"
+            self.caller.give_up_message = f"error {cause}"
             self._hear_last(self.upstream.give_up(cause.value, silent_ns=self._silent_ns))
             return
         said = self.upstream.end(cause, "the worker is lost" if cause is Cause.WORKER_LOST else "")
@@ -265,7 +265,7 @@ class Leg:
             self._hear(self.upstream.head(status, is_event_stream=False))
             self._hear(self.upstream.reject(is_retryable=is_retryable))
 
-    def _failed(self, failure: Failure, detail: str) -> None:
+    def _failed(self, failure: HalfFailure, detail: str) -> None:
         if self._is_heard():
             self._hear_last(self.upstream.fail(failure, detail, silent_ns=self._silent_ns))
 
@@ -307,10 +307,10 @@ class Caller:
     deadline: int
     streams: bool
     merges: bool
-    legs: dict[Side, Leg] = field(default_factory=dict)
-    source: Leg | None = None  # whose answer it gets
+    connections: dict[Side, SimulatedConnection] = field(default_factory=dict)
+    source: SimulatedConnection | None = None  # whose answer it gets
     num_tokens: int = 0
-    last_words: str = ""  # of a stream that gave up, unless somebody goes on with it
+    give_up_message: str = ""  # of a stream that gave up, unless somebody goes on with it
     num_resumes: int = 0
     outcome: str = ""
     has_left: bool = False

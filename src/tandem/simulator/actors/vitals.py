@@ -22,7 +22,7 @@ class Vitals:
     echoes: int = 0  # how often that has answered
     questions: PulseQuestions = field(default_factory=PulseQuestions)
     is_watched: bool = False  # a tick is on the clock
-    quiet_ticks: int = 0  # since the last batch, in a row, without a standstill
+    quiet_ticks: int = 0  # since the last batch, in a row, without a stall
 
     @property
     def liveness(self) -> Liveness:

@@ -17,7 +17,7 @@ from tandem.simulator.actors.servers import Server, rank_number, server_of
 from tandem.simulator.actors.vitals import Hang
 from tandem.simulator.clock import Clock
 
-QUIET_TICKS = TICKS + 2  # whoever takes quiet for a standstill has said so by then
+QUIET_TICKS = TICKS + 2  # whoever takes quiet for a stall has said so by then
 QUIET_AGAIN_TICKS = 3  # once some life has been quiet for so long
 
 

@@ -21,7 +21,7 @@ Order = BatchPlan | tuple[RequestId, ...]  # a batch, or requests to forget
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class SimulatedWorker:
     shard: ShardId
     executor: Executor
     random: Random  # how long its batches take
@@ -51,7 +51,7 @@ class Workers:
     ) -> None:
         """kv: what each of them has"""
         self.all = [
-            Worker(
+            SimulatedWorker(
                 one.shard,
                 Executor(
                     num_pages,
@@ -68,11 +68,11 @@ class Workers:
         ]
         self._group = WorkerGroup(len(kv))
 
-    def __iter__(self) -> Iterator[Worker]:
+    def __iter__(self) -> Iterator[SimulatedWorker]:
         return iter(self.all)
 
     @property
-    def sampling(self) -> Worker:
+    def sampling(self) -> SimulatedWorker:
         return self.all[0]
 
     @property
@@ -96,7 +96,7 @@ class Workers:
         for worker in self.all:
             worker.executor.memory.free_windows(pages)
 
-    def next_batch(self, worker: Worker) -> BatchPlan | None:
+    def next_batch(self, worker: SimulatedWorker) -> BatchPlan | None:
         """What it begins now. Requests are forgotten in their turn between batches, as on a worker's one socket."""
         while worker.work and not worker.is_working:
             order = worker.work[0]
@@ -112,11 +112,11 @@ class Workers:
             worker.work.popleft()
         return None
 
-    def _waits_for_tokens(self, worker: Worker, plan: BatchPlan) -> bool:
+    def _waits_for_tokens(self, worker: SimulatedWorker, plan: BatchPlan) -> bool:
         needed = worker.decoded.get(plan.micro_batch, 0) if plan.decodes else 0
         return worker is not self.sampling and self.sampling.executor.last_iteration < needed
 
-    def returned(self, worker: Worker, outcome: BatchOutcome) -> BatchOutcome | None:
+    def returned(self, worker: SimulatedWorker, outcome: BatchOutcome) -> BatchOutcome | None:
         """The outcome of the batch when this was the last worker that it was waiting for."""
         worker.is_working = False
         try:

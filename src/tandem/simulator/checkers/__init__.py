@@ -1,7 +1,7 @@
 """One small class per invariant. They look at the production node's own state after every step, and change nothing.
 
-Ids are those of `sim/catalog.py`, where every invariant has its row; the id is the first word of every violation. What
-is cheap is checked after every step; a full recount from nothing happens every 256 events and at the end, when the
+Ids are those of `simulator/catalog.py`, where every invariant has its row; the id is the first word of every violation.
+What is cheap is checked after every step; a full recount from nothing happens every 256 events and at the end, when the
 cluster is idle.
 """
 
@@ -10,7 +10,7 @@ from tandem.simulator.checkers.changes import OneQueue, Retries
 from tandem.simulator.checkers.checker_set import Checkers
 from tandem.simulator.checkers.liveness import Waits
 from tandem.simulator.checkers.pages import PageAccounting, PageOwnership, PrefixTreePins
-from tandem.simulator.checkers.rows import RowOwners, RowsOnce
+from tandem.simulator.checkers.result_slots import SlotOwners, SlotsOnce
 
 __all__ = [
     "Checkers",
@@ -20,7 +20,7 @@ __all__ = [
     "PageOwnership",
     "PrefixTreePins",
     "Retries",
-    "RowOwners",
-    "RowsOnce",
+    "SlotOwners",
+    "SlotsOnce",
     "Waits",
 ]

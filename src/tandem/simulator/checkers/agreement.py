@@ -12,7 +12,7 @@ from tandem.core.batch import BatchPlan
 from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, LaunchBatch, RevokePages, Tell
 from tandem.core.disagg.messages import Ready
 from tandem.core.disagg.sides import DecodeSide
-from tandem.core.events import Event, ReadsDrained, SnapshotsGathered, TransferDrained, TransferFailed
+from tandem.core.events import Event, LoadsGathered, ReadsDrained, TransferDrained, TransferFailed
 from tandem.core.rank_load import RankLoad
 from tandem.core.request import Request
 from tandem.core.scheduler.request_state import State
@@ -217,8 +217,8 @@ class DelayerVetoes:
 
     def heard(self, life: Life, events: Sequence[Event]) -> None:
         for event in events:
-            if isinstance(event, SnapshotsGathered):
-                self.gathered[life.incarnation].add(event.snapshots)
+            if isinstance(event, LoadsGathered):
+                self.gathered[life.incarnation].add(event.loads)
 
     def after_step(self, life: Life) -> None:
         settings = life.settings.delayer
@@ -228,7 +228,7 @@ class DelayerVetoes:
         decision, ranks = delayer.decision, delayer.ranks
         if decision is None or decision.allows:
             return
-        told = self.gathered[life.incarnation] if settings.num_ranks > 1 else {(delayer.snapshot,)}
+        told = self.gathered[life.incarnation] if settings.num_ranks > 1 else {(delayer.load,)}
         if ranks not in told:
             raise Violation(self.id, f"{where(life)}: prompts are held for what nobody has said: {ranks}")
         if not any(rank.is_prefillable for rank in ranks):
@@ -278,10 +278,10 @@ class DelayIsBounded:
             self.held.pop(life.incarnation)
             return
         # Passes that it slept through come all at once, and it decides once.
-        held.passes += num_launched if is_alone else any(isinstance(event, SnapshotsGathered) for event in events)
+        held.passes += num_launched if is_alone else any(isinstance(event, LoadsGathered) for event in events)
         if held.passes > settings.max_delay_passes * (1 if is_alone else 2):
             raise Violation(self.id, f"{where(life)}: prompts are held for {held.passes} passes")
-        seen = delayer.snapshot
+        seen = delayer.load
         is_late = life.node.state.now - delayer.since >= settings.max_delay_ns
         is_excused = seen is None or seen.is_timed_out or seen.num_free_slots < seen.usual_batch
         if num_launched and is_late and not is_excused:

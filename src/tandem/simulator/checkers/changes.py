@@ -175,13 +175,13 @@ class PingPong:
                 )
 
 
-PASSED_OVER = (WaitingFor.METADATA_SLOT, WaitingFor.STORAGE, WaitingFor.PREFIX)
+PASSED_OVER = (WaitingFor.RESULT_SLOT, WaitingFor.STORAGE, WaitingFor.PREFIX)
 
 
 class QueueOrder:
     """Nobody who waits is overtaken, and nobody waits for a node that has nothing else to do.
 
-    Overtaken may be who lacks a row of the result table, since those behind it may not need one; whose prefix is on its
+    Overtaken may be who lacks a result slot, since those behind it may not need one; whose prefix is on its
     way from storage or computed by another; and who would start before its decode is READY, but not by another such.
     """
 

@@ -38,11 +38,11 @@ from tandem.core.events import (
     Event,
     FlushRequested,
     HooksChanged,
+    LoadsGathered,
     PeerReturned,
     ReadsDrained,
     RequestArrived,
     RequestRefused,
-    SnapshotsGathered,
     TransferDrained,
     TransferFailed,
 )
@@ -90,9 +90,9 @@ from tandem.simulator.checkers.pages import (
     TenantsApart,
     WindowParts,
 )
-from tandem.simulator.checkers.rows import RowContents, RowOwners, RowsNeverBlock, RowsOnce
-from tandem.simulator.checkers.stalls import Standstills
-from tandem.simulator.checkers.stream import OneEnd, Stream, Tokens
+from tandem.simulator.checkers.result_slots import SlotContents, SlotOwners, SlotsNeverBlock, SlotsOnce
+from tandem.simulator.checkers.stalls import StallChecker
+from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder, Tokens
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 
 Look = Callable[[Life, Any], None]
@@ -107,7 +107,7 @@ HEARD = frozenset(  # what a checker has something to see in; most steps are tol
         ReadsDrained,
         RequestArrived,
         RequestRefused,
-        SnapshotsGathered,
+        LoadsGathered,
         TransferDrained,
         TransferFailed,
     }
@@ -129,13 +129,13 @@ class Checkers:
     quarantine: Quarantine = field(default_factory=Quarantine)
     tier_pages: TierPages = field(default_factory=TierPages)
     tier_errors: TierErrors = field(default_factory=TierErrors)
-    row_owners: RowOwners = field(default_factory=RowOwners)
-    row_contents: RowContents = field(default_factory=RowContents)
-    rows_once: RowsOnce = field(default_factory=RowsOnce)
-    rows_never_block: RowsNeverBlock = field(default_factory=RowsNeverBlock)
+    slot_owners: SlotOwners = field(default_factory=SlotOwners)
+    slot_contents: SlotContents = field(default_factory=SlotContents)
+    slots_once: SlotsOnce = field(default_factory=SlotsOnce)
+    slots_never_block: SlotsNeverBlock = field(default_factory=SlotsNeverBlock)
     one_end: OneEnd = field(default_factory=OneEnd)
     tokens: Tokens = field(default_factory=Tokens)
-    stream: Stream = field(default_factory=Stream)
+    stream: StreamsInOrder = field(default_factory=StreamsInOrder)
     changes: StateChanges = field(default_factory=StateChanges)
     one_queue: OneQueue = field(default_factory=OneQueue)
     retries: Retries = field(default_factory=Retries)
@@ -169,7 +169,7 @@ class Checkers:
     edge_one_end: EdgeEnds = field(init=False)
     edge_deadlines: EdgeDeadlines = field(init=False)
     releases: Releases = field(init=False)
-    stalls: Standstills = field(init=False)
+    stalls: StallChecker = field(init=False)
 
     recounted_at: dict[Incarnation, int] = field(default_factory=dict)  # by life, how many steps it had made
 
@@ -183,7 +183,7 @@ class Checkers:
         self.deadlines = Deadlines(self.world)
         self.edge_one_end, self.edge_deadlines = EdgeEnds(self.world), EdgeDeadlines(self.world)
         self.releases = Releases(self.world)
-        self.stalls = Standstills(self.world)
+        self.stalls = StallChecker(self.world)
         self.of_command = self._wires()
         self.recounters = tuple(checker for checker in self.all() if hasattr(checker, "recount"))
 
@@ -229,8 +229,8 @@ class Checkers:
             AnnounceRemoved: (self.announced.removed,),
             AnnounceCleared: (self.announced.cleared,),
             Tell: (
-                self.row_contents.told,
-                self.row_owners.told,
+                self.slot_contents.told,
+                self.slot_owners.told,
                 self.right_rank.told,
                 self.well_formed.told,
                 self.own_clock.told,
@@ -239,8 +239,8 @@ class Checkers:
 
     def after_step(self, life: Life, events: tuple[Event, ...], commands: tuple[Command, ...]) -> None:
         self.pages.after_step(life)
-        self.row_owners.after_step(life)
-        self.rows_never_block.after_step(life)
+        self.slot_owners.after_step(life)
+        self.slots_never_block.after_step(life)
         self.bounds.after_step(life)
         moves = self.changes.after_step(life)
         for progress, before in moves:

@@ -31,7 +31,7 @@ class Counted:
 NOTHING_COUNTED = Counted()
 
 
-class Standstills:
+class StallChecker:
     """A life in which something stands still is unhealthy after half of its watchdog's time and ends after all of it.
 
     Who makes progress, or was only paused with its whole server, is and does neither.

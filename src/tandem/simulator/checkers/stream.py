@@ -82,7 +82,7 @@ class Tokens:
             raise Violation(self.id, f"{where(life, half.request)}: the vector is not that of its prompt")
 
 
-class Stream:
+class StreamsInOrder:
     """No token is skipped or told twice: the node's own count is that of what left, and the start was told once."""
 
     id = "S15"

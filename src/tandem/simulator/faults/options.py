@@ -14,7 +14,7 @@
     F9  slow executors, slow shards, and        other DP ranks
         processes or batches that hang      F22 nodes replaced by their own snapshot
     F10 clocks that began elsewhere, drift  F23 connections that break and come back, or go silent
-    F11 few metadata slots                  F24 operators at work: caches flushed, hooks changed, restarts; an edge that
+    F11 few result slots                    F24 operators at work: caches flushed, hooks changed, restarts; an edge that
     F12 few pages                               refuses by itself
                                             F25 requests that do not fit, a rendezvous with short timeouts
 
@@ -31,7 +31,7 @@ from tandem.core.dp_dispatch import method_for
 from tandem.core.kv.windows import most_seen
 from tandem.core.kv_parts import KvGrid
 from tandem.core.router.circuit_breaker import BreakerSettings
-from tandem.core.router.routed_request import ExchangeSettings
+from tandem.core.router.routed_request import RequestSettings
 from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings
@@ -468,7 +468,7 @@ def _draw_info(random: Random, role: Role) -> PrefillInfo:
 
 
 def _draw_router(random: Random) -> RouterSettings:
-    exchange = ExchangeSettings(
+    request = RequestSettings(
         retries=random.choice((0, 1, 3)),
         document_ns=Nanos(random.choice((60, 600)) * SECOND),
     )
@@ -478,7 +478,7 @@ def _draw_router(random: Random) -> RouterSettings:
         misses=random.choice((1, 2)),
     )
     return RouterSettings(
-        exchange, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
+        request, health, max_active=random.choice((8, 4096)), lost_ns=Nanos(random.choice((10, 30)) * SECOND)
     )
 
 
@@ -579,7 +579,7 @@ def _draw_settings(
         announces_cache=True,
         reserved_decode_tokens=random.choice((4, 64, 512)),
         conservativeness=random.choice((0.0, 0.0, 0.3, 1.0)),
-        metadata_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
+        result_slots=random.randrange(1, 5) if "F11" in classes else 2 * max_running,
         optimistic=random.choice(
             (OptimisticPolicy.PARK, OptimisticPolicy.PARK, OptimisticPolicy.RETRY, OptimisticPolicy.OFF)
         ),

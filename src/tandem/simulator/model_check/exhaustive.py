@@ -56,7 +56,7 @@ class Found:
     """What one search came to. Plain values: it travels between processes."""
 
     name: str
-    states: int = 0  # situations; the purse is not counted
+    states: int = 0  # situations; the fault budget is not counted
     transitions: int = 0
     nodes: int = 0  # situations of single nodes
     replicas: int = 0

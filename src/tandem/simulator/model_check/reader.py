@@ -13,7 +13,7 @@ from tandem.core.commands import CancelPull, PullPages
 from tandem.core.events import Event
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
-from tandem.transfer.jobs import Dial, Failure, PeerAddress, Receive, Trouble
+from tandem.transfer.jobs import Dial, JobFailure, PeerAddress, Receive, Trouble
 from tandem.transfer.protocol import Status
 from tandem.transfer.puller import LANDED_REPORT_INTERVAL_NS, Puller
 
@@ -124,7 +124,7 @@ class Reader:
 
     def _ends(self, job: AnyJob, trouble: Trouble, status: Status = Status.OK) -> None:
         self._forget(job)
-        self.puller.failed(job, Failure(trouble, status=status), NOW)
+        self.puller.failed(job, JobFailure(trouble, status=status), NOW)
         self._go_on()
 
     def _forget(self, job: AnyJob) -> None:

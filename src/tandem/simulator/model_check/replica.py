@@ -72,8 +72,8 @@ class Name:
 RECOUNTERS = (
     checkers.PageAccounting(),
     checkers.PageOwnership(),
-    checkers.RowOwners(),
-    checkers.RowsOnce(),
+    checkers.SlotOwners(),
+    checkers.SlotsOnce(),
     checkers.PrefixTreePins(),
     checkers.OneQueue(),
     checkers.Retries(),

@@ -38,7 +38,7 @@ FIRST_ROOM = 11
 
 
 class Fault(IntEnum):
-    """An index into a purse."""
+    """An index into a fault budget."""
 
     ABORT = 0  # a client leaves, or one half of its request never comes
     LOSS = 1  # a message between the replicas is lost
@@ -83,7 +83,7 @@ class Small(Struct, frozen=True):
     host_pages: int = 0  # on each side; 0: there is no host memory
     prefetch: PrefetchPolicy | None = None  # below it, storage of each side; None: there is none
     max_running: int = 2
-    metadata_slots: int = 2
+    result_slots: int = 2
     window_depth: int = 1
     num_micro_batches: int = 1
     prefix_cache: bool = False
@@ -107,7 +107,7 @@ class Small(Struct, frozen=True):
             min_micro_batch=1,
             prefix_cache=self.prefix_cache,
             reserved_decode_tokens=0,
-            metadata_slots=self.metadata_slots,
+            result_slots=self.result_slots,
             optimistic=self.optimistic,
             optimistic_retries=self.optimistic_retries,
             park_max_tokens=self.park_max_tokens,
@@ -256,8 +256,8 @@ class SmallWorld:
     def after(self, world_state: WorldState, move: Move) -> WorldState:
         """Raises `Violation` if an invariant breaks."""
         match move:
-            case ("own", side, *happening):
-                return self._let(world_state, side, tuple(happening))
+            case ("own", side, *own_move):
+                return self._let(world_state, side, tuple(own_move))
             case ("hear", side):
                 return self._hear(self._without_first(world_state, side), side, self._first(world_state, side))
             case ("copy", side):
@@ -288,9 +288,9 @@ class SmallWorld:
             case _:
                 raise AssertionError(move)
 
-    def _let(self, world_state: WorldState, side: int, happening: Move) -> WorldState:
+    def _let(self, world_state: WorldState, side: int, move: Move) -> WorldState:
         """One replica moves, and what it tells is on its way."""
-        outcome = self.stages[side].apply(world_state[side], happening)
+        outcome = self.stages[side].apply(world_state[side], move)
         prefill, decode, to_prefill, to_decode = world_state
         if side == PREFILL:
             return outcome.replica, decode, to_prefill, self._longer(world_state, to_decode, PREFILL, outcome)

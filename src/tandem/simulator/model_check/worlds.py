@@ -70,7 +70,7 @@ SMALL_WORLDS = (
         window_depth=2,
         prefix_cache=True,
         prefill_pages=3,
-        metadata_slots=1,
+        result_slots=1,
         faults=((Fault.ABORT, 1),),
     ),
     # Two pages of one request, while messages get lost or come twice and timers fire too early.

@@ -13,7 +13,7 @@ from tandem.transfer.protocol import Status
 
 @dataclass(slots=True)
 class DataPlaneFaults:
-    """The `Weather` of all `KvStore`s of a world."""
+    """What goes wrong with the `KvStore`s of a world, by chance."""
 
     random: Random
     options: Options

@@ -25,14 +25,14 @@ SMALL = NodeSettings(
     layout="layout",
     max_running=4,
     chunk_tokens=8,
-    metadata_slots=4,
+    result_slots=4,
 )
 CLOCKS = "F10"
 GIVEN_BY_THE_LINE = ("role", "incarnation")
 UNITS = (("ms", MILLISECOND), ("us", 1000), ("ns", 1), ("s", SECOND))
 # A scenario has no routers.
 ROUTED = ("num_gateways", "direct_share", "unified_share", "http_breaks", "http_silences", "error_heads", "has_encoder")
-NO_WEATHER = (
+NO_CHANCES = (
     "seed",
     "num_prefills",
     "num_decodes",
@@ -156,7 +156,7 @@ def chance_words(options: Options) -> list[str]:
 
 
 def _chance_fields(settings: Options | LinkSettings) -> dict[str, Any]:
-    names = [known.name for known in fields(settings) if known.name not in NO_WEATHER]
+    names = [known.name for known in fields(settings) if known.name not in NO_CHANCES]
     values = {name: getattr(settings, name) for name in names}
     return {name: value for name, value in values.items() if _is_plain(value)}
 

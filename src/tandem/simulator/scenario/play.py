@@ -47,7 +47,7 @@ from tandem.simulator.report import trace_step
 from tandem.simulator.scenario.dump import holdings
 from tandem.simulator.scenario.parse import SMALL, parse_chances, parse_ns, parse_setting, quiet_options
 from tandem.simulator.scenario.prompts import Stories
-from tandem.simulator.workload import Ask
+from tandem.simulator.workload import WorkloadRequest
 from tandem.simulator.world import STEADY, Timing, World
 
 DIVIDER = "-" * 100
@@ -202,7 +202,7 @@ class Scenario:
         )
         script.logprobs_from = int(options["logprobs"]) if "logprobs" in options else None
         timeout_ns, priority = parse_ns(options.get("timeout", "600s")), int(options.get("priority", "0"))
-        ask = Ask(len(self.asks), 0, script, timeout_ns, priority, None, None, repeats_room=False)
+        ask = WorkloadRequest(len(self.asks), 0, script, timeout_ns, priority, None, None, repeats_room=False)
         ask.tenant = options.get("tenant", "")
         ask.wants_vector = "vector" in options
         ask.prefill_rank = int(options["rank"]) if "rank" in options else None

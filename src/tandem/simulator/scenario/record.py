@@ -28,7 +28,7 @@ from tandem.simulator.faults.fault_schedule import FaultSchedule
 from tandem.simulator.faults.options import Options
 from tandem.simulator.scenario.parse import chance_words, json_word, ns_text, settings_words
 from tandem.simulator.scenario.prompts import Namer
-from tandem.simulator.scenario.script import Happening, NodeLine, OrderLine, RequestLine, Script
+from tandem.simulator.scenario.script import NodeLine, OrderLine, RequestLine, ScheduledLine, Script
 from tandem.simulator.world import World
 
 MICROSECOND = 1000
@@ -36,11 +36,11 @@ FOR_GOOD_NS = 3600 * SECOND
 
 
 @dataclass(slots=True)
-class Diary:
+class FaultPlan:
     """What the fault schedule of a seed does, and when. Its draws depend on nothing that happens in the world."""
 
     clock: Clock = field(default_factory=Clock)
-    happenings: list[Happening] = field(default_factory=list)
+    scheduled: list[ScheduledLine] = field(default_factory=list)
 
     def crash(self, name: str, *, down_ns: int) -> None:
         self._note(name, "crash", _short(down_ns))
@@ -98,18 +98,18 @@ class Diary:
         self._note(name, "swap")
 
     def _note(self, *words: str) -> None:
-        self.happenings.append(OrderLine(_rounded(self.clock.time), words))
+        self.scheduled.append(OrderLine(_rounded(self.clock.time), words))
 
 
 @dataclass(slots=True)
-class Tape:
+class Recorder:
     """Put in before the world runs."""
 
     world: World
     nodes: tuple[NodeLine, ...] = ()
     stories: dict[int, tuple[int, str]] = field(default_factory=dict)  # by the index of the ask
     namer: Namer = field(default_factory=Namer)
-    happenings: list[Happening] = field(default_factory=list)
+    scheduled: list[ScheduledLine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.nodes = tuple(
@@ -159,8 +159,8 @@ class Tape:
             half.ask.script.logprobs_from,
             request.wants_vector,
         )
-        if line not in self.happenings:
-            self.happenings.append(line)
+        if line not in self.scheduled:
+            self.scheduled.append(line)
 
     def _note_client(self, now: int, life: Life, verb: str, request: RequestId) -> None:
         half = life.halves.get(request)
@@ -168,30 +168,30 @@ class Tape:
             return
         story = self.stories[half.ask.index][0]
         words = (life.replica.name, verb, "prompt", str(story))
-        if not any(isinstance(line, OrderLine) and line.words == words for line in self.happenings):
-            self.happenings.append(OrderLine(_rounded(now), words, story))
+        if not any(isinstance(line, OrderLine) and line.words == words for line in self.scheduled):
+            self.scheduled.append(OrderLine(_rounded(now), words, story))
 
     def _note_told(self, now: int, life: Life, event: Event) -> None:
-        self.happenings.append(OrderLine(_rounded(now), (life.replica.name, "told", json_word(event))))
+        self.scheduled.append(OrderLine(_rounded(now), (life.replica.name, "told", json_word(event))))
 
     def script(self) -> Script:
         """What has happened so far. What is left to chance is that of the seed."""
         world, options = self.world, self.world.options
-        happenings = [*self.happenings, *planned(options, world.heals_at)]
+        scheduled = [*self.scheduled, *planned(options, world.heals_at)]
         if "F19" not in options.classes:  # some halves never understand each other
-            happenings.append(OrderLine(_rounded(world.heals_at), ("heal",)))
-        happenings = [line for line in happenings if line.at <= world.clock.time]
+            scheduled.append(OrderLine(_rounded(world.heals_at), ("heal",)))
+        scheduled = [line for line in scheduled if line.at <= world.clock.time]
         chances = (f"seed={options.seed}", *chance_words(options))
-        return Script(chances, self.nodes, tuple(sorted(happenings, key=lambda line: line.at)))
+        return Script(chances, self.nodes, tuple(sorted(scheduled, key=lambda line: line.at)))
 
 
-def planned(options: Options, until_ns: int) -> list[Happening]:
+def planned(options: Options, until_ns: int) -> list[ScheduledLine]:
     """The faults of a seed that are moments."""
-    diary = Diary()
-    FaultSchedule(diary, Random(f"nemesis {options.seed}"), options).schedule(until_ns)
-    while diary.clock.run_next():
+    plan = FaultPlan()
+    FaultSchedule(plan, Random(f"nemesis {options.seed}"), options).schedule(until_ns)
+    while plan.clock.run_next():
         pass
-    return diary.happenings
+    return plan.scheduled
 
 
 def _rounded(time_ns: int) -> int:

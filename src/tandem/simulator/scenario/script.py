@@ -73,14 +73,14 @@ class OrderLine:
         return " ".join(["at", ns_text(self.at), *self.words])
 
 
-Happening = RequestLine | OrderLine
+ScheduledLine = RequestLine | OrderLine
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
     chances: tuple[str, ...] = ()  # name=value; empty: steady and quiet
     nodes: tuple[NodeLine, ...] = ()
-    happenings: tuple[Happening, ...] = ()
+    scheduled: tuple[ScheduledLine, ...] = ()
     recount_every: int = 1
     until: str = "idle"
     comments: tuple[str, ...] = field(default=(), compare=False)
@@ -93,24 +93,24 @@ class Script:
         if self.chances:
             yield " ".join(["chances", *self.chances])
         yield from (node.text() for node in self.nodes)
-        yield from (line.text() for line in sorted(self.happenings, key=lambda line: line.at))
+        yield from (line.text() for line in sorted(self.scheduled, key=lambda line: line.at))
         if self.recount_every > 1:
             yield f"recount every {self.recount_every} events"
         yield f"until {self.until}"
 
     def without(self, dropped: frozenset[int]) -> "Script":
-        """`dropped`: indices of happenings."""
-        kept = (line for index, line in enumerate(self.happenings) if index not in dropped)
-        return replace(self, happenings=tuple(kept))
+        """`dropped`: indices of scheduled lines."""
+        kept = (line for index, line in enumerate(self.scheduled) if index not in dropped)
+        return replace(self, scheduled=tuple(kept))
 
-    def changed(self, index: int, line: Happening) -> "Script":
-        happenings = list(self.happenings)
-        happenings[index] = line
-        return replace(self, happenings=tuple(happenings))
+    def changed(self, index: int, line: ScheduledLine) -> "Script":
+        scheduled = list(self.scheduled)
+        scheduled[index] = line
+        return replace(self, scheduled=tuple(scheduled))
 
     def groups(self) -> list[frozenset[int]]:
-        """Indices of happenings that make sense together only."""
+        """Indices of scheduled lines that make sense together only."""
         found: dict[object, set[int]] = {}
-        for index, line in enumerate(self.happenings):
+        for index, line in enumerate(self.scheduled):
             found.setdefault(("story", line.story) if line.story is not None else index, set()).add(index)
         return [frozenset(group) for group in found.values()]

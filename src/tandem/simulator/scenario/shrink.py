@@ -1,8 +1,8 @@
 """Makes a failing seed small: from a cluster under faults to a few lines that break the same invariant.
 
-The seed is run with a tape; the tape is a scenario. Lines are then left out and simplified, and after every change the
-scenario is run again, as a whole, on the production nodes: a change stays only if the same invariant breaks. So nothing
-impossible can be told, and whatever comes out reproduces by itself, without the seed.
+The seed is run with a recorder, which gives a scenario. Lines are then left out and simplified, and after every change
+the scenario is run again, as a whole, on the production nodes: a change stays only if the same invariant breaks. So
+nothing impossible can be told, and whatever comes out reproduces by itself, without the seed.
 
 Leaving out a line moves the chance of everything after it. A change that loses the violation therefore gets some more
 tries with other dice, as long as anything is left to chance.
@@ -17,8 +17,8 @@ from tandem.simulator.faults.options import draw_options
 from tandem.simulator.oracle import Violation
 from tandem.simulator.scenario.parse import ns_text
 from tandem.simulator.scenario.play import DIVIDER, BadScript, Scenario
-from tandem.simulator.scenario.record import Tape
-from tandem.simulator.scenario.script import Happening, NodeLine, RequestLine, Script
+from tandem.simulator.scenario.record import Recorder
+from tandem.simulator.scenario.script import NodeLine, RequestLine, ScheduledLine, Script
 from tandem.simulator.world import RECOUNT_EVERY, World
 
 MAX_EVENTS = 1_500_000  # simulated while shrinking; about half a minute
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def num_events(self) -> int:
-        return len(self.script.happenings) + self.num_by_chance
+        return len(self.script.scheduled) + self.num_by_chance
 
     def text(self) -> str:
         """A scenario file: the script, and what the nodes do up to the violation."""
@@ -53,12 +53,12 @@ class Found:
 def shrink_seed(seed: int, max_events: int = MAX_EVENTS) -> Found | None:
     """None if the seed breaks nothing, or nothing that can be told again."""
     world = World(draw_options(seed))
-    tape = Tape(world)
+    recorder = Recorder(world)
     try:
         world.schedule_all()
         world.run()
     except Violation as violation:
-        return Shrinker(violation.invariant, max_events).shrink(tape.script(), world.clock.time)
+        return Shrinker(violation.invariant, max_events).shrink(recorder.script(), world.clock.time)
     return None
 
 
@@ -135,7 +135,7 @@ class Shrinker:
         self._drop(lambda script: script.groups())
 
     def _drop_lines(self) -> None:
-        self._drop(lambda script: [frozenset({index}) for index in range(len(script.happenings))])
+        self._drop(lambda script: [frozenset({index}) for index in range(len(script.scheduled))])
 
     def _drop(self, units: Callable[[Script], list[frozenset[int]]]) -> None:
         """Many at once as long as that works, then fewer; the latest first, for they depend on the others."""
@@ -150,7 +150,7 @@ class Shrinker:
 
     def _drop_nodes(self) -> None:
         for node in self._script.nodes:
-            if not any(_names(line, node.name) for line in self._script.happenings):
+            if not any(_names(line, node.name) for line in self._script.scheduled):
                 self._keep(replace(self._script, nodes=tuple(kept for kept in self._script.nodes if kept != node)))
 
     # -- simplifying
@@ -165,11 +165,11 @@ class Shrinker:
         for node in self._script.nodes:
             for setting in node.settings:
                 self._keep(_without_setting(self._script, node.name, setting))
-        for index in range(len(self._script.happenings)):
-            for simpler in _simpler(self._script.happenings[index]):
+        for index in range(len(self._script.scheduled)):
+            for simpler in _simpler(self._script.scheduled[index]):
                 if self._keep(self._script.changed(index, simpler)):
                     break
-        for story in {line.story for line in self._script.happenings if isinstance(line, RequestLine)}:
+        for story in {line.story for line in self._script.scheduled if isinstance(line, RequestLine)}:
             self._make_smaller(story)
 
     def _make_smaller(self, story: int) -> None:
@@ -181,14 +181,14 @@ class Shrinker:
                 pass
 
     def _keep_smaller(self, story: int, field: str, smaller: Callable[[int], int]) -> bool:
-        lines = self._script.happenings
+        lines = self._script.scheduled
         new = tuple(
             replace(line, **{field: max(1, smaller(getattr(line, field)))})
             if isinstance(line, RequestLine) and line.story == story
             else line
             for line in lines
         )
-        return new != lines and self._keep(replace(self._script, happenings=new))
+        return new != lines and self._keep(replace(self._script, scheduled=new))
 
     def _stop_early(self) -> None:
         self._keep(replace(self._script, until=ns_text(_milliseconds(self._best.ended_at))))
@@ -199,7 +199,7 @@ def _is_of_a_recount(violation: Violation) -> bool:
 
 
 def _beginnings(script: Script, ended_at: int) -> Iterator[Script]:
-    """The tape: calm and as it was, to the moment of the violation or until nothing is left to do."""
+    """The recorded scenario: calm and as it was, to the moment of the violation or until nothing is left to do."""
     for until in (ns_text(_milliseconds(ended_at + SLACK_NS)), "idle"):
         to_tell = replace(script, recount_every=RECOUNT_EVERY, until=until)
         yield replace(to_tell, chances=())
@@ -221,7 +221,7 @@ def _tries(script: Script) -> list[Script]:
     return [_with_other_dice(script, number) for number in range(MORE_DICE)] if script.chances else [script]
 
 
-def _names(line: Happening, name: str) -> bool:
+def _names(line: ScheduledLine, name: str) -> bool:
     return name in (line.replica, line.peer) if isinstance(line, RequestLine) else name in line.words
 
 
@@ -234,7 +234,7 @@ def _without_setting(script: Script, name: str, setting: str) -> Script:
     return replace(script, nodes=tuple(map(without, script.nodes)))
 
 
-def _simpler(line: Happening) -> Iterator[Happening]:
+def _simpler(line: ScheduledLine) -> Iterator[ScheduledLine]:
     """The same at a rounder time, and without what may not matter."""
     yield from (replace(line, at=line.at // coarse * coarse) for coarse in COARSE_NS if line.at % coarse)
     if isinstance(line, RequestLine):

@@ -49,7 +49,7 @@ class Conduct(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ClientRequest:
     """One request."""
 
     number: int
@@ -115,7 +115,7 @@ def tokenizer() -> Tokenizer:
 class Answer:
     """What a client has seen. Times are seconds since it began."""
 
-    ask: Ask
+    ask: ClientRequest
     began_ns: int
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -174,7 +174,7 @@ def draw_ask(
     careless: float,
     timeouts: Sequence[float],
     lengths: Sequence[int] = PROMPT_LENGTHS,
-) -> Ask:
+) -> ClientRequest:
     path = random.choice(("/generate", "/generate", "/generate", "/v1/completions", "/v1/chat/completions"))
     base = random.choice((0, 0, 7))  # some prompts share a prefix
     length = random.choice(lengths)
@@ -183,7 +183,7 @@ def draw_ask(
     conduct = Conduct.PATIENT
     if random.random() < careless:
         conduct = random.choice((Conduct.LEAVES, Conduct.SLOW, Conduct.HALF, Conduct.ABORTED))
-    return Ask(
+    return ClientRequest(
         number=number,
         path=path,
         prompt=prompt,
@@ -211,7 +211,7 @@ def shown(key: str) -> str:
     return f"Authorization: Bearer {key}\r\n" if key else ""
 
 
-async def ask_at(host: str, port: int, ask: Ask, random: Random, keys: Keys) -> Answer:
+async def ask_at(host: str, port: int, ask: ClientRequest, random: Random, keys: Keys) -> Answer:
     """Ask, and see what comes. Never raises for what a server does."""
     answer = Answer(ask, Machine.kernel.now)
     try:
@@ -232,7 +232,7 @@ def _since(answer: Answer) -> float:
     return (Machine.kernel.now - answer.began_ns) / 1e9
 
 
-async def _exchange(host: str, port: int, ask: Ask, answer: Answer, random: Random, keys: Keys) -> None:
+async def _exchange(host: str, port: int, ask: ClientRequest, answer: Answer, random: Random, keys: Keys) -> None:
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 16)
     aborting: asyncio.Task[object] | None = None
     try:
@@ -258,7 +258,7 @@ async def _exchange(host: str, port: int, ask: Ask, answer: Answer, random: Rand
         writer.transport.abort() if random.random() < 0.5 else writer.close()
 
 
-async def _abort(host: str, port: int, ask: Ask, after_s: float, keys: Keys) -> None:
+async def _abort(host: str, port: int, ask: ClientRequest, after_s: float, keys: Keys) -> None:
     await asyncio.sleep(after_s)
     await simple(host, port, "POST", "/abort_request", {"rid": ask.rid}, key=keys.admin)
 
@@ -300,7 +300,7 @@ async def simple(
     key: str = "",
 ) -> Answer | None:
     """One question of an operator; None: no answer."""
-    answer = Answer(Ask(0, path, (), "", 0, False, True, timeout_s, Conduct.PATIENT), Machine.kernel.now)
+    answer = Answer(ClientRequest(0, path, (), "", 0, False, True, timeout_s, Conduct.PATIENT), Machine.kernel.now)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):

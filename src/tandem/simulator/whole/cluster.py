@@ -13,7 +13,7 @@ import tandem
 from tandem.config import ServerConfig
 from tandem.core.kv.windows import most_seen
 from tandem.core.kv_parts import KvGrid
-from tandem.core.router.worker_registry import Worker
+from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role, WindowSettings
 from tandem.core.values import ceil_div
 from tandem.engine.model_config import read_config
@@ -143,9 +143,9 @@ def router(name: str, config: RouterConfig, *, machine: str = "127.0.0.1") -> Se
 
 def router_workers(
     prefills: Sequence[tuple[str, ServerConfig]], decodes: Sequence[tuple[str, ServerConfig]]
-) -> tuple[Worker, ...]:
+) -> tuple[RegisteredWorker, ...]:
     """Each with the machine where it is."""
-    workers: list[Worker] = []
+    workers: list[RegisteredWorker] = []
     for machine, one in prefills:
         url = f"http://{machine}:{one.port}"
         workers.append(make_worker(len(workers), Role.PREFILL, url, one.disaggregation_bootstrap_port))

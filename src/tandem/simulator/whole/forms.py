@@ -23,7 +23,7 @@ from tandem.server.api.structured_output import read_grammar
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.tool_parsers.base import CallArguments, CallStart, Piece, Reasoning, Text
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.clients import VOCABULARY, Answer, Ask, tokenizer
+from tandem.simulator.whole.clients import VOCABULARY, Answer, ClientRequest, tokenizer
 from tandem.simulator.whole.cluster import MODEL
 from tandem.simulator.whole.engine import EOS_TOKEN, prompt_logprob, right_tokens
 
@@ -101,13 +101,13 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class FormedAsk(Ask):
+class FormedAsk(ClientRequest):
     form: int = 0  # of its page
 
     @classmethod
-    def of(cls, ask: Ask, random: Random) -> "FormedAsk":
+    def of(cls, ask: ClientRequest, random: Random) -> "FormedAsk":
         path = random.choice(list(FORMS))
-        same = {field.name: getattr(ask, field.name) for field in fields(Ask)}
+        same = {field.name: getattr(ask, field.name) for field in fields(ClientRequest)}
         same |= {
             "path": path,
             "prompt": (),
@@ -129,7 +129,7 @@ class FormedAsk(Ask):
             asked = [{"role": "user", "content": [{"type": "input_text", "text": self.text}]}]
             rest = {"max_output_tokens": self.max_new, "stream": self.is_streamed, "rid": self.rid, "temperature": 0}
             return {"input": asked, **rest, **more}
-        body = Ask.body(self)
+        body = ClientRequest.body(self)
         if self.path == GENERATE:
             return {**body, "sampling_params": {**body["sampling_params"], **more}}
         return {**body, **more}
@@ -145,11 +145,11 @@ class Forms:
         self._tokenizer = Tokenizer(MODEL)
         self._form = ChatForm.of(config, self._tokenizer)
 
-    def matters_for(self, ask: Ask) -> bool:
+    def matters_for(self, ask: ClientRequest) -> bool:
         """Whether its answer is more, or other, than the text that the engine says."""
         return isinstance(ask, FormedAsk) or (ask.path == CHAT and self._form.reasoning != NONE)
 
-    async def right(self, ask: Ask) -> Said:
+    async def right(self, ask: ClientRequest) -> Said:
         """What has to be said."""
         document = ask.body()
         match ask.path:
@@ -174,12 +174,12 @@ class Forms:
         text = self._spelled(ask, prompt, grammar, is_chat=True)
         return put_together([*splitter.feed(text), *splitter.finish()])
 
-    def _echoed(self, ask: Ask, *, is_all: bool) -> Said:
+    def _echoed(self, ask: ClientRequest, *, is_all: bool) -> Said:
         _, *rest = self._tokenizer.encode(ask.text)
         scores = [prompt_logprob(token, position) for position, token in enumerate(rest, start=1)]
         return Said(ask.text + ("" if is_all else self._spelled(ask, ask.text, "")), scores=(None, *scores))
 
-    def _spelled(self, ask: Ask, prompt: str, grammar: str, *, is_chat: bool = False) -> str:
+    def _spelled(self, ask: ClientRequest, prompt: str, grammar: str, *, is_chat: bool = False) -> str:
         ids = self._tokenizer.encode(prompt, add_special_tokens=not is_chat)
         matcher = None
         if grammar:

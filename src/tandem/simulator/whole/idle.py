@@ -85,7 +85,7 @@ def held_by_node(state: dict[str, Any]) -> dict[str, object]:
     """state: one node's part of `/debug/state`. Empty when it is idle."""
     if "queues" not in state:
         return {"answer": state}
-    rows = state["result_rows"]
+    slots = state["result_slots"]
     numbers: dict[str, object] = {
         **{f"requests {queue}": ids for queue, ids in state["queues"].items()},
         "pages owned": state["pages"]["owned"],
@@ -93,7 +93,7 @@ def held_by_node(state: dict[str, Any]) -> dict[str, object]:
         "pages loading": state["pages"]["loading"],
         "pages being stored": state["host_pages"]["owned"],
         "pages pinned": state["pages_pinned_by_tree"],
-        "result slots": rows["total"] - rows["free"],
+        "result slots": slots["total"] - slots["free"],
         "rooms": state["rooms"],
         "batches": len(state["window"]),
     }

@@ -44,8 +44,8 @@ from tandem.simulator.checkers.liveness import IdleSteps, PagesComeBack, Questio
 from tandem.simulator.checkers.orders import Orders, Returns
 from tandem.simulator.checkers.outside import OwnClock
 from tandem.simulator.checkers.pages import PageAccounting, PageOwnership, PrefixTreePins, Quarantine
-from tandem.simulator.checkers.rows import RowOwners, RowsNeverBlock, RowsOnce
-from tandem.simulator.checkers.stream import OneEnd, Stream
+from tandem.simulator.checkers.result_slots import SlotOwners, SlotsNeverBlock, SlotsOnce
+from tandem.simulator.checkers.stream import OneEnd, StreamsInOrder
 from tandem.simulator.checkers.tiers import TierErrors, TierPages
 from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
@@ -102,13 +102,13 @@ class NodeChecks:
         self.unspoilt = Unspoilt(may_be_spoilt=may_be_spoilt)
         self.changes, self.queue_order, self.idle_steps = StateChanges(), QueueOrder(), IdleSteps()
         self.first_token, self.hit_rate, self.ping_pong = FirstTokenClock(), HitRate(), PingPong()
-        self.one_end, self.stream, self.verdict = OneEnd(), Stream(), OneVerdict()
+        self.one_end, self.stream, self.verdict = OneEnd(), StreamsInOrder(), OneVerdict()
         self.refusals, self.no_new_work, self.orders, self.returns = Refusals(), NoNewWork(), Orders(), Returns()
         self.vetoes, self.delay, self.retries = DelayerVetoes(), DelayIsBounded(), Retries()
-        self.pages, self.row_owners = PageAccounting(), RowOwners()
+        self.pages, self.slot_owners = PageAccounting(), SlotOwners()
         waits, sequence, same_set, clock = Waits(), OneSequence(), SameSet(), OwnClock()
         tier_errors = TierErrors()
-        self.of_states = (self.pages, self.row_owners, RowsNeverBlock(), Bounds())
+        self.of_states = (self.pages, self.slot_owners, SlotsNeverBlock(), Bounds())
         ends: tuple[Look, ...] = (
             self.one_end.ended,
             tier_errors.ended,
@@ -128,10 +128,10 @@ class NodeChecks:
             RevokePages: (self.verdict.asked,),
             CancelPull: (self.verdict.asked,),
             LearnPeer: (Questions().put,),
-            Tell: (self.row_owners.told, clock.told),
+            Tell: (self.slot_owners.told, clock.told),
         }
         self.recounters = (
-            *(self.pages, PageOwnership(), PrefixTreePins(), Quarantine(), self.row_owners, RowsOnce(), OneQueue()),
+            *(self.pages, PageOwnership(), PrefixTreePins(), Quarantine(), self.slot_owners, SlotsOnce(), OneQueue()),
             *(self.retries, self.ping_pong, self.changes, self.hit_rate, Gauges(), waits, clock, self.no_new_work),
             *(sequence, same_set, self.verdict, self.stream, TierPages(), tier_errors),
         )

@@ -1,4 +1,4 @@
-"""What a node process owes its neighbours and its clock, looked at from outside at every step.
+"""What a node process owes its local peers and its clock, looked at from outside at every step.
 
 causes     nobody is given up, no connection has to return and no pull loses its peer, unless something has gone wrong
 punctual   who has asked to be woken takes a step at that time

@@ -9,7 +9,7 @@ from typing import Any  # JSON documents
 
 from tandem.simulator.model import MASK, kv_content
 from tandem.simulator.oracle import Violation
-from tandem.simulator.whole.clients import Answer, Ask
+from tandem.simulator.whole.clients import Answer, ClientRequest
 from tandem.simulator.whole.engine import vector_of
 
 PATH = "/v1/embeddings"
@@ -24,13 +24,13 @@ def right_vector(prompt: Sequence[int]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class VectorAsk(Ask):
+class VectorAsk(ClientRequest):
     inputs: tuple[tuple[int, ...], ...] = ()
     is_base64: bool = False
 
     @classmethod
-    def of(cls, ask: Ask, random: Random) -> "VectorAsk":
-        same = {field.name: getattr(ask, field.name) for field in fields(Ask)}
+    def of(cls, ask: ClientRequest, random: Random) -> "VectorAsk":
+        same = {field.name: getattr(ask, field.name) for field in fields(ClientRequest)}
         same |= {"path": PATH, "text": "", "is_streamed": False, "scores": 0, "num_samples": 1}
         inputs = [ask.prompt[: random.randint(1, len(ask.prompt))] for _ in range(random.choice((1, 1, 3)))]
         return cls(**same, inputs=(ask.prompt, *inputs[1:]), is_base64=random.random() < 0.5)

@@ -34,7 +34,7 @@ from tandem.simulator.occurrences import Occurrences
 from tandem.simulator.oracle import Violation
 from tandem.simulator.report import SeedResult
 from tandem.simulator.whole import cluster as servers
-from tandem.simulator.whole.clients import Answer, Answers, Ask, Keys, ask_at, draw_ask, plain_answer, simple
+from tandem.simulator.whole.clients import Answer, Answers, ClientRequest, Keys, ask_at, draw_ask, plain_answer, simple
 from tandem.simulator.whole.cluster import PlainModel, Server
 from tandem.simulator.whole.collectives import collectives
 from tandem.simulator.whole.disk import Disk
@@ -309,7 +309,7 @@ class World:
         await asyncio.sleep(after_s)
         self.answers.append(await self._ask(ask, random))
 
-    async def _ask(self, ask: Ask, random: Random) -> Answer:
+    async def _ask(self, ask: ClientRequest, random: Random) -> Answer:
         ask = replace(ask, answers=self.right)
         if self.options.block_tokens > 1:
             ask = replace(ask, scores=0)  # which tokens have that are found one behind the other

@@ -26,7 +26,7 @@ def in_state(prefill: Server, name: str) -> int:
 
 def rows(prefill: Server) -> tuple[int, int]:
     """(free, all)"""
-    found = prefill.state()["result_rows"]
+    found = prefill.state()["result_slots"]
     return found["free"], found["total"]
 
 
@@ -94,9 +94,9 @@ def test_who_lacks_a_row_is_passed_over_by_one_that_has_one(tmp_path: Path) -> N
             half_of_decode = decode.open_stream([8] * 16 * 18, **ready)
             eventually(lambda: prefill.state()["stashed"] == 1, what=prefill.state)
             half = prefill.open_stream([8] * 16 * 18, **ready)
-            eventually(lambda: waits_for(prefill, "lacking") == "metadata_slot", what=prefill.state)
+            eventually(lambda: waits_for(prefill, "lacking") == "result_slot", what=prefill.state)
             eventually(lambda: in_state(prefill, "sending") == in_state(prefill, "parked") == 1, what=prefill.state)
-            assert waits_for(prefill, "lacking") == "metadata_slot"
+            assert waits_for(prefill, "lacking") == "result_slot"
             assert in_state(prefill, "queued") == 2
             assert rows(prefill) == (0, 3)
         assert half_of_decode.getresponse().status == half.getresponse().status == 200
