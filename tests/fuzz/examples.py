@@ -14,6 +14,7 @@ SCALARS: dict[type, Any] = {
     inspect.BoolType: True,
     inspect.NoneType: None,
     inspect.AnyType: None,
+    inspect.RawType: msgspec.Raw(msgspec.msgpack.encode(None)),
 }
 
 
