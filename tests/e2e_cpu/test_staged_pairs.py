@@ -109,7 +109,9 @@ def test_transfers_of_staged_kv_that_fail_change_no_token_and_hold_nothing(
 
 
 def test_who_stages_says_so_and_sends_bytes(staged: tuple[Server, Server], common: Cluster) -> None:
-    assert ask(staged, [prompt_of(50)])[0][1] == "remote"
+    """Also where the other half would lend its memory."""
+    for left, right in (staged, (common.prefills[0], staged[1])):
+        assert ask((left, right), [prompt_of(50)])[0][1] == "remote"
     for server in staged:
         assert SAYS_SO in server.log
         found = server.get("/server_info")["kv_connections"]

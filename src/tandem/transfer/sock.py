@@ -1,8 +1,9 @@
 """The data plane: two-sided pull over sockets, AF_UNIX on one host, TCP between hosts (see `port.py`).
 
 Two-sided means that each side touches only its own memory: the owner sends from its pages while it lends them, the
-reader receives into its own. A byte that is late meets a closed socket, never a reused page. The digests are made and
-the answers to commands are said by one thread, the desk, in the order of the commands.
+reader receives into its own; where pages are in memory of a device, from and into copies of them (`staged_pages.py`,
+decision 036). A byte that is late meets a closed socket, never a reused page. The digests are made and the answers to
+commands are said by one thread, the desk, in the order of the commands.
 
 On one host the reader may be lent the owner's memory instead, mapped read-only (`shared_memory.py`, decision 032). Then
 it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same. So it is where
