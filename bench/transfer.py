@@ -36,6 +36,7 @@ from tandem.storage_config import is_nixl_installed
 from tandem.transfer import link, protocol, shared_memory
 from tandem.transfer.handshake import ReaderHandshake
 from tandem.transfer.jobs import PeerAddress
+from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
 
@@ -80,7 +81,7 @@ def serve(control: Connection, num_pages: int, page_bytes: int, fabric: str) -> 
         pool[page * page_bytes : (page + 1) * page_bytes] = rng.randbytes(page_bytes)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     transfer = SockTransfer(
-        pool,
+        Pages(pool, page_bytes),
         KvShard.whole(page_bytes),
         incarnation=PEER,
         secret=SECRET,
@@ -121,7 +122,7 @@ class Reading:
                 pool[page * page_bytes] = 1
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.transfer = SockTransfer(
-            self.pool,
+            Pages(self.pool, page_bytes),
             KvShard.whole(page_bytes),
             incarnation=READER,
             secret=SECRET,

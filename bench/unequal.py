@@ -31,6 +31,7 @@ from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
 from tandem.transfer.jobs import PeerAddress
+from tandem.transfer.pages import Pages
 from tandem.transfer.sock import SockTransfer
 
 GRID, CELL_BYTES = KvGrid(num_layers=16, num_kv_heads=8), 2 * 16 * 64 * 2
@@ -64,7 +65,14 @@ class Side:
             pool = memoryview(mmap.mmap(-1, num_pages * kv.page_bytes))
             pool[:] = random.Random(shard).randbytes(kv.page_bytes) * num_pages
             self.transfers.append(
-                SockTransfer(pool, kv, incarnation=who, secret=SECRET, host="127.0.0.1", report=self.events.put)
+                SockTransfer(
+                    Pages(pool, kv.page_bytes),
+                    kv,
+                    incarnation=who,
+                    secret=SECRET,
+                    host="127.0.0.1",
+                    report=self.events.put,
+                )
             )
 
     def wait(self, kind: type[Event], *, landed: int = 0) -> list[Event]:

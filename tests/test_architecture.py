@@ -42,7 +42,10 @@ ENGINE_CONFIG = (
     "quantization",
     "models.table",
 )
-ENGINE_BATCH = ("batch", "rows", "parallel", "kv_memory", "decode_set", "sequence", "sampler", "recurrent_states")
+ENGINE_BATCH = (
+    *("batch", "rows", "parallel", "kv_memory", "device_pages", "decode_set", "sequence", "sampler"),
+    "recurrent_states",
+)
 # What the server decides and says without a socket, thread or clock: the simulator drives it too.
 SERVER_MACHINES = (
     *("wire", "frames", "api.errors", "api.live_requests", "api.bootstrap_questions", "api.question_lanes"),

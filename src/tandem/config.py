@@ -627,6 +627,12 @@ FAULT_SEED = Variable(
     "TEST_FAULT_SEED", "test hook: says which transfers those are; 0: drawn", is_whole=True, most=2.0**53
 )
 
+STAGED_KV = Variable(
+    "TEST_STAGED_KV",
+    "test hook: KV in memory that is not shared, as on a GPU, so that its pages travel by way of copies (`sock`)",
+    is_switch=True,
+)
+
 ENGINES = Variable(
     "ENGINES",
     "engines that share the cores of this machine; `tandem up` and `tandem demo` set it for their servers",
@@ -646,6 +652,7 @@ ENVIRONMENT = (
     FORCED_RETRIES,
     FAILED_TRANSFERS,
     FAULT_SEED,
+    STAGED_KV,
     ENGINES,
 )
 

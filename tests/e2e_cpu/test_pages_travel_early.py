@@ -42,6 +42,7 @@ from tandem.engine.engine import Engine
 from tandem.membership import ClusterSecret
 from tandem.pagehash import prompt_hashes, root_hash
 from tandem.sampling import Payload, SamplingParams
+from tandem.transfer.pages import Pages
 from tandem.transfer.sock import SockTransfer
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
@@ -60,7 +61,7 @@ class Half:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         assert self.engine.kv.buffer is not None
         self.transfer = SockTransfer(
-            self.engine.kv.buffer,
+            Pages(self.engine.kv.buffer, self.engine.kv.page_bytes),
             KvShard.whole(self.engine.kv.page_bytes),
             incarnation=self.me,
             secret=ClusterSecret(b"the secret of these two"),

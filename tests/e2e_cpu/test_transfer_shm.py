@@ -197,7 +197,8 @@ def copy(*args, **options):
         pass  # as a copy does: computes, and hears no signal that Python would handle
 pages.copy_pieces = copy
 peer = Incarnation(name, id)
-transfer = SockTransfer(memoryview(mmap.mmap(-1, 64 * page_bytes)), KvShard.whole(page_bytes), host="127.0.0.1",
+memory = memoryview(mmap.mmap(-1, 64 * page_bytes))
+transfer = SockTransfer(pages.Pages(memory, page_bytes), KvShard.whole(page_bytes), host="127.0.0.1",
                         incarnation=Incarnation("decode", "9"), secret=ClusterSecret(bytes.fromhex(secret)),
                         report=lambda event: print(event, file=sys.stderr), backend=Backend.SHM)
 transfer.connect(peer, Cut(), [PeerAddress(*at)])

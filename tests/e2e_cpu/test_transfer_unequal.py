@@ -1,11 +1,13 @@
-"""Pages between servers that are cut differently, over real sockets, through shared memory and by NIXL: every byte
-comes to its place, once, checked."""
+"""Pages between servers that are cut differently, over real sockets, through shared memory, by NIXL, and of devices:
+every byte comes to its place, once, checked."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any  # settings by name
 
 import pytest
+from staged_side import STAGED, Stage
 from transfer_world import DECODE, PREFILL, WITH_NIXL, Side
 
 from tandem.core.commands import CancelPull, PublishPages, PullPages, RevokePages
@@ -73,9 +75,11 @@ class Pair:
 
 
 @contextmanager
-def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backend = Backend.SOCK) -> Iterator[Pair]:
+def pair(
+    source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backend = Backend.SOCK, stage: Stage | None = None
+) -> Iterator[Pair]:
     def side(who: Incarnation, cut: Cut, shard: ShardId) -> Side:
-        return Side(who, num_pages=num_pages, kv=KvShard(GRID, cut, shard, CELL_BYTES), backend=backend)
+        return Side(who, num_pages=num_pages, kv=KvShard(GRID, cut, shard, CELL_BYTES), backend=backend, stage=stage)
 
     prefill = [side(PREFILL, source, shard) for shard in source.shards]
     decode = [side(DECODE, target, shard) for shard in target.shards]
@@ -95,20 +99,21 @@ def pair(source: Cut, target: Cut, *, num_pages: int = NUM_PAGES, backend: Backe
 
 
 BACKENDS = pytest.mark.parametrize(
-    "backend",
+    "how",
     [
-        pytest.param(Backend.SOCK, id="sock"),
-        pytest.param(Backend.SHM, id="shm"),
-        pytest.param(Backend.NIXL, id="nixl", marks=WITH_NIXL),
+        pytest.param({"backend": Backend.SOCK}, id="sock"),
+        pytest.param({"backend": Backend.SHM}, id="shm"),
+        pytest.param({"backend": Backend.NIXL}, id="nixl", marks=WITH_NIXL),
+        pytest.param({"stage": STAGED}, id="staged"),
     ],
 )
 
 
 @BACKENDS
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: f"{cuts[0].name} to {cuts[1].name}")
-def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[Cut, Cut], backend: Backend) -> None:
+def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[Cut, Cut], how: dict[str, Any]) -> None:
     sources, destinations = [3, 4, 5, 17, 9], [8, 1, 2, 30, 31]
-    with pair(*cuts, backend=backend) as it:
+    with pair(*cuts, **how) as it:
         before = [bytes(side.memory) for side in it.decode]
         it.pull(sources, destinations, it.publish(sources))
         for index, side in enumerate(it.decode):
@@ -122,9 +127,9 @@ def test_every_worker_gets_its_part_of_every_page_and_no_other_byte(cuts: tuple[
 
 
 @BACKENDS
-def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes(backend: Backend) -> None:
+def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes(how: dict[str, Any]) -> None:
     pages = list(range(300))
-    with pair(Cut(1, 4), Cut(1), num_pages=len(pages), backend=backend) as it:
+    with pair(Cut(1, 4), Cut(1), num_pages=len(pages), **how) as it:
         assert len(pages) * GRID.num_kv_heads > 1024
         it.pull(pages, pages[::-1], it.publish(pages))
         (side,) = it.decode
@@ -133,8 +138,8 @@ def test_many_pages_of_many_runs_are_more_pieces_than_one_call_takes(backend: Ba
 
 
 @BACKENDS
-def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere(backend: Backend) -> None:
-    with pair(Cut(2), Cut(1, 2), backend=backend) as it:
+def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere(how: dict[str, Any]) -> None:
+    with pair(Cut(2), Cut(1, 2), **how) as it:
         offered = it.publish([3])
         last = it.prefill[1]
         changed = bytearray(last.page(3))
@@ -147,8 +152,8 @@ def test_a_changed_byte_of_one_part_fails_where_it_is_read_and_lands_elsewhere(b
 
 
 @BACKENDS
-def test_a_worker_that_is_gone_fails_the_attempt_which_then_drains(backend: Backend) -> None:
-    with pair(Cut(2), Cut(1), backend=backend) as it:
+def test_a_worker_that_is_gone_fails_the_attempt_which_then_drains(how: dict[str, Any]) -> None:
+    with pair(Cut(2), Cut(1), **how) as it:
         offered = it.publish([3, 4])
         it.prefill[1].transfer.close()
         it.pull([3, 4], [7, 8], offered)

@@ -26,6 +26,7 @@ from tandem.core.values import Incarnation, PageId, RequestId
 from tandem.membership import ClusterSecret
 from tandem.storage_config import is_nixl_installed
 from tandem.transfer import shared_memory
+from tandem.transfer.pages import PageAccess, Pages
 from tandem.transfer.port import Backend
 from tandem.transfer.protocol import GRANT_SECRET_BYTES
 from tandem.transfer.sock import SockTransfer
@@ -65,9 +66,13 @@ class Side:
         seed: int = 0,
         secret: ClusterSecret = SECRET,
         gives_back: bool = False,
+        stage: Callable[[memoryview, int], PageAccess] | None = None,
         **options: object,
     ) -> None:
-        """kv: of a worker that is one of several; else it has all of every page, `page_bytes`"""
+        """kv: of a worker that is one of several; else it has all of every page, `page_bytes`
+
+        stage: the memory, in pages of so many bytes, is a device's; None: it is ours
+        """
         kv = kv or KvShard.whole(page_bytes)
         self.page_bytes, self.num_pages = kv.page_bytes, num_pages
         page_bytes = kv.page_bytes
@@ -82,13 +87,13 @@ class Side:
         self.lender: Lender | None = None  # whose secrets are presented when nothing else is said
         self._arrived = threading.Condition()
         self.transfer = SockTransfer(
-            self.memory,
+            (stage or Pages)(self.memory, page_bytes),
             kv,
             incarnation=incarnation,
             secret=secret,
             host="127.0.0.1",
             report=self._report,
-            memory=self._lent,
+            memory=self._lent if stage is None else None,
             gives_back=gives_back,
             **options,  # type: ignore[arg-type]
         )
@@ -310,6 +315,7 @@ from tandem.core.kv_parts import KvShard
 from tandem.core.values import Incarnation
 from tandem.membership import ClusterSecret
 from tandem.transfer import link, shared_memory
+from tandem.transfer.pages import Pages
 from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
 
@@ -328,8 +334,9 @@ def report(event):
     if type(event).__name__ == "PagesDigested":
         at = [transfer.host, transfer.port, transfer.unix]
         print(json.dumps([*at, event.digests[0].hex(), event.secret.hex()]), flush=True)
-transfer = SockTransfer(memory, KvShard.whole(page_bytes), incarnation=Incarnation(name, id), host="127.0.0.1",
-                        secret=ClusterSecret(bytes.fromhex(secret)), report=report,
+transfer = SockTransfer(Pages(memory, page_bytes), KvShard.whole(page_bytes),
+                        incarnation=Incarnation(name, id), host="127.0.0.1", report=report,
+                        secret=ClusterSecret(bytes.fromhex(secret)),
                         memory=descriptor if shares else None, backend=Backend(backend))
 if backend == "nixl":
     transfer.start_nixl(lends=True)

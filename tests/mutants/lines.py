@@ -77,6 +77,8 @@ WINDOWED = "e2e_cpu/test_windows_served.py::test_"
 POOL_SIZE = "unit/test_pool_size.py::test_"
 BY_NIXL = "e2e_cpu/test_transfer_nixl.py::test_"
 SHARED = "e2e_cpu/test_transfer_shm.py::test_"
+OF_A_DEVICE = "e2e_cpu/test_transfer_staged.py::test_"
+STAGED_LAWS = "unit/test_staged_pages.py::test_"
 EMBEDDED = "e2e_cpu/test_vectors.py::test_"
 ON_RECORD = "e2e_cpu/test_retries_on_record.py::test_"
 CLEARED = "unit/test_engine_run.py::test_pages_that_a_request_writes_first_show_nothing_of_who_had_them_before"
@@ -1034,9 +1036,80 @@ OTHERS = (
     Break(
         "digests_of_copied_pages_are_not_compared",
         "transfer/reader.py",
-        "            self._compare(job, part)",
+        "            self._compare(job, part, here)",
         "            pass",
         SHARED + "a_page_that_is_overwritten_during_the_copy_is_a_failure_that_can_be_tried_again",
+    ),
+    # decision 036: KV in memory of a device
+    Break(
+        "what_comes_for_a_device_stays_in_host_memory",
+        "transfer/staged_pages.py",
+        "            self._copies.write(pages, runs, slot)",
+        "            pass",
+        OF_A_DEVICE + "scattered_pages_arrive_byte_for_byte_and_no_other_byte_does",
+    ),
+    Break(
+        "what_comes_for_a_device_is_not_compared",
+        "transfer/reader.py",
+        "                self._compare(job, span, here)",
+        "                pass",
+        OF_A_DEVICE + "a_page_that_differs_from_its_digest_never_comes_to_the_device",
+    ),
+    Break(
+        "a_pull_drains_while_it_is_copied_to_a_device",
+        "transfer/puller.py",
+        "        if attempt.is_armed:",
+        "        if False:",
+        OF_A_DEVICE + "a_cancelled_pull_drains_when_the_copy_into_its_pages_has_ended",
+    ),
+    Break(
+        "pages_are_drained_while_they_are_copied_from_a_device",
+        "transfer/lender.py",
+        "        if grant.readers:",
+        "        if False:",
+        OF_A_DEVICE + "revoked_pages_are_drained_when_the_copy_out_of_them_has_ended",
+    ),
+    Break(
+        "staging_memory_has_no_bound",
+        "transfer/staged_pages.py",
+        "        return bool(self._free) or self._num_slots < self._max_slots",
+        "        return True",
+        STAGED_LAWS + "no_more_slots_are_made_than_frames_move_at_once_and_never_more_than_the_bound",
+    ),
+    Break(
+        "a_slot_of_staging_memory_does_not_come_back",
+        "transfer/staged_pages.py",
+        "                    self._free.append(slot)",
+        "                    pass",
+        STAGED_LAWS + "no_more_slots_are_made_than_frames_move_at_once_and_never_more_than_the_bound",
+    ),
+    Break(
+        "memory_that_was_not_there_counts_as_a_slot",
+        "transfer/staged_pages.py",
+        "                    self._num_slots -= 1",
+        "                    pass",
+        STAGED_LAWS + "where_there_is_no_memory_the_frame_fails_and_the_bound_is_as_it_was",
+    ),
+    Break(
+        "parts_of_a_devices_pages_are_read_from_their_beginning",
+        "engine/device_pages.py",
+        "        return self._bytes.as_strided((num_pages, runs.count, runs.size), strides, runs.first)",
+        "        return self._bytes.as_strided((num_pages, runs.count, runs.size), strides, 0)",
+        STAGED_LAWS + "what_is_read_is_what_mapped_pages_hold",
+    ),
+    Break(
+        "nixl_is_said_to_reach_a_device",
+        "server/worker_process.py",
+        "        if backend in (Backend.SHM, Backend.NIXL):",
+        "        if backend is Backend.SHM:",
+        "unit/test_worker_process.py::test_what_cannot_reach_kv_of_a_device_is_refused_by_name",
+    ),
+    Break(
+        "pages_of_a_device_are_copied_from_shared_memory",
+        "server/worker_process.py",
+        "        backend = Backend.SOCK",
+        "        pass",
+        "e2e_cpu/test_staged_pairs.py::test_who_stages_says_so_and_sends_bytes",
     ),
     # layers with a window
     Break(
@@ -1147,8 +1220,8 @@ OTHERS = (
     Break(
         "memory_that_is_given_back_in_parts_is_registered",
         "transfer/sock.py",
-        "            register=None if gives_back else partial(nixl_access.register, buffer, host=host),",
-        "            register=partial(nixl_access.register, buffer, host=host),",
+        "host=host) if buffer is not None and not gives_back else None",
+        "host=host) if buffer is not None else None",
         BY_NIXL + "memory_that_is_given_back_in_parts_is_not_registered",
     ),
     Break(

@@ -130,21 +130,22 @@ def test_a_pair_of_several_workers_each_says_what_transformers_says(
     """And says it again while transfers fail."""
     prefill, decode = pair
     with kept.pair(prefill.words, decode.words) as it:
-        assert it.router is not None
-        assert_same_tokens(prompts, ask_each(it.router, prompts), path="remote")
-        assert_idle(it.servers)
-        for server in it.servers:
-            flush_cache(server)
-        it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
-        some = prompts[::2]
-        answers = ask_all(it.router, some)
-        assert "fallback" in {answer["meta_info"]["path"] for answer in answers}
-        for path in ("remote", "fallback"):
-            took = [number for number, answer in enumerate(answers) if answer["meta_info"]["path"] == path]
-            assert_same_tokens([some[number] for number in took], [answers[number] for number in took], path=path)
-        it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": 0.0})
-        assert_idle(it.servers)
-        assert_each_worker_counts_for_itself(it, prefill, decode)
+        assert_says_what_transformers_says(it, prompts, prefill, decode)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decode", [Grid(1, 1), Grid(1, 2)], ids=str)
+def test_a_pair_of_several_workers_with_staged_kv_says_what_transformers_says(
+    prompts: list[list[int]], decode: Grid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each page the workers of one side have other parts than those of the other."""
+    monkeypatch.setenv("TANDEM_TEST_STAGED_KV", "1")
+    prefill = Grid(2, 1)
+    words = {"prefill_flags": prefill.words, "decode_flags": decode.words}
+    with cluster(prefills=1, decodes=1, flags=[*FLAGS, *FAULTS], **words) as it:
+        assert_says_what_transformers_says(it, prompts, prefill, decode)
+        assert "(staged)" in it.prefills[0].log
+        assert "(staged)" in it.decodes[0].log
 
 
 def test_every_prefill_is_tried_with_every_decode() -> None:
@@ -153,6 +154,25 @@ def test_every_prefill_is_tried_with_every_decode() -> None:
     pairs = [*PAIRS, *(param.values[0] for param in MORE_PAIRS)]
     tried = {((left.tp, left.pp), (right.tp, right.pp)) for left, right in pairs if left.cp == 1}
     assert {(left, right) for left in sizes for right in sizes if (left, right) != ((1, 1), (1, 1))} <= tried
+
+
+def assert_says_what_transformers_says(it: Cluster, prompts: list[list[int]], prefill: Grid, decode: Grid) -> None:
+    """With nothing cached, and again while transfers fail; and nothing is held afterwards."""
+    assert it.router is not None
+    assert_same_tokens(prompts, ask_each(it.router, prompts), path="remote")
+    assert_idle(it.servers)
+    for server in it.servers:
+        flush_cache(server)
+    it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
+    some = prompts[::2]
+    answers = ask_all(it.router, some)
+    assert "fallback" in {answer["meta_info"]["path"] for answer in answers}
+    for path in ("remote", "fallback"):
+        took = [number for number, answer in enumerate(answers) if answer["meta_info"]["path"] == path]
+        assert_same_tokens([some[number] for number in took], [answers[number] for number in took], path=path)
+    it.decodes[0].call("PUT", "/debug/faults", {"disagg_failure_prob": 0.0})
+    assert_idle(it.servers)
+    assert_each_worker_counts_for_itself(it, prefill, decode)
 
 
 def assert_idle(servers: Sequence[Server]) -> None:

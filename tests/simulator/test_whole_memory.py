@@ -21,6 +21,7 @@ from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatc
 from tandem.simulator.whole.virtual_process import Programs, virtual_machine
 from tandem.transfer import link as links
 from tandem.transfer import owner, reader
+from tandem.transfer.pages import Pages
 
 PEER = Incarnation("prefill-0", "1")
 PAGE_BYTES, NUM_PAGES = 64, 8
@@ -37,7 +38,7 @@ class Pair:
         watch = TransferWatch(kernel, found.append, lambda process, since: False, memories)
         self.owner, self.reader = (
             CheckedTransfer(
-                memoryview(buffer),
+                Pages(memoryview(buffer), PAGE_BYTES),
                 KvShard.whole(PAGE_BYTES),
                 report=self.said.append,
                 watch=watch,

@@ -94,6 +94,13 @@ def test_pages_that_nixl_reads_stay_whole(role: str, is_whole: bool) -> None:
             size(model_of(None, WINDOW), swa_full_tokens_ratio=0.5, **settings)
 
 
+def test_pages_that_are_staged_stay_whole_as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_STAGED_KV", "1")
+    assert size(model_of(None, WINDOW), max_total_tokens=1600) == PoolSize(100)
+    with pytest.raises(ServerFailure, match="pages stay whole with TANDEM_TEST_STAGED_KV"):
+        size(model_of(None, WINDOW), max_total_tokens=1600, swa_full_tokens_ratio=0.5)
+
+
 def test_windows_get_the_share_that_is_asked_for_if_one_request_runs_in_it() -> None:
     model = model_of(None, WINDOW)
     settings: dict[str, Any] = {"max_total_tokens": 1600, "chunked_prefill_size": 128}

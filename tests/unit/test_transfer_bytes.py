@@ -22,6 +22,7 @@ from tandem.transfer.digests import DIGEST_BYTES, unpack_digests
 from tandem.transfer.handshake import NotProven, OwnerHandshake, ReaderHandshake
 from tandem.transfer.jobs import OfferedPages
 from tandem.transfer.owner import ReaderLink
+from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Hello, Malformed, Registered, Status
 from tandem.transfer.reader import PullFailed
 from tandem.transfer.sock import SockTransfer
@@ -182,7 +183,7 @@ class Plane:
         self.memory = bytearray(range(NUM_PAGES)) * PAGE_BYTES
         self.events: list[Event] = []
         self.transfer = SockTransfer(
-            memoryview(self.memory),
+            Pages(memoryview(self.memory), PAGE_BYTES),
             KvShard.whole(PAGE_BYTES),
             incarnation=OWNER,
             secret=SECRET,

@@ -258,6 +258,36 @@ def test_the_attention_backend_is_the_one_that_was_asked_for() -> None:
         start(launch, BlockingChannel(worker, wire.NodeToWorker))
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"disaggregation_transfer_backend": "shm"},
+            "--disaggregation-transfer-backend shm does not reach KV in memory",
+        ),
+        (
+            {"disaggregation_transfer_backend": "nixl"},
+            "--disaggregation-transfer-backend nixl does not reach KV in mem",
+        ),
+        (
+            {"enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache copies pages on the CPU, and KV is in memory",
+        ),
+    ],
+    ids=lambda it: next(iter(it)) if isinstance(it, dict) else "",
+)
+def test_what_cannot_reach_kv_of_a_device_is_refused_by_name(
+    settings: dict[str, Any], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_TEST_STAGED_KV", "1")
+    config = ServerConfig(model="tandem/mini", max_total_tokens=64, disaggregation_mode="decode", **settings)
+    launch = Launch(config, str(MINI), Incarnation("s", "1"), 0, 1, 0)
+    node, worker = socket.socketpair()
+    node.close()  # a worker that is not refused ends with its node
+    with worker, pytest.raises(ServerFailure, match=told):
+        start(launch, BlockingChannel(worker, wire.NodeToWorker))
+
+
 @pytest.mark.parametrize("other", [{"a": "1", "b": "3"}, {"a": "1"}, {"a": "1", "b": "2", "c": ""}])
 def test_layouts_that_differ_anywhere_have_another_digest(other: dict[str, str]) -> None:
     assert layout_digest(other) != layout_digest({"a": "1", "b": "2"})

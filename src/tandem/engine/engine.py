@@ -68,9 +68,10 @@ class Engine:
         context: ContextRanks = ONE_CONTEXT,
         vocabulary: Vocabulary | None = None,
         block_threshold: float = DEFAULT_THRESHOLD,
+        maps_kv: bool = True,
     ) -> None:
         """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples;
-        `block_threshold` is as `Denoiser` has it.
+        `block_threshold` is as `Denoiser` has it; `maps_kv` as `KvMemory`.
 
         Raises ModelError for an attention backend that is not known or cannot do what this model needs.
         """
@@ -81,7 +82,12 @@ class Engine:
         self.model = model
         self.page_size = page_size
         self.kv = KvMemory(
-            model.kv_shape, page_size=page_size, num_pages=num_pages, dtype=model.dtype, device=model.device
+            model.kv_shape,
+            page_size=page_size,
+            num_pages=num_pages,
+            dtype=model.dtype,
+            device=model.device,
+            is_mapped=maps_kv,
         )
         kernels = library.best(deterministic=deterministic) if model.dtype in library.DTYPES else None
         self._kernels = library.use(kernels)

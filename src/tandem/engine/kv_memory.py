@@ -3,7 +3,8 @@
 On CPU it is a memfd: the transfer side maps or sends its bytes, no copy in between. A page is one contiguous block;
 in it heads come before layers, so a split by heads is one contiguous run per page (`core/kv_parts.py`).
 
-On another device it is a plain tensor there: `fd` and `buffer` are None and a transfer has to copy through the host.
+On another device it is a plain tensor there: `fd` and `buffer` are None and a transfer copies through the host
+(`copies`).
 
 Rule: slots of a page that were never written hold zeros. Attention masks them, but 0 x NaN is NaN, and what another
 request left there must not reach this one. So a page is cleared when its first slot is written (`clear`).
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.values import ceil_div
+from tandem.engine.device_pages import DevicePages
 
 SCALE_BYTES = 4
 SYSTEM_PAGE = mmap.PAGESIZE
@@ -107,8 +109,16 @@ class KvMemory:
     """
 
     def __init__(
-        self, shape: KvShape, *, page_size: int, num_pages: int, dtype: torch.dtype, device: str = "cpu"
+        self,
+        shape: KvShape,
+        *,
+        page_size: int,
+        num_pages: int,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        is_mapped: bool = True,
     ) -> None:
+        """is_mapped: where it can be; else as on another device, which is for tests"""
         self.page_size = page_size
         self.num_pages = num_pages
         self.num_kv_heads = shape.num_kv_heads
@@ -128,7 +138,7 @@ class KvMemory:
         self._mapping: mmap.mmap | None = None
         self.buffer: memoryview | None = None
         sizes = (num_pages, shape.num_kv_heads, self.num_cells, 2, page_size, row)
-        if device == "cpu" and self.page_bytes:
+        if device == "cpu" and is_mapped and self.page_bytes:
             self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, num_pages * self.page_bytes)
             self._mapping = mmap.mmap(self.fd, num_pages * self.page_bytes)
@@ -139,6 +149,7 @@ class KvMemory:
             self.tensor = torch.frombuffer(self.buffer, dtype=stored).view(sizes)
         else:
             self.tensor = torch.zeros(sizes, dtype=stored, device=device)
+        self.copies = DevicePages(self.tensor, self.page_bytes) if self.buffer is None and self.page_bytes else None
         self.token_rows: Tensor = self.tensor.view(-1, row)
         self.page_rows: Tensor = self.tensor.view(-1, page_size * row)
         in_attention = shape.num_layers * cell_bytes // 4

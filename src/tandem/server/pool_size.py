@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tandem.config import ServerConfig
+from tandem.config import STAGED_KV, ServerConfig, environment_switch
 from tandem.core.kv.windows import most_seen
 from tandem.core.settings import WindowSettings
 from tandem.core.values import ceil_div
@@ -62,6 +62,8 @@ def why_whole(config: ServerConfig, window: int | None) -> str | None:
         return "no layer of this model has a window shorter than its context"
     if config.device != "cpu":
         return f"pages stay whole with --device {config.device}"
+    if environment_switch(STAGED_KV):
+        return f"pages stay whole with TANDEM_{STAGED_KV.name}"
     if config.role == "prefill" and config.disaggregation_transfer_backend == Backend.NIXL.value:
         return "pages stay whole with --disaggregation-transfer-backend nixl, which may have pinned them"
     return None

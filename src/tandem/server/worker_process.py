@@ -33,7 +33,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from tandem.config import ServerConfig
+from tandem.config import STAGED_KV, ServerConfig, environment_switch
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import (
     CancelPull,
@@ -86,9 +86,11 @@ from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, own
 from tandem.server.worker_storage import WorkerStorage, open_page_files
 from tandem.transfer import nixl_access, shared_memory
 from tandem.transfer.jobs import PeerAddress
+from tandem.transfer.pages import PageAccess, Pages
 from tandem.transfer.port import Backend, KvTransfer
 from tandem.transfer.protocol import VERSION as DATA_PROTOCOL
-from tandem.transfer.sock import SockTransfer
+from tandem.transfer.sock import IO_TIMEOUT_S, MOST_FRAMES, SockTransfer
+from tandem.transfer.staged_pages import HostCopies, StagedPages
 
 EngineWork = Payload | ForgetRequests | LaunchBatch | wire.BatchLaunched
 
@@ -118,6 +120,11 @@ class KvBytes(Protocol):
     cell_bytes: int  # of it, for one head and layer (`core/kv_parts.py`)
     buffer: memoryview | None  # all pages, one behind the other; None where the host cannot see them
     fd: int | None  # of the memfd that the buffer is a mapping of
+
+    @property
+    def copies(self) -> HostCopies | None:
+        """Of pages, where there is no buffer."""
+        ...
 
     def free_windows(self, pages: Iterable[PageId]) -> None:
         """Of layers with a window: give back the memory of what they have in these pages. From the reader thread."""
@@ -427,6 +434,8 @@ def start(
 
 def host_tier_pages(config: ServerConfig, loaded: Loaded) -> int:
     """Raises ServerFailure where there is no room for one page, or not so much memory."""
+    if loaded.engine.kv.buffer is None:
+        raise ServerFailure("--enable-hierarchical-cache copies pages on the CPU, and KV is in memory of a device")
     page_bytes = loaded.engine.kv.page_bytes
     by_size = int(config.hicache_size * 1e9) // page_bytes
     num_pages = by_size if config.hicache_size else int(loaded.num_pages * config.hicache_ratio)
@@ -487,6 +496,7 @@ def open_engine(
             context=place.context,
             vocabulary=vocabulary,
             block_threshold=config.dllm_threshold,
+            maps_kv=not environment_switch(STAGED_KV),
         )
     except OSError as error:
         raise ServerFailure(
@@ -496,7 +506,7 @@ def open_engine(
 
 
 def open_transfer(launch: Launch, loaded: Loaded, channel: BlockingChannel[wire.NodeToWorker]) -> SockTransfer | None:
-    """The data plane, where the role needs one."""
+    """The data plane, where the role needs one. Raises ServerFailure."""
     kv = loaded.engine.kv
     if launch.config.role == "unified":
         return None
@@ -505,13 +515,16 @@ def open_transfer(launch: Launch, loaded: Loaded, channel: BlockingChannel[wire.
         with contextlib.suppress(ChannelClosed):  # the node is gone; this process is about to notice
             channel.send(event)
 
-    if kv.buffer is None:
-        raise ServerFailure(
-            f"KV on the device {launch.config.device} cannot be sent; use --device cpu or --disaggregation-mode null"
-        )
     backend, gives_back = Backend(launch.config.disaggregation_transfer_backend), loaded.windows is not None
+    if kv.buffer is None:
+        if backend in (Backend.SHM, Backend.NIXL):
+            raise ServerFailure(
+                f"--disaggregation-transfer-backend {backend.value} does not reach KV in memory of a device; use sock"
+            )
+        backend = Backend.SOCK
+        logger.info("KV is in memory of a device: pages travel by way of copies in host memory (staged)")
     transfer = SockTransfer(
-        kv.buffer,
+        pages_of(kv, loaded.num_pages),
         KvShard(loaded.grid, launch.rank.cut, launch.rank.shard, kv.cell_bytes),
         incarnation=launch.incarnation,
         secret=ClusterSecret(launch.cluster_secret),
@@ -527,6 +540,15 @@ def open_transfer(launch: Launch, loaded: Loaded, channel: BlockingChannel[wire.
         except nixl_access.Unavailable as error:
             raise ServerFailure(f"--disaggregation-transfer-backend nixl: {error}") from error
     return transfer
+
+
+def pages_of(kv: KvBytes, num_pages: int) -> PageAccess:
+    if kv.buffer is not None:
+        return Pages(kv.buffer, kv.page_bytes)
+    assert kv.copies is not None
+    return StagedPages(
+        kv.copies, num_pages=num_pages, page_bytes=kv.page_bytes, max_slots=MOST_FRAMES, timeout_s=IO_TIMEOUT_S
+    )
 
 
 def memory_to_lend(kv: KvBytes, backend: Backend, *, gives_back: bool) -> int | None:

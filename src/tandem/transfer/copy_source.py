@@ -8,18 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from msgspec import Struct
-
 from tandem.core.kv_parts import Runs
-from tandem.transfer.pages import Pages
-
-
-class Reached(Struct, frozen=True):
-    """Where what was asked for lies in this process."""
-
-    pages: Pages
-    sources: Sequence[int]  # the pages in order, by their numbers there
-    runs: Runs  # of each
+from tandem.transfer.pages import Reached
 
 
 class CopySource(Protocol):

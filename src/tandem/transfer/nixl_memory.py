@@ -37,11 +37,10 @@ from typing import Any  # what NIXL's bindings give
 import numpy as np
 
 from tandem.core.kv_parts import Runs
-from tandem.transfer.copy_source import Reached
 from tandem.transfer.copying import address
 from tandem.transfer.link import LinkBroken, LinkFrozen
 from tandem.transfer.nixl_access import Unavailable
-from tandem.transfer.pages import Pages, spans
+from tandem.transfer.pages import Pages, Reached, spans
 from tandem.transfer.protocol import MAX_NIXL_METADATA_BYTES, Malformed, Registered
 
 nixl: Any = import_module("nixl._bindings")  # what NIXL's Python API is made of, and all of its settings

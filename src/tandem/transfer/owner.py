@@ -29,7 +29,7 @@ from tandem.transfer.lender import Grant, Lender
 from tandem.transfer.listener import Listener
 from tandem.transfer.nixl_access import RegisteredMemory, Unavailable
 from tandem.transfer.outbox import Outbox
-from tandem.transfer.pages import Pages
+from tandem.transfer.pages import PageAccess
 from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import GRANT_SECRET_BYTES, Read, Registered, Status
 
@@ -50,7 +50,7 @@ class ReaderLink:
 class PageOwner:
     def __init__(
         self,
-        pages: Pages,
+        pages: PageAccess,
         kv: KvShard,
         *,
         incarnation: Incarnation,
@@ -258,7 +258,9 @@ class PageOwner:
         is_sent = False
         try:
             header = protocol.pack_frame(Status.OK, len(pages))
-            links.send(known.link, [header, *self._pages.pieces(pages, read.runs)], timeout_s=self._io_timeout_s)
+            with self._pages.reading(pages, read.runs) as there:
+                pieces = there.pages.pieces(there.numbers, there.runs)
+                links.send(known.link, [header, *pieces], timeout_s=self._io_timeout_s)
             is_sent = True
         finally:
             with self._lock:

@@ -1,4 +1,7 @@
-"""The KV allocation of one shard as numbered pages of bytes, and the digest that travels with each page.
+"""The KV of one shard as numbered pages of bytes, and the digest that travels with each page.
+
+What the data plane asks of them is `PageAccess`. `Pages` are memory of this process, which is used in
+place; of pages elsewhere there are copies (`staged_pages.py`).
 
 A digest is xxh3-64 over the page, seeded with the room, the source page and its generation: bytes that belong to
 another request, another page or an earlier owner of the same page never compare equal, even if they are all zero.
@@ -7,7 +10,10 @@ in several parts each has a digest of its own, over its runs in order of memory,
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
+from msgspec import Struct
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from tandem.core.kv_parts import Runs
@@ -39,6 +45,11 @@ class Pages:
     def whole(self) -> Runs:
         """All bytes of a page."""
         return Runs(0, self.page_bytes, self.page_bytes, 1)
+
+    def reading(self, pages: Sequence[int], runs: Runs) -> AbstractContextManager["Reached"]:
+        return nullcontext(Reached(self, pages, runs))
+
+    landing = reading
 
     def pieces(self, pages: Sequence[int], runs: Runs) -> list[memoryview]:
         """These bytes of `pages` in order, as few views as possible: neighbours in memory become one."""
@@ -82,6 +93,43 @@ class Pages:
         for at in _starts((page,), runs, self.page_bytes):
             hashed.update(self.buffer[at : at + runs.size])
         return hashed.intdigest()
+
+
+class Reached(Struct, frozen=True):
+    """Where what was asked for lies in this process."""
+
+    pages: Pages
+    numbers: Sequence[int]  # of the pages in order, there
+    runs: Runs  # of each
+
+
+class PageAccess(Protocol):
+    """The pages of one worker, wherever they lie. Thread-safe."""
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    @property
+    def buffer(self) -> memoryview | None:
+        """All of them, one behind the other, where they are memory of this process."""
+        ...
+
+    def has_all(self, pages: Sequence[int]) -> bool: ...
+
+    def reading(self, pages: Sequence[int], runs: Runs) -> AbstractContextManager[Reached]:
+        """These bytes, to be read within the context."""
+        ...
+
+    def landing(self, pages: Sequence[int], runs: Runs) -> AbstractContextManager[Reached]:
+        """Where these bytes are to be put. They are in the pages when the context has ended; where it ends with an
+        exception, nobody may believe what is there. After it nothing of it lands any more."""
+        ...
+
+    def digests(
+        self, pages: Sequence[int], runs: Runs, *, room: int, sources: Sequence[int], generations: Sequence[int]
+    ) -> list[int]:
+        """See `Pages.digests`."""
+        ...
 
 
 def spans(pages: Sequence[int], runs: Runs, *, page_bytes: int) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ from tandem.transfer.handshake import NotProven, ReaderHandshake
 from tandem.transfer.jobs import Dial, JobFailure, Origin, PeerAddress, Receive, Trouble
 from tandem.transfer.nixl_access import NixlSource
 from tandem.transfer.outbox import Outbox
-from tandem.transfer.pages import Pages
+from tandem.transfer.pages import PageAccess, Reached
 from tandem.transfer.port import Backend, Held
 from tandem.transfer.protocol import Registered, Status
 from tandem.transfer.puller import Puller, is_stalled
@@ -76,7 +76,7 @@ class OwnerLink:
 class PageReader:
     def __init__(
         self,
-        pages: Pages,
+        pages: PageAccess,
         kv: KvShard,
         *,
         incarnation: Incarnation,
@@ -276,19 +276,19 @@ class PageReader:
         span = slice(job.start, job.start + frame.count)
         memory = self._known[link].memory if link in self._known else None
         if memory is None:
-            pieces = self._pages.pieces(job.command.destinations[span], job.tile.here)
-            links.receive_into(link, pieces, timeout_s=self._io_timeout_s)
-            self._compare(job, span)
+            with self._pages.landing(job.command.destinations[span], job.tile.here) as here:
+                links.receive_into(link, here.pages.pieces(here.numbers, here.runs), timeout_s=self._io_timeout_s)
+                self._compare(job, span, here)
         else:
             self._copy_frame(job, memory, span)
             self._hear_that_it_was_lent(link, frame)
         return frame.count
 
-    def _compare(self, job: Receive[socket.socket], span: slice) -> None:
-        """What has come to the destinations, with what was offered."""
+    def _compare(self, job: Receive[socket.socket], span: slice, here: Reached) -> None:
+        """What has come for the destinations, with what was offered."""
         command = job.command
         names = {"sources": command.sources[span], "generations": command.generations[span]}
-        landed = self._pages.digests(command.destinations[span], job.tile.here, room=command.room, **names)
+        landed = here.pages.digests(here.numbers, here.runs, room=command.room, **names)
         if tuple(landed) != job.offer.digests[span]:
             raise PullFailed(Trouble.CORRUPT)
 
@@ -300,17 +300,18 @@ class PageReader:
         with memory.reach(command.sources[span], tile.there, has_news=lambda: _has_news(job.link)) as reached:
             for start in range(span.start, span.stop, few):
                 part = slice(start, min(start + few, span.stop))
-                self._pages.copy_from(
-                    reached.pages,
-                    pages=command.destinations[part],
-                    runs=tile.here,
-                    sources=reached.sources[part.start - span.start : part.stop - span.start],
-                    source_runs=reached.runs,
-                )
-                if part.stop == span.stop:
-                    copied = protocol.pack_copied(span.stop - span.start)
-                    links.send(job.link, [copied], timeout_s=self._io_timeout_s)
-                self._compare(job, part)
+                with self._pages.landing(command.destinations[part], tile.here) as here:
+                    here.pages.copy_from(
+                        reached.pages,
+                        pages=here.numbers,
+                        runs=here.runs,
+                        sources=reached.numbers[part.start - span.start : part.stop - span.start],
+                        source_runs=reached.runs,
+                    )
+                    if part.stop == span.stop:
+                        copied = protocol.pack_copied(span.stop - span.start)
+                        links.send(job.link, [copied], timeout_s=self._io_timeout_s)
+                    self._compare(job, part, here)
 
     def _hear_that_it_was_lent(self, link: socket.socket, frame: protocol.Frame) -> None:
         header = links.receive(link, protocol.FRAME_HEADER_BYTES, timeout_s=self._io_timeout_s)

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tandem.core.kv_parts import Runs
-from tandem.transfer.copy_source import Reached
-from tandem.transfer.pages import Pages
+from tandem.transfer.pages import Pages, Reached
 from tandem.transfer.protocol import Malformed
 
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on

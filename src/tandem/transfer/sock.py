@@ -1,8 +1,9 @@
 """The data plane: two-sided pull over sockets, AF_UNIX on one host, TCP between hosts (see `port.py`).
 
 Two-sided means that each side touches only its own memory: the owner sends from its pages while it lends them, the
-reader receives into its own. A byte that is late meets a closed socket, never a reused page. The digests are made and
-the answers to commands are given by one thread, the digest thread, in the order of the commands.
+reader receives into its own; where pages are in memory of a device, from and into copies of them (`staged_pages.py`,
+decision 036). A byte that is late meets a closed socket, never a reused page. The digests are made and the answers to
+commands are given by one thread, the digest thread, in the order of the commands.
 
 On one host the reader may be lent the owner's memory instead, mapped read-only (`shared_memory.py`, decision 032). Then
 it asks, as before, and copies while the owner waits; everything but who moves the bytes is the same. So it is where
@@ -27,20 +28,23 @@ from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.lender import Grant
 from tandem.transfer.outbox import Outbox
 from tandem.transfer.owner import PageOwner, ReaderLink
-from tandem.transfer.pages import Pages
+from tandem.transfer.pages import PageAccess
 from tandem.transfer.port import Backend, Held
+from tandem.transfer.puller import STALLED_JOBS
 from tandem.transfer.reader import PageReader
 
 log = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 2.0
+IO_TIMEOUT_S, MAX_TRANSFERS, MAX_LINKS = 5.0, 4, 64
+MOST_FRAMES = MAX_LINKS + STALLED_JOBS * MAX_TRANSFERS + 1  # that move at once: to readers, to us, and to the desk
 
 
 class SockTransfer:
-    """One worker's data plane over one KV allocation. See `KvTransfer` for what the calls promise."""
+    """One worker's data plane over the pages of its KV. See `KvTransfer` for what the calls promise."""
 
     def __init__(
         self,
-        buffer: memoryview,
+        pages: PageAccess,
         kv: KvShard,
         *,
         incarnation: Incarnation,
@@ -48,14 +52,14 @@ class SockTransfer:
         host: str,
         report: Callable[[Event], None],
         unix_dir: str | None = None,
-        io_timeout_s: float = 5.0,
-        max_transfers: int = 4,
-        max_links: int = 64,
+        io_timeout_s: float = IO_TIMEOUT_S,
+        max_transfers: int = MAX_TRANSFERS,
+        max_links: int = MAX_LINKS,
         memory: int | None = None,
         gives_back: bool = False,
         backend: Backend = Backend.AUTO,
     ) -> None:
-        """buffer: num_pages * kv.page_bytes writable bytes, the caller's, valid until `close` has returned
+        """pages: of kv.page_bytes each, the caller's, valid until `close` has returned
 
         kv: what of every page lies here
         incarnation: of the server this shard belongs to; a reader that means another life is refused
@@ -66,11 +70,14 @@ class SockTransfer:
         io_timeout_s: a peer that moves no byte for so long is lost
         max_transfers: pulls that move at the same time, each by one thread; an attempt has one for each of its sources
         max_links: connections of readers, each with one thread; one reader may have a quarter of them
-        memory: a sealed memfd that `buffer` is a mapping of, the caller's, valid as long; None: bytes are sent to all
-        gives_back: parts of the buffer, which NIXL may have pinned: it cannot be read by NIXL
+        memory: a sealed memfd that the pages are a mapping of, the caller's, valid as long; None: bytes are sent to all
+        gives_back: parts of the pages, which NIXL may have pinned: it cannot be read by NIXL
         """
-        assert not buffer.readonly
-        self._pages = Pages(buffer, kv.page_bytes)
+        buffer = pages.buffer
+        assert buffer is None or not buffer.readonly
+        assert pages.page_bytes == kv.page_bytes
+        register = partial(nixl_access.register, buffer, host=host) if buffer is not None and not gives_back else None
+        self._pages = pages
         self._kv = kv
         self._is_closed = False
         self._outbox = Outbox(report)
@@ -87,7 +94,7 @@ class SockTransfer:
             max_links=max_links,
             memory=memory,
             backend=backend,
-            register=None if gives_back else partial(nixl_access.register, buffer, host=host),
+            register=register,
         )
         self._reader = PageReader(
             self._pages,

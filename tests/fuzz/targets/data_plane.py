@@ -31,6 +31,7 @@ from tandem.core.values import Incarnation, PageId, RequestId, ShardId
 from tandem.membership import ClusterSecret
 from tandem.transfer import protocol
 from tandem.transfer.digests import unpack_digests
+from tandem.transfer.pages import Pages
 from tandem.transfer.protocol import Status
 from tandem.transfer.sock import SockTransfer
 from targets.http import Broken
@@ -52,7 +53,7 @@ class Side:
         self.memory = memoryview(mmap.mmap(-1, NUM_PAGES * PAGE_BYTES))
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.transfer = SockTransfer(
-            self.memory,
+            Pages(self.memory, PAGE_BYTES),
             KvShard.whole(PAGE_BYTES),
             incarnation=who,
             secret=SECRET,

@@ -133,6 +133,7 @@ class PlainKv:
         self.page_bytes = box.num_cells * self.cell_bytes
         self.buffer: memoryview | None = memoryview(bytearray(num_pages * self.page_bytes))
         self.fd: int | None = None  # once the memory is shared
+        self.copies = None  # it is no device's
         self._slots = self.buffer.cast("Q")
         self._page_size, self._page_slots = page_size, box.num_cells * cell_slots
         self._cells = [  # where each begins in a page, and its number in the whole model

@@ -24,6 +24,7 @@ from tandem.simulator.whole.memory import Memories
 from tandem.transfer.jobs import Key, Receive
 from tandem.transfer.lender import Grant
 from tandem.transfer.owner import ReaderLink
+from tandem.transfer.pages import PageAccess
 from tandem.transfer.sock import SockTransfer
 
 LOOK_NS = 20 * MILLISECOND
@@ -47,7 +48,7 @@ class CheckedTransfer(SockTransfer):
 
     def __init__(
         self,
-        buffer: memoryview,
+        pages: PageAccess,
         kv: KvShard,
         *,
         report: Callable[[Event], None],
@@ -65,7 +66,7 @@ class CheckedTransfer(SockTransfer):
             self._hear(event)
             report(event)
 
-        super().__init__(buffer, kv, report=hear, **others)
+        super().__init__(pages, kv, report=hear, **others)
         watch.kernel.after(LOOK_NS, self._look)
 
     def publish(self, command: PublishPages) -> None:
@@ -108,9 +109,10 @@ class CheckedTransfer(SockTransfer):
 
     def _is_copied(self, revoked: Grant[ReaderLink]) -> bool:
         """A page of it, which nobody reads by another grant."""
-        kv = self._pages
+        buffer = self._pages.buffer
+        assert buffer is not None
         read = {page for grant in self._owner._lender.grants() if grant.readers for page in grant.generations}
-        return self._watch.memories.is_copied(kv.buffer, revoked.generations.keys() - read, kv.page_bytes)
+        return self._watch.memories.is_copied(buffer, revoked.generations.keys() - read, self._pages.page_bytes)
 
     def _receiving(self) -> set[Key]:
         return {job.pull.attempt.key for job in self._reader._puller._jobs if isinstance(job, Receive)}
