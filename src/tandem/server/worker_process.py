@@ -487,6 +487,7 @@ def open_engine(
             context=place.context,
             vocabulary=vocabulary,
             block_threshold=config.dllm_threshold,
+            graph_rows=config.graph_rows,
         )
     except OSError as error:
         raise ServerFailure(

@@ -7,7 +7,7 @@ given it may read only, the KV memory excepted.
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, Protocol  # Any: what a backend reserves is its own affair
+from typing import Any, Protocol, runtime_checkable  # Any: what a backend reserves is its own affair
 
 from torch import Tensor
 
@@ -52,6 +52,7 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
 class ReservingBackend(AttentionBackend, Protocol):
     """One whose launches can be captured and replayed (`cuda_graphs.py`): they read what is planned from tensors that
     stay where they are.
