@@ -10,7 +10,7 @@ A slot that no query of a tile sees is not read, so nothing there is masked away
 With TRITON_INTERPRET=1 in the environment the kernels are interpreted on the CPU, which is for tests.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +33,14 @@ ENOUGH_PROGRAMS = 512  # a few for each multiprocessor
 MOST_PARTS = 16  # a power of two
 WRITTEN_ROWS = 16  # tokens of one program that writes
 
-jit: Any = triton.jit  # what it makes takes plain numbers where the kernel says constexpr
+
+def jit(kernel: Callable[..., Any]) -> Any:
+    """A kernel. It takes plain numbers where it says constexpr, and serves all layers and lengths."""
+    made: Any = triton.jit
+    return made(kernel, do_not_specialize=["layer_at", "num_tokens"])
 
 
-@jit(do_not_specialize=["num_tokens", "layer_at"])
+@jit
 def write_kernel(
     k,
     v,
@@ -102,7 +106,7 @@ def fold(scores, values, peak, total, mixed):
     return higher, total, mixed
 
 
-@jit(do_not_specialize=["layer_at"])
+@jit
 def tile_kernel(
     q,
     memory,
