@@ -9,6 +9,7 @@
 #                 own engine too, and of fast worlds, for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a fast one is shrunk to a scenario
 #   make chaos    real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
+#   make gpu      attention by Triton and CUDA graphs: on an NVIDIA device, else interpreted, and what needs one is skipped
 #   make sanitize the native kernels under the address and undefined behaviour sanitizers, where there is a compiler
 #   make fuzz     changed inputs for every decoder for FUZZ_SECONDS; FUZZ_TARGET=NAME for one of them
 #   make clients  programs of other people, pinned, each in its own environment, against a running pair; PAGE=FILE also
@@ -49,7 +50,7 @@ LOWEST_TESTS := $(filter-out %_sdk.py,$(wildcard tests/unit/test_api_*.py)) $(wi
 # $(call again,COMMAND): a package index that hiccups gets three chances
 again = for attempt in 1 2 3; do if $(1); then break; elif [ $$attempt = 3 ]; then exit 1; else sleep $$((5 * attempt)); fi; done
 
-.PHONY: demo test slow lowest check hunt chaos ranks sanitize fuzz load clients setup
+.PHONY: demo test slow lowest check hunt chaos ranks gpu sanitize fuzz load clients setup
 
 setup: $(INSTALLED)
 
@@ -109,6 +110,10 @@ chaos: $(INSTALLED)
 
 ranks: $(INSTALLED)
 	@$(SIDE_BY_SIDE) tests/ranks
+
+gpu: $(INSTALLED)
+	@$(BIN)/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("triton") is None)' || { $(call again,$(PIP) install --progress-bar off --editable ".[cuda]" $(SHOWN)); }
+	@$(BIN)/python -m pytest -rs tests/gpu
 
 # The package once more, with kernels that check themselves; the interpreter itself is not what is looked at.
 SANITIZED := build/sanitized

@@ -57,6 +57,7 @@ PARTS = (
     Part("mutants in real servers", ("mutants/test_real_server",), 60),
     Part("breaks of one line", ("mutants/test_lines",), 20),
     Part("simulation", ("simulator/", "mutants/"), 150),
+    Part("kernels of devices", ("gpu/",), 120),
     Part("rest", ("",), 60),
 )
 

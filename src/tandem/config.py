@@ -52,6 +52,10 @@ class ServerConfig(DoorConfig):
     attention_backend: str = flag(
         DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)
     )
+    disable_cuda_graph: bool = flag(False, "on an NVIDIA device: launch every kernel of a decoding step by itself")
+    cuda_graph_max_bs: int = flag(
+        160, "on an NVIDIA device: up to so many rows decode by CUDA graphs, captured at start; 0: none"
+    )
     cpu_threads: int = flag(0, "threads of the engine; 0: cores divided by the engines on this machine")
     tp_size: int = flag(
         1,
@@ -309,6 +313,12 @@ class ServerConfig(DoorConfig):
         return max(1, self.num_workers // self.nnodes)
 
     @property
+    def graph_rows(self) -> int:
+        """Rows that decode by CUDA graphs, at most."""
+        has_graphs = self.device != "cpu" and not self.disable_cuda_graph and self.role != "prefill"
+        return min(self.cuda_graph_max_bs, self.max_running_requests) if has_graphs else 0
+
+    @property
     def window_depth(self) -> int:
         """Batches that are launched ahead."""
         return 1 if self.disable_overlap_schedule else self.pp_size + 1
@@ -392,6 +402,10 @@ RULES: tuple[Rule, ...] = (
         "--tp-size, --pp-size, --attn-cp-size and --dp-size need --device cpu: elsewhere a server has one worker",
     ),
     Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
+    Rule(
+        lambda c: not 0 <= c.cuda_graph_max_bs <= MOST_RUNNING,
+        f"--cuda-graph-max-bs must be at least 0 and at most {MOST_RUNNING}",
+    ),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),
     Rule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,

@@ -38,6 +38,8 @@ ROLES: dict[str, Only] = {
     "--disaggregation-allow": PAIRED,
     "--disaggregation-transfer-backend": PAIRED,
     "--enable-fault-injection": Only((PREFILL, DECODE), "the test hooks concern pairs"),
+    "--disable-cuda-graph": DECODES,
+    "--cuda-graph-max-bs": DECODES,
     "--enable-mixed-chunk": DECODES,
     "--max-prefill-stall-ms": DECODES,
     "--pp-min-micro-batch-size": DECODES,
@@ -71,6 +73,8 @@ class Need:
 
 
 GENERATES = (  # flags that say something of how tokens are made, or become answers
+    "--cuda-graph-max-bs",
+    "--disable-cuda-graph",
     "--enable-mixed-chunk",
     "--enable-prefill-delayer",
     "--max-prefill-stall-ms",
@@ -90,6 +94,11 @@ NEEDS: tuple[Need, ...] = (
         Need(name, lambda c: not c.is_embedding, "does nothing on an embedding server, which generates no token")
         for name in GENERATES
     ),
+    *(
+        Need(name, lambda c: c.device != "cpu", "needs an NVIDIA device, where CUDA graphs are: give --device cuda")
+        for name in ("--disable-cuda-graph", "--cuda-graph-max-bs")
+    ),
+    Need("--cuda-graph-max-bs", lambda c: not c.disable_cuda_graph, "does nothing beside --disable-cuda-graph"),
     Need("--disaggregation-dp-rank-conflict", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need(
         "--cluster-secret-file",

@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,10 +66,13 @@ class EngineWorld:
         quantization: str | None = None,
         kv_is_int8: bool = False,
         block_threshold: float = DEFAULT_THRESHOLD,
+        device: str = "cpu",
+        **how: Any,
     ) -> None:
+        """how: what else an `Engine` takes"""
         torch.set_num_threads(1)
         loaded = load(
-            model_dir, dtype=dtype, device="cpu", group=group, quantization=quantization, kv_is_int8=kv_is_int8
+            model_dir, dtype=dtype, device=device, group=group, quantization=quantization, kv_is_int8=kv_is_int8
         )
         self.recording = RecordingModule(loaded.module)
         self.engine = Engine(
@@ -78,6 +82,7 @@ class EngineWorld:
             deterministic=deterministic,
             vocabulary=vocabulary,
             block_threshold=block_threshold,
+            **how,
         )
         self.unwritten = -1 if kv_is_int8 else float("nan")  # as bytes of a scale the first is NaN, too
         self.engine.kv.tensor.fill_(self.unwritten)

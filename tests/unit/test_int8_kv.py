@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_engine_attention import World
 
+from attention_world import World
 from tandem.engine.kv_memory import KvMemory, KvShape, from_int8, page_bytes, to_int8
 from tandem.engine.native import library
 from tandem.engine.native.library import OFF, SWITCH

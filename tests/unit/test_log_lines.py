@@ -185,6 +185,19 @@ def test_the_lines_are_those_that_sglangs_users_parse() -> None:
     )
 
 
+def test_a_decode_line_says_whether_it_was_a_cuda_graph_where_there_are_some() -> None:
+    world = World(decode_interval=1)
+    world.step(decode(1, 7), decode(2), decode(3))
+    for number, graph in ((1, True), (2, False)):
+        world.step(BatchReturned(BatchOutcome(BatchId(number), number, b"", b"", cuda_graph=graph)))
+    world.step(returned(3))
+    assert [line.partition("token usage: 0.25, ")[2].partition("gen ")[0] for line in world.lines] == [
+        "cuda graph: True, ",
+        "cuda graph: False, ",
+        "",
+    ]
+
+
 def test_a_json_line_is_one_document() -> None:
     record = logging.LogRecord("tandem", logging.INFO, "", 0, "line with %s", ("a\nbreak",), None)
     text = JsonFormatter("node").format(record)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_engine_attention import World
 from torch import Tensor
 
+from attention_world import World
 from kernel_inputs import fresh_generator, poisoned_memory
 from tandem.engine.layers.product import product
 from tandem.engine.native import library

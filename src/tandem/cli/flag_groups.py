@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("max_queued_requests", "max_active_requests"),
         *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),
         *("cpu_threads", "device", "quantization", "kv_cache_dtype", "attention_backend", "deterministic"),
+        *("disable_cuda_graph", "cuda_graph_max_bs"),
         "dllm_threshold",
     ),
     "when prompts wait for those who decode": (

@@ -29,6 +29,7 @@ SYNONYMS: dict[str, str] = {
     "-dp": "--dp-size",
     "--kv-transfer-config": "--disaggregation-mode",
     "--enable-deterministic-inference": "--deterministic",
+    "--enforce-eager": "--disable-cuda-graph",
     # not needed
     "--trust-remote-code": "not needed: code of a checkpoint is never run, but that of tandem and of transformers",
     "--enable-prefix-caching": "not needed: it is on, and --disable-radix-cache turns it off",
@@ -51,10 +52,8 @@ SYNONYMS: dict[str, str] = {
     "--dllm-algorithm": "not needed: blocks are settled by low confidence, see --dllm-threshold",
     "--dllm-algorithm-config": "--dllm-threshold",
     "--mamba-ssm-dtype": "there is no such flag: states are float32",
-    **dict.fromkeys(
-        ("--enforce-eager", "--disable-cuda-graph", "--cuda-graph-max-bs", "--cuda-graph-bs", "--compilation-config"),
-        "not needed: there are no CUDA graphs",
-    ),
+    "--cuda-graph-bs": "numbers of rows are powers of two, up to --cuda-graph-max-bs",
+    "--compilation-config": "not needed: nothing is compiled; for CUDA graphs see --cuda-graph-max-bs",
     "--model": "the model is the first word: tandem serve MODEL",
     "--model-path": "the model is the first word: tandem serve MODEL",
     "--hf-repo": "the model is the first word: tandem serve MODEL",

@@ -102,6 +102,7 @@ class BatchOutcome(Struct, frozen=True, gc=False):
     duration_ns: Nanos = Nanos(0)
     counts: tuple[int, ...] = ()  # tokens of each sampling row, up to the one that ends it; none: one of each
     prefill_ranks: int | UnsetType = UNSET  # DP attention: how many ranks had prompts in the same step
+    cuda_graph: bool | UnsetType = UNSET  # of a device that has them: whether the forward pass was launched as one
 
     def tokens_by_row(self) -> list[bytes]:
         """Of each sampling row, in order."""

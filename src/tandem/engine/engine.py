@@ -15,18 +15,20 @@ nothing is asked of anybody on the way. The tokens of blocks (`denoising.py`) ar
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import torch
+from msgspec import UNSET, UnsetType
 
 from tandem.batch_tables import BatchTables
 from tandem.core.batch import BatchOutcome, BatchPlan, TokenFlag
 from tandem.core.values import Nanos, RequestId
-from tandem.engine.attention.base import attention_backend
+from tandem.engine.attention.base import ReservingBackend, attention_backend
 from tandem.engine.attention.table import DEFAULT_ATTENTION_BACKEND
 from tandem.engine.batch import BatchBuilder
 from tandem.engine.context_parallel import SharedPrompts
+from tandem.engine.cuda_graphs import CudaGraph, DecodeGraphs, Graph, can_be_captured
 from tandem.engine.decode_set import DecodeSet
 from tandem.engine.denoising import Denoiser
 from tandem.engine.kv_memory import KvMemory
@@ -69,9 +71,12 @@ class Engine:
         vocabulary: Vocabulary | None = None,
         block_threshold: float = DEFAULT_THRESHOLD,
         maps_kv: bool = True,
+        graph_rows: int = 0,
+        new_graph: Callable[[], Graph] = CudaGraph,
     ) -> None:
         """`model` is the part of the stage that `pipeline` names; `vocabulary` is for grammars, where it samples;
-        `block_threshold` is as `Denoiser` has it; `maps_kv` as `KvMemory`.
+        `block_threshold` is as `Denoiser` has it; `maps_kv` as `KvMemory`; `graph_rows`: up to so many are decoded by
+        graphs, where that can be.
 
         Raises ModelError for an attention backend that is not known or cannot do what this model needs.
         """
@@ -81,10 +86,12 @@ class Engine:
         )
         self.model = model
         self.page_size = page_size
+        graph_rows = graph_rows if can_be_captured(model) else 0
+        num_scratch = 1 if graph_rows else 0  # pages behind those of requests
         self.kv = KvMemory(
             model.kv_shape,
             page_size=page_size,
-            num_pages=num_pages,
+            num_pages=num_pages + num_scratch,
             dtype=model.dtype,
             device=model.device,
             is_mapped=maps_kv,
@@ -108,6 +115,26 @@ class Engine:
         self._is_first_context = context.shard.rank == 0
         self._vocabulary = vocabulary if pipeline.samples else None
         self._late_tokens = LateTokens(self._tables, pipeline)
+        self._has_graphs = bool(graph_rows) or torch.device(model.device).type == "cuda"
+        self._replayed: bool | UnsetType = UNSET  # the batch, where there are graphs
+        self._graphs = self._captured(graph_rows, new_graph) if graph_rows else None
+
+    @torch.inference_mode()
+    def _captured(self, most_rows: int, new_graph: Callable[[], Graph]) -> DecodeGraphs | None:
+        """None where attention cannot be captured."""
+        if not isinstance(self._attention, ReservingBackend):
+            return None
+        scratch_page = self.kv.num_pages - 1
+        return DecodeGraphs(
+            self.model.module,
+            self._attention,
+            most_rows=most_rows,
+            max_tokens=min(self.model.max_context, scratch_page * self.page_size),
+            page_size=self.page_size,
+            scratch_page=scratch_page,
+            device=self.model.device,
+            new_graph=new_graph,
+        )
 
     def add(self, payload: Payload) -> None:
         """Make a request known. Must come before the first plan that names it.
@@ -138,7 +165,8 @@ class Engine:
         attention = f"attention by {type(self._attention).__name__}"
         if self.model.config.transformers is not None:
             return f"layers by {self.model.config.transformers.library}, {attention}"
-        return f"products by {self._kernels.name if self._kernels is not None else 'torch'}, {attention}"
+        graphs = ", decoding by CUDA graphs" if self._graphs is not None else ""
+        return f"products by {self._kernels.name if self._kernels is not None else 'torch'}, {attention}{graphs}"
 
     def close(self) -> None:
         self.kv.close()
@@ -154,6 +182,7 @@ class Engine:
         self._late_tokens.before(plan)
         spans = self._tables.apply(plan)
         batch = RunBatch(plan, spans, self._tables.sampling(plan, spans))
+        self._replayed = False if self._has_graphs else UNSET
         sampled, scores, vectors = self._forward(batch)
         if batch.samplers and sampled is None:
             self._late_tokens.wait_for(batch)
@@ -174,6 +203,7 @@ class Engine:
             duration_ns=since(started),
             counts=sampled.counts,
             prefill_ranks=self._ranks.num_prefill_ranks,
+            cuda_graph=self._replayed,
         )
 
     @torch.inference_mode()
@@ -196,6 +226,9 @@ class Engine:
         rows = self._batches.build(batch.spans, decode_set)
         self._ranks.meet(len(rows.token_ids), has_prompts=bool(batch.spans))
         self.kv.clear(rows.pages_to_clear)
+        if self._graphs is not None and (logits := self._graphs.logits(rows)) is not None:
+            self._replayed = True
+            return sample(logits, [s.draw() for s in batch.samplers], eos_ids=self.model.eos_ids), (), ()
         if self._states is not None:
             self._states.plan(rows)
         shared = self._context.share(batch.spans)

@@ -90,7 +90,7 @@ def load(
     kv_is_int8: keys and values are kept in 8 bits.
     """
     config = read_config(model_dir, is_embedding=is_embedding, examine=examined_here)
-    _check_device(device)
+    _take_device(device)
     checkpoint, stored = _open(config, model_dir)
     chosen = _choose_dtype(dtype, stored=stored, device=device)
     _refuse_overflow(config, chosen)
@@ -281,12 +281,15 @@ def _config_digest(config: ModelConfig) -> str:
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
 
 
-def _check_device(device: str) -> None:
+def _take_device(device: str) -> None:
+    """Kernels of Triton and CUDA graphs go to the device that is the current one of this thread."""
     kind = device.partition(":")[0]
     if device != "cpu" and kind != "cuda":
         raise ModelError(f"the device {device!r} is not known; use cpu, cuda or cuda:N")
     try:
         torch.empty(0, device=device)
+        if (index := torch.device(device).index) is not None and kind == "cuda":
+            torch.cuda.set_device(index)
     except (RuntimeError, AssertionError) as error:
         cause = str(error).splitlines()[0]
         raise ModelError(f"the device {device} cannot be used ({cause}); use --device cpu") from None

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from numbers import Number
 from types import TracebackType
 
+from msgspec import UNSET, UnsetType
+
 from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.commands import Effects, ForgetRequests, LaunchBatch
 from tandem.core.events import BatchFailed, BatchReturned, Event
@@ -144,10 +146,14 @@ def prefill_line(number: int | None, figures: PrefillFigures, load: Load) -> str
     )
 
 
-def decode_line(number: int | None, *, running: int, tokens_per_second: float, load: Load) -> str:
+def decode_line(
+    number: int | None, *, running: int, tokens_per_second: float, load: Load, cuda_graph: bool | UnsetType = UNSET
+) -> str:
+    """cuda_graph: whether the batch was launched as one, on a device where that can be."""
+    graph = "" if cuda_graph is UNSET else f"cuda graph: {cuda_graph}, "
     return (
         f"Decode batch{_label(number)}, #running-req: {running}, #token: {load.used_tokens}, "
-        f"token usage: {load.token_usage:.2f}, gen throughput (token/s): {tokens_per_second:.2f}, "
+        f"token usage: {load.token_usage:.2f}, {graph}gen throughput (token/s): {tokens_per_second:.2f}, "
         f"#queue-req: {load.queued}"
     )
 
@@ -248,8 +254,9 @@ class BatchLog:
             self._num_decodes += 1
             if self._num_decodes % self.decode_interval == 0:
                 rate = self._generated * SECOND / max(1, self._busy_ns)
+                rows, graph = launched.num_decode_rows, outcome.cuda_graph
                 self.write(
-                    decode_line(number, running=launched.num_decode_rows, tokens_per_second=rate, load=self.load())
+                    decode_line(number, running=rows, tokens_per_second=rate, load=self.load(), cuda_graph=graph)
                 )
                 self._generated = self._busy_ns = 0
 

@@ -497,6 +497,7 @@ def open_engine(
             vocabulary=vocabulary,
             block_threshold=config.dllm_threshold,
             maps_kv=not environment_switch(STAGED_KV),
+            graph_rows=config.graph_rows,
         )
     except OSError as error:
         raise ServerFailure(

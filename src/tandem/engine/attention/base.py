@@ -7,7 +7,7 @@ given it may read only, the KV memory excepted.
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable  # Any: what a backend reserves is its own affair
 
 from torch import Tensor
 
@@ -52,6 +52,21 @@ class AttentionBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class ReservingBackend(AttentionBackend, Protocol):
+    """One whose launches can be captured and replayed (`cuda_graphs.py`): they read what is planned from tensors that
+    stay where they are.
+    """
+
+    def reserve(self, rows: int, *, width: int) -> Any:
+        """Room to plan so many decoding rows of at most `width` pages each. Before it is planned into it is zeros."""
+        ...
+
+    def plan_into(self, reserved: Any, batch: Batch) -> None:
+        """As `plan`, of as many decoding rows as were reserved and nothing else."""
+        ...
+
+
 class AttentionFactory(Protocol):
     """How a backend is made."""
 
@@ -72,8 +87,13 @@ def attention_backend(name: str, *, looks_both_ways: bool = False, block_tokens:
     if name not in ATTENTION_BACKENDS:
         raise ModelError(f"the attention backend {shown(name)} is not known; known are {', '.join(ATTENTION_BACKENDS)}")
     looks_ahead = "an encoder" if looks_both_ways else "a model of block diffusion" if block_tokens > 1 else ""
-    if looks_ahead and name == "native":
-        raise ModelError(f"--attention-backend native looks back only; leave it out for {looks_ahead}")
+    if looks_ahead and name in ("native", "triton"):
+        raise ModelError(f"--attention-backend {name} looks back only; leave it out for {looks_ahead}")
     one_and_only = BOTH_WAYS if looks_both_ways else BLOCKS if block_tokens > 1 else None
     module, _, kind = (one_and_only or ATTENTION_BACKENDS[name]).partition(":")
-    return getattr(importlib.import_module(module), kind)
+    try:
+        return getattr(importlib.import_module(module), kind)
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ModelError(f"--attention-backend {name} needs Triton: pip install 'tandem-llm[cuda]'") from None

@@ -9,11 +9,13 @@ The bits of a token's output depend on its own keys only (`native/attention.h`),
 needs no arrangement, provided that the kernels are those of one order: `library.best(deterministic=True)`.
 """
 
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from tandem.engine.attention.base import AttentionBackend, AttentionRules
+from tandem.engine.attention.base import AttentionBackend, AttentionRules, attention_backend
 from tandem.engine.attention.torch_sdpa import TorchSdpa
 from tandem.engine.batch import Batch
 from tandem.engine.documents import ModelError
@@ -97,7 +99,9 @@ def fits(kv: KvMemory, rules: AttentionRules) -> bool:
 
 
 def automatic(kv: KvMemory, *, rules: AttentionRules, deterministic: bool) -> AttentionBackend:
-    """The native kernels where they are and compute what is wanted, else plain torch."""
+    """The native kernels where they are and compute what is wanted, Triton's on an NVIDIA device, else plain torch."""
+    if kv.tensor.device.type == "cuda" and not kv.is_int8 and not deterministic and find_spec("triton") is not None:
+        return attention_backend("triton")(kv, rules=rules, deterministic=False)
     is_native = fits(kv, rules) and kernels_for(kv, deterministic=deterministic) is not None
     kind = NativeAttention if is_native else TorchSdpa
     return kind(kv, rules=rules, deterministic=deterministic)

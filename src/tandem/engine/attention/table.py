@@ -8,6 +8,7 @@ ATTENTION_BACKENDS: dict[str, str] = {
     "auto": "tandem.engine.attention.native:automatic",
     "native": "tandem.engine.attention.native:NativeAttention",
     "torch_native": "tandem.engine.attention.torch_sdpa:TorchSdpa",
+    "triton": "tandem.engine.attention.triton:TritonAttention",
 }
 BOTH_WAYS = "tandem.engine.attention.both_ways:BothWays"  # of encoders, whatever is asked for
 BLOCKS = "tandem.engine.attention.blocks:BlockAttention"  # of models of block diffusion
