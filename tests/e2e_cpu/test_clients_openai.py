@@ -140,7 +140,7 @@ def test_where_the_prompts_kv_came_from_is_in_a_header(client: openai.OpenAI) ->
 
 def test_a_streamed_chat_has_the_same_text_in_many_pieces(client: openai.OpenAI, reference: openai.OpenAI) -> None:
     chunks = streamed_chat(client)
-    assert len(chunks) > 5
+    assert len(chunks) > 2  # its role, what came first, and the rest: a client that is slow gets more at a time
     assert text_of_chunks(chunks) == text_of(chat(reference))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
