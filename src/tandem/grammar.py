@@ -33,6 +33,8 @@ URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 # below does, ends the process inside llguidance where it is a value in a schema.
 NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\w)")
 LEAST_INTEGER = -(2.0**63)
+BAD_REGEX = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
+UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
 
 
@@ -67,7 +69,17 @@ def from_ebnf(text: str) -> str:
     try:
         return from_lark(text if IS_LARK.search(text) else gbnf_to_lark(text))
     except Exception as error:  # the converter's own parser, whatever the text makes it raise
-        raise GrammarError(str(error).removeprefix("Failed to convert the grammar from GBNF to Lark: ")) from None
+        said = in_one_line(str(error)).removeprefix("Failed to convert the grammar from GBNF to Lark: ")
+        unknown = UNKNOWN_RULE.fullmatch(said)
+        raise GrammarError(said if unknown is None else f"{said}{line_of(unknown[1], text)}") from None
+
+
+def line_of(rule: str, text: str) -> str:
+    """Where a rule is asked for."""
+    named = re.compile(rf"(?<![\w-]){re.escape(rule)}(?![\w-])")
+    return next(
+        (f", which line {at} asks for" for at, line in enumerate(text.splitlines(), 1) if named.search(line)), ""
+    )
 
 
 def from_parts(lark: str, parts: dict[str, str]) -> str:
@@ -208,6 +220,10 @@ class Matcher:
 
 
 def in_one_line(message: str, *, most: int = 300) -> str:
-    """Of several lines, without the lists of all special tokens that end in thousands of characters."""
+    """Of several lines, without the lists of all special tokens that end in thousands of characters. Of a regular
+    expression with a caret below it the place is said as a number."""
+    shown = BAD_REGEX.search(message)
+    if shown is not None:
+        message = f"invalid regular expression, at character {len(shown[1]) + 1}: {shown[2]}"
     line = " ".join(message.split("; following special tokens", 1)[0].split())
     return line if len(line) <= most else line[: most - 1] + "…"

@@ -16,6 +16,7 @@ from transfer_world import (
     ServingProcess,
     Side,
     eventually,
+    forget_threads_of_others,
     pair,
     target,
     transfer_threads,
@@ -36,6 +37,7 @@ NO_TIMEOUT_S = 600.0  # far beyond what a test waits: whatever comes, comes with
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    forget_threads_of_others()
     yield
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 

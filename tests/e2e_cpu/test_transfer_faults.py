@@ -10,7 +10,18 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from transfer_world import PREFILL, SECRET, Gate, ServingProcess, Side, eventually, pair, target, transfer_threads
+from transfer_world import (
+    PREFILL,
+    SECRET,
+    Gate,
+    ServingProcess,
+    Side,
+    eventually,
+    forget_threads_of_others,
+    pair,
+    target,
+    transfer_threads,
+)
 
 from attackers_data import Asker, Impostor, read_all
 from data_planes import introduce, pack_read
@@ -27,6 +38,7 @@ DECODE_SIDE = Incarnation("decode", "1")
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    forget_threads_of_others()
     yield
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 

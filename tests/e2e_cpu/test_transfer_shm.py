@@ -23,6 +23,7 @@ from transfer_world import (
     ServingProcess,
     Side,
     eventually,
+    forget_threads_of_others,
     pair,
     target,
     transfer_threads,
@@ -45,6 +46,7 @@ PAGE_BYTES = 4096
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    forget_threads_of_others()
     yield
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 

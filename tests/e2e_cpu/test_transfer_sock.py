@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_world import DECODE, NIXL, PREFILL, Gate, Side, eventually, pair, transfer_threads
+from transfer_world import (
+    DECODE,
+    NIXL,
+    PREFILL,
+    Gate,
+    Side,
+    eventually,
+    forget_threads_of_others,
+    pair,
+    transfer_threads,
+)
 
 from data_planes import introduce
 from tandem.core.commands import PullPages
@@ -21,6 +31,7 @@ from tandem.transfer import link as links
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    forget_threads_of_others()
     yield
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 

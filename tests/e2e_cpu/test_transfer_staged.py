@@ -11,7 +11,16 @@ from contextlib import contextmanager
 import pytest
 from staged_side import stage_on
 from torch import Tensor
-from transfer_world import DEADLINE_S, DECODE, PREFILL, Gate, Side, eventually, transfer_threads
+from transfer_world import (
+    DEADLINE_S,
+    DECODE,
+    PREFILL,
+    Gate,
+    Side,
+    eventually,
+    forget_threads_of_others,
+    transfer_threads,
+)
 
 from data_planes import introduce
 from tandem.core.commands import RevokePages
@@ -76,6 +85,7 @@ def pair(who: str = "both", *, fabric: str = "unix", **options: object) -> Itera
 
 @pytest.fixture(autouse=True)
 def no_thread_is_left() -> Iterator[None]:
+    forget_threads_of_others()
     yield
     eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 

@@ -27,6 +27,7 @@ from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
 from tandem.simulator.whole.virtual_process import Programs, virtual_machine
 from tandem.simulator.whole.world import World
+from tandem.transfer.pages import Pages
 from tandem.transfer.reader import PageReader
 
 PEER = Incarnation("prefill-0", "1")
@@ -106,7 +107,7 @@ def test_a_node_that_sleeps_when_it_wanted_to_be_woken_is_noticed(*, is_woken: b
 def transfer_of(kernel: Kernel, found: list[Violation], told: list[Event]) -> CheckedTransfer:
     watch = TransferWatch(kernel, found.append, lambda process, since: False, Memories(kernel, Random(1)))
     return CheckedTransfer(
-        memoryview(bytearray(8 * 64)),
+        Pages(memoryview(bytearray(8 * 64)), 64),
         KvShard.whole(64),
         report=told.append,
         watch=watch,
