@@ -36,7 +36,6 @@ class Foreign(Struct, kw_only=True):
     min_length: Raw = NOTHING
     truncate_prompt_tokens: Raw = NOTHING
     truncate: Raw = NOTHING
-    max_input_tokens: Raw = NOTHING
     num_ctx: Raw = NOTHING
     max_time: Raw = NOTHING
     t_max_predict_ms: Raw = NOTHING
@@ -48,10 +47,7 @@ class Foreign(Struct, kw_only=True):
     stopSequences: Raw = NOTHING
     stop_regex: Raw = NOTHING
     stop_token_ids: Raw = NOTHING
-    stop_token: Raw = NOTHING
     ignore_eos: Raw = NOTHING
-    ban_eos_token: Raw = NOTHING
-    eos_token_id: Raw = NOTHING
     early_stopping: Raw = NOTHING
     repetition_detection: Raw = NOTHING
     # how it is sampled
@@ -66,8 +62,6 @@ class Foreign(Struct, kw_only=True):
     epsilon_cutoff: Raw = NOTHING
     eta_cutoff: Raw = NOTHING
     dynatemp_range: Raw = NOTHING
-    dynamic_temperature: Raw = NOTHING
-    smoothing_factor: Raw = NOTHING
     samplers: Raw = NOTHING
     mirostat: Raw = NOTHING
     xtc_probability: Raw = NOTHING
@@ -77,12 +71,9 @@ class Foreign(Struct, kw_only=True):
     frequency_penalty: Raw = NOTHING
     repetition_penalty: Raw = NOTHING
     repeat_penalty: Raw = NOTHING
-    encoder_repetition_penalty: Raw = NOTHING
     length_penalty: Raw = NOTHING
     penalty_alpha: Raw = NOTHING
     guidance_scale: Raw = NOTHING
-    cfg_scale: Raw = NOTHING
-    negative_prompt: Raw = NOTHING
     logit_bias: Raw = NOTHING
     logits_processors: Raw = NOTHING
     allowed_token_ids: Raw = NOTHING
@@ -90,9 +81,6 @@ class Foreign(Struct, kw_only=True):
     bad_words_ids: Raw = NOTHING
     force_words_ids: Raw = NOTHING
     suppress_tokens: Raw = NOTHING
-    banned_tokens: Raw = NOTHING
-    banned_strings: Raw = NOTHING
-    custom_token_bans: Raw = NOTHING
     do_sample: Raw = NOTHING
     seed: Raw = NOTHING
     sampling_seed: Raw = NOTHING
@@ -113,7 +101,6 @@ class Foreign(Struct, kw_only=True):
     json_schema: Raw = NOTHING
     structural_tag: Raw = NOTHING
     format: Raw = NOTHING
-    json_mode: Raw = NOTHING
     response_format: Raw = NOTHING
     structured_outputs: Raw = NOTHING
     guided_json: Raw = NOTHING
@@ -128,7 +115,6 @@ class Foreign(Struct, kw_only=True):
     thinking: Raw = NOTHING
     enable_thinking: Raw = NOTHING
     thinking_budget: Raw = NOTHING
-    thinking_budget_tokens: Raw = NOTHING
     thinking_token_budget: Raw = NOTHING
     reasoning: Raw = NOTHING
     reasoning_budget: Raw = NOTHING
@@ -152,8 +138,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens", "min_length"), (0,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "dynatemp_range", "penalty_alpha", "top_logprobs"), (0,)),
     **dict.fromkeys(("top_k", "top_n_sigma"), (-1, 0)),
-    **dict.fromkeys(("guidance_scale", "cfg_scale", "encoder_repetition_penalty"), (1,)),
-    "smoothing_factor": (0,),
+    "guidance_scale": (1,),
     "reasoning_budget": (-1,),
     "do_sample": (True,),
     **dict.fromkeys(("think", "enable_thinking"), ()),
