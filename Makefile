@@ -6,7 +6,8 @@
 #   make check    what a change needs before it is committed: format, lint, types, fast tests
 #   make hunt     try all breaks of one line and all mutants of real servers, and see that every event of the product occurs
 #                 in a thousand new seeds, some minutes each; then simulate new seeds, of whole clusters, with the product's
-#                 own engine too, and of fast worlds, for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a fast one is shrunk to a scenario
+#                 own engine too, and of fast worlds, for HUNT_SECONDS each or to Ctrl+C; what breaks an invariant of a
+#                 fast one is shrunk to a scenario
 #   make chaos    real processes under faults for CHAOS_SECONDS; CHAOS_SEED=K draws the same faults again
 #   make ranks    the model over every combination of workers that is tested, a sample of which is in make test
 #   make gpu      attention by Triton and CUDA graphs: on an NVIDIA device, else interpreted, and what needs one is skipped

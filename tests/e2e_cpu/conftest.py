@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from cluster import Cluster, Server, cluster
 from gateway import sglang_router
+from transfer_world import eventually, transfer_threads
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +22,10 @@ def common() -> Iterator[Cluster]:
 def common_gateway(common: Cluster) -> Server:
     """sglang-router in front of the same pair."""
     return sglang_router(common)
+
+
+@pytest.fixture
+def no_transfer_thread_is_left() -> Iterator[None]:
+    """Of the data planes that a test opens in its own process."""
+    yield
+    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")

@@ -5,7 +5,7 @@ generations.
 """
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from transfer_world import (
@@ -16,7 +16,6 @@ from transfer_world import (
     ServingProcess,
     Side,
     eventually,
-    forget_threads_of_others,
     pair,
     target,
     transfer_threads,
@@ -30,16 +29,11 @@ from tandem.transfer import protocol
 from tandem.transfer.listener import MAX_UNPROVEN
 from tandem.transfer.protocol import NO_PROOF, Status
 
+pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
+
 FABRICS = pytest.mark.parametrize("fabric", ["unix", "tcp"])
 GUESSES = 311
 NO_TIMEOUT_S = 600.0  # far beyond what a test waits: whatever comes, comes without a timeout
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    forget_threads_of_others()
-    yield
-    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 
 
 def drip(link: socket.socket, message: bytes) -> int:

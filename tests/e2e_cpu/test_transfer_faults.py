@@ -7,21 +7,9 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterator
 
 import pytest
-from transfer_world import (
-    PREFILL,
-    SECRET,
-    Gate,
-    ServingProcess,
-    Side,
-    eventually,
-    forget_threads_of_others,
-    pair,
-    target,
-    transfer_threads,
-)
+from transfer_world import PREFILL, SECRET, Gate, ServingProcess, Side, eventually, pair, target, transfer_threads
 
 from attackers_data import Asker, Impostor, read_all
 from data_planes import introduce, pack_read
@@ -32,15 +20,10 @@ from tandem.transfer import protocol
 from tandem.transfer.port import Held
 from tandem.transfer.protocol import Status
 
+pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
+
 ABORTS = int(os.environ.get("TANDEM_TEST_ABORTS", "500"))
 DECODE_SIDE = Incarnation("decode", "1")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    forget_threads_of_others()
-    yield
-    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 
 
 def greet(owner: Side, *, fabric: str = "unix") -> socket.socket:

@@ -15,19 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from transfer_world import (
-    DECODE,
-    NOTHING_OPEN,
-    PREFILL,
-    SECRET,
-    ServingProcess,
-    Side,
-    eventually,
-    forget_threads_of_others,
-    pair,
-    target,
-    transfer_threads,
-)
+from transfer_world import DECODE, NOTHING_OPEN, PREFILL, SECRET, ServingProcess, Side, pair, target
 
 from attackers_data import Asker, Impostor
 from data_planes import introduce
@@ -42,13 +30,6 @@ from tandem.transfer.protocol import Malformed, Status
 from tandem.transfer.shared_memory import PeerMemory, file_of
 
 PAGE_BYTES = 4096
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    forget_threads_of_others()
-    yield
-    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
 
 
 class Copying:
@@ -191,6 +172,8 @@ from tandem.transfer import pages
 from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
+
+pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
 
 name, id, secret, page_bytes, numbers, at, digests, granted = json.loads(sys.argv[1])
 def copy(*args, **options):

@@ -6,21 +6,10 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from transfer_world import (
-    DECODE,
-    NIXL,
-    PREFILL,
-    Gate,
-    Side,
-    eventually,
-    forget_threads_of_others,
-    pair,
-    transfer_threads,
-)
+from transfer_world import DECODE, NIXL, PREFILL, Gate, Side, eventually, pair, transfer_threads
 
 from data_planes import introduce
 from tandem.core.commands import PullPages
@@ -28,12 +17,7 @@ from tandem.core.events import PageRead, PagesLanded, ReadsDrained, TransferDrai
 from tandem.core.values import Cause, Incarnation
 from tandem.transfer import link as links
 
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    forget_threads_of_others()
-    yield
-    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
+pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
 
 
 @pytest.mark.parametrize("fabric", ["unix", "tcp", "shm", NIXL])

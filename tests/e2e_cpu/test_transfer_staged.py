@@ -11,16 +11,7 @@ from contextlib import contextmanager
 import pytest
 from staged_side import stage_on
 from torch import Tensor
-from transfer_world import (
-    DEADLINE_S,
-    DECODE,
-    PREFILL,
-    Gate,
-    Side,
-    eventually,
-    forget_threads_of_others,
-    transfer_threads,
-)
+from transfer_world import DEADLINE_S, DECODE, PREFILL, Gate, Side, eventually
 
 from data_planes import introduce
 from tandem.core.commands import RevokePages
@@ -29,6 +20,8 @@ from tandem.core.kv_parts import Runs
 from tandem.core.values import Cause, RequestId
 from tandem.engine.device_pages import DevicePages
 from tandem.transfer.port import Backend, Held
+
+pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
 
 HELD_UP, OTHER, NOT_TOLD = 3, 200, 999
 
@@ -68,7 +61,7 @@ def pair(who: str = "both", *, fabric: str = "unix", **options: object) -> Itera
 
     def side(name: str, seed: int) -> Side:
         staged = {"stage": stage_on(open_device), "backend": Backend.SOCK} if who in (name, "both") else {}
-        return Side(PREFILL if name == "owner" else DECODE, seed=seed, **staged, **options)  # type: ignore[arg-type]
+        return Side(PREFILL if name == "owner" else DECODE, seed=seed, **staged, **options)  # type: ignore[arg-type]  # a mapping of mixed values
 
     owner, reader = side("owner", 1), side("reader", 2)
     reader.lender = owner
@@ -83,15 +76,8 @@ def pair(who: str = "both", *, fabric: str = "unix", **options: object) -> Itera
         owner.close()
 
 
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    forget_threads_of_others()
-    yield
-    eventually(lambda: not transfer_threads(), f"the end of {transfer_threads()}")
-
-
-def after_the_desk(side: Side) -> None:
-    """What the desk of this side was told to say before is said."""
+def after_the_digests(side: Side) -> None:
+    """What the digest thread of this side was told to answer before is answered."""
     side.publish(NOT_TOLD, [OTHER])
 
 
@@ -148,7 +134,7 @@ def test_a_cancelled_pull_drains_when_the_copy_into_its_pages_has_ended() -> Non
         reader.pull(1, [1], [HELD_UP], owner.publish(1, [1]))
         assert device.has_begun.wait(DEADLINE_S)
         reader.cancel(1)
-        after_the_desk(reader)
+        after_the_digests(reader)
         assert not reader.all(TransferDrained, 1)
         assert reader.transfer.held().open_transfers == 1
         device.has_ended.clear()
@@ -164,7 +150,7 @@ def test_pages_are_told_to_have_landed_when_they_are_on_the_device() -> None:
         device.holds.set()
         reader.pull(1, [1], [HELD_UP], owner.publish(1, [1]))
         assert device.has_begun.wait(DEADLINE_S)
-        after_the_desk(reader)
+        after_the_digests(reader)
         assert not reader.all(PagesLanded, 1)
         device.go_on.set()
         reader.wait_landed(1, 1)
@@ -178,7 +164,7 @@ def test_revoked_pages_are_drained_when_the_copy_out_of_them_has_ended() -> None
         reader.pull(1, [HELD_UP], [1], digests)
         assert device.has_begun.wait(DEADLINE_S)
         owner.transfer.revoke(RevokePages(RequestId(1), 0, 1))
-        after_the_desk(owner)
+        after_the_digests(owner)
         assert not owner.all(ReadsDrained, 1)
         assert owner.transfer.held().open_transfers == 1
         device.has_ended.clear()

@@ -244,16 +244,8 @@ def target(owner: Side, *, fabric: str = "unix") -> Target:
     return Target(PREFILL, owner.page_bytes, plane.host, plane.port, plane.unix if fabric == "unix" else "")
 
 
-_threads_of_others: list[threading.Thread] = []
-
-
-def forget_threads_of_others() -> None:
-    """At a test's begin: what an earlier one in this process has left, and will end some time, is none of its own."""
-    _threads_of_others[:] = threading.enumerate()
-
-
 def transfer_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("kv-") and t not in _threads_of_others]
+    return [t.name for t in threading.enumerate() if t.name.startswith("kv-")]
 
 
 class Gate:

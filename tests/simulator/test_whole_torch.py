@@ -10,6 +10,7 @@ from tandem.cli.main import main
 from tandem.config import ServerConfig
 from tandem.simulator.hunt import run_each
 from tandem.simulator.report import SeedResult
+from tandem.simulator.whole.clients import Answers
 from tandem.simulator.whole.cuts import CONTEXTS, SIDES
 from tandem.simulator.whole.options import TORCH, Options, draw_options
 from tandem.simulator.whole.torch_engine import alone, with_torch
@@ -46,7 +47,7 @@ def test_one_engine_alone_says_the_same_again_and_stops_where_it_ends() -> None:
     assert all(logprob <= 0 for _, logprob in answer)
 
 
-def answer_of_one(say, prompt: list[int], count: int) -> list[int]:  # type: ignore[no-untyped-def]
+def answer_of_one(say: Answers, prompt: list[int], count: int) -> list[int]:
     """The prompt, and so much of the answer."""
     return prompt + [token for token, _ in say(prompt, count, ignore_eos=True)]
 

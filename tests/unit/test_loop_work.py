@@ -324,7 +324,7 @@ def test_no_callback_of_a_bootstrap_server_works_on_more_than_the_limit(
     path: str, body: Any, work: LoopWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bootstrap, "has_hash", lambda body, headers: True)
-    it = bootstrap.BootstrapServer(BootstrapRegistry(), AnybodyMay())  # type: ignore[arg-type]
+    it = bootstrap.BootstrapServer(BootstrapRegistry(), AnybodyMay())  # type: ignore[arg-type]  # instead of a guard
     app = it.app()
     assert paths_with_bodies(app) == set(BOOTSTRAP)
     response = asyncio.run(ask(app, path, body, method="PUT" if path == "/route" else "POST"))

@@ -36,7 +36,7 @@ from tandem.transfer.reader import PageReader
 log = logging.getLogger(__name__)
 _CLOSE_GRACE_S = 2.0
 IO_TIMEOUT_S, MAX_TRANSFERS, MAX_LINKS = 5.0, 4, 64
-MOST_FRAMES = MAX_LINKS + STALLED_JOBS * MAX_TRANSFERS + 1  # that move at once: to readers, to us, and to the desk
+MOST_FRAMES = MAX_LINKS + STALLED_JOBS * MAX_TRANSFERS + 1  # that move at once: to readers, to us, and to be digested
 
 
 class SockTransfer:
