@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import resource
 import select
 import socket
@@ -19,7 +18,6 @@ from tandem.server.api import connections
 from tandem.server.api.accept import BoundedServer
 from tandem.server.api.connections import (
     Bounds,
-    Line,
     api_bounds,
     raise_fd_limit,
     waited_s,
@@ -382,15 +380,6 @@ def test_the_number_of_connections_fits_the_file_descriptors(monkeypatch: pytest
         assert bounds.max_connections == most
         assert bounds.max_requests is not None
         assert 0 < bounds.max_requests < most  # probes have a way in when it is full
-
-
-def test_a_line_says_once_a_second_how_often(caplog: pytest.LogCaptureFixture) -> None:
-    times = iter([0.0, 0.2, 0.9, 1.1, 1.2, 5.0])
-    line = Line("things happened", lambda: next(times))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(6):
-            line.note()
-    assert caplog.messages == ["1 things happened", "3 things happened", "2 things happened"]
 
 
 def test_as_many_files_may_be_open_as_the_system_lets_us() -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-import math
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -22,34 +20,13 @@ from tandem.page_storage import Lane, StorageAnswer, StorageCommand, perform
 from tandem.ranks import Rank
 from tandem.server.channel import ChannelClosed
 from tandem.server.processes import ServerFailure
+from tandem.server.repeated_lines import RepeatedLines
 
 GIGABYTE = 1e9
 TIMEOUT_SECONDS = StorageSettings().io_timeout_ns / SECOND  # the node waits no longer for an answer
-LINE_EVERY_SECONDS = 10.0
+LINE_EVERY_SECONDS = 10.0  # while a disk is full or fails every request may meet it
 
 logger = logging.getLogger("tandem.storage")
-
-
-class Complaints:
-    """Lines of the log for what every request may meet while a disk is full or fails.
-
-    Of each kind, which is a text but for its numbers, one line at a time, with how many there were since the last one.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._lock = threading.Lock()
-        self._kinds: dict[str, tuple[float, int]] = {}  # when there was a line, and how many complaints since
-
-    def note(self, text: str) -> None:
-        """From any thread."""
-        kind, now = re.sub(r"[0-9]+", "", text), self._now()
-        with self._lock:
-            last, since = self._kinds.get(kind, (-math.inf, 0))
-            is_due = now - last >= LINE_EVERY_SECONDS
-            self._kinds[kind] = (now, 0) if is_due else (last, since + 1)
-        if is_due:
-            logger.warning("%s%s", text, f" (and {since} times since this was last said)" if since else "")
 
 
 class WorkerStorage:
@@ -60,7 +37,7 @@ class WorkerStorage:
         self._memory = memory
         self._rank = rank
         self._answer = answer
-        self._complaints = Complaints(time.monotonic)
+        self._complaints = RepeatedLines(logger, every_s=LINE_EVERY_SECONDS)
         self._reads, self._writes = self._new_lane(), self._new_lane()
 
     def start(self) -> None:

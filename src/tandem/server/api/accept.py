@@ -30,8 +30,8 @@ from tandem.server.api.connections import (
     TOO_MANY_REQUESTS,
     BoundedHttp1,
     Bounds,
-    Line,
     asked_path,
+    new_line,
 )
 from tandem.server.api.http1 import uvicorn_config
 
@@ -74,7 +74,7 @@ class Listener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._refused: dict[Refused, None] = {}
         self._retry: asyncio.TimerHandle | None = None
-        self._no_means = Line("connections could not be accepted: no file descriptor, or no memory, is left")
+        self._no_means = new_line()
         sock.setblocking(False)
         sock.listen(LISTEN_BACKLOG)
         self._start()
@@ -104,7 +104,7 @@ class Listener:
             except OSError as error:
                 if error.errno not in NO_MEANS:
                     raise
-                self._no_means.note()
+                self._no_means.note("a connection could not be accepted: no file descriptor, or no memory, is left")
                 self._loop.remove_reader(self._sock)
                 self._retry = self._loop.call_later(RETRY_SECONDS, self._start)
                 break

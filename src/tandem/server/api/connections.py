@@ -18,7 +18,6 @@ import logging
 import resource
 import socket
 import struct
-import time
 from asyncio import TimerHandle, Transport
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from tandem.server.api.access import PAGES
 from tandem.server.api.errors import Failure, Problem
 from tandem.server.api.http1 import Http1, whole_answer
 from tandem.server.api.turn_limits import Turns
+from tandem.server.repeated_lines import RepeatedLine
 
 MAX_CONNECTIONS = 1024
 HEAD_SECONDS = 10.0
@@ -47,6 +47,10 @@ LINE_EVERY_SECONDS = 1.0
 LAST_DATA_RECV = struct.Struct("=52xI")  # of `tcp_info` (linux/tcp.h): milliseconds
 
 logger = logging.getLogger("tandem.http")
+
+
+def new_line() -> RepeatedLine:
+    return RepeatedLine(logger, every_s=LINE_EVERY_SECONDS)
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Bounds:
     waiting: "dict[BoundedHttp1, float]" = field(default_factory=dict)  # since when
     lingering: dict[object, None] = field(default_factory=dict[object, None])  # who has been refused, and may read why
     refused: Callable[[float], object] = lambda waited: None  # of each refusal: see `waited_s`
-    line: "Line" = field(default_factory=lambda: Line("connections were refused: as many are open as may be"))
+    refusals: RepeatedLine = field(default_factory=new_line)
 
     def protocol(self) -> "type[BoundedHttp1]":
         """For `uvicorn.Config(http=...)`, which makes one per connection."""
@@ -82,7 +86,7 @@ class Bounds:
     def note_refusal(self, sock: socket.socket | None) -> None:
         """sock: of somebody who has waited for us."""
         self.num_refused += 1
-        self.line.note()
+        self.refusals.note("a connection was refused: as many are open as may be")
         if sock is not None and (waited := waited_s(sock)) is not None:
             self.refused(waited)
 
@@ -126,23 +130,6 @@ def raise_fd_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-class Line:
-    """A line of the log for what may happen thousands of times: once a second, with how often."""
-
-    def __init__(self, what: str, now: Callable[[], float] = lambda: time.monotonic()) -> None:
-        self._what = what
-        self._now = now
-        self._count = 0
-        self._last: float | None = None
-
-    def note(self) -> None:
-        self._count += 1
-        now = self._now()
-        if self._last is None or now - self._last >= LINE_EVERY_SECONDS:
-            logger.warning("%d %s", self._count, self._what)
-            self._count, self._last = 0, now
 
 
 class BoundedHttp1(Http1):

@@ -71,7 +71,10 @@ RULES: dict[Code, Rule] = {
         400, False, "edge", "change one of the fields that `message` names: each is right by itself"
     ),
     Problem.INVALID_GRAMMAR: Rule(
-        400, False, "edge", "correct the schema, expression or grammar in `param`; `message` says what is wrong, and where"
+        400,
+        False,
+        "edge",
+        "correct the schema, expression or grammar in `param`; `message` says what is wrong and where",
     ),
     Problem.REFUSED_BY_TEMPLATE: Rule(
         400, False, "edge", "`message` is what the model's chat template says of these messages"
