@@ -54,7 +54,10 @@ def receive(said: bytes, digests: tuple[int, ...]) -> tuple[int, bytearray]:
         links.prepare(near, timeout_s=5)
         far.sendall(said)
         far.shutdown(socket.SHUT_WR)
-        return made._receive_frame(job_of(command, OfferedPages(digests, b""), near, PAGE_BYTES)), memory
+        try:
+            return made._receive_frame(job_of(command, OfferedPages(digests, b""), near, PAGE_BYTES)), memory
+        finally:
+            made.close(grace_s=1)
 
 
 def offered() -> tuple[list[bytes], tuple[int, ...]]:
