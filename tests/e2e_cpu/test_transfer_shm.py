@@ -173,8 +173,6 @@ from tandem.transfer.jobs import PeerAddress
 from tandem.transfer.port import Backend
 from tandem.transfer.sock import SockTransfer
 
-pytestmark = pytest.mark.usefixtures("no_transfer_thread_is_left")
-
 name, id, secret, page_bytes, numbers, at, digests, granted = json.loads(sys.argv[1])
 def copy(*args, **options):
     print("copies", flush=True)

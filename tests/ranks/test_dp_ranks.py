@@ -226,6 +226,8 @@ def come_back_with(it: Cluster, server: Server, former: tuple[str, ...], flags: 
     member.command = (*member.command[:start], *flags, *member.command[start + len(former) :])
     it.fleet.restart(member)
     it.fleet.wait_ready(timeout_s=90)
+    assert it.router is not None
+    eventually(it.router.is_ready, what=lambda: member.name)  # it asks at intervals, and has seen the first life end
 
 
 @pytest.fixture(scope="module")
