@@ -17,16 +17,17 @@ from tandem.metrics.export import Exporter, parse_key
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import SECOND_NS, SENDING, Histogram, RequestRecord, RequestStats, Throughput
 
-LABELS = {"model_name": "toy", "engine_type": "unified", "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
+SERVER = {"model_name": "toy", "engine_type": "unified"}
+REPLICA = {**SERVER, "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
 
 
 def scrape(text: str) -> dict[str, float]:
-    """Samples by name, with the labels that are not on all of them."""
+    """Samples by name, with the labels that do not say who has counted."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            assert LABELS.items() <= sample.labels.items(), sample
-            extra = {name: value for name, value in sample.labels.items() if name not in LABELS}
+            assert SERVER.items() <= sample.labels.items(), sample
+            extra = {name: value for name, value in sample.labels.items() if name not in REPLICA}
             found[sample.name + "".join(f"|{value}" for value in extra.values())] = sample.value
     return found
 
@@ -222,6 +223,26 @@ def test_what_workers_count_is_exported_under_their_own_ranks_and_nothing_for_on
         ("tandem:worker_live_rooms", "prefill", "1"): 0,
         ("tandem:worker_pinned_pages", "prefill", "0"): 9,
     }
+
+
+def test_no_number_is_exported_for_a_rank_that_did_not_count_it() -> None:
+    """The API process counts for the server, whose numbers have no rank; a node for its DP rank."""
+    nodes = {3: {"num_queue_reqs": 1.0, "page_size": 16, "num_pages": 9, "wait_bucket{le=+Inf}": 1, "wait_sum": 2}}
+    stats = RequestStats()
+    stats.add(record())
+    for family in text_string_to_metric_families(
+        Exporter(stats, model_name="toy", engine_type="prefill").render(nodes).decode()
+    ):
+        is_of_node = family.name.removeprefix("sglang:") in (
+            "num_queue_reqs",
+            "wait",
+            "cache_config_info",
+            "page_size",
+            "num_pages",
+        )
+        for sample in family.samples:
+            ranks = {name: value for name, value in sample.labels.items() if name.endswith("_rank")}
+            assert ranks == ({"tp_rank": "0", "pp_rank": "0", "dp_rank": "3"} if is_of_node else {}), sample
 
 
 def test_keys_are_names_with_or_without_labels() -> None:

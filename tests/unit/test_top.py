@@ -71,6 +71,20 @@ def test_one_row_for_each_rank_with_its_workers_added_up() -> None:
     assert found[1].values["worker_open_transfers"] == 7
 
 
+def test_what_a_server_counts_for_all_ranks_is_no_ranks() -> None:
+    """Of its only rank where it has one, and of none where it has several: there it has a row of its own."""
+    served = 'sglang:prompt_tokens_total{engine_type="unified"} 5\n'
+    (only,) = top.ranks_of(served + metrics(0, num_running_reqs=1), "http://a:1", "")
+    assert (only.rank, only.values) == ("0", {"prompt_tokens_total": 5, "num_running_reqs": 1})
+    text = served + metrics(0, num_running_reqs=1) + metrics(1, num_running_reqs=2)
+    found = top.ranks_of(text, "http://a:1", "")
+    assert [(look.rank, look.values) for look in found] == [
+        ("all", {"prompt_tokens_total": 5}),
+        ("0", {"num_running_reqs": 1}),
+        ("1", {"num_running_reqs": 2}),
+    ]
+
+
 def test_behind_a_router_who_cannot_be_reached_keeps_the_row_that_the_router_has() -> None:
     with client({"http://router/v1/loads": LOADS, "http://127.0.0.1:1/metrics": metrics(num_running_reqs=1)}) as asks:
         rows = top.rows_between([], top.look(asks, "http://router"))

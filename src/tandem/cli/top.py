@@ -1,6 +1,7 @@
 """`tandem top`: a live table of one server, or of a router and all servers behind it.
 
-A router says in /v1/loads who they are; each is asked for its /metrics, where a row is one DP rank. Rates are what the
+A router says in /v1/loads who they are; each is asked for its /metrics. A row is one DP rank, and of a server with
+several the first row, `all`, has what is counted for the server: tokens and times to the first one. Rates are what the
 counters did between two looks. A server that cannot be reached from here keeps the row that the router has of it.
 """
 
@@ -20,6 +21,7 @@ from tandem.cli.flags import finite
 from tandem.cli.plain_text import plain
 
 ASK_SECONDS = 5.0
+SERVER = "all"  # in the column of ranks
 SCREEN, SHELL = "\x1b[?1049h", "\x1b[?1049l"  # a screen of its own, and back
 HOME, LINE_END, SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 Counters = dict[str, float]
@@ -134,16 +136,22 @@ def _get(client: httpx.Client, url: str, path: str, *, base: str = "") -> str:
 
 
 def ranks_of(metrics: str, server: str, role: str) -> list[Look]:
-    """One look for each DP rank that /metrics tells of; numbers of its workers are added up. Raises ValueError."""
+    """One look for each DP rank that /metrics tells of; numbers of its workers are added up. What has no rank is the
+    server's: of its only rank, or else a look of its own before them. Raises ValueError."""
     found: dict[str, Look] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            if "dp_rank" in sample.labels and not sample.name.endswith(("_bucket", "_created")):
-                rank, kind = sample.labels["dp_rank"], sample.labels.get("engine_type", "")
+            if not sample.name.endswith(("_bucket", "_created")):
+                rank, kind = sample.labels.get("dp_rank", SERVER), sample.labels.get("engine_type", "")
                 values = found.setdefault(rank, Look(server, role or kind, rank, time.monotonic())).values
                 name = sample.name.partition(":")[2]
                 values[name] = values.get(name, 0.0) + sample.value
-    return [found[rank] for rank in sorted(found)] or [Look(server, role, "0", time.monotonic())]
+    looks = [found[rank] for rank in sorted(found, key=lambda rank: "" if rank == SERVER else rank)]
+    if len(looks) == 2 and looks[0].rank == SERVER:
+        whole, only = looks
+        only.values |= whole.values
+        return [only]
+    return looks or [Look(server, role, SERVER, time.monotonic())]
 
 
 def from_load(server: str, load: Mapping[str, Any], why: str) -> Look:

@@ -3,8 +3,11 @@
 Names are `sglang:*` where the meaning is SGLang's, so that existing boards, gateways and benchmarks find them, and
 `tandem:*` otherwise. The node's numbers come as a flat mapping whose keys are metric names without prefix, optionally
 with labels (`num_prefill_retries_total{reason=forced}`): whatever the node counts is exported, nothing else is. What
-has a `_bucket{le=...}` is a histogram, with its `_count` and `_sum`. What a worker counts of itself is exported under
-its own ranks as `tandem:worker_*`, and not at all for one that has not counted.
+has a `_bucket{le=...}` is a histogram, with its `_count` and `_sum`.
+
+Labels say who has counted. The API process counts for the server, whose numbers have no rank. A node counts for its
+replica, which is its DP rank and, as with SGLang, goes by the ranks of its first worker. What a worker counts of itself
+is `tandem:worker_*` under its own ranks, and not there at all for one that has not counted.
 """
 
 import re
@@ -21,8 +24,9 @@ from tandem.metrics.request_stats import Histogram, RequestStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Ranks = tuple[int, int, int]  # TP, PP, DP
-Labels = tuple[str, str, str, str, str]  # values of LABELS
-LABELS = ("model_name", "engine_type", "tp_rank", "pp_rank", "dp_rank")
+Labels = tuple[str, ...]  # values of SERVER_LABELS or of LABELS
+SERVER_LABELS = ("model_name", "engine_type")
+LABELS = (*SERVER_LABELS, "tp_rank", "pp_rank", "dp_rank")
 KEY = re.compile(r"^([A-Za-z_][\w:]*?)(?:\{([^}]*)\})?$")
 
 HELP = {
@@ -75,8 +79,7 @@ class Exporter:
         self._stats = stats
         self._counts = counts or HttpCounts()
         self._is_paired = engine_type in ("prefill", "decode")
-        self._server = (model_name, engine_type)
-        self._labels = (*self._server, "0", "0", "0")
+        self._server: Labels = (model_name, engine_type)
 
     def render(
         self,
@@ -89,6 +92,9 @@ class Exporter:
         edge = [*self._edge(), *(self._transfers() if self._is_paired else ()), *self._http()]
         registry.register(Page([*edge, *self._nodes(nodes), *self._workers(workers or {})]))
         return generate_latest(registry)
+
+    def _of_replica(self, dp_rank: int) -> Labels:
+        return (*self._server, "0", "0", str(dp_rank))
 
     def gen_throughput(self) -> float:
         return self._stats.gen_throughput(time.monotonic_ns())
@@ -142,23 +148,25 @@ class Exporter:
 
     def _http(self) -> Iterable[Metric]:
         asked, answered = ("endpoint", "method"), ("endpoint", "method", "status_code")
-        requests = CounterMetricFamily("sglang:http_requests", "HTTP requests.", labels=(*LABELS, *asked))
-        responses = CounterMetricFamily("sglang:http_responses", "HTTP answers.", labels=(*LABELS, *answered))
-        active = GaugeMetricFamily("sglang:http_requests_active", "HTTP requests under way.", labels=(*LABELS, *asked))
+        requests = CounterMetricFamily("sglang:http_requests", "HTTP requests.", labels=(*SERVER_LABELS, *asked))
+        responses = CounterMetricFamily("sglang:http_responses", "HTTP answers.", labels=(*SERVER_LABELS, *answered))
+        active = GaugeMetricFamily(
+            "sglang:http_requests_active", "HTTP requests under way.", labels=(*SERVER_LABELS, *asked)
+        )
         for family, counts in (
             (requests, self._counts.requests),
             (responses, self._counts.responses),
             (active, self._counts.active),
         ):
             for key, value in counts.items():
-                family.add_metric((*self._labels, *key), value)
+                family.add_metric((*self._server, *key), value)
             yield family
 
     def _nodes(self, nodes: Mapping[int, Mapping[str, float]]) -> Iterable[Metric]:
         histograms: dict[str, HistogramMetricFamily] = {}
         numbers: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for dp_rank, node in nodes.items():
-            own = (*self._server, "0", "0", str(dp_rank))
+            own = self._of_replica(dp_rank)
             self._node_histograms(histograms, own, node)
             self._node_numbers(numbers, own, {key: node[key] for key in node if not is_part_of(key, histograms)})
         yield from (*histograms.values(), *numbers.values())
@@ -170,7 +178,7 @@ class Exporter:
         family = GaugeMetricFamily("sglang:cache_config_info", "The KV pool, in labels.", labels=(*LABELS, *sizes))
         for dp_rank, node in nodes.items():
             if all(size in node for size in sizes):
-                family.add_metric((*self._server, "0", "0", str(dp_rank), *(f"{node[size]:g}" for size in sizes)), 1)
+                family.add_metric((*self._of_replica(dp_rank), *(f"{node[size]:g}" for size in sizes)), 1)
         return family
 
     def _node_histograms(
@@ -205,31 +213,31 @@ class Exporter:
             yield family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, histogram.buckets(), histogram.total)
+        family = HistogramMetricFamily(name, text, labels=SERVER_LABELS)
+        family.add_metric(self._server, histogram.buckets(), histogram.total)
         return family
 
     def _stages(self) -> Metric:
         text = "Parts of the time to the first token."
-        family = HistogramMetricFamily("sglang:per_stage_req_latency_seconds", text, labels=(*LABELS, "stage"))
+        family = HistogramMetricFamily("sglang:per_stage_req_latency_seconds", text, labels=(*SERVER_LABELS, "stage"))
         for stage, histogram in self._stats.stages.items():
-            family.add_metric((*self._labels, stage), histogram.buckets(), histogram.total)
+            family.add_metric((*self._server, stage), histogram.buckets(), histogram.total)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
+        family = CounterMetricFamily(name, text, labels=SERVER_LABELS)
+        family.add_metric(self._server, value)
         return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=LABELS)
-        family.add_metric(self._labels, value)
+        family = GaugeMetricFamily(name, text, labels=SERVER_LABELS)
+        family.add_metric(self._server, value)
         return family
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=(*LABELS, label))
+        family = CounterMetricFamily(name, text, labels=(*SERVER_LABELS, label))
         for key, value in values.items():
-            family.add_metric((*self._labels, key), value)
+            family.add_metric((*self._server, key), value)
         return family
 
 
