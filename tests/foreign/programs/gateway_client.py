@@ -86,7 +86,7 @@ def chats(url: str) -> str:
             events = stream(f"{url}/v1/chat/completions", body)
             assert len(events) > 2, events
             same("".join(choice["delta"].get("content") or "" for it in events for choice in it["choices"]), expected)
-    return f"{len(PROMPTS)} chats and {len(STREAMED)} streamed ones"
+    return f"{len(PROMPTS)} chats, {len(STREAMED)} of them streamed, too"
 
 
 def generations(url: str) -> str:
@@ -100,7 +100,7 @@ def generations(url: str) -> str:
             same(got["text"], alone["text"])
             assert got["output_ids"] == alone["output_ids"], (got, alone)
             assert got["meta_info"]["finish_reason"] == alone["meta_info"]["finish_reason"], (got, alone)
-    return f"{len(STREAMED)} each of /generate"
+    return f"{len(STREAMED)} answers of /generate"
 
 
 def completions(url: str) -> str:
@@ -111,7 +111,7 @@ def completions(url: str) -> str:
         events = stream(f"{url}/v1/completions", body)
         assert len(events) > 2, events
         same("".join(map(text_of, events)), expected)
-    return f"{len(STREAMED)} of completions equal to one engine's"
+    return f"{len(STREAMED)} completions, both whole and streamed, equal to one engine's"
 
 
 def text_of(document: Any) -> str:
@@ -137,7 +137,7 @@ def ranks(url: str, metrics_url: str) -> str:
         assert chosen >= {f"{server}@{rank}" for rank in rates}, f"of {role} it has chosen {chosen}"
         assert role == "prefill" or answered == set(rates), f"answers came of ranks {answered} of decode"
         counts.append(f"{len(rates)} of {role}")
-    return f"by all DP ranks: {' and '.join(counts)}"
+    return f"of all DP ranks: {' and '.join(counts)}"
 
 
 def page(server: str) -> str:
