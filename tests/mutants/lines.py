@@ -2408,6 +2408,13 @@ OTHERS = (
         "e2e_cpu/test_router_models.py::test_the_models_of_all_pairs_are_listed_and_shown_one_by_one",
     ),
     Break(
+        "a_routers_numbers_have_no_format",
+        "server/router/app.py",
+        'return Response(self._metrics.export(self.router), headers={"content-type": CONTENT_TYPE})',
+        "return PlainTextResponse(self._metrics.export(self.router))",
+        "unit/test_request_stats.py::test_servers_and_routers_say_in_which_format_their_numbers_are",
+    ),
+    Break(
         "as_many_values_as_fit_a_body_are_made",
         "server/api/large_body.py",
         "    check_counts(raw)\n    return",

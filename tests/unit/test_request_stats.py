@@ -10,12 +10,15 @@ from api_fakes import Script, says, world
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
 
 from tandem.core.commands import Path
 from tandem.core.values import Cause
 from tandem.metrics.export import Exporter, parse_key
 from tandem.metrics.log import RequestLog
 from tandem.metrics.request_stats import SECOND_NS, SENDING, Histogram, RequestRecord, RequestStats, Throughput
+from tandem.server.router.app import RouterApp
+from tandem.server.router.config import RouterConfig
 
 SERVER = {"model_name": "toy", "engine_type": "unified"}
 REPLICA = {**SERVER, "tp_rank": "0", "pp_rank": "0", "dp_rank": "0"}
@@ -192,6 +195,13 @@ def test_a_scrape_works_while_the_node_does_not() -> None:
         response = http.get("/metrics")
     assert response.status_code == 200
     assert scrape(response.text)["sglang:num_requests_total"] == 0
+
+
+def test_servers_and_routers_say_in_which_format_their_numbers_are() -> None:
+    routing = TestClient(RouterApp(RouterConfig(workers=(), allowed_host=("testserver",))).app)
+    for http in (world().http(), routing):
+        kind = http.get("/metrics").headers["content-type"]
+        assert kind.startswith("text/plain; version="), kind
 
 
 def test_the_nodes_histograms_are_exported_as_histograms() -> None:

@@ -37,6 +37,18 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(reply)
 
 
+def stream(url: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a whole stream, which must end as one does."""
+    data = json.dumps(body | {"stream": True}).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        lines = [line.decode().strip() for line in reply if line.startswith(b"data:")]
+    assert lines, "a stream without events"
+    events = [line.removeprefix("data:").strip() for line in lines]
+    assert events.pop() == "[DONE]", events
+    return [json.loads(event) for event in events]
+
+
 def alone(question: str, *, max_tokens: int = 96) -> str:
     """What one engine alone says to it, without this program in between."""
     messages = [{"role": "user", "content": question}]

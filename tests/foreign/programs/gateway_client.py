@@ -1,9 +1,12 @@
-"""sglang-router and smg in front of prefill and decode servers: every answer equal to that of one engine alone.
+"""sglang-router and smg in front of prefill and decode servers: every answer equal to that of one engine alone, whole
+and streamed, by chats, `/generate` and completions; and, where it spreads them over DP ranks, by ranks of both sides.
 
-The last word of the command line says which. `CLIENTS_WORKERS` has the servers: `prefill URL PORT` or `decode URL`.
+The first word of the command line says which; the others are its flags. `CLIENTS_WORKERS` has the servers:
+`prefill URL PORT` or `decode URL`.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -11,11 +14,45 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
-from _shared import MODEL, QUESTIONS, alone, post, same, shown
+from _shared import MODEL, QUESTIONS, UNIFIED, alone, post, same, shown, stream
 
 START_S = 90.0
 PROMPTS = (*QUESTIONS, *(f"Calculate {a} * {b} + {a + b}." for a in range(3, 9) for b in (17, 26, 31, 45)))
+STREAMED = PROMPTS[:9]
+GREEDY = {"temperature": 0, "max_new_tokens": 32}
+# One prompt of some pages: a rank that has had it twice has found it in its prefix cache, which its metrics say.
+AGAIN, TIMES = f"Question: {QUESTIONS[0]} {QUESTIONS[1]}\nAnswer:", 12
+HIT_RATE = re.compile(r'^sglang:cache_hit_rate\{.*dp_rank="(\d+)".*\} (\S+)$', re.MULTILINE)
+CHOSEN = re.compile(r'^smg_worker_cb_outcomes_total\{worker="(.+@\d+)",outcome="success"\} (\d+)$', re.MULTILINE)
+
+
+def main() -> None:
+    name, *flags = sys.argv[1:]
+    port, metrics_port = free_port(), free_port()
+    command = [str(Path(sys.executable).with_name("smg")), "launch", "--backend", "sglang"]
+    if name == "sglang-router":
+        command = [sys.executable, "-m", "sglang_router.launch_router"]
+    command += ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    for role, *words in workers():
+        command += [f"--{role}", *words]
+    gateway = subprocess.Popen([*command, *flags], stdout=sys.stderr, stderr=sys.stderr)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_ready(url, gateway)
+        facts = [chats(url), generations(url), completions(url)]
+        if "--dp-aware" in flags:
+            facts.append(ranks(url, f"http://127.0.0.1:{metrics_port}"))
+    finally:
+        gateway.terminate()
+        try:
+            gateway.wait(20)
+        except subprocess.TimeoutExpired:
+            gateway.kill()
+            gateway.wait()
+    shown(*facts)
 
 
 def free_port() -> int:
@@ -23,37 +60,89 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-name, *flags = sys.argv[1:]
-port = free_port()
-command = [str(Path(sys.executable).with_name("smg")), "launch", "--backend", "sglang"]
-if name == "sglang-router":
-    command = [sys.executable, "-m", "sglang_router.launch_router"]
-command += ["--pd-disaggregation", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-for worker in os.environ["CLIENTS_WORKERS"].splitlines():
-    role, *words = worker.split()
-    command += [f"--{role}", *words]
-gateway = subprocess.Popen([*command, *flags], stdout=sys.stderr, stderr=sys.stderr)
-try:
+def workers() -> list[list[str]]:
+    return [worker.split() for worker in os.environ["CLIENTS_WORKERS"].splitlines()]
+
+
+def wait_ready(url: str, gateway: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + START_S
     while True:
         assert gateway.poll() is None, f"it ended with {gateway.returncode}"
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readiness", timeout=5):
-                break
+            urllib.request.urlopen(f"{url}/readiness", timeout=5).close()
         except (OSError, urllib.error.HTTPError):
             assert time.monotonic() < deadline, f"it took no server in {START_S:.0f} s"
             time.sleep(0.2)
+        else:
+            return
+
+
+def chats(url: str) -> str:
     for prompt in PROMPTS:
-        messages = [{"role": "user", "content": prompt}]
-        body = {"model": MODEL, "messages": messages, "max_tokens": 96, "temperature": 0}
-        reply = post(f"http://127.0.0.1:{port}/v1/chat/completions", body)
-        same(reply["choices"][0]["message"]["content"], alone(prompt))
-finally:
-    gateway.terminate()
-    try:
-        gateway.wait(20)
-    except subprocess.TimeoutExpired:
-        gateway.kill()
-        gateway.wait()
-shown(f"{len(PROMPTS)} answers through it equal to one engine's")
+        body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 96, "temperature": 0}
+        expected = alone(prompt)
+        same(post(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"], expected)
+        if prompt in STREAMED:
+            events = stream(f"{url}/v1/chat/completions", body)
+            assert len(events) > 2, events
+            same("".join(choice["delta"].get("content") or "" for it in events for choice in it["choices"]), expected)
+    return f"{len(PROMPTS)} chats, {len(STREAMED)} of them streamed, too"
+
+
+def generations(url: str) -> str:
+    """`/generate`, whose events have all of the text so far."""
+    for prompt in STREAMED:
+        body = {"text": prompt, "sampling_params": GREEDY}
+        alone = post(f"{UNIFIED}/generate", body)
+        events = stream(f"{url}/generate", body)
+        assert len(events) > 2, events
+        for got in (post(f"{url}/generate", body), events[-1]):
+            same(got["text"], alone["text"])
+            assert got["output_ids"] == alone["output_ids"], (got, alone)
+            assert got["meta_info"]["finish_reason"] == alone["meta_info"]["finish_reason"], (got, alone)
+    return f"{len(STREAMED)} answers of /generate"
+
+
+def completions(url: str) -> str:
+    for prompt in STREAMED:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 32, "temperature": 0}
+        expected = text_of(post(f"{UNIFIED}/v1/completions", body))
+        same(text_of(post(f"{url}/v1/completions", body)), expected)
+        events = stream(f"{url}/v1/completions", body)
+        assert len(events) > 2, events
+        same("".join(map(text_of, events)), expected)
+    return f"{len(STREAMED)} completions, both whole and streamed, equal to one engine's"
+
+
+def text_of(document: Any) -> str:
+    return "".join(choice["text"] for choice in document["choices"])
+
+
+def ranks(url: str, metrics_url: str) -> str:
+    """Which of either side it has chosen, by its own count, and which have served: of decode by its answers, of both by
+    what their prefix caches have found."""
+    body = {"text": AGAIN, "sampling_params": GREEDY}
+    expected = post(f"{UNIFIED}/generate", body)["text"]
+    answered: set[int] = set()
+    for _ in range(TIMES):
+        got = post(f"{url}/generate", body)
+        same(got["text"], expected)
+        answered.add(got["meta_info"]["dp_rank"])
+    chosen = {worker for worker, count in CHOSEN.findall(page(metrics_url)) if int(count)}
+    counts: list[str] = []
+    for role, server, *_ in workers():
+        rates = {int(rank): float(rate) for rank, rate in HIT_RATE.findall(page(server))}
+        assert len(rates) > 1, f"{role} has one rank only"
+        assert all(rates.values()), f"of {role} some ranks have not had the prompt twice: {rates}"
+        assert chosen >= {f"{server}@{rank}" for rank in rates}, f"of {role} it has chosen {chosen}"
+        assert role == "prefill" or answered == set(rates), f"answers came of ranks {answered} of decode"
+        counts.append(f"{len(rates)} of {role}")
+    return f"of all DP ranks: {' and '.join(counts)}"
+
+
+def page(server: str) -> str:
+    with urllib.request.urlopen(f"{server}/metrics", timeout=30) as reply:
+        return str(reply.read().decode())
+
+
+main()

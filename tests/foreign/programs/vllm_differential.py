@@ -1,5 +1,6 @@
-"""vLLM beside us with the same checkpoint in float32: the same tokens, usage and ends, log-probabilities within 1e-3,
-and of bad requests the same status and `param`, or a difference that is known and has its reason."""
+"""vLLM beside us with the same checkpoint in float32: the same tokens, usage and ends of completions and chats,
+log-probabilities within 1e-3, and of bad requests to a router and to one engine the same status and `param`, or a
+difference that is known and has its reason."""
 
 import json
 import os
@@ -13,16 +14,27 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from _shared import BASE, MODEL, MODEL_DIR, UNIFIED, post, shown
+from _shared import BASE, MODEL, MODEL_DIR, QUESTIONS, UNIFIED, post, shown, stream
 
 READY_S, CONTEXT, LONGEST = 480.0, 512, 8192  # the model's own context is the longest
 NEAR = 1e-3
 HELD_OUT = Path(MODEL_DIR) / "heldout.jsonl"
 NUM_PROMPTS, NUM_TOKENS = 24, 24
+NUM_CHAT_TOKENS = 48
 
 COMPLETION = {"model": MODEL, "prompt": "Question: 1 + 1", "max_tokens": 4}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHATS: list[list[dict[str, str]]] = [
+    *([{"role": "user", "content": question}] for question in QUESTIONS),
+    *([{"role": "user", "content": f"Calculate {a} * {a + 11} + 7."}] for a in range(3, 8)),
+    [{"role": "system", "content": "You are a calculator."}, {"role": "user", "content": "Calculate 6 * 7."}],
+    [
+        {"role": "user", "content": "Calculate 9 * 13 + 48."},
+        {"role": "assistant", "content": "9 * 13 = 117, and 117 + 48 = 165."},
+        {"role": "user", "content": "And 12 more?"},
+    ],
+]
 # Name: path, usual body, what is bad about it.
 BAD: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "no JSON": ("/v1/completions", {}, {}),
@@ -81,7 +93,9 @@ def main() -> None:
         try:
             wait_ready(url, process)
             compare_answers(url)
-            compare_refusals(url)
+            compare_chats(url)
+            for server in (BASE, UNIFIED):
+                compare_refusals(server, url)
         except BaseException:
             log.seek(0)
             print(log.read()[-2000:].decode(errors="replace"), file=sys.stderr)
@@ -90,8 +104,10 @@ def main() -> None:
             process.terminate()
             process.wait(60)
     shown(
-        f"{NUM_PROMPTS} answers with vLLM's tokens, usage and ends, log-probabilities within {NEAR:g}",
-        f"{len(BAD) - len(OTHER_STATUS)} of {len(BAD)} bad requests with its status",
+        f"{NUM_PROMPTS} completions and {len(CHATS)} chats with vLLM's tokens, usage and ends",
+        f"log-probabilities within {NEAR:g}",
+        "the chats streamed, too",
+        f"{len(BAD) - len(OTHER_STATUS)} of {len(BAD)} bad requests to a router and to one engine with its status",
         "and with its `param` where it has one",
     )
 
@@ -117,21 +133,53 @@ def compare_answers(url: str) -> None:
         ours, theirs = (post(f"{server}/v1/completions", body) for server in (BASE, url))
         (our,), (their,) = ours["choices"], theirs["choices"]
         assert our["text"] == their["text"], (prompt, our["text"], their["text"])
-        assert our["finish_reason"] == their["finish_reason"], (prompt, our, their)
-        pairs = zip(our["logprobs"]["token_logprobs"], their["logprobs"]["token_logprobs"], strict=True)
-        assert all(abs(one - other) < NEAR for one, other in pairs), (prompt, our, their)
-        for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
-            assert ours["usage"][count] == theirs["usage"][count], (prompt, ours["usage"], theirs["usage"])
+        near(our["logprobs"]["token_logprobs"], their["logprobs"]["token_logprobs"])
+        same_ends(ours, theirs)
 
 
-def compare_refusals(url: str) -> None:
+def compare_chats(url: str) -> None:
+    """By the checkpoint's own template; the tokens are those of their log-probabilities."""
+    for messages in CHATS:
+        body = {"model": MODEL, "messages": messages, "max_tokens": NUM_CHAT_TOKENS, "temperature": 0, "logprobs": True}
+        ours, theirs = (post(f"{server}/v1/chat/completions", body) for server in (BASE, url))
+        (our,), (their,) = ours["choices"], theirs["choices"]
+        assert our["message"]["content"] == their["message"]["content"], (messages, our, their)
+        (our_tokens, our_scores), (tokens, scores) = (tokens_of(choice) for choice in (our, their))
+        assert our_tokens == tokens, (messages, our_tokens, tokens)
+        near(our_scores, scores)
+        same_ends(ours, theirs)
+        for server in (BASE, url):
+            choices = [it for event in stream(f"{server}/v1/chat/completions", body) for it in event["choices"]]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            assert text == their["message"]["content"], (server, messages, text, their)
+            assert choices[-1]["finish_reason"] == their["finish_reason"], (server, messages, choices[-1], their)
+
+
+def tokens_of(choice: Any) -> tuple[list[str], list[float]]:
+    """Of a chat: their texts and their log-probabilities."""
+    content = choice["logprobs"]["content"]
+    return [it["token"] for it in content], [it["logprob"] for it in content]
+
+
+def near(ours: list[float], theirs: list[float]) -> None:
+    assert all(abs(one - other) < NEAR for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+def same_ends(ours: Any, theirs: Any) -> None:
+    """Why it ended, and how much it was."""
+    assert ours["choices"][0]["finish_reason"] == theirs["choices"][0]["finish_reason"], (ours, theirs)
+    for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert ours["usage"][count] == theirs["usage"][count], (ours["usage"], theirs["usage"])
+
+
+def compare_refusals(server: str, url: str) -> None:
     """Another status only where that is known; and where vLLM names a field, we name it, too."""
     for name, (path, usual, bad) in BAD.items():
         data = b"{" if name == "no JSON" else json.dumps(usual | bad).encode()
-        (our_status, our_field), (status, field) = (refusal(f"{server}{path}", data) for server in (UNIFIED, url))
-        assert (our_status != status) == (name in OTHER_STATUS), (name, our_status, status)
+        (our_status, our_field), (status, field) = (refusal(f"{it}{path}", data) for it in (server, url))
+        assert (our_status != status) == (name in OTHER_STATUS), (server, name, our_status, status)
         if our_status == status and field is not None:
-            assert our_field == OTHER_FIELD.get(name, field), (name, our_field, field)
+            assert our_field == OTHER_FIELD.get(name, field), (server, name, our_field, field)
 
 
 def refusal(url: str, data: bytes) -> tuple[int, str | None]:

@@ -34,6 +34,7 @@ from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
+from tandem.metrics.export import CONTENT_TYPE
 from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
 from tandem.server.api.body import VECTOR_PATHS, AbortBody
@@ -230,7 +231,7 @@ class RouterApp:
         return JSONResponse({"version": tandem.__version__})
 
     async def _export(self, request: Request) -> Response:
-        return PlainTextResponse(self._metrics.export(self.router))
+        return Response(self._metrics.export(self.router), headers={"content-type": CONTENT_TYPE})
 
     async def _refuse_vectors(self, request: Request) -> Response:
         detail = "a router has pairs, and vectors and scores need no decode server: ask a unified one for them"
