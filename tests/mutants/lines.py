@@ -919,6 +919,20 @@ BREAKS = (
         TOOLS + "a_choice_is_forced_by_a_grammar",
     ),
     Break(
+        "marks_in_brackets_are_text",
+        "server/api/tokenizer.py",
+        "return self.special_names | {added[id].content: id for id in bracketed}",
+        "return self.special_names",
+        TOOLS + "marks_that_are_tokens_are_followed_as_tokens",
+    ),
+    Break(
+        "text_up_to_a_mark_is_lazy",
+        "server/api/structural_tag.py",
+        "text if grammar.is_mark(first) else self._rule(text, lazy=True)",
+        "self._rule(text, lazy=True)",
+        "unit/test_api_structured.py::test_a_mark_of_a_tag_may_be_a_token_of_its_own",
+    ),
+    Break(
         "calls_behind_text_are_not_bound",
         "server/api/chat_form.py",
         "{'*' if self.is_parallel else '?'}",
