@@ -978,6 +978,14 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # /debug/pd in a browser: all of it is there, and nothing can be seen
+    Break(
+        "the_page_is_blank",
+        "server/api/debug_page.py",
+        'PAGE = (Path(__file__).parent / "pd.html").read_text()',
+        'PAGE = (Path(__file__).parent / "pd.html").read_text() + "<style>body { visibility: hidden }</style>"',
+        "e2e_cpu/test_debug_page.py::test_a_request_is_seen_in_its_lane_and_then_with_its_stages",
+    ),
     # a half that is refused at the door, wherever its other half was sent
     Break(
         "refusal_at_the_door_is_told_to_nobody",
