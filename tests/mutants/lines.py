@@ -986,6 +986,14 @@ OTHERS = (
         'PAGE = (Path(__file__).parent / "pd.html").read_text() + "<style>body { visibility: hidden }</style>"',
         "e2e_cpu/test_debug_page.py::test_a_request_is_seen_in_its_lane_and_then_with_its_stages",
     ),
+    # what `tandem chat` tells a newcomer to ask
+    Break(
+        "chat_suggests_what_the_model_gets_wrong",
+        "cli/chat_terminal.py",
+        "Emma brought 381 tickets to the fair",
+        "A rocket burns 381 l of kerosene",
+        "e2e_cpu/test_bundled_model.py::test_it_solves_what_tandem_chat_suggests",
+    ),
     # a half that is refused at the door, wherever its other half was sent
     Break(
         "refusal_at_the_door_is_told_to_nobody",
