@@ -46,6 +46,7 @@ ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
 TOOLS = "unit/test_api_tools.py::test_"
 RESPONSES = "unit/test_api_responses_sdk.py::test_"
+THOUGHTS = "e2e_cpu/test_thoughts.py::test_"
 PROMPT_LOGPROBS = "unit/test_core_prompt_logprobs.py::test_"
 MESSAGES = "unit/test_api_messages_sdk.py::test_"
 EDGES = "e2e_cpu/test_pd_edges.py::test_"
@@ -966,6 +967,62 @@ BREAKS = (
         "self._pieces.append(Reasoning(thought))",
         "self._pieces.append(Text(thought))",
         TOOLS + "thoughts_are_told_from_the_answer",
+    ),
+    Break(
+        "a_thought_is_forgotten_between_two_pieces",
+        "server/api/reasoning.py",
+        "        self._pieces = []\n",
+        "        self._pieces, self._state = [], self._before\n",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "every_call_is_the_first",
+        "server/api/tool_parsers/base.py",
+        "            self._num_calls += 1",
+        "            self._num_calls += 0",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "thinking_marks_are_text_to_grammars",
+        "server/api/tokenizer.py",
+        "return self.special_names | {added[id].content: id for id in bracketed}",
+        "return self.special_names",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "the_end_of_a_thought_that_is_cut_off_is_text",
+        "server/api/reasoning.py",
+        "return [Reasoning(rest) if is_thought else Text(rest)]",
+        "return [Text(rest)]",
+        THOUGHTS + "a_thought_that_is_cut_off_is_all_there_is",
+    ),
+    Break(
+        "all_thoughts_are_streamed",
+        "server/api/chat_form.py",
+        "streams_reasoning=body.stream_reasoning is not False,",
+        "streams_reasoning=True,",
+        THOUGHTS + "a_thought_that_is_not_to_be_streamed_comes_as_one",
+    ),
+    Break(
+        "marks_are_never_left_in_the_text",
+        "server/api/chat_form.py",
+        "separates = (hides or body.separate_reasoning is not False) and self.reasoning != NONE",
+        "separates = self.reasoning != NONE",
+        THOUGHTS + "what_is_shown_of_a_thought_and_of_calls_is_as_asked",
+    ),
+    Break(
+        "only_a_mark_opens_a_thought",
+        "server/api/reasoning.py",
+        'return tail.endswith(OPENER) or (parser == "deepseek-r1" and not tail.endswith(CLOSER))',
+        "return tail.endswith(OPENER)",
+        THOUGHTS + "a_thought_without_a_mark_before_it_and_calls_in_a_list",
+    ),
+    Break(
+        "a_list_has_one_call",
+        "server/api/tool_parsers/mistral.py",
+        'if self._is_list and text.startswith(","):',
+        "if False:",
+        THOUGHTS + "a_thought_without_a_mark_before_it_and_calls_in_a_list",
     ),
     Break(
         "an_abort_is_not_in_the_trace",
