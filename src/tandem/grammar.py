@@ -101,16 +101,22 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def literal(text: str, special_tokens: Mapping[str, int]) -> str:
-    """This text in Lark, with what are special tokens of the model as such: no other token spells them."""
-    found = [name for name in special_tokens if name in text]
+def literal(text: str, marks: Mapping[str, int]) -> str:
+    """This text in Lark. marks: tokens by their names, which no other token spells."""
+    return " ".join(literals(text, marks))
+
+
+def literals(text: str, marks: Mapping[str, int]) -> list[str]:
+    """The same piece by piece: each is a text in quotes, or a mark."""
+    found = [name for name in marks if name in text]
     if not found:
-        return quoted(text)
+        return [quoted(text)]
     pieces = re.split("(" + "|".join(map(re.escape, sorted(found, key=len, reverse=True))) + ")", text)
-    written = (
-        f"<[{special_tokens[piece]}]>" if piece in special_tokens else quoted(piece) for piece in pieces if piece
-    )
-    return " ".join(written)
+    return [f"<[{marks[piece]}]>" if piece in marks else quoted(piece) for piece in pieces if piece]
+
+
+def is_mark(literal: str) -> bool:
+    return literal.startswith("<[")
 
 
 class Vocabulary:

@@ -6,9 +6,12 @@ import json
 import os
 import select
 import shutil
+import struct
 import subprocess
 import time
+import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any  # JSON
 
@@ -22,6 +25,38 @@ FLAGS = (
     "--hide-scrollbars",
     "--no-first-run",
 )
+WIDTH, HEIGHT = 1280, 900
+PNG, PNG_FILTERS = b"\x89PNG\r\n\x1a\n", 5
+BYTES_PER_PIXEL = {2: 3, 6: 4}  # by color type, at 8 bits: RGB, RGBA
+
+
+@dataclass(frozen=True)
+class Picture:
+    width: int
+    height: int
+    lines: frozenset[bytes]  # as the file has them: a byte that names a filter, then pixels
+
+    @property
+    def may_be_of_one_color(self) -> bool:
+        """Of such a picture each filter makes at most two different lines: the first, and any other."""
+        return len(self.lines) <= 2 * PNG_FILTERS
+
+
+def read_picture(raw: bytes) -> Picture:
+    """Of a PNG as Chromium makes them. Raises AssertionError where it is damaged, or another one."""
+    assert raw.startswith(PNG)
+    at, chunks = len(PNG), dict[bytes, bytes]()
+    while at < len(raw):
+        length, kind = struct.unpack_from(">I4s", raw, at)
+        body = raw[at + 8 : at + 8 + length]
+        assert struct.unpack_from(">I", raw, at + 8 + length) == (zlib.crc32(kind + body),)
+        chunks[kind] = chunks.get(kind, b"") + body
+        at += 12 + length
+    width, height, depth, color, *_, interlace = struct.unpack(">IIBBBBB", chunks[b"IHDR"])
+    assert (depth, interlace) == (8, 0)
+    size, pixels = 1 + width * BYTES_PER_PIXEL[color], zlib.decompress(chunks[b"IDAT"])
+    assert len(pixels) == size * height
+    return Picture(width, height, frozenset(pixels[line : line + size] for line in range(0, len(pixels), size)))
 
 
 class Page:
@@ -38,7 +73,7 @@ class Page:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Network", "Runtime", "DOM", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
@@ -62,8 +97,10 @@ class Page:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def screenshot(self, path: Path) -> None:
+    def screenshot(self, path: Path) -> Picture:
+        """Of all of the page, however far it goes on below the window."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]))
+        return read_picture(path.read_bytes())
 
     def call(self, method: str, **params: Any) -> Any:
         self._number += 1

@@ -1,13 +1,14 @@
 """`/debug/pd` in a browser: what a pair does is seen while it does it, and records open without a server."""
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Page, browser
+from browser import CHROMIUM, HEIGHT, WIDTH, Page, browser
 from cluster import Cluster, Server, cluster, eventually
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed (apt install chromium)")
@@ -42,10 +43,26 @@ def page(tmp_path: Path) -> Iterator[Page]:
         assert it.errors == []
 
 
-def kept(page: Page, name: str) -> None:
-    """A screenshot, where somebody wants to look."""
-    if folder := os.environ.get("TANDEM_SCREENSHOTS"):
-        page.screenshot(Path(folder) / name)
+Screenshot = Callable[[str], None]
+
+
+@pytest.fixture
+def screenshot(page: Page, tmp_path: Path) -> Screenshot:
+    """Takes one, of that name, and checks that it shows something. TANDEM_SCREENSHOTS: a folder to keep it in."""
+
+    def take(name: str) -> None:
+        picture = page.screenshot(tmp_path / name)
+        height = page.run("document.documentElement.scrollHeight")
+        assert (picture.width, picture.height) == (WIDTH, max(HEIGHT, height))
+        assert not picture.may_be_of_one_color
+        if folder := os.environ.get("TANDEM_SCREENSHOTS"):
+            shutil.copy(tmp_path / name, folder)
+
+    return take
+
+
+def test_nothing_to_see_is_a_picture_of_one_color(page: Page, tmp_path: Path) -> None:
+    assert page.screenshot(tmp_path / "blank.png").may_be_of_one_color
 
 
 def router_of(pair: Cluster) -> Server:
@@ -53,7 +70,9 @@ def router_of(pair: Cluster) -> Server:
     return pair.router
 
 
-def test_a_request_is_seen_in_its_lane_and_then_with_its_stages(pair: Cluster, page: Page) -> None:
+def test_a_request_is_seen_in_its_lane_and_then_with_its_stages(
+    pair: Cluster, page: Page, screenshot: Screenshot
+) -> None:
     router = router_of(pair)
     page.open(f"{router.url}/debug/pd")
     page.eventually("document.querySelector('#who').textContent.includes('prefill')")
@@ -64,7 +83,7 @@ def test_a_request_is_seen_in_its_lane_and_then_with_its_stages(pair: Cluster, p
     page.eventually(f"{count_in('decode')} === 3")
     assert page.run("document.querySelector('#lane-decode .chip').textContent").startswith("<b>"), "never markup"
     page.eventually("document.querySelectorAll('#chart polyline').length === 4")
-    kept(page, "live.png")
+    screenshot("live.png")
     for stream in streams:
         stream.close()
     page.eventually(f"{count_in('decode')} === 0")
@@ -74,7 +93,7 @@ def test_a_request_is_seen_in_its_lane_and_then_with_its_stages(pair: Cluster, p
     assert (row[1], row[5]) == ("remote", "3")
     stages = page.run(BARS)
     assert {"decode_transferred", "edge_receive"} <= set(stages)
-    kept(page, "recent.png")
+    screenshot("recent.png")
     assert all(url.startswith(router.url) or url == "about:blank" for url in page.requests), "nothing from elsewhere"
 
 
@@ -126,7 +145,7 @@ def test_a_file_whose_reading_ends_after_the_reader_went_back_is_not_shown(
 
 
 def test_the_trace_of_a_simulation_is_opened_and_looked_at_from_its_start(
-    pair: Cluster, page: Page, tmp_path: Path
+    pair: Cluster, page: Page, screenshot: Screenshot, tmp_path: Path
 ) -> None:
     words = [sys.executable, "-m", "tandem.cli.main", "simulate", "--seed", "5", "--trace"]
     trace = tmp_path / "trace.txt"
@@ -134,10 +153,10 @@ def test_the_trace_of_a_simulation_is_opened_and_looked_at_from_its_start(
     page.open(f"{router_of(pair).url}/debug/pd")
     page.choose_file("#file", trace)
     page.eventually(f"{ROWS} > 10")
-    kept(page, "trace.png")
+    screenshot("trace.png")
     begun = "Math.round(10000 * (timeline.halves[8].from + 0.001 - timeline.first) / (timeline.last - timeline.first))"
     page.run(f"byId('at').value = {begun}; showTimeline()")
-    kept(page, "trace-begun.png")
+    screenshot("trace-begun.png")
     times = "timeline.halves.flatMap((half) => half.moves.map(([t]) => t))"
     lanes = f"{times}.flatMap((t) => pairsAt(timeline.halves, t).map((pair) => pair.lane))"
     assert sorted(page.run(f"[...new Set({lanes})]")) == [0, 1, 2, 3], "requests were in every lane"

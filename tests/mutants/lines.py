@@ -46,6 +46,7 @@ ALIKE = "e2e_cpu/test_pd_equals_unified.py::test_"
 GRAMMAR = "e2e_cpu/test_engine_grammar.py::test_"
 TOOLS = "unit/test_api_tools.py::test_"
 RESPONSES = "unit/test_api_responses_sdk.py::test_"
+THOUGHTS = "e2e_cpu/test_thoughts.py::test_"
 PROMPT_LOGPROBS = "unit/test_core_prompt_logprobs.py::test_"
 MESSAGES = "unit/test_api_messages_sdk.py::test_"
 EDGES = "e2e_cpu/test_pd_edges.py::test_"
@@ -919,6 +920,20 @@ BREAKS = (
         TOOLS + "a_choice_is_forced_by_a_grammar",
     ),
     Break(
+        "marks_in_brackets_are_text",
+        "server/api/tokenizer.py",
+        "return self.special_names | {added[id].content: id for id in bracketed}",
+        "return self.special_names",
+        TOOLS + "marks_that_are_tokens_are_followed_as_tokens",
+    ),
+    Break(
+        "text_up_to_a_mark_is_lazy",
+        "server/api/structural_tag.py",
+        "text if grammar.is_mark(first) else self._rule(text, lazy=True)",
+        "self._rule(text, lazy=True)",
+        "unit/test_api_structured.py::test_a_mark_of_a_tag_may_be_a_token_of_its_own",
+    ),
+    Break(
         "calls_behind_text_are_not_bound",
         "server/api/chat_form.py",
         "{'*' if self.is_parallel else '?'}",
@@ -954,6 +969,62 @@ BREAKS = (
         TOOLS + "thoughts_are_told_from_the_answer",
     ),
     Break(
+        "a_thought_is_forgotten_between_two_pieces",
+        "server/api/reasoning.py",
+        "        self._pieces = []\n",
+        "        self._pieces, self._state = [], self._before\n",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "every_call_is_the_first",
+        "server/api/tool_parsers/base.py",
+        "            self._num_calls += 1",
+        "            self._num_calls += 0",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "thinking_marks_are_text_to_grammars",
+        "server/api/tokenizer.py",
+        "return self.special_names | {added[id].content: id for id in bracketed}",
+        "return self.special_names",
+        THOUGHTS + "a_thought_and_two_calls_are_told_apart_by_pair_and_engine",
+    ),
+    Break(
+        "the_end_of_a_thought_that_is_cut_off_is_text",
+        "server/api/reasoning.py",
+        "return [Reasoning(rest) if is_thought else Text(rest)]",
+        "return [Text(rest)]",
+        THOUGHTS + "a_thought_that_is_cut_off_is_all_there_is",
+    ),
+    Break(
+        "all_thoughts_are_streamed",
+        "server/api/chat_form.py",
+        "streams_reasoning=body.stream_reasoning is not False,",
+        "streams_reasoning=True,",
+        THOUGHTS + "a_thought_that_is_not_to_be_streamed_comes_as_one",
+    ),
+    Break(
+        "marks_are_never_left_in_the_text",
+        "server/api/chat_form.py",
+        "separates = (hides or body.separate_reasoning is not False) and self.reasoning != NONE",
+        "separates = self.reasoning != NONE",
+        THOUGHTS + "what_is_shown_of_a_thought_and_of_calls_is_as_asked",
+    ),
+    Break(
+        "only_a_mark_opens_a_thought",
+        "server/api/reasoning.py",
+        'return tail.endswith(OPENER) or (parser == "deepseek-r1" and not tail.endswith(CLOSER))',
+        "return tail.endswith(OPENER)",
+        THOUGHTS + "a_thought_without_a_mark_before_it_and_calls_in_a_list",
+    ),
+    Break(
+        "a_list_has_one_call",
+        "server/api/tool_parsers/mistral.py",
+        'if self._is_list and text.startswith(","):',
+        "if False:",
+        THOUGHTS + "a_thought_without_a_mark_before_it_and_calls_in_a_list",
+    ),
+    Break(
         "an_abort_is_not_in_the_trace",
         "server/request_spans.py",
         "            own.abort(abort_of(record))",
@@ -964,6 +1035,22 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    # /debug/pd in a browser: all of it is there, and nothing can be seen
+    Break(
+        "the_page_is_blank",
+        "server/api/debug_page.py",
+        'PAGE = (Path(__file__).parent / "pd.html").read_text()',
+        'PAGE = (Path(__file__).parent / "pd.html").read_text() + "<style>body { visibility: hidden }</style>"',
+        "e2e_cpu/test_debug_page.py::test_a_request_is_seen_in_its_lane_and_then_with_its_stages",
+    ),
+    # what `tandem chat` tells a newcomer to ask
+    Break(
+        "chat_suggests_what_the_model_gets_wrong",
+        "cli/chat_terminal.py",
+        "Emma brought 381 tickets to the fair",
+        "A rocket burns 381 l of kerosene",
+        "e2e_cpu/test_bundled_model.py::test_it_solves_what_tandem_chat_suggests",
+    ),
     # a half that is refused at the door, wherever its other half was sent
     Break(
         "refusal_at_the_door_is_told_to_nobody",

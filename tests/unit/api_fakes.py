@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from tandem.config import ServerConfig
 from tandem.core import commands, events
@@ -50,12 +50,14 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(TEMPLATE)
 
 
-def load_tokenizer(template: str | None) -> Tokenizer:
+def load_tokenizer(template: str | None, added: Sequence[str] = ()) -> Tokenizer:
+    """added: more tokens, which are not special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = RawTokenizer(models.BPE(vocab={char: id for id, char in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<s>", "</s>"])
+    raw.add_tokens([AddedToken(name, normalized=False) for name in added])
     config = {"eos_token": "</s>"} | ({} if template is None else {"chat_template": template})
     return tokenizer_of(raw, config)
 

@@ -4,16 +4,16 @@ import asyncio
 import json
 
 import pytest
-from api_fakes import ids, tokenizer, world
+from api_fakes import TEMPLATE, load_tokenizer, tokenizer, world
 
 from tandem import grammar
-from tandem.grammar import Vocabulary
 from tandem.server.api.body import ChatBody, CompletionBody, NativeBody, NativeSampling, StructuredOutputs
 from tandem.server.api.bounds import MAX_GRAMMAR_CHARS
 from tandem.server.api.foreign import Foreign, handled
 from tandem.server.api.messages import MessagesBody
 from tandem.server.api.responses import ResponsesBody
 from tandem.server.api.structured_output import are_same
+from tandem.server.api.tokenizer import Tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"prompt": "x"}
@@ -135,18 +135,18 @@ REFUSED = [
 ]
 
 
-def grammar_of(body: dict, path: str = "/v1/chat/completions") -> str:
-    with (w := world()).http() as http:
+def grammar_of(body: dict, path: str = "/v1/chat/completions", its: Tokenizer | None = None) -> str:
+    with (w := world(tokenizer=its)).http() as http:
         response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     return w.node.submits[0].payload.sampling.grammar
 
 
-def accepts(made: str, text: str) -> bool:
-    vocabulary: Vocabulary = tokenizer().open_vocabulary()
+def accepts(made: str, text: str, its: Tokenizer | None = None) -> bool:
+    its = its or tokenizer()
     end = 1
-    matcher = vocabulary.matcher(made, eos_ids=[end])
-    for token in [*ids(text), end]:
+    matcher = its.open_vocabulary().matcher(made, eos_ids=[end])
+    for token in [*its.encode(text), end]:
         if matcher.is_finished:
             return token == end
         if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
@@ -162,6 +162,26 @@ def test_what_is_asked_for_bounds_the_answer(asked: dict, yes: list[str], no: li
     assert [text for text in no if accepts(made, text)] == []
     if "response_format" not in asked:
         assert grammar_of(COMPLETION | asked, "/v1/completions") == made
+
+
+MARKED = {
+    "type": "triggered_tags",
+    "triggers": ["<call>", "so <note>: "],
+    "tags": [
+        {"begin": "<call>", "content": {"type": "regex", "pattern": "[a-z]"}, "end": "</call>"},
+        {"begin": "so <note>: ", "content": {"type": "any_text"}, "end": "</note>"},
+    ],
+    "at_least_one": True,
+}
+
+
+def test_a_mark_of_a_tag_may_be_a_token_of_its_own() -> None:
+    its = load_tokenizer(TEMPLATE, ["<call>", "</call>", "<note>", "</note>"])
+    made = grammar_of(CHAT | {"structural_tag": {"format": MARKED}}, its=its)
+    yes = ["<call>a</call>", "I <call>a</call> and <call>b</call>.", "so <note>: A <b> is </note> it"]
+    no = ["a", "<call>A</call>", "<note>a</note>", "<call>a</note>", "so <note>: a"]
+    assert [text for text in yes if not accepts(made, text, its)] == []
+    assert [text for text in no if accepts(made, text, its)] == []
 
 
 @pytest.mark.parametrize("asked", UNASKED, ids=str)

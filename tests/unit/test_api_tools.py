@@ -38,8 +38,8 @@ END = 1
 
 
 @cache
-def tokenizer(template: str = TEMPLATE) -> Tokenizer:
-    return load_tokenizer(template)
+def tokenizer(template: str = TEMPLATE, added: tuple[str, ...] = ()) -> Tokenizer:
+    return load_tokenizer(template, added)
 
 
 def tool_world(answer: str, template: str = TEMPLATE, **settings: Any) -> World:
@@ -82,9 +82,10 @@ def grammar_of(w: World) -> str:
     return w.node.submits[0].payload.sampling.grammar
 
 
-def accepts(w: World, text: str, template: str = TEMPLATE) -> bool:
-    matcher = tokenizer(template).open_vocabulary().matcher(grammar_of(w), eos_ids=[END])
-    for token in [*ids(text), END]:
+def accepts(w: World, text: str, template: str = TEMPLATE, added: tuple[str, ...] = ()) -> bool:
+    its = tokenizer(template, added)
+    matcher = its.open_vocabulary().matcher(grammar_of(w), eos_ids=[END])
+    for token in [*its.encode(text), END]:
         if matcher.is_finished:
             return token == END
         if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
@@ -317,6 +318,18 @@ def test_a_model_that_thinks_may_do_so_before_what_it_must_say() -> None:
     asked(opened, tool_choice="required", chat_template_kwargs={"opens": True})
     assert accepts(opened, f"Hm.\n</think>\n\n{CALL}", THINKS)
     assert not accepts(opened, f"Hm. {CALL}", THINKS)
+
+
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": [STRICT]}], ids=["required", "strict"])
+def test_marks_that_are_tokens_are_followed_as_tokens(fields: dict[str, Any]) -> None:
+    """As Qwen3 has them: one token each, and not special. It says them in no other way."""
+    marks = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    w = world(says("x"), tokenizer=tokenizer(THINKS, marks))
+    asked(w, **fields)
+    assert accepts(w, f"<think>Hm.</think>\n\n{CALL}", THINKS, marks)
+    assert accepts(w, f"{CALL}\n{CALL}", THINKS, marks)
+    assert not accepts(w, f"<think>Hm.</think>\n\n{CALL.replace('1', 'x')}", THINKS, marks)
+    assert not accepts(w, "<think>Hm.", THINKS, marks)
 
 
 def test_auto_alone_forces_nothing() -> None:

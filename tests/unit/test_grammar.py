@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from api_fakes import load_tokenizer
 
 from tandem import grammar
 from tandem.cli.model_source import BUNDLED as NAME
@@ -166,6 +167,17 @@ def test_parts_and_special_tokens() -> None:
     it.accept(mark)
     follow(it, "12")
     assert END in allowed(it)
+
+
+def test_tokens_that_no_text_spells_are_named() -> None:
+    """`grammar_marks` has to know them as llguidance does."""
+    added = ["<think>", "</think>", "<>", "<a b>", "<a>b", "a<b>", "<a", "a>", "[X]", "word"]
+    its = load_tokenizer(None, added)
+    made = its.open_vocabulary().matcher(grammar.from_regex(r"(.|\n)*"), eos_ids=[])
+    bits = np.unpackbits(np.frombuffer(made.allowed(), np.uint8), bitorder="little")
+    names = {name: its.encode(name)[0] for name in [*added, *its.special_names]}
+    assert {name for name, id in names.items() if not bits[id]} == set(its.grammar_marks)
+    assert {name: names[name] for name in its.grammar_marks} == its.grammar_marks
 
 
 def test_a_grammar_that_outgrows_its_bounds_allows_nothing() -> None:

@@ -130,7 +130,7 @@ class AnswerForm:
 
     def _lark(self, tokenizer: Tokenizer, prompt: str, parts: dict[str, str], *, calls: bool, has_answer: bool) -> str:
         def literal(text: str) -> str:
-            return grammar.literal(text, tokenizer.special_names)
+            return grammar.literal(text, tokenizer.grammar_marks)
 
         rules: list[str] = []
         if calls:
@@ -183,8 +183,8 @@ class AnswerForm:
 
 
 def up_to(rule: str, text: str, mark: str) -> str:
-    """A Lark rule for text that ends where a mark appears first. No text can spell a mark that is a special token."""
-    return f"{rule}{'' if mark.startswith('<[') else '[lazy]'}: {text} {mark}"
+    """A Lark rule for text that ends where a mark appears first, which no text can spell where it is a token."""
+    return f"{rule}{'' if grammar.is_mark(mark) else '[lazy]'}: {text} {mark}"
 
 
 class AnswerSplitter:

@@ -13,16 +13,17 @@ from tandem.logtext import shown
 Node = dict[str, Any]
 
 
-def structural_tag(tag: Node, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of a structural tag. Raises GrammarError with the place of what is wrong with it."""
-    return TagGrammar(special_tokens).whole(tag)
+def structural_tag(tag: Node, marks: Mapping[str, int]) -> str:
+    """The grammar of a structural tag. marks: of the model (`Tokenizer.grammar_marks`). Raises GrammarError with the
+    place of what is wrong with it."""
+    return TagGrammar(marks).whole(tag)
 
 
 class TagGrammar:
     """Rules and grammars of their own that one tag needs."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special_tokens = special_tokens
+    def __init__(self, marks: Mapping[str, int]) -> None:
+        self._marks = marks
         self._rules: list[str] = []
         self._parts: dict[str, str] = {}
 
@@ -91,7 +92,7 @@ class TagGrammar:
         end = text_of(node, "end", at) if node.get("end") else ""
         content = self._node(node.get("content"), f"{at}/content")
         if content == "TEXT" and end:
-            content, end = self._rule(f"TEXT {self._literal(end)}", lazy=True), ""
+            content, end = self._up_to(end), ""
         return " ".join(part for part in (self._literal(begin), content, self._literal(end)) if part)
 
     def _triggered(self, node: Node, at: str) -> str:
@@ -114,10 +115,13 @@ class TagGrammar:
 
     def _after(self, trigger: str, ways: list[str]) -> str:
         """Text up to the trigger, and one of the tags that it opens."""
-        is_token = trigger in self._special_tokens
-        mark = f"TEXT {self._literal(trigger)}"
-        opening = mark if is_token else self._rule(mark, lazy=True)
-        return self._rule(f"{opening} ({' | '.join(ways)})")
+        return self._rule(f"{self._up_to(trigger)} ({' | '.join(ways)})")
+
+    def _up_to(self, end: str) -> str:
+        """Text that ends where this appears first. No text can spell a mark, and none can be in a lazy rule."""
+        first, *rest = grammar.literals(end, self._marks)
+        text = f"TEXT {first}"
+        return " ".join([text if grammar.is_mark(first) else self._rule(text, lazy=True), *rest])
 
     def _rule(self, body: str, *, lazy: bool = False) -> str:
         name = f"rule_{len(self._rules)}"
@@ -130,7 +134,7 @@ class TagGrammar:
         return f"@{name}"
 
     def _literal(self, text: str) -> str:
-        return grammar.literal(text, self._special_tokens) if text else ""
+        return grammar.literal(text, self._marks) if text else ""
 
 
 def text_of(node: Node, key: str, at: str) -> str:

@@ -190,7 +190,7 @@ def tag_constraint(param: str, value: Any) -> Constraint:
     if not isinstance(tag, dict):
         raise wrong(param, f"must be an object, not {type(tag).__name__}")
     check_size(param, tag)
-    return Constraint(param, lambda tokenizer: structural_tag(tag, tokenizer.special_names), is_slow=True)
+    return Constraint(param, lambda tokenizer: structural_tag(tag, tokenizer.grammar_marks), is_slow=True)
 
 
 def parsed(param: str, text: str) -> Any:

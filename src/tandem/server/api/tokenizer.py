@@ -132,6 +132,14 @@ class Tokenizer:
         """Special tokens as texts spell them."""
         return {name: id for id in self.special_ids if (name := self.token_name(id))}
 
+    @cached_property
+    def grammar_marks(self) -> dict[str, int]:
+        """Tokens that a grammar has to name, as no text in it can spell them: the special ones, and what was added in
+        angle brackets. llguidance takes those for special whatever the file says: `<think>` of Qwen3, which says no."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        bracketed = (id for id, token in added.items() if token.content[:1] == "<" and token.content[-1:] == ">")
+        return self.special_names | {added[id].content: id for id in bracketed}
+
     @property
     def opened_vocabulary(self) -> Vocabulary | None:
         """What grammars are compiled for, once `open_vocabulary` has read it."""
