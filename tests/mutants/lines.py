@@ -1,7 +1,8 @@
 """Breaks of one line: for a behaviour of the parity table, the line that a user would miss, and a test that then fails.
 
 Each runs a pytest of its own on a copy of the sources in which that line is another one, so processes that the test
-starts have it too. The test has to fail by an assertion of its own: an error around it kills nothing.
+starts have it too. The test has to fail by an assertion of its own, with one of its parameters: an error around it
+kills nothing.
 """
 
 import os
@@ -2954,7 +2955,7 @@ def broken_copy(it: Edit, folder: Path) -> Path:
 def run(it: Break, folder: Path) -> Run:
     """Raises TimeoutExpired when it hangs."""
     report = folder / "report.xml"
-    words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}", f"tests/{it.test}"]
+    words = ["-m", "pytest", "-xq", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}", f"tests/{it.test}"]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,
