@@ -102,6 +102,17 @@ def test_when_every_transfer_fails_decode_computes_the_same_tokens_itself(it: Cl
     assert tokens_and_paths(answers(it)) == (expected, {"remote"})
 
 
+def test_the_share_that_fails_is_what_the_environment_says_until_it_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_DISAGG_FAILURE_PROB", "1")
+    with cluster(prefills=1, decodes=1, flags=FLAGS) as it:
+        assert [server.get("/debug/faults")["disagg_failure_prob"] for server in it.servers] == [1.0, 1.0]
+        expected, paths = tokens_and_paths(answers(it))
+        assert paths == {"fallback"}
+        flush(it)
+        set_failures(it.servers, 0.0)
+        assert tokens_and_paths(answers(it)) == (expected, {"remote"})
+
+
 def test_a_share_of_failures_changes_no_token(it: Cluster) -> None:
     flush(it)
     expected, _ = tokens_and_paths(answers(it, count=16))

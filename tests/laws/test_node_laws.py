@@ -125,6 +125,7 @@ def test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop
     for replica, request in ((prefill, left), (decode, right), (unified, alone)):
         stages = dict(replica.ended[request].ledger.stages)
         assert sum(stages.values()) == replica.started_at[request] - replica.arrived_at[request]
+        assert any(stage.startswith("decode_") for stage in stages) == (replica is decode)
     assert {"prefill_forward", "peer_wire"} & dict(decode.ended[right].ledger.stages).keys()
 
 

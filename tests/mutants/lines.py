@@ -1,7 +1,8 @@
 """Breaks of one line: for a behaviour of the parity table, the line that a user would miss, and a test that then fails.
 
 Each runs a pytest of its own on a copy of the sources in which that line is another one, so processes that the test
-starts have it too. The test has to fail by an assertion of its own: an error around it kills nothing.
+starts have it too. The test has to fail by an assertion of its own, with one of its parameters: an error around it
+kills nothing.
 """
 
 import os
@@ -33,6 +34,14 @@ class Break(Edit):
 
 
 OPTIMISTIC = "unit/test_core_optimistic.py::test_"
+FORCED = "e2e_cpu/test_forced_retry.py::test_"
+ENDS = "unit/test_core_ends.py::test_"
+CLUSTER = "e2e_cpu/test_pd_cluster.py::test_"
+SHARD_LAWS = "laws/test_shard_progress.py::test_"
+ORPHANS = "ranks/test_rank_orphans.py::test_"
+DP_RANK = "unit/test_dp_rank.py::test_"
+DP_RANKS = "ranks/test_dp_ranks.py::test_"
+IDENTITY = "ranks/test_rank_identity.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
 DELAYED = "e2e_cpu/test_prefill_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
@@ -310,6 +319,174 @@ BREAKS = (
         "    pass",
         ON_RECORD + "who_is_forced_and_then_pushed_back_is_retried_once_and_gets_the_tokens_of_one_engine",
     ),
+    Break(
+        "hooks_are_read_under_our_prefix_only",
+        "config.py",
+        'return os.environ.get(f"TANDEM_{name}") or os.environ.get(f"SGLANG_{name}") or ""',
+        'return os.environ.get(f"TANDEM_{name}") or ""',
+        FLAGS + "the_hook_of_forced_retries_comes_from_the_environment",
+    ),
+    Break(
+        "no_retry_is_forced_in_processes",
+        "server/node/settings.py",
+        "force_retry_prob=environment_number(FORCED_RETRIES)",
+        "force_retry_prob=0.0",
+        FORCED + "a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_engine",
+    ),
+    Break(
+        "no_transfer_fails_by_the_environment",
+        "server/node/process.py",
+        "FailedTransfers(environment_number(FAILED_TRANSFERS), ",
+        "FailedTransfers(0.0, ",
+        FAULTS + "the_share_that_fails_is_what_the_environment_says_until_it_is_changed",
+    ),
+    Break(
+        "share_of_failures_cannot_be_changed",
+        "server/api/faults.py",
+        "body.force_optimistic_prefill_retry_prob, body.disagg_failure_prob)",
+        "body.force_optimistic_prefill_retry_prob, None)",
+        ALIKE + "transfers_that_fail_change_no_token",
+    ),
+    Break(
+        "forced_retries_are_counted_as_those_of_a_late_ready",
+        "core/disagg/prefill_side.py",
+        'return "forced" if side.is_forced else GIVE_BACK_REASONS[verdict]',
+        "return GIVE_BACK_REASONS[verdict]",
+        FORCED + "a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_engine",
+    ),
+    Break(
+        "retries_are_counted_twice",
+        "core/disagg/prefill_side.py",
+        "node.counters.prefill_retries.get(reason, 0) + 1",
+        "node.counters.prefill_retries.get(reason, 0) + 2",
+        FORCED + "a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_engine",
+    ),
+    Break(
+        "off_starts_before_ready",
+        "core/disagg/optimistic_prefill.py",
+        "        return view.ready\n",
+        "        return True\n",
+        OPTIMISTIC + "off_computes_nothing_and_holds_nothing",
+    ),
+    Break(
+        "nothing_is_offered_when_ready_comes",
+        "core/disagg/prefill_side.py",
+        "        publish(node, progress, side)\n    schedule(node, progress)",
+        "        pass\n    schedule(node, progress)",
+        OPTIMISTIC + "when_ready_comes_every_policy_gives_the_same_tokens",
+    ),
+    Break(
+        "who_has_ended_ends_again",
+        "core/scheduler/request_state.py",
+        "    return progress.state in _ENDED",
+        "    return progress.state is State.DONE",
+        ENDS + "an_abort_leaves_nothing_behind",
+    ),
+    Break(
+        "who_has_ended_goes_on_saying_tokens",
+        "core/scheduler/node.py",
+        "if progress.state is State.RUNNING:\n            progress.computed = progress.length",
+        "if progress.state in (State.RUNNING, State.DRAINING):\n            progress.computed = progress.length",
+        ENDS + "an_abort_leaves_nothing_behind",
+    ),
+    Break(
+        "first_token_has_no_logprobs",
+        "core/disagg/prefill_side.py",
+        "side.result = ResultSlot(side.room, token, flags, extra,",
+        'side.result = ResultSlot(side.room, token, flags, b"",',
+        FORCED + "a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_engine",
+    ),
+    Break(
+        "any_probability_forces_all_requests",
+        "core/disagg/prefill_side.py",
+        "request.rid, prob=node.settings.force_retry_prob",
+        "request.rid, prob=float(node.settings.force_retry_prob > 0)",
+        FORCED + "a_request_that_was_not_chosen_is_not_retried",
+    ),
+    Break(
+        "forced_retries_go_by_another_id",
+        "core/disagg/prefill_side.py",
+        "request.rid, prob=node.settings.force_retry_prob",
+        "str(request.id), prob=node.settings.force_retry_prob",
+        FORCED + "a_forced_request_is_retried_once_with_the_tokens_and_logprobs_of_one_engine",
+    ),
+    Break(
+        "the_core_forces_no_retry",
+        "core/disagg/prefill_side.py",
+        "force_retry_prob, prefill_retry_count=0",
+        "force_retry_prob, prefill_retry_count=1",
+        OPTIMISTIC + "a_forced_request_is_retried_once_and_ends_with_equal_tokens",
+    ),
+    Break(
+        "evaluation_counts_every_answer_as_wrong",
+        "cli/eval.py",
+        "self.given == self.problem.answer",
+        "self.given is self.problem.answer",
+        ALIKE + "accuracy_is_that_of_one_engine_whatever_is_retried_or_fails",
+    ),
+    Break(
+        "what_failed_is_not_computed_instead",
+        "core/disagg/decode_side.py",
+        "recompute = node.settings.load_failure is LoadFailurePolicy.RECOMPUTE and cause not in FINAL_CAUSES",
+        "recompute = False",
+        ALIKE + "accuracy_is_that_of_one_engine_whatever_is_retried_or_fails",
+    ),
+    Break(
+        "who_recovers_does_not_wait_for_the_drain",
+        "core/disagg/decode_side.py",
+        "    if progress.state is State.RECOVERING and not progress.drains:",
+        "    if progress.state is State.RECOVERING and progress.drains:",
+        "simulator/test_simulation.py::test_no_seed_breaks_an_invariant",
+    ),
+    Break(
+        "prefill_loads_nothing_from_host_memory",
+        "core/scheduler/page_tables.py",
+        "or not node.settings.prefix_cache or progress.computes_all:",
+        "or not node.settings.prefix_cache or progress.computes_all or not isinstance(progress.side, DecodeSide):",
+        "e2e_cpu/test_host_tier.py::test_both_halves_serve_from_host_memory_and_only_the_rest_travels",
+    ),
+    Break(
+        "decode_loads_nothing_from_host_memory",
+        "core/scheduler/page_tables.py",
+        "or not node.settings.prefix_cache or progress.computes_all:",
+        "or not node.settings.prefix_cache or progress.computes_all or isinstance(progress.side, DecodeSide):",
+        "e2e_cpu/test_host_tier.py::test_both_halves_serve_from_host_memory_and_only_the_rest_travels",
+    ),
+    Break(
+        "decode_does_not_say_what_it_holds",
+        "core/disagg/decode_side.py",
+        "        held_pages=arrival.held_pages,",
+        "        held_pages=0,",
+        "unit/test_core_rendezvous.py::test_a_decode_that_holds_the_prefix_pulls_the_rest_only",
+    ),
+    Break(
+        "decode_keeps_no_prefixes_in_processes",
+        "server/node/settings.py",
+        "prefix_cache=keeps_prefixes(config) and not engines.whole_prompts",
+        'prefix_cache=keeps_prefixes(config) and config.role != "decode"',
+        CLUSTER + "what_decode_has_cached_does_not_travel_again",
+    ),
+    Break(
+        "each_stage_is_counted_in_the_next_too",
+        "core/scheduler/state.py",
+        "since, progress.entered_at = progress.entered_at, node.now",
+        "since = progress.entered_at",
+        "laws/test_node_laws.py::test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop_takes",
+    ),
+    Break(
+        "each_stage_is_counted_in_the_next_too_in_processes",
+        "core/scheduler/state.py",
+        "since, progress.entered_at = progress.entered_at, node.now",
+        "since = progress.entered_at",
+        TRACED + "one_trace_goes_through_router_prefill_and_decode_in_parts_that_add_up",
+    ),
+    Break(
+        "failed_transfers_are_our_mistake",
+        "server/api/errors.py",
+        "Cause.TRANSFER_FAILED: Rule(502, True,",
+        "Cause.TRANSFER_FAILED: Rule(500, True,",
+        EDGES + "strictly_remote_a_failed_transfer_is_an_error_and_never_a_fallback",
+    ),
     # sglang#27028
     Break(
         "transfers_that_fail_succeed",
@@ -395,6 +572,90 @@ BREAKS = (
         '    event.shard or fail(node, progress, side, event.cause, f"shard {event.shard}: {event.detail}")',
         "ranks/test_rank_orphans.py::"
         "test_a_failure_that_one_worker_reports_before_ready_ends_the_request_on_all_and_decode_hears_it",
+    ),
+    Break(
+        "of_two_failures_of_a_shard_the_first_counts",
+        "core/disagg/shard_progress.py",
+        "max(left.landed, right.landed), min(failures, default=None))",
+        "max(left.landed, right.landed), next(iter(failures), None))",
+        SHARD_LAWS + "the_order_of_reports_is_irrelevant",
+    ),
+    Break(
+        "only_the_last_report_of_a_shard_counts",
+        "core/disagg/shard_progress.py",
+        "max(left.landed, right.landed), min(",
+        "right.landed, min(",
+        SHARD_LAWS + "nothing_lands_before_every_shard_has_all_that_it_wants",
+    ),
+    Break(
+        "every_shard_of_a_failed_transfer_is_counted",
+        "core/disagg/decode_side.py",
+        "node.counters.transfer_failed += side.arrival is not None",
+        "node.counters.transfer_failed += len(node.settings.shards)",
+        "unit/test_core_orphans.py::test_a_failure_of_every_shard_is_one_failure",
+    ),
+    Break(
+        "parked_halves_are_sending",
+        "core/disagg/prefill_side.py",
+        "Trigger.PARK if verdict is Verdict.PARK else Trigger.SEND",
+        "Trigger.SEND",
+        OPTIMISTIC + "park_computes_once_and_holds_pages_and_result_slot",
+    ),
+    Break(
+        "rooms_may_be_in_use_twice_in_processes",
+        "core/scheduler/node.py",
+        "if request.room is not None and request.room in node.rooms:",
+        "if request.room is None and request.room in node.rooms:",
+        CLUSTER + "two_requests_for_one_room_only_the_second_is_refused",
+    ),
+    Break(
+        "who_ends_keeps_its_result_slot",
+        "core/scheduler/leaving.py",
+        "    node.results.maybe_release_metadata_buffer(progress.id)\n",
+        "    pass\n",
+        ENDS + "an_abort_leaves_nothing_behind",
+    ),
+    Break(
+        "who_ends_keeps_its_result_slot_in_processes",
+        "core/scheduler/leaving.py",
+        "    node.results.maybe_release_metadata_buffer(progress.id)\n",
+        "    pass\n",
+        ORPHANS + "after_a_storm_of_aborts_no_rank_holds_anything",
+    ),
+    Break(
+        "ready_leaves_a_request_in_the_bootstrap_queue",
+        "core/disagg/prefill_side.py",
+        "        if progress.state is State.BOOTSTRAPPING:\n            enter(node, progress, Trigger.PEER_READY)",
+        "        if progress.state is State.BOOTSTRAPPING:\n            pass",
+        OPTIMISTIC + "when_ready_comes_every_policy_gives_the_same_tokens",
+    ),
+    Break(
+        "failure_of_a_later_shard_is_ignored_in_the_story",
+        "core/disagg/shard_progress.py",
+        "if report is not None and report.failure is not None:",
+        "if report is not None and report.failure is not None and shard == min(expected):",
+        "scenarios/test_scenarios.py::test_the_story_happens_as_it_is_written",
+    ),
+    Break(
+        "who_ends_keeps_its_room_in_processes",
+        "core/scheduler/leaving.py",
+        "        del node.rooms[progress.request.room]",
+        "        pass",
+        ORPHANS + "a_half_that_leaves_before_ready_was_never_anywhere",
+    ),
+    Break(
+        "waiting_in_vain_is_our_mistake",
+        "server/api/errors.py",
+        "Cause.WAITING_TIMEOUT: Rule(504,",
+        "Cause.WAITING_TIMEOUT: Rule(500,",
+        EDGES + "a_prefill_that_never_sends_ends_decodes_half_in_time_and_strictly_remote_means_no_fallback",
+    ),
+    Break(
+        "stages_of_decode_are_called_those_of_prefill",
+        "core/scheduler/state.py",
+        'side = "decode" if isinstance(progress.side, DecodeSide) else "prefill"',
+        'side = "prefill"',
+        "laws/test_node_laws.py::test_ttft_stages_partition_the_time_to_the_first_token_however_long_each_hop_takes",
     ),
     # sglang#23189
     Break(
@@ -656,6 +917,13 @@ BREAKS = (
         "        max_running=64,",
         SERVED + "no_more_run_than_the_flag_says_and_the_others_wait",
     ),
+    Break(
+        "gaps_between_tokens_are_not_observed",
+        "server/api/stream.py",
+        "            stats.gap.observe((now_ns - self.last_ns) / count / SECOND_NS, count)",
+        "            pass",
+        "unit/test_request_stats.py::test_a_served_request_appears_in_every_family_of_the_usual_board",
+    ),
     # sglang#22901
     Break(
         "what_a_bootstrap_server_said_is_not_remembered",
@@ -726,6 +994,104 @@ BREAKS = (
         "force_query=environment_switch(FORCE_QUERY)",
         "force_query=False",
         "unit/test_config_flags.py::test_the_timeouts_of_a_pair_come_from_the_environment_and_are_the_deadline_otherwise",
+    ),
+    Break(
+        "rooms_name_the_next_rank",
+        "core/dp_dispatch.py",
+        "implied = room_rank(newcomer.room, len(ranks))",
+        "implied = room_rank(Room(newcomer.room + 1), len(ranks))",
+        DP_RANK + "by_room_is_the_room_modulo_the_ranks_and_needs_one",
+    ),
+    Break(
+        "ranks_of_a_prefill_take_turns",
+        "core/dp_dispatch.py",
+        "LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM if role is Role.PREFILL else LoadBalanceMethod.ROUND_ROBIN",
+        "LoadBalanceMethod.ROUND_ROBIN",
+        DP_RANK + "auto_is_by_room_on_a_prefill_and_in_turn_elsewhere",
+    ),
+    Break(
+        "rooms_are_asked_for_one_by_one",
+        "server/api/bootstrap_questions.py",
+        "islice(rooms, MAX_ROOMS_PER_QUERY)",
+        "islice(rooms, 1)",
+        "unit/test_bootstrap_questions.py::test_rooms_go_together_at_once_and_the_next_after_an_interval",
+    ),
+    Break(
+        "what_the_bootstrap_server_said_of_the_rank_is_ignored_in_processes",
+        "core/disagg/decode_side.py",
+        "        side.search.dp_rank = event.dp_rank\n",
+        "        side.search.dp_rank = 0\n",
+        EDGES + "decode_asks_which_dp_rank_has_the_room_and_reaches_that_one",
+    ),
+    Break(
+        "rank_of_plain_dp_is_that_of_the_attention",
+        "core/disagg/dp_rank.py",
+        "return self.system_dp_rank if self.is_replicated else self.attn_dp_rank",
+        "return self.attn_dp_rank",
+        DP_RANK + "the_rank_of_plain_dp_is_the_replicas_and_of_dp_attention_the_attentions",
+    ),
+    Break(
+        "ready_said_again_is_a_mistake_of_ours",
+        "core/disagg/transfer_state.py",
+        "        (_S.TRANSFERRING, _T.READY_CHECKED): _S.TRANSFERRING,\n",
+        "        \n",
+        "unit/test_core_machine.py::test_what_a_peer_may_trigger_has_a_rule_wherever_the_sender_is_ready",
+    ),
+    Break(
+        "readers_number_their_parts_themselves",
+        "core/kv_parts.py",
+        "found.append(Tile(index, part.source,",
+        "found.append(Tile(len(found), part.source,",
+        "laws/test_kv_parts_laws.py::test_owners_and_readers_mean_the_same_part_by_its_number",
+    ),
+    Break(
+        "all_layers_are_pulled_from_the_first_stage",
+        "core/kv_parts.py",
+        "found.append((source.shard(stage, lender, rank), box))",
+        "found.append((source.shard(0, lender, rank), box))",
+        IDENTITY + "a_pair_of_several_workers_each_says_what_transformers_says",
+    ),
+    Break(
+        "prefill_ignores_a_conflict_in_processes",
+        "core/disagg/prefill_side.py",
+        "            fail(node, progress, side, Cause.ROUTE_CONFLICT, explanation)",
+        "            pass",
+        EDGES + "a_dp_rank_that_does_not_exist_is_refused_by_both_halves",
+    ),
+    Break(
+        "only_the_first_rank_is_asked_in_processes",
+        "server/api/client.py",
+        "        there = self.there\n",
+        "        there = self.there[:1]\n",
+        DP_RANKS + "loads_metrics_and_orders_speak_of_every_rank",
+    ),
+    Break(
+        "only_the_first_rank_is_flushed_in_processes",
+        "server/api/ops.py",
+        'await self._client.query_all("flush")',
+        'await self._client.query("flush")',
+        DP_RANKS + "loads_metrics_and_orders_speak_of_every_rank",
+    ),
+    Break(
+        "stages_never_mix_prompts_with_tokens",
+        "server/node/settings.py",
+        "mixed_chunk=config.enable_mixed_chunk,",
+        "mixed_chunk=config.enable_mixed_chunk and config.pp_size == 1,",
+        IDENTITY + "prompts_and_those_who_decode_share_batches_of_stages_that_are_told_so",
+    ),
+    Break(
+        "rooms_are_never_believed",
+        "core/disagg/dp_rank.py",
+        "else Likely(implied)",
+        "else AskBootstrap()",
+        DP_RANK + "decode_finds_the_rank",
+    ),
+    Break(
+        "prefill_is_not_forced_to_announce",
+        "core/disagg/dp_rank.py",
+        "    found = resolve(request, own, force_query=force_query)",
+        "    found = resolve(request, own)",
+        DP_RANK + "prefill_announces_what_cannot_be_derived_and_refuses_what_contradicts",
     ),
     # sglang#20845
     Break(
@@ -832,6 +1198,13 @@ BREAKS = (
         "batch_number(launched.plan.iteration, forward_count",
         "batch_number(self._forward_count, forward_count",
         "e2e_cpu/test_blocks_served.py::test_lines_of_batches_carry_the_numbers_of_their_launch",
+    ),
+    Break(
+        "stages_hand_on_their_first_row",
+        "engine/process_group.py",
+        "self._send(hidden.contiguous(), self.rank.shard",
+        "self._send(hidden[:1].expand_as(hidden).contiguous(), self.rank.shard",
+        IDENTITY + "one_engine_of_several_workers_says_what_transformers_says",
     ),
     # servers of several workers and ranks
     Break(
@@ -3041,7 +3414,7 @@ def broken_copy(it: Edit, folder: Path) -> Path:
 def run(it: Break, folder: Path) -> Run:
     """Raises TimeoutExpired when it hangs."""
     report = folder / "report.xml"
-    words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}", f"tests/{it.test}"]
+    words = ["-m", "pytest", "-xq", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={report}", f"tests/{it.test}"]
     done = subprocess.run(
         [sys.executable, *words],
         cwd=ROOT,

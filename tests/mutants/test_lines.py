@@ -5,10 +5,12 @@ With TANDEM_ALL_LINES=1 all are tried.
 
 import ast
 import os
+import re
 from pathlib import Path
 
 import pytest
 from lines import BREAKS, OTHERS, PACKAGE, ROOT, Break, broken_text, run
+from test_real_server import KILLS
 
 SAMPLE = (
     "hit_rate_is_always_0",
@@ -16,7 +18,8 @@ SAMPLE = (
     "queue_gate_is_removed",
     "line_takes_the_counter_of_the_node",
 )
-TABLES = [(ROOT / "docs" / name).read_text() for name in ("sglang-parity.md", "structured-output.md")]
+PARITY = (ROOT / "docs" / "sglang-parity.md").read_text()
+TABLES = (PARITY, (ROOT / "docs" / "structured-output.md").read_text())
 ALL = (*BREAKS, *OTHERS)
 TRIED = [it for it in ALL if it.name in SAMPLE or os.environ.get("TANDEM_ALL_LINES")]
 
@@ -32,6 +35,13 @@ def test_every_break_is_one_line_that_is_there_and_names_a_test_that_is_there() 
         assert it in OTHERS or is_named, f"{it.name}: no row is shown by its test"
     assert len({it.name for it in ALL}) == len(ALL)
     assert set(SAMPLE) <= {it.name for it in ALL}
+
+
+def test_every_row_that_processes_show_names_a_test_that_fails_under_a_break() -> None:
+    failing = {f"tests/{it.test}" for it in ALL} | {os.path.normpath(f"tests/e2e_cpu/{kill.test}") for kill in KILLS}
+    rows = [line for line in PARITY.splitlines() if "| processes |" in line]
+    assert rows
+    assert [row for row in rows if failing.isdisjoint(re.findall(r"`(tests/[^`]+::\w+)`", row))] == []
 
 
 @pytest.mark.parametrize("it", TRIED, ids=lambda it: it.name)

@@ -6,6 +6,7 @@ all of them are in `make ranks`.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,11 @@ from cluster import Cluster, Server, cluster, eventually
 from kept_servers import KeptServers, flush_cache, kept_servers
 from rank_gauges import worker_gauges
 from reference import CHUNK, ask_all, ask_each, assert_same_tokens, real_prompts
+
+from tandem.core.batch import BatchKind
+from tandem.core.commands import LaunchBatch
+from tandem.core.scheduler.node import EngineNode
+from tandem.server.node.record import records_at, steps_from
 
 NUM_PROMPTS = 24
 FLAGS = ("--chunked-prefill-size", str(CHUNK), "--max-total-tokens", "16384")
@@ -121,6 +127,21 @@ def test_streams_are_in_as_many_micro_batches_as_there_are_stages_and_say_what_e
         together = [stream.rest()[-1]["output_ids"] for stream in streams]
         assert together == alone
         assert_idle([server])
+
+
+def test_prompts_and_those_who_decode_share_batches_of_stages_that_are_told_so(tmp_path: Path) -> None:
+    """The first batch of the stream that returns while a prompt of many chunks waits is followed by one of both."""
+    with cluster(unified=True, flags=[*FLAGS, *Grid(1, 2, MIXED).words, "--flight-record", str(tmp_path)]) as it:
+        assert it.unified is not None
+        stream = it.unified.stream([40, 41, 42], max_new_tokens=4000, sampling_params={"ignore_eos": True})
+        assert stream.next() is not None
+        it.unified.generate([50 + number % 400 for number in range(20 * CHUNK)], max_new_tokens=1)
+        stream.close()
+        assert_idle([it.unified])
+    (record,) = records_at(tmp_path)
+    steps = steps_from(record, 0, EngineNode)
+    launched = [command.plan for step in steps for command in step.got.commands if isinstance(command, LaunchBatch)]
+    assert {plan.kind for plan in launched} == set(BatchKind)
 
 
 @pytest.mark.parametrize("pair", [*PAIRS, *MORE_PAIRS, *EXACT_PAIRS], ids=lambda pair: "--".join(map(str, pair)))
