@@ -53,9 +53,7 @@ from tandem.core.events import (
     BatchReturned,
     DpRankAnswered,
     Event,
-    PageRead,
     PagesCopied,
-    PagesDigested,
     PagesFound,
     PagesLanded,
     PeerLearned,
@@ -63,13 +61,11 @@ from tandem.core.events import (
     PeerSaid,
     PeerUnknown,
     PromptRendered,
-    ReadsDrained,
     RequestArrived,
     RoomElsewhere,
-    TransferDrained,
-    TransferFailed,
 )
 from tandem.core.kv.pool import NOBODY, PageState
+from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
@@ -78,10 +74,17 @@ from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ceil_div
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
 from tandem.simulator.checkers.tiers import disorder
+from tandem.simulator.model_check.data_plane import Reader, new_lender
+from tandem.transfer.digests import pack_digests
+from tandem.transfer.jobs import Trouble
+from tandem.transfer.lender import Lender
+from tandem.transfer.port import Held
+from tandem.transfer.protocol import Status
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
 MASK = (1 << 61) - 1
+GRID = KvGrid(num_layers=4, num_kv_heads=4)  # of the model that all have; a page holds it whole on every shard
 
 
 def prompt_tokens(length: int, seed: int) -> list[int]:
@@ -169,8 +172,6 @@ class Worker:
         self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
-        self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
-        self.stopped_pulls: set[tuple[RequestId, int]] = set()
         self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
         self.cut_copies: set[PageId] = set()  # of host memory: of pages that were not whole
         self.breaks_copies = False  # from here on nothing can be copied
@@ -258,8 +259,9 @@ class Worker:
             return tokens, one.eos_after - one.num_outputs, TokenFlag.EOS
         return tokens, num_tokens, 0
 
-    def digest(self, page: PageId) -> bytes:
-        return hashlib.sha256(repr((self.kv[page], self.is_whole[page])).encode()).digest()[:8]
+    def digest(self, page: PageId) -> int:
+        said = hashlib.sha256(repr((self.kv[page], self.is_whole[page])).encode())
+        return int.from_bytes(said.digest()[:8], "little")
 
 
 @dataclass
@@ -267,11 +269,7 @@ class Parcel:
     """Something on its way to a replica; made when it arrives, so that it sees the world as it is then."""
 
     kind: type
-    make: Callable[[], Event | None]
-
-
-def grant_secret(room: int, shard: int) -> bytes:
-    return b"room %d, shard %d" % (room, shard)
+    make: Callable[[], list[Event]]
 
 
 @dataclass
@@ -279,6 +277,8 @@ class Replica:
     node: EngineNode
     worker: Worker
     address: Address
+    lenders: list[Lender[int]] = field(default_factory=list)  # by shard
+    readers: list[Reader] = field(default_factory=list)
     parcels: list[Parcel] = field(default_factory=list)
     held: list[Parcel] = field(default_factory=list)
     holds: set[type] = field(default_factory=set)
@@ -362,6 +362,8 @@ class World:
         window_tokens = made.windows.tokens if made.windows is not None else 0
         worker = Worker(made.num_pages, made.page_size, made.block_tokens, window_tokens)
         replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
+        replica.lenders = [new_lender(shard, lambda event: self.send(replica, event)) for shard in made.shards]
+        replica.readers = [Reader(KvShard(GRID, made.cut, shard, cell_bytes=1)) for shard in made.shards]
         self.replicas[made.incarnation] = replica
         if role is Role.PREFILL and is_known:
             self.directory[replica.address] = (made.incarnation, made.layout)
@@ -440,7 +442,7 @@ class World:
 
     def send(self, replica: Replica, event: Event) -> None:
         kind = type(event.message) if isinstance(event, PeerSaid) else type(event)
-        replica.parcels.append(Parcel(kind, lambda: event))
+        replica.parcels.append(Parcel(kind, lambda: [event]))
 
     def run(self, max_steps: int = 20_000) -> None:
         """Deliver what is under way until nothing moves any more."""
@@ -486,9 +488,7 @@ class World:
             if parcel.kind in replica.holds:
                 replica.held.append(parcel)
                 continue
-            event = parcel.make()
-            if event is not None:
-                events += [event, event] if parcel.kind in replica.twice else [event]
+            events += [event for event in parcel.make() for _ in range(1 + (parcel.kind in replica.twice))]
         return events
 
     def step(self, replica: Replica, events: list[Event]) -> Effects:
@@ -558,7 +558,7 @@ class World:
             case RenderAgain(request, rendered_at):
                 assert not any(request == row.request for flight in replica.state.inflight for row in flight.rows)
                 render = replica.render[request]
-                replica.parcels.append(Parcel(PromptRendered, lambda: PromptRendered(render(rendered_at))))
+                replica.parcels.append(Parcel(PromptRendered, lambda: [PromptRendered(render(rendered_at))]))
             case LearnPeer(address, dp_rank):
                 self.send(replica, self._who_is(address, dp_rank))
             case AskDpRank(address, room):
@@ -575,31 +575,39 @@ class World:
                 if peer in self.replicas:
                     self.send(self.replicas[peer], PeerSaid(replica.name, message))
             case PublishPages():
-                self.publish(replica, command)
-            case RevokePages(request, attempt, room):
-                replica.worker.readable.pop(room, None)
-                for shard in replica.state.settings.shards:
-                    self.send(replica, ReadsDrained(request, attempt, shard))
-            case PullPages():
-                for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesLanded, lambda shard=shard: self.land(replica, command, shard)))
-            case CancelPull(request, attempt):
-                replica.worker.stopped_pulls.add((request, attempt))
-                for shard in replica.state.settings.shards:
-                    self.send(replica, TransferDrained(request, attempt, shard))
+                digests = pack_digests([replica.worker.digest(page) for page in command.pages])
+                for lender, reader in zip(replica.lenders, replica.readers, strict=True):
+                    num_parts = len(reader.kv.lends(command.reader))
+                    lender.digested(lender.publish(command), command, (digests,) * num_parts)
+            case RevokePages(request, attempt):
+                for lender in replica.lenders:
+                    lender.revoke(request, attempt)
+            case PullPages(peer=peer):
+                for reader in replica.readers:
+                    reader.pull(command, self.replicas[peer].state.settings.cut)
+                    replica.parcels.append(Parcel(PagesLanded, lambda reader=reader: self.land(replica, reader)))
+            case CancelPull():
+                for reader in replica.readers:
+                    reader.cancel(command)
+                    for event in reader.heard():
+                        self.send(replica, event)
             case FreeWindows(pages):
                 for page in pages:
                     replica.worker.is_whole[page] = False
             case StorePages() | LoadPages():
                 for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
+                    replica.parcels.append(
+                        Parcel(PagesCopied, lambda shard=shard: [self.copy(replica, command, shard)])
+                    )
             case LookUpPages(number, hashes):
                 there = list(takewhile(self.storage.__contains__, hashes))
                 for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesFound, lambda s=shard: PagesFound(number, s, len(there))))
+                    replica.parcels.append(Parcel(PagesFound, lambda s=shard: [PagesFound(number, s, len(there))]))
             case FetchPages() | WritePages():
                 for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.store(replica, command, shard)))
+                    replica.parcels.append(
+                        Parcel(PagesCopied, lambda shard=shard: [self.store(replica, command, shard)])
+                    )
 
     def store(self, replica: Replica, command: FetchPages | WritePages, shard: int) -> Event:
         """The same between host memory and storage, which all replicas share."""
@@ -636,36 +644,34 @@ class World:
             num_whole += 1
         return PagesCopied(command.copy, shard, num_whole)
 
-    def publish(self, replica: Replica, command: PublishPages) -> None:
-        _, pages = replica.worker.readable.setdefault(command.room, (command.request, {}))
-        pages.update(zip(command.pages, command.generations, strict=True))
-        digests = b"".join(map(replica.worker.digest, command.pages))
-        for shard in replica.state.settings.shards:
-            secret = grant_secret(command.room, shard)
-            count = len(command.pages)
-            event = PagesDigested(
-                command.request, command.attempt, shard, command.first_page, count, (digests,), secret
-            )
-            self.send(replica, event)
+    def land(self, replica: Replica, reader: Reader) -> list[Event]:
+        """Whatever is pulled is read when this is called: the latest moment, which is the one that finds mistakes."""
+        reader.go_on()
+        while reader.jobs:
+            self.read(replica, reader)
+        return reader.heard()
 
-    def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:
-        """The bytes move when this is called: the latest moment, which is the one that finds mistakes."""
-        if (command.request, command.attempt) in replica.worker.stopped_pulls:
-            return None
-        source = self.replicas[command.peer]
-        owner, readable = source.worker.readable.get(command.room, (None, {}))
-        for index, page in enumerate(command.sources):
-            content = list(source.worker.kv[page])
-            is_same = readable.get(page) == command.generations[index] == source.state.pool.generations[page]
-            digest = command.digests[shard][8 * index : 8 * index + 8]
-            is_same = is_same and command.secrets[shard] == grant_secret(command.room, shard)
-            if source.is_dead or not is_same or digest != source.worker.digest(page):
-                return TransferFailed(command.request, command.attempt, shard, Cause.CORRUPT_PAGES, f"page {page}")
-            replica.worker.kv[command.destinations[index]] = content
-            replica.worker.is_whole[command.destinations[index]] = source.worker.is_whole[page]
-        assert owner is not None
-        self.send(source, PageRead(owner, shard))
-        return PagesLanded(command.request, command.attempt, shard, command.first_wanted + len(command.sources))
+    def read(self, replica: Replica, reader: Reader) -> None:
+        """The first job, from the dial to the last page of its Read."""
+        source = self.replicas[reader.jobs[0].origin.peer]
+        if source.is_dead:
+            return reader.fails(0, Trouble.BROKEN)
+        job = reader.connects(0)
+        command, asked = job.command, slice(job.start, job.stop)
+        pages, generations = command.sources[asked], command.generations[asked]
+        lender = source.lenders[job.origin.shard]
+        grant = lender.lease(job.link, command.room, secret=job.offer.secret, pages=pages, generations=generations)
+        if isinstance(grant, Status):
+            return reader.fails(0, Trouble.REFUSED, grant)
+        assert generations == tuple(source.state.pool.generations[page] for page in pages), "lent, and given away"
+        here = command.destinations[asked]
+        for page, destination in zip(pages, here, strict=True):
+            replica.worker.kv[destination] = list(source.worker.kv[page])
+            replica.worker.is_whole[destination] = source.worker.is_whole[page]
+        lender.end_lease(grant, job.link, self.now, is_sent=True)
+        if tuple(map(replica.worker.digest, here)) != job.offer.digests[asked]:
+            return reader.fails(0, Trouble.CORRUPT)
+        return reader.lands(0, count=len(pages), is_last_sent=True)
 
     @staticmethod
     def assert_same_but_for_the_step_number(before: bytes, replica: Replica) -> None:
@@ -773,7 +779,8 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert replica.worker.orders == []
         assert replica.worker.requests == {}
         assert replica.worker.decoding == []
-        assert replica.worker.readable == {}
+        assert [lender.held() for lender in replica.lenders] == [Held()] * len(replica.lenders)
+        assert [reader.puller.held() for reader in replica.readers] == [Held()] * len(replica.readers)
 
 
 def finished(replica: Replica, request: RequestId) -> FinishRequest:

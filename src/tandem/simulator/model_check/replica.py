@@ -22,8 +22,8 @@ from tandem.simulator import checkers
 from tandem.simulator.actors.executor import Executor, empty_page
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
+from tandem.simulator.model_check.data_plane import SHARD, thaw_reader
 from tandem.simulator.model_check.forks import Forks
-from tandem.simulator.model_check.reader import SHARD, thaw_reader
 from tandem.simulator.model_check.replica_value import (
     Cast,
     Draft,

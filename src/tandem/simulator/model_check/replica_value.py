@@ -22,10 +22,9 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.executor import Executor, WorkerRequest, last_link
-from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
+from tandem.simulator.model_check.data_plane import SHARD, Reader, ReaderValue, new_lender
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
-from tandem.transfer.protocol import GRANT_SECRET_BYTES
 
 Value = TypeVar("Value", bound=Hashable)
 NO_READER = Reader().frozen()
@@ -145,7 +144,7 @@ class Draft:
     host: dict[PageId, tuple[bytes, tuple[int, ...]]]
     asked: list[LookUpPages | FetchPages | WritePages]
     stored: dict[bytes, tuple[int, ...]]
-    lender: Lender[int]  # links are the reader's numbers
+    lender: Lender[int]
     reader: Reader
     lookups: list[Address]
     to_render: list[RequestId]
@@ -167,13 +166,7 @@ def frozen_host(draft: Draft) -> tuple[tuple[int, bytes, tuple[int, ...]], ...]:
 
 def thaw_lender(grants: tuple[GrantValue, ...], inbox: list[Event]) -> Lender[int]:
     """One that says to `inbox` what it has to say."""
-
-    def draw_secret(command: PublishPages) -> bytes:
-        return (b"secret of %d.%d" % (command.request, command.attempt)).ljust(GRANT_SECRET_BYTES)
-
-    lender: Lender[int] = Lender(
-        SHARD, draw_secret=draw_secret, report=inbox.append, cut=lambda link: None, max_links=1
-    )
+    lender = new_lender(SHARD, inbox.append)
     for value in grants:
         grant: Grant[int] = Grant(value.request, value.attempt, value.room, value.secret, dict(value.generations))
         grant.readers, grant.is_revoked = list(value.readers), value.is_revoked

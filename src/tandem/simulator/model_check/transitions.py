@@ -31,7 +31,7 @@ from tandem.core.events import (
 from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
 from tandem.simulator.actors.executor import digest, last_link
-from tandem.simulator.model_check.reader import SHARD
+from tandem.simulator.model_check.data_plane import SHARD
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Script, Violation
 from tandem.transfer.jobs import Trouble
