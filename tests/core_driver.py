@@ -16,7 +16,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -54,7 +53,6 @@ from tandem.core.events import (
     DpRankAnswered,
     Event,
     PagesCopied,
-    PagesFound,
     PagesLanded,
     PeerLearned,
     PeerLost,
@@ -71,8 +69,12 @@ from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ceil_div
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ShardId, ceil_div
+from tandem.host_memory import HostMemory, carry_out
+from tandem.page_files import NAMESPACE_BYTES, Files, PageFiles
+from tandem.page_storage import perform
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
+from tandem.simulator.actors.storage import VirtualFolder
 from tandem.simulator.checkers.tiers import disorder
 from tandem.simulator.model_check.data_plane import Reader, new_lender
 from tandem.transfer.digests import pack_digests
@@ -84,6 +86,8 @@ from tandem.transfer.protocol import Status
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
 MASK = (1 << 61) - 1
+SLOT_BYTES, FOLDER_BYTES = 8, 1 << 40
+Copying = StorePages | LoadPages | FetchPages | WritePages
 GRID = KvGrid(num_layers=4, num_kv_heads=4)  # of the model that all have; a page holds it whole on every shard
 
 
@@ -165,17 +169,23 @@ def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
 class Worker:
     """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
 
-    def __init__(self, num_pages: int, page_size: int, block_tokens: int, window_tokens: int) -> None:
-        self.page_size, self.block_tokens, self.window_tokens = page_size, block_tokens, window_tokens
-        self.is_whole = [False] * num_pages  # nothing that layers with a window have written was given back
-        self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
+    def __init__(self, settings: NodeSettings, folder: Files) -> None:
+        self.page_size, self.block_tokens = settings.page_size, settings.block_tokens
+        self.window_tokens = settings.windows.tokens if settings.windows is not None else 0
+        self.width = self.page_size + 1
+        self.kv = memoryview(bytearray(SLOT_BYTES * self.width * settings.num_pages)).cast("q")
+        self.host = HostMemory(settings.host_tier.num_pages if settings.host_tier else 0, SLOT_BYTES * self.width)
+        self.files = PageFiles(folder, bytes(NAMESPACE_BYTES), self.host.page_bytes, FOLDER_BYTES, now=lambda: 0)
+        self.tables = BatchTables[WorkerRequest](defaultdict(PlainDecodeSet), block_tokens=self.block_tokens)
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
-        self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
-        self.cut_copies: set[PageId] = set()  # of host memory: of pages that were not whole
         self.breaks_copies = False  # from here on nothing can be copied
         self.token_ns = 0  # that a prompt token takes
+
+    def page(self, page: PageId) -> memoryview:
+        """What was written at each of its positions; behind them whether nothing of it that layers with a window have
+        written was given back."""
+        return self.kv[page * self.width : (page + 1) * self.width]
 
     def forget_first(self) -> None:
         while self.orders and isinstance(self.orders[0], ForgetRequests):
@@ -231,14 +241,14 @@ class Worker:
         assert stop <= len(one.tokens), f"span [{start}, {stop}) of {len(one.tokens)} tokens"
         assert stop <= len(one.pages) * size, f"{stop} tokens in {len(one.pages)} pages"
         content = one.content(stop)
-        held = [self.kv[one.pages[position // size]][position % size] for position in range(start)]
-        assert held == content[:start], "the KV before this span is not that of its tokens"
+        held = [content for page in one.pages[: ceil_div(start, size)] for content in self.page(page)[:size]]
+        assert held[:start] == content[:start], "the KV before this span is not that of its tokens"
         seen = one.pages[max(0, start + 1 - self.window_tokens) // size : ceil_div(start, size)]
-        assert not self.window_tokens or all(self.is_whole[page] for page in seen), "the window is not there"
+        assert not self.window_tokens or all(self.page(page)[size] for page in seen), "the window is not there"
         for page in one.pages[start // size : ceil_div(stop, size)]:
-            self.is_whole[page] = True
+            self.page(page)[size] = True
         for position in range(start, stop):
-            self.kv[one.pages[position // size]][position % size] = content[position]
+            self.page(one.pages[position // size])[position % size] = content[position]
 
     def sample(self, one: WorkerRequest) -> tuple[list[int], int, int]:
         """The tokens up to the border of the block, as if they were sampled one after the other; how many of them are
@@ -260,8 +270,7 @@ class Worker:
         return tokens, num_tokens, 0
 
     def digest(self, page: PageId) -> int:
-        said = hashlib.sha256(repr((self.kv[page], self.is_whole[page])).encode())
-        return int.from_bytes(said.digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256(self.page(page)).digest()[:8], "little")
 
 
 @dataclass
@@ -343,7 +352,7 @@ class World:
         self.ranks: dict[Address, list[PeerLearned]] = {}  # of prefills that have several, and no others
         self.announced: dict[Room, int] = {}
         self.next_room = 100
-        self.storage: dict[bytes, list[int]] = {}  # hash -> content, for all replicas
+        self.folder = VirtualFolder.without_faults({})  # of storage, for all replicas
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -359,9 +368,7 @@ class World:
     def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
         asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
-        window_tokens = made.windows.tokens if made.windows is not None else 0
-        worker = Worker(made.num_pages, made.page_size, made.block_tokens, window_tokens)
-        replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
+        replica = Replica(EngineNode(made), Worker(made, self.folder), Address(f"{name}.host", 8998))
         replica.lenders = [new_lender(shard, lambda event: self.send(replica, event)) for shard in made.shards]
         replica.readers = [Reader(KvShard(GRID, made.cut, shard, cell_bytes=1)) for shard in made.shards]
         self.replicas[made.incarnation] = replica
@@ -593,56 +600,34 @@ class World:
                         self.send(replica, event)
             case FreeWindows(pages):
                 for page in pages:
-                    replica.worker.is_whole[page] = False
-            case StorePages() | LoadPages():
+                    replica.worker.page(page)[-1] = False
+            case LookUpPages():
                 for shard in replica.state.settings.shards:
-                    replica.parcels.append(
-                        Parcel(PagesCopied, lambda shard=shard: [self.copy(replica, command, shard)])
-                    )
-            case LookUpPages(number, hashes):
-                there = list(takewhile(self.storage.__contains__, hashes))
+                    self.send(replica, perform(command, replica.worker.files, replica.worker.host, shard))
+            case StorePages() | LoadPages() | FetchPages() | WritePages():
                 for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesFound, lambda s=shard: [PagesFound(number, s, len(there))]))
-            case FetchPages() | WritePages():
-                for shard in replica.state.settings.shards:
-                    replica.parcels.append(
-                        Parcel(PagesCopied, lambda shard=shard: [self.store(replica, command, shard)])
-                    )
+                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
 
-    def store(self, replica: Replica, command: FetchPages | WritePages, shard: int) -> Event:
-        """The same between host memory and storage, which all replicas share."""
-        host, num_whole = replica.worker.host, 0
-        for page_hash, page in zip(command.hashes, command.host_pages, strict=True):
-            if isinstance(command, WritePages) and host[page][0] == page_hash:
-                assert not replica.state.windows.are_there or page not in replica.worker.cut_copies
-                self.storage[page_hash] = list(host[page][1])
-            elif isinstance(command, FetchPages) and page_hash in self.storage:
-                assert replica.state.host.pool.states[page] == PageState.OWNED
-                host[page] = page_hash, list(self.storage[page_hash])
-                replica.worker.cut_copies.discard(page)
-            else:
-                break
-            num_whole += 1
-        return PagesCopied(command.copy, shard, num_whole)
+    def copy(self, replica: Replica, command: Copying, shard: ShardId) -> list[Event]:
+        """Between the pool, host memory and storage, which all replicas share: the bytes move when this is called."""
+        worker, state = replica.worker, replica.state
 
-    def copy(self, replica: Replica, command: StorePages | LoadPages, shard: int) -> Event:
-        """As far as it goes; the bytes move when this is called."""
-        worker, num_whole = replica.worker, 0
-        for page_hash, page, host in zip(command.hashes, command.pages, command.host_pages, strict=True):
+        def device_page(page: PageId) -> memoryview:
             if worker.breaks_copies:
-                break
-            if isinstance(command, StorePages):
-                assert replica.state.pool.states[page] == PageState.CACHED
-                worker.host[host] = page_hash, list(worker.kv[page])
-                (worker.cut_copies.discard if worker.is_whole[page] else worker.cut_copies.add)(host)
-            elif worker.host[host][0] == page_hash:
-                assert replica.state.pool.states[page] == PageState.LOADING
-                worker.kv[page] = list(worker.host[host][1])
-                worker.is_whole[page] = host not in worker.cut_copies
+                raise OSError("nothing can be copied")
+            expected = PageState.CACHED if isinstance(command, StorePages) else PageState.LOADING
+            assert state.pool.states[page] == expected
+            return worker.page(page).cast("B")
+
+        if isinstance(command, StorePages | LoadPages):
+            return [carry_out(command, worker.host, device_page, shard)]
+        copied = perform(command, worker.files, worker.host, shard)
+        for page in command.host_pages[: copied.num_pages]:
+            if isinstance(command, FetchPages):
+                assert state.host.pool.states[page] == PageState.OWNED
             else:
-                break
-            num_whole += 1
-        return PagesCopied(command.copy, shard, num_whole)
+                assert not state.windows.are_there or worker.host.page(page).cast("q")[-1]
+        return [copied]
 
     def land(self, replica: Replica, reader: Reader) -> list[Event]:
         """Whatever is pulled is read when this is called: the latest moment, which is the one that finds mistakes."""
@@ -666,8 +651,7 @@ class World:
         assert generations == tuple(source.state.pool.generations[page] for page in pages), "lent, and given away"
         here = command.destinations[asked]
         for page, destination in zip(pages, here, strict=True):
-            replica.worker.kv[destination] = list(source.worker.kv[page])
-            replica.worker.is_whole[destination] = source.worker.is_whole[page]
+            replica.worker.page(destination)[:] = source.worker.page(page)
         lender.end_lease(grant, job.link, self.now, is_sent=True)
         if tuple(map(replica.worker.digest, here)) != job.offer.digests[asked]:
             return reader.fails(0, Trouble.CORRUPT)
