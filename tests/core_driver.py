@@ -16,7 +16,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -53,35 +52,43 @@ from tandem.core.events import (
     BatchReturned,
     DpRankAnswered,
     Event,
-    PageRead,
     PagesCopied,
-    PagesDigested,
-    PagesFound,
     PagesLanded,
     PeerLearned,
     PeerLost,
     PeerSaid,
     PeerUnknown,
     PromptRendered,
-    ReadsDrained,
     RequestArrived,
     RoomElsewhere,
-    TransferDrained,
-    TransferFailed,
 )
 from tandem.core.kv.pool import NOBODY, PageState
+from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import NodeSettings, Role
-from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ceil_div
+from tandem.core.values import SECOND, Address, Cause, Incarnation, Nanos, PageId, RequestId, Room, ShardId, ceil_div
+from tandem.host_memory import HostMemory, carry_out
+from tandem.page_files import NAMESPACE_BYTES, Files, PageFiles
+from tandem.page_storage import perform
 from tandem.pagehash import hash_of, prompt_digest, prompt_links
+from tandem.simulator.actors.storage import VirtualFolder
 from tandem.simulator.checkers.tiers import disorder
+from tandem.simulator.model_check.data_plane import Reader, new_lender
+from tandem.transfer.digests import pack_digests
+from tandem.transfer.jobs import Trouble
+from tandem.transfer.lender import Lender
+from tandem.transfer.port import Held
+from tandem.transfer.protocol import Status
 
 TICK_NS = 1_000
 ROOT = b"root-of-tests..."
 MASK = (1 << 61) - 1
+SLOT_BYTES, FOLDER_BYTES = 8, 1 << 40
+Copying = StorePages | LoadPages | FetchPages | WritePages
+GRID = KvGrid(num_layers=4, num_kv_heads=4)  # of the model that all have; a page holds it whole on every shard
 
 
 def prompt_tokens(length: int, seed: int) -> list[int]:
@@ -162,19 +169,23 @@ def said_of_prompt(span: Span[WorkerRequest]) -> bytes:
 class Worker:
     """Executes plans over page memory that is never cleared, and refuses to compute on KV that is not the request's."""
 
-    def __init__(self, num_pages: int, page_size: int, block_tokens: int, window_tokens: int) -> None:
-        self.page_size, self.block_tokens, self.window_tokens = page_size, block_tokens, window_tokens
-        self.is_whole = [False] * num_pages  # nothing that layers with a window have written was given back
-        self.kv = [[0] * page_size for _ in range(num_pages)]
-        self.tables: BatchTables[WorkerRequest] = BatchTables(defaultdict(PlainDecodeSet), block_tokens=block_tokens)
+    def __init__(self, settings: NodeSettings, folder: Files) -> None:
+        self.page_size, self.block_tokens = settings.page_size, settings.block_tokens
+        self.window_tokens = settings.windows.tokens if settings.windows is not None else 0
+        self.width = self.page_size + 1
+        self.kv = memoryview(bytearray(SLOT_BYTES * self.width * settings.num_pages)).cast("q")
+        self.host = HostMemory(settings.host_tier.num_pages if settings.host_tier else 0, SLOT_BYTES * self.width)
+        self.files = PageFiles(folder, bytes(NAMESPACE_BYTES), self.host.page_bytes, FOLDER_BYTES, now=lambda: 0)
+        self.tables = BatchTables[WorkerRequest](defaultdict(PlainDecodeSet), block_tokens=self.block_tokens)
         self.orders: list[LaunchBatch | ForgetRequests] = []
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
-        self.readable: dict[int, tuple[RequestId, dict[PageId, int]]] = {}  # room -> owner, page -> generation
-        self.stopped_pulls: set[tuple[RequestId, int]] = set()
-        self.host: dict[PageId, tuple[bytes, list[int]]] = {}  # page of host memory -> hash, content
-        self.cut_copies: set[PageId] = set()  # of host memory: of pages that were not whole
         self.breaks_copies = False  # from here on nothing can be copied
         self.token_ns = 0  # that a prompt token takes
+
+    def page(self, page: PageId) -> memoryview:
+        """What was written at each of its positions; behind them whether nothing of it that layers with a window have
+        written was given back."""
+        return self.kv[page * self.width : (page + 1) * self.width]
 
     def forget_first(self) -> None:
         while self.orders and isinstance(self.orders[0], ForgetRequests):
@@ -230,14 +241,14 @@ class Worker:
         assert stop <= len(one.tokens), f"span [{start}, {stop}) of {len(one.tokens)} tokens"
         assert stop <= len(one.pages) * size, f"{stop} tokens in {len(one.pages)} pages"
         content = one.content(stop)
-        held = [self.kv[one.pages[position // size]][position % size] for position in range(start)]
-        assert held == content[:start], "the KV before this span is not that of its tokens"
+        held = [content for page in one.pages[: ceil_div(start, size)] for content in self.page(page)[:size]]
+        assert held[:start] == content[:start], "the KV before this span is not that of its tokens"
         seen = one.pages[max(0, start + 1 - self.window_tokens) // size : ceil_div(start, size)]
-        assert not self.window_tokens or all(self.is_whole[page] for page in seen), "the window is not there"
+        assert not self.window_tokens or all(self.page(page)[size] for page in seen), "the window is not there"
         for page in one.pages[start // size : ceil_div(stop, size)]:
-            self.is_whole[page] = True
+            self.page(page)[size] = True
         for position in range(start, stop):
-            self.kv[one.pages[position // size]][position % size] = content[position]
+            self.page(one.pages[position // size])[position % size] = content[position]
 
     def sample(self, one: WorkerRequest) -> tuple[list[int], int, int]:
         """The tokens up to the border of the block, as if they were sampled one after the other; how many of them are
@@ -258,8 +269,8 @@ class Worker:
             return tokens, one.eos_after - one.num_outputs, TokenFlag.EOS
         return tokens, num_tokens, 0
 
-    def digest(self, page: PageId) -> bytes:
-        return hashlib.sha256(repr((self.kv[page], self.is_whole[page])).encode()).digest()[:8]
+    def digest(self, page: PageId) -> int:
+        return int.from_bytes(hashlib.sha256(self.page(page)).digest()[:8], "little")
 
 
 @dataclass
@@ -267,11 +278,7 @@ class Parcel:
     """Something on its way to a replica; made when it arrives, so that it sees the world as it is then."""
 
     kind: type
-    make: Callable[[], Event | None]
-
-
-def grant_secret(room: int, shard: int) -> bytes:
-    return b"room %d, shard %d" % (room, shard)
+    make: Callable[[], list[Event]]
 
 
 @dataclass
@@ -279,6 +286,8 @@ class Replica:
     node: EngineNode
     worker: Worker
     address: Address
+    lenders: list[Lender[int]] = field(default_factory=list)  # by shard
+    readers: list[Reader] = field(default_factory=list)
     parcels: list[Parcel] = field(default_factory=list)
     held: list[Parcel] = field(default_factory=list)
     holds: set[type] = field(default_factory=set)
@@ -343,7 +352,7 @@ class World:
         self.ranks: dict[Address, list[PeerLearned]] = {}  # of prefills that have several, and no others
         self.announced: dict[Room, int] = {}
         self.next_room = 100
-        self.storage: dict[bytes, list[int]] = {}  # hash -> content, for all replicas
+        self.folder = VirtualFolder.without_faults({})  # of storage, for all replicas
 
     # --- building ------------------------------------------------------------------------------------------------
 
@@ -359,9 +368,9 @@ class World:
     def add(self, role: Role, name: str, *, life: int = 1, is_known: bool = True, **settings: Any) -> Replica:
         asked = {"role": role, "incarnation": {"name": name, "id": str(life)}, "num_pages": 64, "chunk_tokens": 64}
         made = msgspec.convert({**asked, **settings}, NodeSettings)
-        window_tokens = made.windows.tokens if made.windows is not None else 0
-        worker = Worker(made.num_pages, made.page_size, made.block_tokens, window_tokens)
-        replica = Replica(EngineNode(made), worker, Address(f"{name}.host", 8998))
+        replica = Replica(EngineNode(made), Worker(made, self.folder), Address(f"{name}.host", 8998))
+        replica.lenders = [new_lender(shard, lambda event: self.send(replica, event)) for shard in made.shards]
+        replica.readers = [Reader(KvShard(GRID, made.cut, shard, cell_bytes=1)) for shard in made.shards]
         self.replicas[made.incarnation] = replica
         if role is Role.PREFILL and is_known:
             self.directory[replica.address] = (made.incarnation, made.layout)
@@ -440,7 +449,7 @@ class World:
 
     def send(self, replica: Replica, event: Event) -> None:
         kind = type(event.message) if isinstance(event, PeerSaid) else type(event)
-        replica.parcels.append(Parcel(kind, lambda: event))
+        replica.parcels.append(Parcel(kind, lambda: [event]))
 
     def run(self, max_steps: int = 20_000) -> None:
         """Deliver what is under way until nothing moves any more."""
@@ -486,9 +495,7 @@ class World:
             if parcel.kind in replica.holds:
                 replica.held.append(parcel)
                 continue
-            event = parcel.make()
-            if event is not None:
-                events += [event, event] if parcel.kind in replica.twice else [event]
+            events += [event for event in parcel.make() for _ in range(1 + (parcel.kind in replica.twice))]
         return events
 
     def step(self, replica: Replica, events: list[Event]) -> Effects:
@@ -558,7 +565,7 @@ class World:
             case RenderAgain(request, rendered_at):
                 assert not any(request == row.request for flight in replica.state.inflight for row in flight.rows)
                 render = replica.render[request]
-                replica.parcels.append(Parcel(PromptRendered, lambda: PromptRendered(render(rendered_at))))
+                replica.parcels.append(Parcel(PromptRendered, lambda: [PromptRendered(render(rendered_at))]))
             case LearnPeer(address, dp_rank):
                 self.send(replica, self._who_is(address, dp_rank))
             case AskDpRank(address, room):
@@ -575,97 +582,80 @@ class World:
                 if peer in self.replicas:
                     self.send(self.replicas[peer], PeerSaid(replica.name, message))
             case PublishPages():
-                self.publish(replica, command)
-            case RevokePages(request, attempt, room):
-                replica.worker.readable.pop(room, None)
-                for shard in replica.state.settings.shards:
-                    self.send(replica, ReadsDrained(request, attempt, shard))
-            case PullPages():
-                for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesLanded, lambda shard=shard: self.land(replica, command, shard)))
-            case CancelPull(request, attempt):
-                replica.worker.stopped_pulls.add((request, attempt))
-                for shard in replica.state.settings.shards:
-                    self.send(replica, TransferDrained(request, attempt, shard))
+                digests = pack_digests([replica.worker.digest(page) for page in command.pages])
+                for lender, reader in zip(replica.lenders, replica.readers, strict=True):
+                    num_parts = len(reader.kv.lends(command.reader))
+                    lender.digested(lender.publish(command), command, (digests,) * num_parts)
+            case RevokePages(request, attempt):
+                for lender in replica.lenders:
+                    lender.revoke(request, attempt)
+            case PullPages(peer=peer):
+                for reader in replica.readers:
+                    reader.pull(command, self.replicas[peer].state.settings.cut)
+                    replica.parcels.append(Parcel(PagesLanded, lambda reader=reader: self.land(replica, reader)))
+            case CancelPull():
+                for reader in replica.readers:
+                    reader.cancel(command)
+                    for event in reader.heard():
+                        self.send(replica, event)
             case FreeWindows(pages):
                 for page in pages:
-                    replica.worker.is_whole[page] = False
-            case StorePages() | LoadPages():
+                    replica.worker.page(page)[-1] = False
+            case LookUpPages():
+                for shard in replica.state.settings.shards:
+                    self.send(replica, perform(command, replica.worker.files, replica.worker.host, shard))
+            case StorePages() | LoadPages() | FetchPages() | WritePages():
                 for shard in replica.state.settings.shards:
                     replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.copy(replica, command, shard)))
-            case LookUpPages(number, hashes):
-                there = list(takewhile(self.storage.__contains__, hashes))
-                for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesFound, lambda s=shard: PagesFound(number, s, len(there))))
-            case FetchPages() | WritePages():
-                for shard in replica.state.settings.shards:
-                    replica.parcels.append(Parcel(PagesCopied, lambda shard=shard: self.store(replica, command, shard)))
 
-    def store(self, replica: Replica, command: FetchPages | WritePages, shard: int) -> Event:
-        """The same between host memory and storage, which all replicas share."""
-        host, num_whole = replica.worker.host, 0
-        for page_hash, page in zip(command.hashes, command.host_pages, strict=True):
-            if isinstance(command, WritePages) and host[page][0] == page_hash:
-                assert not replica.state.windows.are_there or page not in replica.worker.cut_copies
-                self.storage[page_hash] = list(host[page][1])
-            elif isinstance(command, FetchPages) and page_hash in self.storage:
-                assert replica.state.host.pool.states[page] == PageState.OWNED
-                host[page] = page_hash, list(self.storage[page_hash])
-                replica.worker.cut_copies.discard(page)
-            else:
-                break
-            num_whole += 1
-        return PagesCopied(command.copy, shard, num_whole)
+    def copy(self, replica: Replica, command: Copying, shard: ShardId) -> list[Event]:
+        """Between the pool, host memory and storage, which all replicas share: the bytes move when this is called."""
+        worker, state = replica.worker, replica.state
 
-    def copy(self, replica: Replica, command: StorePages | LoadPages, shard: int) -> Event:
-        """As far as it goes; the bytes move when this is called."""
-        worker, num_whole = replica.worker, 0
-        for page_hash, page, host in zip(command.hashes, command.pages, command.host_pages, strict=True):
+        def device_page(page: PageId) -> memoryview:
             if worker.breaks_copies:
-                break
-            if isinstance(command, StorePages):
-                assert replica.state.pool.states[page] == PageState.CACHED
-                worker.host[host] = page_hash, list(worker.kv[page])
-                (worker.cut_copies.discard if worker.is_whole[page] else worker.cut_copies.add)(host)
-            elif worker.host[host][0] == page_hash:
-                assert replica.state.pool.states[page] == PageState.LOADING
-                worker.kv[page] = list(worker.host[host][1])
-                worker.is_whole[page] = host not in worker.cut_copies
+                raise OSError("nothing can be copied")
+            expected = PageState.CACHED if isinstance(command, StorePages) else PageState.LOADING
+            assert state.pool.states[page] == expected
+            return worker.page(page).cast("B")
+
+        if isinstance(command, StorePages | LoadPages):
+            return [carry_out(command, worker.host, device_page, shard)]
+        copied = perform(command, worker.files, worker.host, shard)
+        for page in command.host_pages[: copied.num_pages]:
+            if isinstance(command, FetchPages):
+                assert state.host.pool.states[page] == PageState.OWNED
             else:
-                break
-            num_whole += 1
-        return PagesCopied(command.copy, shard, num_whole)
+                assert not state.windows.are_there or worker.host.page(page).cast("q")[-1]
+        return [copied]
 
-    def publish(self, replica: Replica, command: PublishPages) -> None:
-        _, pages = replica.worker.readable.setdefault(command.room, (command.request, {}))
-        pages.update(zip(command.pages, command.generations, strict=True))
-        digests = b"".join(map(replica.worker.digest, command.pages))
-        for shard in replica.state.settings.shards:
-            secret = grant_secret(command.room, shard)
-            count = len(command.pages)
-            event = PagesDigested(
-                command.request, command.attempt, shard, command.first_page, count, (digests,), secret
-            )
-            self.send(replica, event)
+    def land(self, replica: Replica, reader: Reader) -> list[Event]:
+        """Whatever is pulled is read when this is called: the latest moment, which is the one that finds mistakes."""
+        reader.go_on()
+        while reader.jobs:
+            self.read(replica, reader)
+        return reader.heard()
 
-    def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:
-        """The bytes move when this is called: the latest moment, which is the one that finds mistakes."""
-        if (command.request, command.attempt) in replica.worker.stopped_pulls:
-            return None
-        source = self.replicas[command.peer]
-        owner, readable = source.worker.readable.get(command.room, (None, {}))
-        for index, page in enumerate(command.sources):
-            content = list(source.worker.kv[page])
-            is_same = readable.get(page) == command.generations[index] == source.state.pool.generations[page]
-            digest = command.digests[shard][8 * index : 8 * index + 8]
-            is_same = is_same and command.secrets[shard] == grant_secret(command.room, shard)
-            if source.is_dead or not is_same or digest != source.worker.digest(page):
-                return TransferFailed(command.request, command.attempt, shard, Cause.CORRUPT_PAGES, f"page {page}")
-            replica.worker.kv[command.destinations[index]] = content
-            replica.worker.is_whole[command.destinations[index]] = source.worker.is_whole[page]
-        assert owner is not None
-        self.send(source, PageRead(owner, shard))
-        return PagesLanded(command.request, command.attempt, shard, command.first_wanted + len(command.sources))
+    def read(self, replica: Replica, reader: Reader) -> None:
+        """The first job, from the dial to the last page of its Read."""
+        source = self.replicas[reader.jobs[0].origin.peer]
+        if source.is_dead:
+            return reader.fails(0, Trouble.BROKEN)
+        job = reader.connects(0)
+        command, asked = job.command, slice(job.start, job.stop)
+        pages, generations = command.sources[asked], command.generations[asked]
+        lender = source.lenders[job.origin.shard]
+        grant = lender.lease(job.link, command.room, secret=job.offer.secret, pages=pages, generations=generations)
+        if isinstance(grant, Status):
+            return reader.fails(0, Trouble.REFUSED, grant)
+        assert generations == tuple(source.state.pool.generations[page] for page in pages), "lent, and given away"
+        here = command.destinations[asked]
+        for page, destination in zip(pages, here, strict=True):
+            replica.worker.page(destination)[:] = source.worker.page(page)
+        lender.end_lease(grant, job.link, self.now, is_sent=True)
+        if tuple(map(replica.worker.digest, here)) != job.offer.digests[asked]:
+            return reader.fails(0, Trouble.CORRUPT)
+        return reader.lands(0, count=len(pages), is_last_sent=True)
 
     @staticmethod
     def assert_same_but_for_the_step_number(before: bytes, replica: Replica) -> None:
@@ -773,7 +763,8 @@ def assert_nothing_is_held(replicas: Replica | Iterable[Replica]) -> None:
         assert replica.worker.orders == []
         assert replica.worker.requests == {}
         assert replica.worker.decoding == []
-        assert replica.worker.readable == {}
+        assert [lender.held() for lender in replica.lenders] == [Held()] * len(replica.lenders)
+        assert [reader.puller.held() for reader in replica.readers] == [Held()] * len(replica.readers)
 
 
 def finished(replica: Replica, request: RequestId) -> FinishRequest:

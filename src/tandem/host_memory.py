@@ -35,6 +35,10 @@ class HostMemory:
     def page(self, host_page: PageId) -> memoryview:
         return self._bytes[host_page * self.page_bytes : (host_page + 1) * self.page_bytes]
 
+    def label(self, host_page: PageId) -> Label | None:
+        """None: nothing that is whole lies there."""
+        return self._labels[host_page]
+
     def store(self, host_page: PageId, page_hash: PageHash, content: memoryview) -> None:
         self._labels[host_page] = None  # half written until it is whole
         place = self.page(host_page)

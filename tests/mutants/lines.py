@@ -1529,6 +1529,45 @@ OTHERS = (
         "            pass",
         SHARED + "a_page_that_is_overwritten_during_the_copy_is_a_failure_that_can_be_tried_again",
     ),
+    # the data plane and the tiers of the tests' driver are those of the product
+    Break(
+        "what_a_cancelled_pull_drains_is_not_said",
+        "transfer/puller.py",
+        "            self._report(TransferDrained(*key, self._kv.shard))",
+        "            pass",
+        "unit/test_core_orphans.py::test_an_abort_while_pages_move_waits_for_every_shard_on_both_sides",
+    ),
+    Break(
+        "pages_that_are_read_no_more_are_not_given_back",
+        "transfer/lender.py",
+        "        self._report(ReadsDrained(grant.request, grant.attempt, self._shard))",
+        "        return",
+        "unit/test_core_orphans.py::test_an_abort_while_pages_move_waits_for_every_shard_on_both_sides",
+    ),
+    Break(
+        "a_page_that_is_not_in_storage_was_fetched",
+        "page_storage.py",
+        'return PagesCopied(command.copy, shard, index, "storage: a page is not there, or not as it was written")',
+        "continue",
+        "unit/test_core_storage.py::test_a_page_that_has_vanished_since_the_look_up_is_computed",
+    ),
+    # when simulated workers take the tokens that one of them samples
+    Break(
+        "who_is_forgotten_does_not_wait_for_its_tokens",
+        "engine/late_tokens.py",
+        "        self._settle([batch.touches(requests) for batch in self._unsettled])",
+        "        self._settle([])",
+        "simulator/test_workers.py::"
+        "test_who_does_not_sample_runs_ahead_and_waits_for_the_tokens_that_a_batch_begins_with",
+    ),
+    Break(
+        "tokens_that_have_not_come_are_not_asked_for_again",
+        "engine/late_tokens.py",
+        "            batch = self._unsettled[0]",
+        "            batch = self._unsettled.pop()",
+        "simulator/test_workers.py::"
+        "test_who_does_not_sample_runs_ahead_and_waits_for_the_tokens_that_a_batch_begins_with",
+    ),
     # decision 036: KV in memory of a device
     Break(
         "what_comes_for_a_device_stays_in_host_memory",

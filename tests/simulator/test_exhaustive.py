@@ -21,9 +21,9 @@ from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings, Role
 from tandem.core.values import SECOND, Incarnation, Nanos, RequestId, Room
+from tandem.simulator.model_check.data_plane import SHARD
 from tandem.simulator.model_check.exhaustive import MACHINES, Found, entries, explore, explore_all, report
 from tandem.simulator.model_check.forks import world_state
-from tandem.simulator.model_check.reader import SHARD
 from tandem.simulator.model_check.replica_value import Draft
 from tandem.simulator.model_check.transitions import TRANSITIONS
 from tandem.simulator.model_check.worlds import SMALL_WORLDS, TO_THE_END

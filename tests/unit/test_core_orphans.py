@@ -84,9 +84,9 @@ class Transfer:
 
 def take(replica: Replica, kind: type) -> list:
     """What is kept back of this kind, out of the driver's hands."""
-    found = [parcel.make() for parcel in replica.held if parcel.kind is kind]
+    found = [event for parcel in replica.held if parcel.kind is kind for event in parcel.make()]
     replica.held = [parcel for parcel in replica.held if parcel.kind is not kind]
-    return [event for event in found if event is not None]
+    return found
 
 
 # --- one shard fails -------------------------------------------------------------------------------------------------

@@ -87,28 +87,34 @@ def test_only_the_last_offer_carries_the_result_slot() -> None:
     assert [offer.result is not None for offer in prefill.said(Offer)] == [False, False, True]
 
 
+def taken(replica: Replica) -> list:
+    """What was kept back of it, from here on in the hands of the test."""
+    events = [event for parcel in replica.held for event in parcel.make()]
+    replica.held.clear()
+    replica.holds.clear()
+    return events
+
+
+def say(world: World, replica: Replica, events: list) -> None:
+    for event in events:
+        world.send(replica, event)
+    world.run()
+
+
 def test_a_transfer_waits_for_its_slowest_shard() -> None:
     world, prefill, decode, _left, right = meet(cut=Cut(tp_size=3))
     decode.holds.add(PagesLanded)
     prefill.holds.add(PagesDigested)
     world.run()
     assert prefill.said(Offer) == []
-    digested = [parcel for parcel in prefill.held if parcel.make().shard != 2]
-    prefill.held = [parcel for parcel in prefill.held if parcel not in digested]
-    prefill.parcels += digested
-    prefill.holds.clear()
-    world.run()
+    digested = taken(prefill)
+    say(world, prefill, [event for event in digested if event.shard != 2])
     assert prefill.said(Offer) == [], "one shard has not made its digests"
-    prefill.parcels, prefill.held = prefill.held, []
-    world.run()
-    landed = [parcel for parcel in decode.held if parcel.make().shard != 1]
-    decode.held = [parcel for parcel in decode.held if parcel not in landed]
-    decode.parcels += landed
-    decode.holds.clear()
-    world.run()
+    say(world, prefill, [event for event in digested if event.shard == 2])
+    landed = taken(decode)
+    say(world, decode, [event for event in landed if event.shard != 1])
     assert decode.state_of(right) is State.ARRIVING, "one shard has nothing yet"
-    decode.parcels, decode.held = decode.held, []
-    world.run()
+    say(world, decode, [event for event in landed if event.shard == 1])
     assert decode.tokens[right] == TOKENS
     assert_nothing_is_held([prefill, decode])
 
@@ -679,7 +685,7 @@ def offered(world: World, decode: object) -> Offer:
     """Hold the last offer back and return it."""
     decode.holds.add(Offer)
     world.run()
-    event = decode.held[-1].make()
+    (event,) = decode.held[-1].make()
     assert isinstance(event, PeerSaid)
     decode.held.clear()
     decode.holds.clear()
@@ -949,7 +955,7 @@ def test_a_refused_decode_half_is_told_to_the_prefill_it_knows() -> None:
 
 def refuse_at_the_edge(world: World, replica: Replica, **asked: object) -> None:
     del replica.worker.requests[world.submit(replica, **asked)]
-    arrived = replica.parcels.pop().make()
+    (arrived,) = replica.parcels.pop().make()
     assert isinstance(arrived, RequestArrived)
     world.send(replica, RequestRefused(arrived.request, Cause.DRAINING, "the server is shutting down"))
 

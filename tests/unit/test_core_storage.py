@@ -29,7 +29,7 @@ def after_a_restart(**more: Any) -> tuple[World, Replica]:
     """A server whose storage has the pages of one prompt, and nothing in its own tiers."""
     world = World()
     run(world, world.unified(**tiers(**more)))
-    assert len(world.storage) == FULL
+    assert len(world.folder.contents) == FULL
     return world, world.unified(life=2, **tiers(**more))
 
 
@@ -133,7 +133,7 @@ def test_two_who_want_the_same_fetch_it_once() -> None:
 def test_a_page_that_has_vanished_since_the_look_up_is_computed() -> None:
     world, node = after_a_restart()
     request = asked(world, node, PagesFound)
-    del world.storage[node.progress(request).hashes[4]]
+    world.folder.remove(node.worker.files.name(node.progress(request).hashes[4]))
     node.release()
     world.run()
     assert finished(node, request).storage_tokens == 4 * 16

@@ -46,7 +46,10 @@ class RunBatch(Generic[S]):
 
 
 class LateTokens(Generic[S]):
-    """Of one worker. On the one that samples there are never any."""
+    """Of one worker. On the one that samples there are never any.
+
+    What the source raises goes through. No tokens are lost by it: what raised may be asked again.
+    """
 
     def __init__(self, tables: BatchTables[S], source: TokenSource) -> None:
         self._tables = tables
@@ -71,6 +74,7 @@ class LateTokens(Generic[S]):
         """Up to the last batch that is wanted; and one, where there are too many."""
         count = max((number for number, is_wanted in enumerate(wanted, 1) if is_wanted), default=0)
         for _ in range(max(count, len(wanted) + 1 - MOST_UNSETTLED)):
-            batch = self._unsettled.popleft()
+            batch = self._unsettled[0]
             tokens = self._source.receive_tokens(len(batch.samplers))
+            self._unsettled.popleft()
             self._tables.finish(batch.plan, batch.spans, tokens.tolist())

@@ -13,11 +13,11 @@ from msgspec import Struct
 from mutators import framed, join_frames, mutate_typed, split_frames
 
 from core_driver import Replica, World, assert_nothing_is_held
-from tandem.core.commands import PullPages, Tell
+from tandem.core.commands import Tell
 from tandem.core.disagg.message_checks import Bounds, admitted
 from tandem.core.disagg.messages import Message, Ready
-from tandem.core.events import BatchReturned, Event, PagesLanded, PeerSaid, TransferFailed
-from tandem.core.values import SECOND, Cause, Incarnation
+from tandem.core.events import BatchReturned, PagesLanded, PeerSaid
+from tandem.core.values import SECOND, Incarnation
 from targets.http import Broken
 
 PROMPT_TOKENS, NEW_TOKENS = 100, 3
@@ -43,18 +43,8 @@ class Said(Struct, frozen=True):
     wait_ns: int = 0  # before it
 
 
-class Lenient(World):
-    """A pull of what a made-up offer names fails, as it would at a worker."""
-
-    def land(self, replica: Replica, command: PullPages, shard: int) -> Event | None:
-        try:
-            return super().land(replica, command, shard)
-        except (LookupError, AssertionError, TypeError):
-            return TransferFailed(command.request, command.attempt, shard, Cause.TRANSFER_FAILED, "what was offered")
-
-
 def scene_of(until: str) -> tuple[World, Replica, Replica]:
-    world = Lenient()
+    world = World()
     prefill, decode = world.prefill(chunk_tokens=48, max_running=2), world.decode(max_running=2)
     match until:
         case "arrived":
@@ -63,7 +53,7 @@ def scene_of(until: str) -> tuple[World, Replica, Replica]:
         case "ready" | "computing":
             prefill.holds.add(BatchReturned)
         case "offered":
-            decode.holds |= {PagesLanded, TransferFailed}
+            decode.holds.add(PagesLanded)
         case "landing":
             decode.holds.add(BatchReturned)
         case "done":

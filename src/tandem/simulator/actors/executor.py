@@ -8,7 +8,7 @@ Pages are never cleared, as in a real device, so stale content is there to be fo
 """
 
 from array import array
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
@@ -18,6 +18,7 @@ from tandem.batch_tables import BatchTables, PlainDecodeSet, PlanError, Sequence
 from tandem.core.batch import BatchOutcome, BatchPlan, Join, TokenFlag
 from tandem.core.kv_parts import KvShard, Runs
 from tandem.core.values import MILLISECOND, PageId, RequestId, ShardId
+from tandem.engine.late_tokens import LateTokens, RunBatch
 from tandem.pagehash import prompt_links
 from tandem.simulator.model import EOS_TOKEN, MASK, cell_weight, content_of, kv_content, sample
 from tandem.simulator.oracle import Script, Violation, told_of
@@ -194,12 +195,33 @@ class CostModel:
 MemoryGuard = Callable[[RequestId, list[PageId], int, int], None]
 
 
+class TokensToCome(Exception):
+    """The shard that samples has not run that batch yet."""
+
+
+class SentTokens:
+    """From the shard that samples to another one: of each batch that samples, in order."""
+
+    def __init__(self) -> None:
+        self._batches: deque[array[int]] = deque()
+
+    def send(self, tokens: "array[int]") -> None:
+        self._batches.append(tokens)
+
+    def receive_tokens(self, count: int) -> "array[int]":
+        """All of the next batch, for `count` requests. Raises TokensToCome."""
+        if not self._batches:
+            raise TokensToCome
+        return self._batches.popleft()
+
+
 @dataclass(slots=True)
 class Executor:
     """One shard of a replica. All run the same plans, and differ in when, and in what they hold.
 
-    Every shard finds the tokens from its own part of the KV, and every cell of it has to tell the same; what the first
-    shard finds is the outcome of a batch.
+    Every cell of a shard has to tell the same of the KV before a batch. What the first shard samples is the outcome of
+    the batch; the others take these tokens as late as those of an engine do (`engine/late_tokens.py`), also of blocks,
+    which an engine samples pass by pass.
     """
 
     num_pages: int
@@ -212,11 +234,19 @@ class Executor:
     last_iteration: int = 0
     block_tokens: int = 1
     window_tokens: int = 0  # that a query sees in a layer with a window; 0: there is no such layer
+    sent: SentTokens = field(default_factory=SentTokens)  # to this shard
+    send: list[SentTokens] = field(default_factory=list[SentTokens])  # by the one that samples, to the others
+    late_tokens: LateTokens[WorkerRequest] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tables.block_tokens = self.block_tokens
+        self.late_tokens = LateTokens(self.tables, self.sent)
         cells, has_window = self.cells or (self.shard,), self.window_tokens > 0
         self.memory = ShardMemory(self.num_pages, self.page_size, cells, has_window=has_window)
+
+    @property
+    def samples(self) -> bool:
+        return self.shard == 0
 
     @property
     def requests(self) -> dict[RequestId, WorkerRequest]:
@@ -233,8 +263,13 @@ class Executor:
         self.tables.add(WorkerRequest.of(request, script, prompt_hash, page_size=self.page_size))
 
     def forget(self, requests: tuple[RequestId, ...]) -> None:
-        """In its turn between the batches, as on the one socket of a real worker."""
+        """In its turn between the batches, as on the one socket of a real worker. Raises TokensToCome."""
+        self.late_tokens.before_forgetting(set(requests))
         self.tables.forget(requests)
+
+    def begin(self, plan: BatchPlan) -> None:
+        """To be called before `run` where another shard samples. Raises TokensToCome."""
+        self.late_tokens.before(plan)
 
     def run(self, plan: BatchPlan, *, invalid: frozenset[int] = frozenset()) -> BatchOutcome:
         """The forward pass. `invalid`: rows of the outcome whose logits are not finite."""
@@ -248,12 +283,20 @@ class Executor:
         vectors: list[tuple[RequestId, bytes]] = []
         for row in self.tables.inputs(plan, spans):
             kv_sum = self._forward(row.sequence, row.start, row.stop, told)
-            if row.samples:
+            if row.samples and self.samples:
                 self._sample(row.sequence, kv_sum, sampled, flags, invalid)
             if row.pools:
                 vectors.append((row.sequence.request, told_of(kv_sum)))
-        hashes = self.tables.finish(plan, spans, [token for tokens in sampled for token in tokens])
-        if self.shard != 0:
+        samplers = self.tables.sampling(plan, spans)
+        if samplers and not self.samples:
+            self.late_tokens.wait_for(RunBatch(plan, spans, samplers))
+            return BatchOutcome(plan.id, plan.iteration, b"", b"")
+        following = array("i", [token for tokens in sampled for token in tokens])
+        if samplers:
+            for other in self.send:
+                other.send(following)
+        hashes = self.tables.finish(plan, spans, following)
+        if not self.samples:
             return BatchOutcome(plan.id, plan.iteration, b"", b"")
         counts = tuple(map(num_told, sampled))
         told_tokens = [tokens[:count] for tokens, count in zip(sampled, counts, strict=True)]

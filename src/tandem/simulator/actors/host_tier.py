@@ -23,6 +23,12 @@ SLOT_BYTES = 8
 THAW_NS = 50 * MILLISECOND
 
 
+Seen = Callable[[PageId, PageHash, list[int]], None]
+
+
+def see_nothing(page: PageId, page_hash: PageHash, contents: list[int]) -> None: ...
+
+
 class TierWatcher(Protocol):
     """What the oracle wants to see of copies."""
 
@@ -60,9 +66,7 @@ class SimulatedTier:
     num_under_way: int = 0
 
     def __post_init__(self) -> None:
-        self.hosts = [
-            HostMemory(self.num_pages, SLOT_BYTES * len(memory.copy_out(PageId(0)))) for memory in self.memories
-        ]
+        self.hosts = [host_memory_of(memory, self.num_pages) for memory in self.memories]
 
     def begin(self, command: StorePages | LoadPages) -> None:
         for number in range(len(self.memories)):
@@ -97,30 +101,44 @@ class SimulatedTier:
         self.emit(copied)
 
     def _carry_out(self, shard: ShardId, command: StorePages | LoadPages) -> PagesCopied:
-        memory, places = self.memories[shard], dict[PageId, bytearray]()
-
-        def device_page(page: PageId) -> memoryview:
-            content = array("Q", memory.copy_out(page)).tobytes()
-            places[page] = bytearray(content)
-            return memoryview(places[page])
-
-        copied = carry_out(command, self.hosts[shard], device_page, shard)
-        for page, page_hash in zip(command.pages[: copied.num_pages], command.hashes, strict=False):
-            contents = list(memoryview(places[page]).cast("Q"))
+        def seen(page: PageId, page_hash: PageHash, contents: list[int]) -> None:
             if isinstance(command, StorePages):
                 self.watcher.page_is_stored(shard, page, page_hash, contents)
             else:
                 self.watcher.page_is_loaded(shard, page, page_hash, contents)
-        if isinstance(command, LoadPages):
-            for page, place in places.items():
-                memory.copy_in(page, list(memoryview(place).cast("Q")))
-        return copied
+
+        return copy_pages(command, self.hosts[shard], self.memories[shard], shard, seen)
 
     def _strikes(self, share: float) -> bool:
         if self.is_healed() or not share or self.random.random() >= share:
             return False
         self.count("F16")
         return True
+
+
+def host_memory_of(memory: ShardMemory, num_pages: int) -> HostMemory:
+    """Of the worker whose pages are in `memory`."""
+    return HostMemory(num_pages, SLOT_BYTES * len(memory.copy_out(PageId(0))))
+
+
+def copy_pages(
+    command: StorePages | LoadPages, host: HostMemory, memory: ShardMemory, shard: ShardId, seen: Seen = see_nothing
+) -> PagesCopied:
+    """The product's `carry_out`, from or to simulated pages. `seen` is told of each page that was copied, before any of
+    those that are loaded is there."""
+    places: dict[PageId, memoryview] = {}
+
+    def device_page(page: PageId) -> memoryview:
+        places[page] = memoryview(bytearray(array("Q", memory.copy_out(page)).tobytes()))
+        return places[page]
+
+    copied = carry_out(command, host, device_page, shard)
+    for page, page_hash in zip(command.pages[: copied.num_pages], command.hashes, strict=False):
+        seen(page, page_hash, places[page].cast("Q").tolist())
+    if isinstance(command, LoadPages):
+        for page, place in places.items():
+            memory.copy_in(page, place.cast("Q").tolist())
+    return copied
 
 
 def cut_short(command: StorePages | LoadPages, num_pages: int) -> StorePages | LoadPages:

@@ -45,6 +45,12 @@ class VirtualFolder:
     contents: dict[str, bytes] = field(default_factory=dict[str, bytes])
     used_at: dict[str, int] = field(default_factory=dict[str, int])
 
+    @classmethod
+    def without_faults(cls, contents: dict[str, bytes]) -> "VirtualFolder":
+        """In which no time passes."""
+        used_at = dict.fromkeys(contents, 0)
+        return cls(Random(0), StorageFaults(), lambda share: False, lambda: 0, contents, used_at)
+
     def entries(self) -> Iterable[Entry]:
         return [Entry(name, len(content), self.used_at[name]) for name, content in self.contents.items()]
 

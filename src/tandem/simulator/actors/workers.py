@@ -1,8 +1,8 @@
 """The workers of one simulated replica: each runs the node's batches over its own part of the KV, in its own time.
 
 They are told the same things in the same order. What each returns is made the one outcome of the batch by the product's
-own `WorkerGroup`. The first one samples for all: another one begins a decode batch only when the first has returned the
-one before of the same micro-batch, and runs ahead with all others, as stages do with the chunks of a prompt.
+own `WorkerGroup`. The first one samples for all: another one begins a batch when it has the tokens that it cannot begin
+without, by the product's own `LateTokens`, and runs ahead with all others, as stages do with the chunks of a prompt.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from tandem.core.batch import BatchOutcome, BatchPlan
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import PageId, RequestId, ShardId
 from tandem.core.worker_group import WorkerGroup, WorkersParted
-from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, cell_numbers
+from tandem.simulator.actors.executor import Executor, MemoryGuard, ShardMemory, TokensToCome, cell_numbers
 from tandem.simulator.oracle import Script, Violation
 
 Order = BatchPlan | tuple[RequestId, ...]  # a batch, or requests to forget
@@ -28,7 +28,6 @@ class SimulatedWorker:
     work: deque[Order] = field(default_factory=deque)
     is_working: bool = False
     held: BatchPlan | None = None  # would have returned, but for a hang
-    decoded: dict[int, int] = field(default_factory=dict[int, int])  # by micro-batch: the last iteration it began
 
     @property
     def is_idle(self) -> bool:
@@ -66,6 +65,7 @@ class Workers:
             )
             for one in kv
         ]
+        self.sampling.executor.send = [worker.executor.sent for worker in self.all[1:]]
         self._group = WorkerGroup(len(kv))
 
     def __iter__(self) -> Iterator[SimulatedWorker]:
@@ -98,23 +98,22 @@ class Workers:
 
     def next_batch(self, worker: SimulatedWorker) -> BatchPlan | None:
         """What it begins now. Requests are forgotten in their turn between batches, as on a worker's one socket."""
+        try:
+            return self._begun(worker)
+        except TokensToCome:
+            return None
+
+    def _begun(self, worker: SimulatedWorker) -> BatchPlan | None:
         while worker.work and not worker.is_working:
             order = worker.work[0]
             if isinstance(order, BatchPlan):
-                if self._waits_for_tokens(worker, order):
-                    return None
-                worker.is_working = True
+                worker.executor.begin(order)
                 worker.work.popleft()
-                if order.decodes:
-                    worker.decoded[order.micro_batch] = order.iteration
+                worker.is_working = True
                 return order
             worker.executor.forget(order)
             worker.work.popleft()
         return None
-
-    def _waits_for_tokens(self, worker: SimulatedWorker, plan: BatchPlan) -> bool:
-        needed = worker.decoded.get(plan.micro_batch, 0) if plan.decodes else 0
-        return worker is not self.sampling and self.sampling.executor.last_iteration < needed
 
     def returned(self, worker: SimulatedWorker, outcome: BatchOutcome) -> BatchOutcome | None:
         """The outcome of the batch when this was the last worker that it was waiting for."""

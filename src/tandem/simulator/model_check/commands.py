@@ -64,6 +64,7 @@ def dispatch(draft: Draft, command: Command) -> None:
             draft.asked.append(command)
         case PullPages():
             draft.reader.pull(command)
+            draft.reader.go_on()
         case CancelPull():
             draft.reader.cancel(command)
 

@@ -22,8 +22,8 @@ from tandem.simulator import checkers
 from tandem.simulator.actors.executor import Executor, empty_page
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.model_check.commands import dispatch
+from tandem.simulator.model_check.data_plane import SHARD, thaw_reader
 from tandem.simulator.model_check.forks import Forks
-from tandem.simulator.model_check.reader import SHARD, thaw_reader
 from tandem.simulator.model_check.replica_value import (
     Cast,
     Draft,
@@ -35,6 +35,7 @@ from tandem.simulator.model_check.replica_value import (
     frozen_host,
     frozen_lender,
     thaw,
+    thaw_host,
     thaw_lender,
 )
 from tandem.simulator.model_check.transitions import TRANSITIONS
@@ -151,7 +152,7 @@ class Stage:
             list(replica.work),
             list(replica.to_digest),
             list(replica.copies),
-            {PageId(page): (page_hash, contents) for page, page_hash, contents in replica.host},
+            thaw_host(replica.host, executor.memory, settings),
             list(replica.asked),
             dict(replica.stored),
             thaw_lender(replica.grants, inbox),

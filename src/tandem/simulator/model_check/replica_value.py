@@ -20,12 +20,13 @@ from tandem.core.kv.pool import PageState
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
 from tandem.core.settings import NodeSettings
-from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageId, RequestId
-from tandem.simulator.actors.executor import Executor, WorkerRequest, last_link
-from tandem.simulator.model_check.reader import SHARD, Reader, ReaderValue
+from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, PageHash, PageId, RequestId
+from tandem.host_memory import HostMemory
+from tandem.simulator.actors.executor import Executor, ShardMemory, WorkerRequest, last_link
+from tandem.simulator.actors.host_tier import host_memory_of
+from tandem.simulator.model_check.data_plane import SHARD, Reader, ReaderValue, new_lender
 from tandem.simulator.oracle import Script
 from tandem.transfer.lender import Grant, Lender
-from tandem.transfer.protocol import GRANT_SECRET_BYTES
 
 Value = TypeVar("Value", bound=Hashable)
 NO_READER = Reader().frozen()
@@ -85,8 +86,12 @@ class SmallHalf(Struct, frozen=True):
     end: str = ""  # "finished", or the cause of the failure
 
 
-Stored = tuple[tuple[bytes, tuple[int, ...]], ...]
-"""Pages in storage, by hash: their contents."""
+Stored = tuple[tuple[str, bytes], ...]
+"""The files of storage, by name."""
+
+
+Kept = tuple[tuple[PageId, PageHash, bytes], ...]
+"""What is in pages of host memory."""
 
 
 class WorkerRequestValue(Struct, frozen=True):
@@ -118,7 +123,7 @@ class SmallReplica(Struct, frozen=True):
     work: tuple[BatchPlan | tuple[RequestId, ...], ...] = ()  # batches, and requests to forget in between
     to_digest: tuple[PublishPages, ...] = ()
     copies: tuple[StorePages | LoadPages, ...] = ()
-    host: tuple[tuple[int, bytes, tuple[int, ...]], ...] = ()  # host page, hash, contents
+    host: Kept = ()
     asked: tuple[LookUpPages | FetchPages | WritePages, ...] = ()  # of storage
     stored: Stored = ()  # outlives the replica
     grants: tuple[GrantValue, ...] = ()
@@ -142,10 +147,10 @@ class Draft:
     work: list[BatchPlan | tuple[RequestId, ...]]
     to_digest: list[PublishPages]
     copies: list[StorePages | LoadPages]
-    host: dict[PageId, tuple[bytes, tuple[int, ...]]]
+    host: HostMemory
     asked: list[LookUpPages | FetchPages | WritePages]
-    stored: dict[bytes, tuple[int, ...]]
-    lender: Lender[int]  # links are the reader's numbers
+    stored: dict[str, bytes]
+    lender: Lender[int]
     reader: Reader
     lookups: list[Address]
     to_render: list[RequestId]
@@ -159,21 +164,27 @@ class Draft:
             self.executor.forget(self.work.pop(0))  # type: ignore[arg-type]
 
 
-def frozen_host(draft: Draft) -> tuple[tuple[int, bytes, tuple[int, ...]], ...]:
+def thaw_host(kept: Kept, memory: ShardMemory, settings: NodeSettings) -> HostMemory:
+    host = host_memory_of(memory, settings.host_tier.num_pages if settings.host_tier is not None else 0)
+    for page, page_hash, contents in kept:
+        host.store(page, page_hash, memoryview(contents))
+    return host
+
+
+def frozen_host(draft: Draft) -> Kept:
     """Pages that are free will be read by nobody."""
-    states = draft.node.state.host.pool.states
-    return tuple((page, *draft.host[page]) for page in sorted(draft.host) if states[page] != PageState.FREE)
+    host, states = draft.host, draft.node.state.host.pool.states
+    labels = [(PageId(page), host.label(PageId(page))) for page in range(host.num_pages)]
+    return tuple(
+        (page, label.page_hash, bytes(host.page(page)))
+        for page, label in labels
+        if label is not None and states[page] != PageState.FREE
+    )
 
 
 def thaw_lender(grants: tuple[GrantValue, ...], inbox: list[Event]) -> Lender[int]:
     """One that says to `inbox` what it has to say."""
-
-    def draw_secret(command: PublishPages) -> bytes:
-        return (b"secret of %d.%d" % (command.request, command.attempt)).ljust(GRANT_SECRET_BYTES)
-
-    lender: Lender[int] = Lender(
-        SHARD, draw_secret=draw_secret, report=inbox.append, cut=lambda link: None, max_links=1
-    )
+    lender = new_lender(SHARD, inbox.append)
     for value in grants:
         grant: Grant[int] = Grant(value.request, value.attempt, value.room, value.secret, dict(value.generations))
         grant.readers, grant.is_revoked = list(value.readers), value.is_revoked

@@ -6,13 +6,11 @@ the data plane has to say comes in order; between these three every order is pos
 """
 
 from collections.abc import Callable
-from itertools import takewhile
 from typing import cast
 
 import msgspec
 
 from tandem.core.batch import BatchPlan
-from tandem.core.commands import FetchPages, LookUpPages, StorePages, WritePages
 from tandem.core.disagg.messages import Message, Release
 from tandem.core.events import (
     AbortRequested,
@@ -20,7 +18,6 @@ from tandem.core.events import (
     BatchReturned,
     Event,
     PagesCopied,
-    PagesFound,
     PeerLearned,
     PeerLost,
     PeerSaid,
@@ -30,13 +27,19 @@ from tandem.core.events import (
 )
 from tandem.core.kv.pool import PageState
 from tandem.core.values import Address, Cause, Incarnation, Nanos, PageId, RequestId
+from tandem.page_files import NAMESPACE_BYTES, PageFiles
+from tandem.page_storage import nothing, perform
 from tandem.simulator.actors.executor import digest, last_link
-from tandem.simulator.model_check.reader import SHARD
+from tandem.simulator.actors.host_tier import copy_pages
+from tandem.simulator.actors.storage import VirtualFolder
+from tandem.simulator.model_check.data_plane import SHARD
 from tandem.simulator.model_check.replica_value import Draft, SmallHalf
 from tandem.simulator.oracle import Script, Violation
 from tandem.transfer.jobs import Trouble
 from tandem.transfer.lender import Grant
 from tandem.transfer.protocol import Status
+
+NAMESPACE, FOLDER_BYTES = bytes(NAMESPACE_BYTES), 1 << 30  # all servers are alike, and nothing is too much
 
 
 def _arrives(draft: Draft, request: RequestId) -> tuple[Event, ...]:
@@ -89,16 +92,10 @@ def _batch_fails(draft: Draft) -> tuple[Event, ...]:
 
 def _pages_are_copied(draft: Draft) -> tuple[Event, ...]:
     """The first copy that was asked for, now: what it reads, and writes, is what is there at its end."""
-    copy = draft.copies.pop(0)
-    for page_hash, page, host_page in zip(copy.hashes, copy.pages, copy.host_pages, strict=True):
-        if isinstance(copy, StorePages):
-            draft.host[host_page] = page_hash, tuple(draft.executor.memory.copy_out(page))
-            continue
-        kept, contents = draft.host[host_page]
-        if kept != page_hash:
-            raise Violation("S7", f"{draft.cast.name}: host page {host_page} is loaded for another one")
-        draft.executor.memory.copy_in(page, list(contents))
-    return (PagesCopied(copy.copy, SHARD, len(copy.pages)),)
+    copied = copy_pages(draft.copies.pop(0), draft.host, draft.executor.memory, SHARD)
+    if copied.detail:
+        raise Violation("S7", f"{draft.cast.name}: {copied.detail}")
+    return (copied,)
 
 
 def _copy_fails(draft: Draft) -> tuple[Event, ...]:
@@ -107,27 +104,13 @@ def _copy_fails(draft: Draft) -> tuple[Event, ...]:
 
 def _storage_answers(draft: Draft) -> tuple[Event, ...]:
     """The first thing that was asked of it, now. What has left host memory meanwhile is not written."""
-    match draft.asked.pop(0):
-        case LookUpPages(number, hashes):
-            there = takewhile(draft.stored.__contains__, hashes)
-            return (PagesFound(number, SHARD, sum(1 for _ in there)),)
-        case FetchPages(number, hashes, host_pages):
-            there = list(takewhile(draft.stored.__contains__, hashes))
-            for page_hash, host_page in zip(there, host_pages, strict=False):
-                draft.host[host_page] = page_hash, draft.stored[page_hash]
-            return (PagesCopied(number, SHARD, len(there)),)
-        case WritePages(number, hashes, host_pages):
-            held = [draft.host.get(host_page, (b"", ())) for host_page in host_pages]
-            there = list(takewhile(lambda pair: pair[0] == pair[1][0], zip(hashes, held, strict=True)))
-            draft.stored |= {page_hash: contents for page_hash, (_, contents) in there}
-            return (PagesCopied(number, SHARD, len(there)),)
+    page_bytes = draft.host.page_bytes
+    files = PageFiles(VirtualFolder.without_faults(draft.stored), NAMESPACE, page_bytes, FOLDER_BYTES, now=lambda: 0)
+    return (perform(draft.asked.pop(0), files, draft.host, SHARD),)
 
 
 def _storage_fails(draft: Draft) -> tuple[Event, ...]:
-    asked, trouble = draft.asked.pop(0), "the disk is gone"
-    if isinstance(asked, LookUpPages):
-        return (PagesFound(asked.number, SHARD, 0, trouble),)
-    return (PagesCopied(asked.copy, SHARD, 0, trouble),)
+    return (nothing(draft.asked.pop(0), SHARD, "the disk is gone"),)
 
 
 def _finds(draft: Draft, address: Address, peer: Incarnation, layout: str) -> tuple[Event, ...]:

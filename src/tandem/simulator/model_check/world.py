@@ -24,7 +24,7 @@ from tandem.core.settings import (
 )
 from tandem.core.values import SECOND, Address, Incarnation, Nanos, RequestId, Room
 from tandem.pagehash import prompt_digest, prompt_hashes, root_hash
-from tandem.simulator.model_check.reader import Reading
+from tandem.simulator.model_check.data_plane import Reading
 from tandem.simulator.model_check.replica import Move, Outcome, Stage, Witness
 from tandem.simulator.model_check.replica_value import Cast, Numbered, SmallReplica
 from tandem.simulator.oracle import Script

@@ -1,29 +1,42 @@
-"""The reader's side of a small data plane: the product's `Puller`, and as a shell the moves of the search.
+"""A small data plane: the product's `Lender` and `Puller`, and as a shell the moves of the search.
 
-A frame is one page, and time stands still. A dial is answered when its Read is sent, in one move; what is on its way
-when a link is cut may still arrive, and is written.
+Time stands still. A dial is answered when its Read is sent, in one move; what is on its way when a link is cut may
+still arrive, and is written. The search lets one page land after the other. The driver of the tests has all of a Read
+land at once, and begins no job before that moment (`tests/core_driver.py`).
 """
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from tandem.core.commands import CancelPull, PullPages
+from tandem.core.commands import CancelPull, PublishPages, PullPages
 from tandem.core.events import Event
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import Cut, Incarnation, PageId, RequestId, ShardId
 from tandem.transfer.jobs import Dial, JobFailure, PeerAddress, Receive, Trouble
-from tandem.transfer.protocol import Status
+from tandem.transfer.lender import Lender
+from tandem.transfer.protocol import GRANT_SECRET_BYTES, Status
 from tandem.transfer.puller import LANDED_REPORT_INTERVAL_NS, Puller
 
 SHARD = ShardId(0)
 NOW = 0
 LANDED_AT = LANDED_REPORT_INTERVAL_NS  # so that the first page of a Read is told before the last one has come
+WHOLE, ONE_WORKER = KvShard.whole(1), Cut()
 TIMEOUT_NS = 1  # nothing is ever late
 MAX_JOBS = 8  # more than there are requests
 
 AnyJob = Dial[int] | Receive[int]
+
+
+def new_lender(shard: ShardId, report: Callable[[Event], None]) -> Lender[int]:
+    """Links are the reader's numbers."""
+
+    def draw_secret(command: PublishPages) -> bytes:
+        return (b"%d.%d of %d" % (command.request, command.attempt, shard)).ljust(GRANT_SECRET_BYTES)
+
+    return Lender(shard, draw_secret=draw_secret, report=report, cut=lambda link: None, max_links=1)
 
 
 class Reading(Struct, frozen=True):
@@ -50,6 +63,7 @@ class ReaderValue(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Reader:
+    kv: KvShard = WHOLE
     jobs: list[AnyJob] = field(default_factory=list["AnyJob"])
     asked: list[AnyJob] = field(default_factory=list["AnyJob"])  # of those
     links: list[int] = field(default_factory=list[int])  # that are open
@@ -59,7 +73,7 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.puller = Puller(
-            KvShard.whole(1),
+            self.kv,
             report=self._say,
             cut=self._cut,
             close=self._close,
@@ -69,10 +83,14 @@ class Reader:
 
     # -- what the node wants
 
-    def pull(self, command: PullPages) -> None:
-        self.puller.learn(command.peer, Cut(), [PeerAddress(command.peer.name, 0, "")])
+    def pull(self, command: PullPages, owner: Cut = ONE_WORKER) -> None:
+        """Jobs for it are there after `go_on`. owner: how the peer is cut"""
+        self.puller.learn(command.peer, owner, [PeerAddress(command.peer.name, 0, "") for _ in owner.shards])
         self.puller.pull(command, NOW)
-        self._go_on()
+
+    def go_on(self) -> None:
+        while (job := self.puller.next_job(NOW)) is not None:
+            self.jobs.append(job)
 
     def cancel(self, command: CancelPull) -> None:
         self.puller.cancel(command)
@@ -81,16 +99,17 @@ class Reader:
 
     # -- what becomes of a job
 
-    def connects(self, number: int) -> None:
-        """It has a link from here on, if it is still wanted."""
+    def connects(self, number: int) -> Receive[int]:
+        """It has a link from here on. A dial for what is cancelled has ended."""
         job = self.jobs[number]
         if isinstance(job, Receive):
-            return  # on a link that was idle
+            return job  # on a link that was idle
         link = next(link for link in range(len(self.links) + 1) if link not in self.links)
         self.links.append(link)
         following = self.puller.dialled(job, link, NOW)
-        assert following is not None  # a dial for what is cancelled has ended
+        assert following is not None
         self.jobs[number] = following
+        return following
 
     def is_asked(self, number: int) -> None:
         self.asked.append(self.jobs[number])
@@ -103,17 +122,17 @@ class Reader:
         job = self._receive(number)
         return job.pull.attempt.key[0], job.command.destinations[job.start], job.offer.digests[job.start]
 
-    def lands(self, number: int, *, is_last_sent: bool) -> None:
-        """The next page is written and its digest is equal; behind the last one that was sent the link breaks."""
+    def lands(self, number: int, *, count: int = 1, is_last_sent: bool) -> None:
+        """The next pages are written and their digests are equal; behind the last one that was sent the link breaks."""
         job = self._receive(number)
-        if not self.puller.landed(job, 1, LANDED_AT):
+        if not self.puller.landed(job, count, LANDED_AT):
             self._ends(job, Trouble.BROKEN)
         elif job.start == job.stop:
             self._forget(job)
             following = self.puller.received(job, NOW)
             if following is not None:
                 self.jobs.append(following)
-            self._go_on()
+            self.go_on()
         elif is_last_sent:
             self._ends(job, Trouble.BROKEN)
 
@@ -125,18 +144,19 @@ class Reader:
     def _ends(self, job: AnyJob, trouble: Trouble, status: Status = Status.OK) -> None:
         self._forget(job)
         self.puller.failed(job, JobFailure(trouble, status=status), NOW)
-        self._go_on()
+        self.go_on()
 
     def _forget(self, job: AnyJob) -> None:
         self.jobs.remove(job)
         if job in self.asked:
             self.asked.remove(job)
 
-    def _go_on(self) -> None:
-        while (job := self.puller.next_job(NOW)) is not None:
-            self.jobs.append(job)
-
     # -- what the puller wants
+
+    def heard(self) -> list[Event]:
+        """What it has said since this was asked last."""
+        said, self.inbox = self.inbox, []
+        return said
 
     def _say(self, event: Event) -> None:
         self.inbox.append(event)
