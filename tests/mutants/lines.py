@@ -3390,6 +3390,17 @@ OTHERS = (
         """    if False:""",
         "e2e_cpu/test_router_http.py::test_a_body_that_is_too_large_is_refused_by_what_its_head_announces",
     ),
+    Break(
+        "who_sends_a_head_that_is_too_large_is_closed_at_once",
+        "server/api/connections.py",
+        """        self._is_refused = True
+        self.transport.write(answer)
+""",
+        """        self._is_refused = True
+        self.transport.close()
+""",
+        "unit/test_api_connections.py::test_who_sends_a_head_that_is_too_large_has_time_to_read_why",
+    ),
 )
 
 
