@@ -200,7 +200,7 @@ def test_a_server_that_ends_and_one_that_goes_on_without_a_process_are_noticed(
 @pytest.mark.parametrize(
     ("layout", "holder", "name", "instead", "noticed"),
     [
-        ("unified", gate, "MAX_BODY_BYTES", 1 << 50, "no answer where body_too_large is one"),
+        ("unified", gate, "MAX_BODY_BYTES", 1 << 50, "is not <Problem.BODY_TOO_LARGE"),
         ("pairs", ClusterSecret, "is_proof", lambda *_: True, "instead of <Status.NOT_A_MEMBER"),
     ],
     ids=["a body", "a reader"],

@@ -68,14 +68,12 @@ def _untold(told: Answer | None, count: int) -> str:
     return "" if len(lines) == count else f"{len(lines)} of {count} workers tell what they hold"
 
 
-async def asked_there(
-    kernel: Kernel, server: Server, path: str, key: str, *, method: str = "GET", body: dict[str, Any] | None = None
-) -> Answer | None:
+async def asked_there(kernel: Kernel, server: Server, path: str, key: str) -> Answer | None:
     """By a process on the server's machine: debug pages are for nobody else. key: of an operator"""
     found: list[Answer | None] = []
 
     def run() -> None:
-        found.append(asyncio.run(simple("127.0.0.1", server.port, method, path, body, key=key)))
+        found.append(asyncio.run(simple("127.0.0.1", server.port, "GET", path, key=key)))
 
     process = kernel.start("operator", run, host=server.host)
     while process.is_alive:

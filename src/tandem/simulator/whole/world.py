@@ -3,7 +3,7 @@
 start     all servers, in any order; clients wait until the one they talk to is ready
 requests  at drawn moments, by all ways of asking, while faults strike
 healed    nothing goes wrong any more: plain requests must get their tokens
-refused   what nobody answers is refused with the one code that it has
+visited   every page has its answer, and what nobody answers is refused with the one code that it has
 idle      servers are asked what they still hold: nothing
 end       SIGTERM: every server ends with exit code 0, and leaves no process behind
 """
@@ -13,7 +13,7 @@ import logging
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import chdir, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -44,8 +44,9 @@ from tandem.simulator.whole.engine import PlainEngine, SimulatedEngine
 from tandem.simulator.whole.faults import Faults
 from tandem.simulator.whole.forms import FormedAsk, Forms
 from tandem.simulator.whole.groups import Groups, Reasons
-from tandem.simulator.whole.idle import asked_there, held_by_router, held_by_server, held_open
+from tandem.simulator.whole.idle import held_by_router, held_by_server, held_open
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
+from tandem.simulator.whole.last_visits import Visited, greet_wrongly, visit_all
 from tandem.simulator.whole.memory import Memories
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
@@ -63,7 +64,6 @@ from tandem.simulator.whole.options import (
     name_of,
 )
 from tandem.simulator.whole.peer_checks import Causes, Punctual
-from tandem.simulator.whole.refusals import ask_wrongly, greet_wrongly, wrong_requests
 from tandem.simulator.whole.spies import spies
 from tandem.simulator.whole.starvation import Starvation, server_of
 from tandem.simulator.whole.torch_engine import TimedEngine, alone, load_engine, of_workers, one_thread, with_torch
@@ -293,8 +293,7 @@ class World:
         for answer in self.answers:
             check(answer, self.faults)
         await self._heal()
-        await self._ask_wrongly()
-        await self._change_hooks()
+        await self._receive_last_visits()
         await self._knock()
         for server in self.cluster.servers:
             await self._until(IDLE_S, f"{server.name} idle", partial(self._is_idle, server))
@@ -395,38 +394,42 @@ class World:
         check(answer, self.faults)
         return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
 
-    async def _ask_wrongly(self) -> None:
-        """Each of any server, and the data plane of a prefill."""
-        options, random = self.options, Random(f"refusals {self.options.seed}")
-        wrongs = wrong_requests(
-            has_keys=options.has_keys,
+    async def _receive_last_visits(self) -> None:
+        """Of one server, and of the data plane of a prefill."""
+        options, random = self.options, Random(f"last visits {self.options.seed}")
+        server = random.choice((self.cluster.front, *self.cluster.servers))
+        visited = Visited(
+            server.name,
+            server.port,
+            self.keys.admin,
+            is_front=server is self.cluster.front,
             is_on_loopback=options.is_one_machine,
             makes_vectors=bool(options.vectors),
             takes_forms=options.block_tokens == 1,
+            takes_hooks=bool(options.flags.get("enable_fault_injection")),
         )
-        for wrong in wrongs:
-            host, port = self._address(random.choice((self.cluster.front, *self.cluster.servers)))
-            await self._until(HEAL_S, "refused", partial(ask_wrongly, host, port, self.keys, wrong))
-            self.codes.append(f"code {wrong.code}")
+        await self._run_at(server, partial(visit_all, visited, self.codes))
         if options.num_prefills:
             number = random.randrange(options.num_prefills)
-            (host,) = (server.host for server in self.cluster.servers if server.name == f"prefill{number}")
-            greeting = partial(greet_wrongly, host, BOOTSTRAP_PORT + number, ClusterSecret(SECRET), random)
-            await self._until(READY_S, "all ranks of a prefill", greeting)
+            (server,) = (server for server in self.cluster.servers if server.name == f"prefill{number}")
+            greeting = partial(greet_wrongly, BOOTSTRAP_PORT + number, ClusterSecret(SECRET), random)
+            await self._run_at(server, partial(self._until, READY_S, "all ranks of a prefill", greeting))
 
-    async def _change_hooks(self) -> None:
-        """To what they are, where they may be changed: nothing fails by them."""
-        server = Random(f"hooks {self.options.seed}").choice(self.cluster.servers)
-        if not self.options.flags.get("enable_fault_injection") or server.name == "router":
-            return
-        body = {"force_optimistic_prefill_retry_prob": 0.0, "disagg_failure_prob": 0.0}
+    async def _run_at(self, server: Server, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """By a process on that server's machine. Raises Violation."""
+        found: list[Violation] = []
 
-        async def is_taken() -> str:
-            path, key = "/debug/faults", self.keys.admin
-            answer = await asked_there(self.kernel, server, path, key, method="PUT", body=body)
-            return "" if answer is not None and answer.status == 200 else f"{server.name} says {answer}"
+        def run() -> None:
+            try:
+                asyncio.run(work())
+            except Violation as violation:
+                found.append(violation)
 
-        await self._until(HEAL_S, "hooks changed", is_taken)
+        process = self.kernel.start("visitor", run, host=server.host)
+        while process.is_alive:
+            await asyncio.sleep(0.02)
+        if found:
+            raise found[0]
 
     # --- what must be so ---------------------------------------------------------------------------------------------
 
