@@ -7,7 +7,6 @@ is a process on the server's own machine, where debug pages answer.
 """
 
 import asyncio
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
@@ -15,12 +14,13 @@ from typing import Any  # JSON documents
 
 import msgspec
 
-from tandem.core.values import Incarnation
+from tandem.core.values import SECOND, Incarnation
 from tandem.membership import PROOF_BYTES, ClusterSecret
 from tandem.server.api.errors import RULES, Problem
 from tandem.server.wire import ReplicaInfo
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole.clients import Answer, answer_to, shown, simple
+from tandem.simulator.whole.sockets import Machine
 from tandem.transfer import protocol
 from tandem.transfer.handshake import READER_PURPOSE, ReaderHandshake
 from tandem.transfer.protocol import Status
@@ -125,22 +125,23 @@ class Visited:
     async def visit(self, visit: Visit) -> Answer:
         """The answer, which is the right one. Asks again where the server is not there, or says that it is not ready.
         Raises Violation for a wrong answer."""
-        for attempt in itertools.count():
-            answer = await answer_to(
-                "127.0.0.1", self.port, visit.line, visit.sent(self.port, self.key), timeout_s=LIMIT_S
-            )
-            code = None if answer is None else (answer.error or {}).get("code")
-            right = (visit.right, None) if isinstance(visit.right, int) else (RULES[visit.right].status, visit.right)
-            if answer is not None and (answer.status, code) == right:
+        until = Machine.kernel.now + AGAIN_S * SECOND
+        code, status = (
+            (visit.right, RULES[visit.right].status) if isinstance(visit.right, Problem) else (None, visit.right)
+        )
+        while True:
+            sent = visit.sent(self.port, self.key)
+            answer = await answer_to("127.0.0.1", self.port, visit.line, sent, timeout_s=LIMIT_S)
+            error = (None if answer is None else answer.error) or {}
+            if answer is not None and (answer.status, error.get("code")) == (status, code):
                 return answer
-            is_passing = answer is None or (answer.error or {}).get("retryable")
-            if not is_passing or attempt * PAUSE_S > AGAIN_S:
+            is_passing = answer is None or error.get("retryable")
+            if not is_passing or Machine.kernel.now > until:
                 found = "none" if answer is None else f"{answer.status} {bytes(answer.body[:300])!r}"
                 raise Violation(
                     "last visit", f"{self.name} {visit.line}: the answer is not {visit.right!r} but {found}"
                 )
             await asyncio.sleep(PAUSE_S)
-        raise AssertionError
 
 
 def changes_of_workers() -> Iterator[Visit]:
