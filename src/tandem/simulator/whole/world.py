@@ -77,6 +77,7 @@ SECRET = b"a secret of one simulation"
 READY_S = 30.0
 HEAL_S = 60.0
 IDLE_S = 45.0
+LAST_VISITS_ONE_IN = 2
 CROWD = 6  # strangers who come at once
 END_S = 3.0  # nothing runs any more, so nothing has to be waited for
 LIMIT_NS = 600 * SECOND  # of virtual time: more than everything above together
@@ -395,7 +396,7 @@ class World:
         return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
 
     async def _receive_last_visits(self) -> None:
-        """Of one server, and of the data plane of a prefill."""
+        """Of one server in every other seed, and of the data plane of a prefill."""
         options, random = self.options, Random(f"last visits {self.options.seed}")
         server = random.choice((self.cluster.front, *self.cluster.servers))
         visited = Visited(
@@ -408,7 +409,8 @@ class World:
             takes_forms=options.block_tokens == 1,
             takes_hooks=bool(options.flags.get("enable_fault_injection")),
         )
-        await self._run_at(server, partial(visit_all, visited, self.codes))
+        if self.options.seed % LAST_VISITS_ONE_IN == 0:
+            await self._run_at(server, partial(visit_all, visited, self.codes))
         if options.num_prefills:
             number = random.randrange(options.num_prefills)
             (server,) = (server for server in self.cluster.servers if server.name == f"prefill{number}")
