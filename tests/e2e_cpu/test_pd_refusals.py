@@ -84,8 +84,15 @@ def test_a_half_that_prefill_refuses_at_its_door_is_told_to_decode_which_compute
     eventually(prefill.is_idle, what=prefill.state)
 
 
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        pytest.param({"rid": "twice"}, (409, "duplicate_rid"), id="a name in use"),
+        pytest.param({"data_parallel_rank": 9}, (400, "invalid_value"), id="a DP rank that is not there"),
+    ],
+)
 def test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between(
-    common: Cluster,
+    common: Cluster, fields: dict[str, Any], refusal: tuple[int, str]
 ) -> None:
     """Both were sent directly; prefill would wait for a minute."""
     prefill, decode = common.prefills[0], common.decodes[0]
@@ -96,8 +103,8 @@ def test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobo
     eventually(lambda: prefill.state()["rooms"], what=prefill.state)
     began = time.monotonic()
     with pytest.raises(HttpError) as refused:
-        decode.generate(PROMPT, rid="twice", **pair)
-    assert (refused.value.status, refused.value.error["code"]) == (409, "duplicate_rid")
+        decode.generate(PROMPT, **fields, **pair)
+    assert (refused.value.status, refused.value.error["code"]) == refusal
     assert half.rest()[-1]["error"]["code"] == "peer_aborted"
     print(f"prefill's half has ended {time.monotonic() - began:.3f} s later")
     held.close()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from router_fakes import Answer, Die, FallSilent, Fleet, Hang, Refuse, Reject, eventually, fleet
 
+from raw_http import exchange
 from seen_spans import SeenTracing
 from tandem.server.api.errors import RULES, Code
 from tandem.server.router import app
@@ -484,6 +485,16 @@ def test_a_body_that_is_nested_too_deeply_is_a_400() -> None:
         for depth, status in ((100, 200), (100_000, 400)):
             content = b'{"text": "x", "deep": %s1%s}' % (b"[" * depth, b"]" * depth)
             assert CLIENT.post(made.url + "/generate", content=content).status_code == status
+
+
+def test_a_body_that_is_too_large_is_refused_by_what_its_head_announces() -> None:
+    with fleet() as made:
+        head = (
+            b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1099511627776\r\nConnection: close\r\n\r\n"
+        )
+        reply = exchange(int(made.url.rpartition(":")[2]), head)
+        assert (reply.status, json.loads(reply.body)["error"]["code"]) == (413, "body_too_large")
+        assert made.seen() == []
 
 
 def test_the_schema_is_that_of_a_decode_without_its_debug_pages() -> None:

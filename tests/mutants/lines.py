@@ -3422,6 +3422,37 @@ OTHERS = (
         """    if False:""",
         "unit/test_top.py::test_what_a_server_counts_for_all_ranks_is_no_ranks",
     ),
+    Break(
+        "a_body_that_is_announced_as_too_large_is_waited_for",
+        "server/api/gate.py",
+        """    if announced.isdigit() and int(announced) > MAX_BODY_BYTES:""",
+        """    if False:""",
+        "e2e_cpu/test_router_http.py::test_a_body_that_is_too_large_is_refused_by_what_its_head_announces",
+    ),
+    Break(
+        "who_sends_a_head_that_is_too_large_is_closed_at_once",
+        "server/api/connections.py",
+        """        self._is_refused = True
+        self.transport.write(answer)
+""",
+        """        self._is_refused = True
+        self.transport.close()
+""",
+        "unit/test_api_connections.py::test_who_sends_a_head_that_is_too_large_has_time_to_read_why",
+    ),
+    Break(
+        "a_dp_rank_that_is_not_there_is_refused_before_the_other_half_can_be_told",
+        "server/api/validation.py",
+        """            if rank is None:
+                continue
+            if found[index] not in (None, rank):
+                raise contradiction(param""",
+        """            if rank is None:
+                continue
+            if rank or found[index] not in (None, rank):
+                raise contradiction(param""",
+        "e2e_cpu/test_pd_refusals.py::test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
+    ),
 )
 
 

@@ -16,6 +16,7 @@ from tandem.core.events import Event, PeerLost, PeerReturned, TransferDrained
 from tandem.core.kv_parts import KvShard
 from tandem.core.values import MILLISECOND, SECOND, Incarnation, Nanos, PageId, RequestId, Room, ShardId
 from tandem.membership import ClusterSecret
+from tandem.server.api import gate
 from tandem.simulator.oracle import Violation
 from tandem.simulator.whole import verdict
 from tandem.simulator.whole.clients import Answer, ClientRequest, Conduct
@@ -26,7 +27,7 @@ from tandem.simulator.whole.options import draw_options
 from tandem.simulator.whole.peer_checks import Causes, Punctual
 from tandem.simulator.whole.transfer_checks import CheckedTransfer, TransferWatch
 from tandem.simulator.whole.virtual_process import Programs, virtual_machine
-from tandem.simulator.whole.world import World
+from tandem.simulator.whole.world import World, run_options
 from tandem.transfer.pages import Pages
 from tandem.transfer.reader import PageReader
 
@@ -194,3 +195,21 @@ def test_a_server_that_ends_and_one_that_goes_on_without_a_process_are_noticed(
     faults.disturb(server.name, 100 * MILLISECOND)
     faults._look_why(server)
     kernel.shut_down()
+
+
+@pytest.mark.parametrize(
+    ("layout", "holder", "name", "instead", "noticed"),
+    [
+        ("unified", gate, "MAX_BODY_BYTES", 1 << 50, "is not <Problem.BODY_TOO_LARGE"),
+        ("pairs", ClusterSecret, "is_proof", lambda *_: True, "instead of <Status.NOT_A_MEMBER"),
+    ],
+    ids=["a body", "a reader"],
+)
+def test_who_answers_what_is_to_be_refused_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, layout: str, holder: object, name: str, instead: object, noticed: str
+) -> None:
+    seed = next(seed for seed in range(100) if draw_options(seed).layout == layout and not draw_options(seed).vectors)
+    calm = replace(draw_options(seed), faults=(), num_faults=0, starves=(), num_visits=0, num_requests=1)
+    assert run_options(calm).invariant == ""
+    monkeypatch.setattr(holder, name, instead)
+    assert noticed in run_options(calm).detail

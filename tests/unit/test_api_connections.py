@@ -22,6 +22,7 @@ from tandem.server.api.connections import (
     raise_fd_limit,
     waited_s,
 )
+from tandem.server.api.http1 import MAX_HEAD_BYTES
 from tandem.server.api.turn_limits import REQUESTS_PER_TURN
 from tandem.server.router.app import RouterApp
 from tandem.server.router.config import RouterConfig
@@ -229,6 +230,38 @@ def test_who_was_let_in_and_is_refused_by_its_head_is_closed_once_its_body_is_th
         await until(lambda: port.bounds.num_open == 1)
 
     serves(story, max_requests=1)
+
+
+def test_who_sends_a_head_that_is_too_large_has_time_to_read_why() -> None:
+    """What it still sends would reset a connection that is closed, and the answer could be lost."""
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(b"GET /health HTTP/1.1\r\nX: " + b"x" * (2 * MAX_HEAD_BYTES))
+        await until(lambda: port.bounds.lingering)
+        assert port.bounds.num_open == 0
+        writer.write_eof()
+        assert (await reader.read()).startswith(b"HTTP/1.1 431")
+        await until(lambda: not port.bounds.lingering)
+
+    serves(story)
+
+
+def test_who_is_answered_before_its_body_is_there_has_time_to_read_it() -> None:
+    """Python's urllib says `Connection: close`, and sends the body behind its head."""
+
+    async def story(port: Port) -> None:
+        head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+        reader, writer = await port.open(head)
+        await until(lambda: port.bounds.lingering)
+        assert (port.bounds.num_open, port.bounds.num_requests) == (0, 0)
+        writer.write(b"{}")
+        assert (await reader.read()).startswith(b"HTTP/1.1 404")
+        writer.close()
+        await until(lambda: not port.bounds.lingering)
+        assert (await port.ask(head.replace(b"Length: 2", b"Length: 0"))).startswith(b"HTTP/1.1 404")
+        assert not port.bounds.lingering
+
+    serves(story)
 
 
 def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refused() -> None:

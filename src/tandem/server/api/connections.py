@@ -22,6 +22,9 @@ from asyncio import TimerHandle, Transport
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tandem.server.api.access import PAGES
 from tandem.server.api.errors import Failure, Problem
@@ -154,11 +157,22 @@ class BoundedHttp1(Http1):
         self._counted = deque()
         self._wait(self.bounds.head_s)
 
-    def _refuse(self, answer: bytes) -> None:
-        """Nothing that comes is heard any more."""
+    def end_with(self, answer: bytes) -> None:
+        """`data_received` leaves time to read it, as the rest of what is refused may be under way."""
+        self.leave_place()
+        self.bounds.waiting.pop(self, None)
         self._is_refused = True
         self.transport.write(answer)
-        self.bounds.note_refusal(self.transport.get_extra_info("socket"))
+
+    def end_behind(self, cycle: RequestResponseCycle) -> None:
+        """Who has not sent all of its request has time to read the answer."""
+        if cycle.more_body:
+            self.leave_place()
+            self._is_refused = True
+            self.flow.resume_reading()
+            self._linger()
+        else:
+            self.transport.close()
 
     def _linger(self) -> None:
         """Closing at once would reset the connection, and who sends would not read why."""
@@ -227,13 +241,15 @@ class BoundedHttp1(Http1):
         self._has_asked = True
         counts = self.url.partition(b"?")[0].decode("latin-1") not in PAGES
         if counts and self.bounds.is_full and not self._counted:  # an answer that is under way is not cut short
-            self.leave_place()
-            self._refuse(TOO_MANY_REQUESTS)
+            self.end_with(TOO_MANY_REQUESTS)
+            self.bounds.note_refusal(self.transport.get_extra_info("socket"))
             return
         self._counted.append(counts)
         self.bounds.num_requests += counts
         self._limit(self.bounds.request_s or self.bounds.body_s)
         super().on_headers_complete()
+        if not self.cycle.keep_alive:
+            self.cycle.transport = LastAnswer(self, self.cycle)  # type: ignore[assignment]  # all that it uses of one
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused:
@@ -253,6 +269,8 @@ class BoundedHttp1(Http1):
     def on_response_complete(self) -> None:
         is_next_there = bool(self.pipeline)
         self.bounds.num_requests -= self._counted.popleft()
+        if self._is_refused:
+            return  # it lingers
         super().on_response_complete()
         if self.transport.is_closing():
             if self.bounds.request_s is None:  # else with the deadline of its request
@@ -276,10 +294,7 @@ class BoundedHttp1(Http1):
         if self._has_asked:
             self.cut()
             return
-        self.leave_place()
-        self.bounds.waiting.pop(self, None)
-        self._is_refused = True
-        self.transport.write(TOO_MANY_CONNECTIONS)
+        self.end_with(TOO_MANY_CONNECTIONS)
         self.bounds.note_refusal(None)  # we have waited for it
         self._linger()
 
@@ -298,6 +313,15 @@ class BoundedHttp1(Http1):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.cut)
+
+
+class LastAnswer:
+    """What uvicorn takes for the transport of a request behind which the connection ends."""
+
+    def __init__(self, connection: BoundedHttp1, cycle: RequestResponseCycle) -> None:
+        transport = connection.transport
+        self.write, self.is_closing = transport.write, transport.is_closing
+        self.close = partial(connection.end_behind, cycle)
 
 
 def waited_s(sock: socket.socket) -> float | None:

@@ -59,8 +59,14 @@ class Http1(HttpToolsProtocol):
         super().on_message_complete()
 
     def _refuse_head(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else this would land in the middle of an answer
-            self.transport.write(HEAD_REFUSED)
+        if self.cycle is None or self.cycle.response_complete:
+            self.end_with(HEAD_REFUSED)
+        else:  # it would land in the middle of an answer
+            self.transport.close()
+
+    def end_with(self, answer: bytes) -> None:
+        """The last thing that is said here; nothing that comes is heard any more."""
+        self.transport.write(answer)
         self.transport.close()
 
 

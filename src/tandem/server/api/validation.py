@@ -289,7 +289,7 @@ def ask_all(
     """
     check_samples(prompts, all_params, limits)
     check_priority(routing)
-    dp_ranks = check_dp_ranks(routing, [params.n for params in all_params], limits)
+    dp_ranks = check_dp_ranks(routing, [params.n for params in all_params])
     pairs = check_pairs(routing, [params.n for params in all_params], limits)
     rids = check_rids(routing.rid, len(prompts), own_rid)
     group = (routing.rid,) if isinstance(routing.rid, str) and routing.rid else ()
@@ -433,15 +433,14 @@ def check_rids(rid: str | list[str] | None, count: int, own_rid: str) -> list[st
     return rids
 
 
-def check_dp_ranks(routing: Routing, samples: Sequence[int], limits: ModelLimits) -> list[int | None]:
-    """Of this server, one per sample. The prefill's is a matter between the two nodes (`core/disagg/dp_rank.py`)."""
+def check_dp_ranks(routing: Routing, samples: Sequence[int]) -> list[int | None]:
+    """Of this server, one per sample. One that is not there is refused where the other half of a pair is told so
+    (`LiveRequests.submit`). The prefill's is a matter between the two nodes (`core/disagg/dp_rank.py`)."""
     found: list[int | None] = [None] * sum(samples)
     for param in ("data_parallel_rank", "routed_dp_rank"):
         for index, rank in enumerate(per_sample(getattr(routing, param), samples, param)):
             if rank is None:
                 continue
-            if rank >= limits.dp_size:
-                raise invalid(param, f"there is no rank {rank}: this server has {limits.dp_size}, numbered from 0")
             if found[index] not in (None, rank):
                 raise contradiction(param, f"is {rank}, data_parallel_rank {found[index]}: leave one out")
             found[index] = rank

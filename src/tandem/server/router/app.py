@@ -44,7 +44,7 @@ from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import show_page
 from tandem.server.api.errors import Failure, Problem, Refusal
 from tandem.server.api.front import about, docs_response
-from tandem.server.api.gate import error_response
+from tandem.server.api.gate import error_response, read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openapi import behind_router
@@ -72,7 +72,7 @@ from tandem.server.router.forward import (
     Page,
     sent_headers,
 )
-from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, model_of, read_body
+from tandem.server.router.generate import CLIENT_LEFT, GENERATION_PATHS, Generate, model_of
 from tandem.server.router.last_steps import LastSteps
 from tandem.server.router.metrics import RouterMetrics
 from tandem.server.router.prober import Prober

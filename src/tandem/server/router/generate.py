@@ -22,7 +22,7 @@ from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import WorkerRegistry
 from tandem.core.values import Cause
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import LOOP_BYTES, MAX_BODY_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
+from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
 from tandem.server.api.errors import (
     RULES,
     Code,
@@ -34,6 +34,7 @@ from tandem.server.api.errors import (
     error_json,
     invalid,
 )
+from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import check_counts
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.response_store import Conversation, ResponseStore, owner_of
@@ -245,15 +246,6 @@ def failure_of(fail: Fail) -> Failure:
     """The router's own error in words for a client."""
     words = fail.cause.value.replace("_", " ")
     return Failure(CODES[fail.cause.value], f"{words}: {fail.detail}" if fail.detail else words, None, fail.stage)
-
-
-async def read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise Refusal(Problem.BODY_TOO_LARGE, f"the body is longer than {MAX_BODY_BYTES} bytes")
-    return bytes(body)
 
 
 def read_object(raw: bytes, conversation: Conversation | None = None) -> tuple[dict[str, Any], bytes]:

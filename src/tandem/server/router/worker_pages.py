@@ -21,9 +21,9 @@ from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.server.api.errors import Problem, Refusal, invalid
+from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.router.config import make_worker
-from tandem.server.router.generate import read_body
 from tandem.server.router.shell import RouterShell
 from tandem.server.router.worker_documents import STAGE
 

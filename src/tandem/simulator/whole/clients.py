@@ -300,17 +300,22 @@ async def simple(
     key: str = "",
 ) -> Answer | None:
     """One question of an operator; None: no answer."""
+    content = b"" if body is None else msgspec.json.encode(body)
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n"
+        f"{shown(key)}Connection: close\r\n\r\n"
+    )
+    return await answer_to(host, port, path, head.encode() + content, timeout_s=timeout_s)
+
+
+async def answer_to(host: str, port: int, path: str, sent: bytes, *, timeout_s: float = PATIENCE_S) -> Answer | None:
+    """To what was sent as it is, on a connection of its own; None: there is none."""
     answer = Answer(ClientRequest(0, path, (), "", 0, False, True, timeout_s, Conduct.PATIENT), Machine.kernel.now)
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
-            content = b"" if body is None else msgspec.json.encode(body)
-            head = (
-                f"{method} {path} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n"
-                f"{shown(key)}Connection: close\r\n\r\n"
-            )
-            writer.write(head.encode() + content)
+            writer.write(sent)
             await _read(reader, answer, Random(0), Conduct.PATIENT, None)
     except (OSError, httptools.HttpParserError):
         return None

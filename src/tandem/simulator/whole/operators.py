@@ -131,7 +131,9 @@ class Visitor:
         if is_late and not is_queued and not self.has_cause(began_ns - REMEMBERED_NS, False):
             raise Violation("L10", f"{method} {path} {body} has no answer in {VISIT_S:g} s")
         if answer is None:
-            return  # cut off by who reads no body
+            if self.has_cause(began_ns - REMEMBERED_NS, False):
+                return
+            raise Violation("no answer", f"{method} {path} {body} has none")
         code = (answer.error or {}).get("code")
         if self.has_keys and port == self.server.port and path not in OPEN and answer.status < 400:
             raise Violation("no key", f"{method} {path} {body} is answered without a key: {answer.status}")

@@ -3,6 +3,7 @@
 start     all servers, in any order; clients wait until the one they talk to is ready
 requests  at drawn moments, by all ways of asking, while faults strike
 healed    nothing goes wrong any more: plain requests must get their tokens
+visited   every page has its answer, and what nobody answers is refused with the one code that it has
 idle      servers are asked what they still hold: nothing
 end       SIGTERM: every server ends with exit code 0, and leaves no process behind
 """
@@ -12,7 +13,7 @@ import logging
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import chdir, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from typing import Any  # JSON documents
 
 from tandem.core.settings import NodeSettings
 from tandem.core.values import SECOND
+from tandem.membership import ClusterSecret
 from tandem.server import worker_storage
 from tandem.server.api import facts as server_facts
 from tandem.server.node.record import records_at
@@ -44,6 +46,7 @@ from tandem.simulator.whole.forms import FormedAsk, Forms
 from tandem.simulator.whole.groups import Groups, Reasons
 from tandem.simulator.whole.idle import held_by_router, held_by_server, held_open
 from tandem.simulator.whole.kernel import START_NS, Deadlock, Kernel, Process
+from tandem.simulator.whole.last_visits import Visited, greet_wrongly, visit_all
 from tandem.simulator.whole.memory import Memories
 from tandem.simulator.whole.network import Network
 from tandem.simulator.whole.node_checks import CheckedNode, LettingGo
@@ -74,6 +77,7 @@ SECRET = b"a secret of one simulation"
 READY_S = 30.0
 HEAL_S = 60.0
 IDLE_S = 45.0
+LAST_VISITS_ONE_IN = 2
 CROWD = 6  # strangers who come at once
 END_S = 3.0  # nothing runs any more, so nothing has to be waited for
 LIMIT_NS = 600 * SECOND  # of virtual time: more than everything above together
@@ -290,6 +294,7 @@ class World:
         for answer in self.answers:
             check(answer, self.faults)
         await self._heal()
+        await self._receive_last_visits()
         await self._knock()
         for server in self.cluster.servers:
             await self._until(IDLE_S, f"{server.name} idle", partial(self._is_idle, server))
@@ -389,6 +394,44 @@ class World:
         self.answers.append(answer)
         check(answer, self.faults)
         return "" if answer.error is None and answer.is_whole else f"{answer.status} {answer.error} {answer.trouble}"
+
+    async def _receive_last_visits(self) -> None:
+        """Of one server in every other seed, and of the data plane of a prefill."""
+        options, random = self.options, Random(f"last visits {self.options.seed}")
+        server = random.choice((self.cluster.front, *self.cluster.servers))
+        visited = Visited(
+            server.name,
+            server.port,
+            self.keys.admin,
+            is_front=server is self.cluster.front,
+            is_on_loopback=options.is_one_machine,
+            makes_vectors=bool(options.vectors),
+            takes_forms=options.block_tokens == 1,
+            takes_hooks=bool(options.flags.get("enable_fault_injection")),
+        )
+        if self.options.seed % LAST_VISITS_ONE_IN == 0:
+            await self._run_at(server, partial(visit_all, visited, self.codes))
+        if options.num_prefills:
+            number = random.randrange(options.num_prefills)
+            (server,) = (server for server in self.cluster.servers if server.name == f"prefill{number}")
+            greeting = partial(greet_wrongly, BOOTSTRAP_PORT + number, ClusterSecret(SECRET), random)
+            await self._run_at(server, partial(self._until, READY_S, "all ranks of a prefill", greeting))
+
+    async def _run_at(self, server: Server, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """By a process on that server's machine. Raises Violation."""
+        found: list[Violation] = []
+
+        def run() -> None:
+            try:
+                asyncio.run(work())
+            except Violation as violation:
+                found.append(violation)
+
+        process = self.kernel.start("visitor", run, host=server.host)
+        while process.is_alive:
+            await asyncio.sleep(0.02)
+        if found:
+            raise found[0]
 
     # --- what must be so ---------------------------------------------------------------------------------------------
 
