@@ -22,6 +22,7 @@ Router, API, node, worker and data plane run as they are, with asyncio, uvicorn,
     node_checks.py      the checkers of steps of the fast worlds, in every node process
     peer_checks.py      nobody is given up or late for nothing, in every node process
     transfer_checks.py  threads, queues and reports of the data plane, in every worker process
+    seldom.py           bodies that few clients send
     last_visits.py      pages that have their answer, and what nobody answers, once all is well
     world.py            one seed from start to end
 """

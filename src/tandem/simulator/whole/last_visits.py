@@ -7,7 +7,7 @@ is a process on the server's own machine, where debug pages answer.
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any  # JSON documents
@@ -16,9 +16,10 @@ import msgspec
 
 from tandem.core.values import SECOND, Incarnation
 from tandem.membership import PROOF_BYTES, ClusterSecret
-from tandem.server.api.errors import RULES, Problem
+from tandem.server.api.errors import RULES, Code, Problem
 from tandem.server.wire import ReplicaInfo
 from tandem.simulator.oracle import Violation
+from tandem.simulator.whole import seldom
 from tandem.simulator.whole.clients import Answer, answer_to, shown, simple
 from tandem.simulator.whole.sockets import Machine
 from tandem.transfer import protocol
@@ -39,7 +40,7 @@ class Visit:
     """A request, and how it is answered. Headers may take the place of those that are right."""
 
     line: str  # method and path
-    right: int | Problem  # status, or the code of the refusal
+    right: int | Code  # status, or the code of the refusal
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
 
@@ -110,6 +111,8 @@ class Visited:
             yield REFUSED_TO_BROWSERS
             if self.is_on_loopback:
                 yield REFUSED_ON_LOOPBACK
+        for path, body, right in self._seldom():
+            yield Visit(f"POST {path}", right, msgspec.json.encode(body))
         if self.makes_vectors:
             yield REFUSED_BY_VECTORS
         else:
@@ -122,13 +125,16 @@ class Visited:
             yield Visit("PUT /debug/faults", 200, hooks)  # to what they are
             yield Visit("GET /debug/faults", 200)
 
+    def _seldom(self) -> Iterable[seldom.Seldom]:
+        if self.makes_vectors:
+            return seldom.OF_VECTORS
+        return seldom.of_tokens(takes_forms=self.takes_forms) if self.is_front else ()
+
     async def visit(self, visit: Visit) -> Answer:
         """The answer, which is the right one. Asks again where the server is not there, or says that it is not ready.
         Raises Violation for a wrong answer."""
         until = Machine.kernel.now + AGAIN_S * SECOND
-        code, status = (
-            (visit.right, RULES[visit.right].status) if isinstance(visit.right, Problem) else (None, visit.right)
-        )
+        code, status = (None, visit.right) if isinstance(visit.right, int) else (visit.right, RULES[visit.right].status)
         while True:
             sent = visit.sent(self.port, self.key)
             answer = await answer_to("127.0.0.1", self.port, visit.line, sent, timeout_s=LIMIT_S)
@@ -163,7 +169,7 @@ async def visit_all(server: Visited, codes: list[str]) -> None:
     """Raises Violation. codes: is told what was refused, as `code NAME`"""
     for visit in server.visits():
         await server.visit(visit)
-        if isinstance(visit.right, Problem):
+        if not isinstance(visit.right, int):
             codes.append(f"code {visit.right}")
     if server.is_front and not server.makes_vectors:
         await keep_a_conversation(server)
