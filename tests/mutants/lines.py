@@ -1431,6 +1431,28 @@ OTHERS = (
         "        interface = None",
         BY_NIXL + "an_agent_listens_on_the_interface_of_its_server_only",
     ),
+    # several DP ranks behind one address
+    Break(
+        "a_failure_does_not_say_on_which_dp_rank_it_was",
+        "server/api/stream.py",
+        "            dp_rank=self.live.rank.number_among_several,",
+        "            dp_rank=None,",
+        "unit/test_api_failures.py::test_a_failure_is_told_with_its_dp_rank_where_there_are_several",
+    ),
+    Break(
+        "the_text_line_of_a_request_has_no_dp_rank",
+        "metrics/log.py",
+        "    if record.dp_rank is not None:",
+        "    if False:",
+        "unit/test_log_lines.py::test_the_line_of_a_request_names_its_dp_rank_where_there_are_several",
+    ),
+    Break(
+        "a_process_that_dies_while_it_loads_has_no_dp_rank",
+        "server/api/process.py",
+        """        return reason if self._config.dp_size == 1 else f"DP rank {dp_rank}: {reason}\"""",
+        "        return reason",
+        "unit/test_api_restarts.py::test_a_rank_that_was_never_ready_takes_the_start_with_it",
+    ),
     # a prefill that comes back with other DP ranks
     Break(
         "what_a_room_was_looked_for_on_outlives_its_ranks",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -282,6 +283,8 @@ def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
         assert (failed.status, failed.error["code"]) == (400, "route_conflict")
         assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
         assert f"Set {FORCE_QUERY}=1 to allow mixed routing." in failed.error["message"]
+        own = re.compile(r" route_conflict .* dp_rank=0 ")  # not the one that the room implies
+        eventually(lambda: own.search(prefill.log), what=lambda: prefill.log)
         assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
 
 
