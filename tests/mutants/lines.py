@@ -1453,6 +1453,34 @@ OTHERS = (
         "        return reason",
         "unit/test_api_restarts.py::test_a_rank_that_was_never_ready_takes_the_start_with_it",
     ),
+    Break(
+        "log_lines_of_a_process_have_no_dp_rank",
+        "server/processes.py",
+        """    return name if launch.config.dp_size == 1 else f"{name} DP{launch.dp_rank}\"""",
+        "    return name",
+        "ranks/test_dp_ranks.py::test_loads_metrics_and_orders_speak_of_every_rank",
+    ),
+    Break(
+        "what_concerns_all_ranks_is_asked_of_the_first",
+        "server/api/client.py",
+        "        there = self.there",
+        "        there = self.there[:1]",
+        "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
+    ),
+    Break(
+        "what_concerns_all_ranks_is_told_to_the_first",
+        "server/api/client.py",
+        "        for rank in self.ranks:\n            rank.port.send(message)",
+        "        for rank in self.ranks[:1]:\n            rank.port.send(message)",
+        "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
+    ),
+    Break(
+        "an_order_to_end_everything_reaches_the_first_rank_only",
+        "server/api/live_requests.py",
+        "        return [action for request in list(self._live) for action in self.abort(request, now, cause)]",
+        "        return [a for r in list(self._live) if not self._live[r].dp_rank for a in self.abort(r, now, cause)]",
+        "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
+    ),
     # a prefill that comes back with other DP ranks
     Break(
         "what_a_room_was_looked_for_on_outlives_its_ranks",

@@ -73,6 +73,8 @@ def test_a_request_that_names_its_rank_gets_it(replicas: Server) -> None:
 
 
 def test_loads_metrics_and_orders_speak_of_every_rank(replicas: Server) -> None:
+    for rank in (0, 1):
+        assert f" worker DP{rank}] engine: " in replicas.log
     first, second = replicas.get("/v1/loads")["loads"]
     assert (first["dp_rank"], second["dp_rank"]) == (0, 1)
     assert replicas.get("/v1/loads?dp_rank=1")["loads"][0]["dp_rank"] == 1

@@ -59,6 +59,7 @@ def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str],
         children = children_of(server.member.process.pid)
         stream = server.stream(PROMPT, max_new_tokens=4000, sampling_params={"ignore_eos": True})
         assert stream.next() is not None
+        assert f" {name}] engine: " in server.log, "it names itself where it logs"
         os.kill(workers_of(server)[shard], signal.SIGKILL)
         error = stream.rest()[-1]["error"]
         assert error["code"] == "worker_lost"
