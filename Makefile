@@ -107,7 +107,7 @@ hunt: $(INSTALLED)
 	@$(BIN)/tandem simulate --for $(HUNT_SECONDS)s --shrink $(if $(FIRST_SEED),--seed $(FIRST_SEED))
 
 chaos: $(INSTALLED)
-	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -s
+	@CHAOS_SECONDS=$(CHAOS_SECONDS) $(BIN)/python -m pytest tests/chaos -m "not slow" -s
 
 ranks: $(INSTALLED)
 	@$(SIDE_BY_SIDE) tests/ranks

@@ -53,7 +53,7 @@ PARTS = (
     Part("processes", ("e2e_cpu/",), 300),
     Part("ranks", ("ranks/",), 240),
     Part("fuzz", ("fuzz/",), 30),
-    Part("chaos", ("chaos/",), 60),
+    Part("chaos", ("chaos/",), 240),
     Part("mutants in real servers", ("mutants/test_real_server",), 60),
     Part("breaks of one line", ("mutants/test_lines",), 20),
     Part("simulation", ("simulator/", "mutants/"), 150),

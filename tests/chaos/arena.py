@@ -18,7 +18,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -27,7 +27,7 @@ from typing import Any  # JSON documents
 import httpx
 import records
 from clients import Clients, Order, Outcome
-from cluster import START_S, Server, child_named, children_of
+from cluster import START_S, Server, children_named, children_of
 from disk_faults import READS, WRITES, DiskFaults
 from greetings import Regreeter
 from proxy import LOOPBACK, Link, RouteProxy
@@ -53,8 +53,7 @@ RECOVERY_S = 10.0
 READY_S = 90.0
 ORDER_SLACK_S = 1.0
 
-# Flags that spread servers over workers: "--tp 2" all alike, "--tp 2 / --pp 2 / --dp 2" one by one, the last the rest
-CUTS = tuple(tuple(words.split()) for words in os.environ.get("CHAOS_CUT", "").split("/"))
+Cuts = tuple[tuple[str, ...], ...]  # flags that spread servers over workers: one by one, the last of them for the rest
 SERVER_FLAGS = ("--max-total-tokens", "8192", "--chunked-prefill-size", "128", "--stall-timeout", f"{STALL_S:g}")
 TIER_FLAGS = (
     *("--max-total-tokens", "4096", "--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
@@ -100,7 +99,7 @@ class Target:
     server: Server
     role: str
     link: Link
-    dp_size: int
+    cut: tuple[str, ...]
     is_impaired: bool = False
 
     @property
@@ -111,6 +110,15 @@ class Target:
     def pid(self) -> int:
         return self.server.member.process.pid
 
+    @property
+    def dp_size(self) -> int:
+        return int(self.cut[self.cut.index("--dp") + 1]) if "--dp" in self.cut else 1
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether its workers meet when they start."""
+        return any(flag in self.cut for flag in ("--tp", "--pp", "--attn-cp-size"))
+
 
 @dataclass
 class Arena:
@@ -119,6 +127,7 @@ class Arena:
     fleet: Fleet
     random: Random
     disk: DiskFaults | None = None  # None: it is healthy, for want of a compiler
+    cuts: Cuts = ((),)
     targets: list[Target] = field(default_factory=list)
     routes: list[RouteProxy] = field(default_factory=list)
     links: dict[str, Link] = field(default_factory=dict)
@@ -131,6 +140,7 @@ class Arena:
     pids: set[int] = field(default_factory=set)
     began: float = field(default_factory=time.monotonic)
     calm: asyncio.Lock = field(default_factory=asyncio.Lock)  # held by whoever wants nothing else to go wrong
+    opening: asyncio.Lock = field(default_factory=asyncio.Lock)  # of a link: who asks meanwhile has to get its port
     active: int = 0  # link faults under way
 
     def note(self, kind: str, what: str) -> None:
@@ -173,16 +183,17 @@ class Arena:
     async def open_link(
         self, name: str, port: int, *, is_damageable: bool, regreeter: Callable[[], Regreeter] | None = None
     ) -> Link:
-        """The link of this name to this port; a link to an earlier port is closed."""
-        known = self.links.get(name)
-        if known is not None and known.target_port == port:
-            return known
-        link = self.links[name] = Link(name, port, self.random, is_damageable, regreeter=regreeter)
-        if known is not None:
-            link.harmed = known.harmed
-            await known.close()
-        await link.open()
-        return link
+        """The link of this name to this port, open; a link to an earlier port is closed."""
+        async with self.opening:
+            known = self.links.get(name)
+            if known is not None and known.target_port == port:
+                return known
+            link = self.links[name] = Link(name, port, self.random, is_damageable, regreeter=regreeter)
+            if known is not None:
+                link.harmed = known.harmed
+                await known.close()
+            await link.open()
+            return link
 
     async def close(self) -> None:
         for route in self.routes:
@@ -203,9 +214,9 @@ class Arena:
 
 
 @contextlib.asynccontextmanager
-async def arena(fleet: Fleet, model: str, random: Random, disk: DiskFaults | None) -> AsyncIterator[Arena]:
+async def arena(fleet: Fleet, model: str, random: Random, disk: DiskFaults | None, cuts: Cuts) -> AsyncIterator[Arena]:
     """Everything is ready when entered. The fleet is the caller's, who ends it."""
-    it = Arena(fleet, random, disk)
+    it = Arena(fleet, random, disk, cuts)
     try:
         await start(it, model)
         await until_ready(it)
@@ -225,13 +236,14 @@ async def start(it: Arena, model: str) -> None:
     it.router = Server(it.fleet.start("router", words, port=int(words[2])))
 
 
-def cut_of(index: int) -> tuple[str, ...]:
+def cuts_of(words: str) -> Cuts:
+    """ "--tp 2": all alike; "--tp 2 / --pp 2 / --dp 2": one by one."""
+    return tuple(tuple(cut.split()) for cut in words.split("/"))
+
+
+def cut_of(it: Arena, index: int) -> tuple[str, ...]:
     """Of a prefill; the decodes are counted behind all of them."""
-    return CUTS[min(index, len(CUTS) - 1)]
-
-
-def dp_size_of(cut: Sequence[str]) -> int:
-    return int(cut[cut.index("--dp") + 1]) if "--dp" in cut else 1
+    return it.cuts[min(index, len(it.cuts) - 1)]
 
 
 def shares_memory(index: int) -> bool:
@@ -246,7 +258,7 @@ def tiers_of(it: Arena, index: int) -> tuple[str, ...]:
 
 async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     """URL and bootstrap port, as the router is to know them."""
-    name, cut = f"prefill-{index}", cut_of(index)
+    name, cut = f"prefill-{index}", cut_of(it, index)
     port, bootstrap = free_ports(2)
     mode = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(bootstrap))
     words = serve_words(model, port, *mode, *SERVER_FLAGS, *cut, *tiers_of(it, index), *records.flags(it.records, name))
@@ -264,19 +276,19 @@ async def start_prefill(it: Arena, model: str, index: int) -> tuple[str, str]:
     it.routes.append(route)
     await route.open()
     boot = await it.open_link(f"bootstrap {name}", route.port, is_damageable=False)
-    it.targets.append(Target(Server(member), "prefill", link, dp_size_of(cut)))
+    it.targets.append(Target(Server(member), "prefill", link, cut))
     return f"http://{LOOPBACK}:{link.port}", str(boot.port)
 
 
 async def start_decode(it: Arena, model: str, index: int) -> str:
     """URL as the router is to know it. The second has no prefix cache: whatever it decodes was pulled or computed."""
-    name, cut = f"decode-{index}", cut_of(PREFILLS + index)
+    name, cut = f"decode-{index}", cut_of(it, PREFILLS + index)
     (port,) = free_ports(1)
     cache = ("--disable-radix-cache",) if index % 2 else tiers_of(it, index)
     flags = ("--disaggregation-mode", "decode", *SERVER_FLAGS, *cut, *cache, *records.flags(it.records, name))
     member = it.fleet.start(name, serve_words(model, port, *flags), port=port)
     link = await it.open_link(f"http {name}", port, is_damageable=False)
-    it.targets.append(Target(Server(member), "decode", link, dp_size_of(cut)))
+    it.targets.append(Target(Server(member), "decode", link, cut))
     return f"http://{LOOPBACK}:{link.port}"
 
 
@@ -407,7 +419,7 @@ async def kill_child(it: Arena, clients: Clients, aftermath: asyncio.TaskGroup) 
         it.note("kill", f"{target.name} {module}")
         target.is_impaired = True
         remember_pids(it)
-        os.kill(child_named(target.pid, module), signal.SIGKILL)
+        os.kill(it.random.choice(children_named(target.pid, module)), signal.SIGKILL)
         await measure_recovery(it, clients, target.role)
     aftermath.create_task(revive(it, target))
 
@@ -476,7 +488,7 @@ async def pause(it: Arena, aftermath: asyncio.TaskGroup, over_at: float) -> None
     async with it.calm:
         it.note("pause", f"{target.name} {module} for {seconds:.1f} s")
         target.is_impaired = True
-        for pid in pids_of(target.pid, module):
+        for pid in pids_of(it.random, target.pid, module):
             os.kill(pid, signal.SIGSTOP)
 
     async def go_on() -> None:
@@ -487,10 +499,11 @@ async def pause(it: Arena, aftermath: asyncio.TaskGroup, over_at: float) -> None
     aftermath.create_task(go_on())
 
 
-def pids_of(server: int, module: str) -> list[int]:
+def pids_of(random: Random, server: int, module: str) -> list[int]:
+    """Of all, or of one process that runs this module."""
     if module == "all":
         return [server, *children_of(server)]
-    return [server if module == "api" else child_named(server, module)]
+    return [server if module == "api" else random.choice(children_named(server, module))]
 
 
 def resume(server: int) -> None:

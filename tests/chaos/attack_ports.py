@@ -35,11 +35,17 @@ def listening(pid: int) -> list[int]:
 
 
 def ports_of(target: Target) -> dict[str, int]:
-    """`control` and `data` of one server, as far as it runs."""
+    """`control` and `data` of one server, as far as it runs.
+
+    Not the workers that are about to meet: gloo takes whoever comes then, and keeps a descriptor of each for as long as
+    the worker lives. Those of a server that has started take nobody any more.
+    """
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
-        for name, pid in processes(target.pid).items():
+        for name, pid in processes(target.pid):
             kind = {"process": "control", "worker_process": "data"}.get(name)
+            if kind == "data" and target.has_groups and target.is_impaired:
+                continue
             for port in listening(pid) if kind else ():
                 found[str(kind)] = port
     return found

@@ -20,13 +20,13 @@ def causes(asks: Sequence[Ask]) -> Counter[str]:
     return Counter(f"{ask.code} at {ask.stage or '-'}" for ask in asks if ask.outcome is Outcome.FAILED)
 
 
-def page(it: Arena, asks: Sequence[Ask], *, seed: int, seconds: float) -> str:
+def page(it: Arena, asks: Sequence[Ask], *, of: str, seed: int, seconds: float) -> str:
     outcomes = Counter(str(ask.outcome) for ask in asks)
     paths = Counter(ask.path for ask in asks if ask.outcome is Outcome.SUCCESS)
     times = sorted(ask.seconds for ask in asks if ask.outcome is Outcome.SUCCESS)
     recoveries = [f"{role} {max(found):.2f} s at most of {len(found)}" for role, found in it.recoveries.items()]
     lines = [
-        f"chaos: seed {seed}, {seconds:.0f} s, {len(asks)} requests, {len(it.faults)} faults",
+        f"chaos: {of}, seed {seed}, {seconds:.0f} s, {len(asks)} requests, {len(it.faults)} faults",
         f"  faults      {as_words(Counter(it.count()))}",
         f"  outcomes    {as_words(outcomes)}; {share(asks):.2%} succeed",
         f"  paths       {as_words(paths)}",

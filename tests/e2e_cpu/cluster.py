@@ -293,11 +293,16 @@ def children_of(process_id: int) -> list[int]:
 
 
 def child_named(process_id: int, module: str) -> int:
-    """The child that runs `tandem.server.<module>`."""
-    for child in children_of(process_id):
-        if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text():
-            return child
-    raise AssertionError(f"no child runs {module}")
+    """The child that runs `tandem.server.<module>`; of several the first."""
+    return children_named(process_id, module)[0]
+
+
+def children_named(process_id: int, module: str) -> list[int]:
+    """The children that run `tandem.server.<module>`; at least one."""
+    children = children_of(process_id)
+    found = [child for child in children if f"tandem.server.{module}" in Path(f"/proc/{child}/cmdline").read_text()]
+    assert found, f"no child runs {module}"
+    return found
 
 
 @contextmanager

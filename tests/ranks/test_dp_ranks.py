@@ -2,18 +2,24 @@
 
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any  # JSON documents
 
 import pytest
 from cluster import Cluster, HttpError, Server, bootstrap_port, children_of, cluster, eventually
+from kept_servers import flush_cache
 
 from tandem.core.disagg.dp_rank import FORCE_QUERY
 
 FLAGS = ("--max-total-tokens", "8192")
+FAULTS = ("--enable-fault-injection",)
+FAILING = 0.7  # of the transfers of each rank
 PROMPTS = [f"{number} Tom has {number} apples and buys 4 more. How many apples does he have?" for number in range(24)]
 
 
@@ -25,8 +31,8 @@ def pair() -> Iterator[Cluster]:
         decodes=1,
         unified=True,
         flags=FLAGS,
-        prefill_flags=("--dp", "2", "--load-balance-method", "round_robin"),
-        decode_flags=("--data-parallel-size", "2"),
+        prefill_flags=("--dp", "2", "--load-balance-method", "round_robin", *FAULTS),
+        decode_flags=("--data-parallel-size", "2", *FAULTS),
     ) as it:
         yield it
 
@@ -59,6 +65,46 @@ def test_every_rank_of_both_sides_says_what_one_engine_says(pair: Cluster) -> No
         eventually(server.is_idle, what=server.states)
 
 
+def test_transfers_may_fail_on_every_rank_of_both_sides_and_no_token_changes(pair: Cluster) -> None:
+    """Hooks are told to all ranks; a request that failed is told with its own rank."""
+    assert pair.router is not None
+    router, (decode,) = pair.router, pair.decodes
+    expected = [router.generate(prompt, max_new_tokens=12)["output_ids"] for prompt in PROMPTS]
+    for server in pair.prefills + pair.decodes:
+        flush_cache(server)
+    with failing(*pair.prefills, decode):
+        assert [(rank["dp_rank"], rank["disagg_failure_prob"]) for rank in faults_of(decode)] == [(0, 0.7), (1, 0.7)]
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+    assert [answer["output_ids"] for answer in answers] == expected
+    failed = [answer for answer in answers if answer["meta_info"]["path"] == "fallback"]
+    assert set(ranks_of(failed)) == {0, 1}
+    for rank in (0, 1):
+        line = re.compile(rf" api\] request \S+ /generate transfer_failed .* dp_rank={rank} ")
+        eventually(lambda line=line: line.search(pair.prefills[0].log), what=lambda: pair.prefills[0].log)
+    for server in pair.servers:
+        eventually(server.is_idle, what=server.states)
+    assert [rank["disagg_failure_prob"] for rank in faults_of(decode)] == [0, 0]
+
+
+@contextmanager
+def failing(*servers: Server) -> Iterator[None]:
+    """This share of transfers."""
+    for server in servers:
+        server.call("PUT", "/debug/faults", {"disagg_failure_prob": FAILING})
+    try:
+        yield
+    finally:
+        for server in servers:
+            server.call("PUT", "/debug/faults", {"disagg_failure_prob": 0})
+
+
+def faults_of(server: Server) -> list[dict[str, Any]]:
+    """Of each rank."""
+    found: list[dict[str, Any]] = server.get("/debug/faults")["dp_ranks"]
+    return found
+
+
 def test_a_request_that_names_its_rank_gets_it(replicas: Server) -> None:
     for field in ("routed_dp_rank", "data_parallel_rank"):
         answers = [replicas.generate(PROMPTS[0], max_new_tokens=2, **{field: 1}) for _ in range(3)]
@@ -72,6 +118,8 @@ def test_a_request_that_names_its_rank_gets_it(replicas: Server) -> None:
 
 
 def test_loads_metrics_and_orders_speak_of_every_rank(replicas: Server) -> None:
+    for rank in (0, 1):
+        assert f" worker DP{rank}] engine: " in replicas.log
     assert [load["dp_rank"] for load in replicas.get("/v1/loads")["loads"]] == [0, 1]
     assert replicas.get("/v1/loads?dp_rank=1")["loads"][0]["dp_rank"] == 1
     assert [load["dp_rank"] for load in replicas.get("/get_load")] == [0, 1]
@@ -187,6 +235,28 @@ def test_sides_may_have_unequal_numbers_of_ranks(prefill: int, decode: int) -> N
             eventually(server.is_idle, what=server.states)
 
 
+@pytest.mark.slow
+def test_ranks_of_several_shards_lend_to_ranks_of_one() -> None:
+    """Each rank is a group of its own, whose workers name both where they log."""
+    cut = ("--dp", "2", "--tp", "2", "--load-balance-method", "round_robin")
+    with cluster(prefills=1, decodes=1, unified=True, flags=FLAGS, prefill_flags=cut, decode_flags=("--dp", "2")) as it:
+        assert it.router is not None
+        assert it.unified is not None
+        router, alone, (prefill,) = it.router, it.unified, it.prefills
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda prompt: router.generate(prompt, max_new_tokens=12), PROMPTS))
+        assert {answer["meta_info"]["path"] for answer in answers} == {"remote"}
+        assert ranks_of(answers) == {0: 12, 1: 12}
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            assert answer["output_ids"] == alone.generate(prompt, max_new_tokens=12)["output_ids"]
+        for rank in (0, 1):
+            assert f" node DP{rank}] Prefill batch" in prefill.log
+            for shard in (0, 1):
+                assert f" worker TP{shard} PP0 DP{rank}] engine: " in prefill.log
+        for server in it.servers:
+            eventually(server.is_idle, what=server.states)
+
+
 BY_TURNS = ("--load-balance-method", "round_robin")
 
 
@@ -281,6 +351,8 @@ def test_a_route_that_is_refused_ends_both_halves_at_once() -> None:
         assert (failed.status, failed.error["code"]) == (400, "route_conflict")
         assert "bootstrap_room 7 implies dp_rank 1" in failed.error["message"]
         assert f"Set {FORCE_QUERY}=1 to allow mixed routing." in failed.error["message"]
+        own = re.compile(r" route_conflict .* dp_rank=0 ")  # not the one that the room implies
+        eventually(lambda: own.search(prefill.log), what=lambda: prefill.log)
         assert "implies dp_rank 1" in json.dumps(half.result() if half.exception() is None else str(half.exception()))
 
 

@@ -4,7 +4,6 @@ And what cannot be spread over so many workers is refused before anything serves
 """
 
 import os
-import re
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,6 +59,7 @@ def test_a_worker_that_is_killed_takes_its_replica_with_it(words: Sequence[str],
         children = children_of(server.member.process.pid)
         stream = server.stream(PROMPT, max_new_tokens=4000, sampling_params={"ignore_eos": True})
         assert stream.next() is not None
+        assert f" {name}] engine: " in server.log, "it names itself where it logs"
         os.kill(workers_of(server)[shard], signal.SIGKILL)
         error = stream.rest()[-1]["error"]
         assert error["code"] == "worker_lost"
@@ -129,11 +129,14 @@ def test_more_workers_than_cores_are_worth_a_warning(tmp_path) -> None:
         eventually(lambda: sizes in server.log, what=lambda: server.log)
 
 
-def test_a_worker_that_dies_while_it_loads_ends_the_start(tmp_path) -> None:
-    with starting(tmp_path, "--tp", "2") as server:
+@pytest.mark.parametrize(
+    ("flag", "name"), [("--tp", "the worker TP1 PP0 process"), ("--dp", "DP rank 1: the worker process")]
+)
+def test_a_worker_that_dies_while_it_loads_ends_the_start(tmp_path, flag: str, name: str) -> None:
+    with starting(tmp_path, flag, "2") as server:
         eventually(lambda: len(workers_of(server)) == 2)
         children = children_of(server.member.process.pid)
         os.kill(workers_of(server)[1], signal.SIGKILL)
         eventually(lambda: server.member.process.poll() == 1, within_s=60, what=lambda: server.log)
-        assert re.search("the worker TP1 PP0 process was killed by signal SIGKILL", error_line(server))
+        assert error_line(server).startswith(f"tandem: error: {name} was killed by signal SIGKILL")
         assert not any(is_running(child) for child in children)

@@ -91,6 +91,10 @@ OTHER_PREFILLS = {  # by who pulls from them
 MORE_PAIRS = slow(
     *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ()))),
     (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
+    # Depth 1: a batch has returned before the next one begins, on prefill too
+    (Grid(2, 1, NO_OVERLAP), Grid(1, 1)),
+    (Grid(1, 2, NO_OVERLAP), Grid(1, 1)),
+    (Grid(2, 1, NO_OVERLAP), Grid(1, 2, NO_OVERLAP)),
 )
 EXACT_PAIRS = ((Grid(2, 1, EXACT), Grid(1, 1, EXACT)), *slow((Grid(1, 2, EXACT), Grid(2, 1, EXACT))))
 

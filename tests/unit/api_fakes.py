@@ -103,6 +103,7 @@ class FakeNode:
     answers: dict[str, object] = field(default_factory=dict)  # by query
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     dimensions: int = 0  # of a vector
+    dp_rank: int = 0
 
     def send(self, message: wire.ApiToNode) -> None:
         frame(message)  # what cannot be encoded is never sent
@@ -137,7 +138,7 @@ class FakeNode:
 
     def tell(self, message: wire.NodeToApi) -> None:
         assert self.client is not None
-        self.client.receive(message)
+        self.client.receive(message, self.dp_rank)
 
     def end(self, request: int, terminal: commands.FinishRequest | commands.FailRequest) -> None:
         task = self.running.pop(request, None)
@@ -205,7 +206,7 @@ def score(token: int, payload: Payload, most: int | None = None) -> bytes:
 
 @dataclass
 class World:
-    """An application on top of a fake node."""
+    """An application on top of a fake node, or of one for each DP rank: `node` is the first."""
 
     node: FakeNode
     client: NodeClient
@@ -231,18 +232,19 @@ def world(
     task: Task = Task.TOKENS,
     dimensions: int = 1024,
     block_tokens: int = 1,
+    ranks: int = 1,
     **settings: object,
 ) -> World:
     named = {"allowed_host": ("testserver", "test")} | settings  # as the test clients call it
     config = ServerConfig(model="toy", log_format="json", **named)  # type: ignore[arg-type]
-    node = FakeNode(
-        script or says("ok"), answers={"worker": WORKERS} | ({"metrics": {}} if answers is None else answers)
-    )
-    node.dimensions = 1 if task is Task.SCORES else dimensions
-    client = NodeClient(node, stall_timeout=config.stall_timeout)
-    node.client = client
-    if is_ready:
-        client.receive(wire.NodeReady(REPLICA, num_pages=100, page_bytes=64))
+    known = {"worker": WORKERS} | ({"metrics": {}} if answers is None else answers)
+    nodes = [FakeNode(script or says("ok"), answers=known, dp_rank=dp_rank) for dp_rank in range(ranks)]
+    client = NodeClient(*nodes, stall_timeout=config.stall_timeout)
+    for node in nodes:
+        node.dimensions = 1 if task is Task.SCORES else dimensions
+        node.client = client
+        if is_ready:
+            node.tell(wire.NodeReady(REPLICA, num_pages=100, page_bytes=64))
     model = ModelFacts(
         model_path="/models/toy",
         architectures=["ToyForCausalLM"],
@@ -266,7 +268,7 @@ def world(
         log=RequestLog("json", log),
         digest_secret=digest_secret,
     )
-    return World(node, client, app, log)
+    return World(nodes[0], client, app, log)
 
 
 def default_tokenizer() -> Tokenizer:

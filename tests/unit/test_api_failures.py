@@ -40,6 +40,15 @@ def test_every_cause_before_the_first_token_is_a_status_of_its_own(cause: Cause,
     assert (line["outcome"], line["stage"]) == (cause.value, "transfer")
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_failure_is_told_with_its_dp_rank_where_there_are_several(ranks: int) -> None:
+    with (w := world(fails(Cause.TRANSFER_FAILED), ranks=ranks)).http() as http:
+        for _ in range(2):
+            http.post("/v1/completions", json={"prompt": "x"})
+    found = [line.get("dp_rank") for line in log_lines(w)]
+    assert found == ([None, None] if ranks == 1 else [0, 1])
+
+
 def test_users_mistakes_are_never_5xx_and_passing_trouble_is_never_4xx() -> None:
     for code, rule in RULES.items():
         passes = rule.status >= 500 and code is not Cause.INVALID_LOGITS  # the same weights, the same numbers

@@ -24,18 +24,17 @@ class Node(FakeNode):
     """Of one rank. Runs what it gets until it is told to end it; `refusal`: takes nothing."""
 
     def __init__(self, dp_rank: int, prefill: PrefillInfo) -> None:
-        super().__init__(lambda request, payload: Script(is_silent=True))
-        self.dp_rank, self.prefill = dp_rank, prefill
+        super().__init__(lambda request, payload: Script(is_silent=True), dp_rank=dp_rank)
+        self.prefill = prefill
         self.refusal: Refusal | None = None
+        self.asked: list[str] = []
 
     def send(self, message: wire.ApiToNode) -> None:
         if isinstance(message, wire.SubmitAll) and self.refusal is not None:
             raise self.refusal
+        if isinstance(message, wire.Query):
+            self.asked.append(message.what)
         super().send(message)
-
-    def tell(self, message: wire.NodeToApi) -> None:
-        assert self.client is not None
-        self.client.receive(message, self.dp_rank)
 
     def ready(self) -> None:
         replica = msgspec.structs.replace(REPLICA, dp_rank=self.dp_rank, prefill=self.prefill)
@@ -256,6 +255,28 @@ def test_a_question_to_all_leaves_out_who_does_not_answer() -> None:
             node.answers["state"] = node.dp_rank
         ranks.client.receive(wire.Died("node", "a bug"), 0)
         assert await ranks.client.query_all("state", timeout=0.05) == {1: b"1", 2: b"2"}
+
+    asyncio.run(story())
+
+
+def test_what_concerns_the_whole_server_reaches_every_rank_once() -> None:
+    async def story() -> None:
+        ranks = Ranks(3)
+        for node in ranks.nodes:
+            node.answers["flush"] = {}
+        assert await ranks_for(ranks, *map(submit, range(1, 5))) == [0, 1, 2, 0]
+        await ranks.client.query_all("flush")
+        assert [node.asked for node in ranks.nodes] == [["flush"]] * 3
+        ranks.client.change_hooks(0.5, 0.25)
+        assert ranks.client.abort_all() == 4
+        assert [node.sent for node in ranks.nodes] == [
+            [
+                events.HooksChanged(0.5),
+                wire.FailTransfers(0.25),
+                *(events.AbortRequested(RequestId(n)) for n in numbers),
+            ]
+            for numbers in ((1, 4), (2,), (3,))
+        ]
 
     asyncio.run(story())
 

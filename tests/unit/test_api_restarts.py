@@ -177,7 +177,7 @@ def test_a_rank_that_was_never_ready_takes_the_start_with_it() -> None:
     async def story(server: Server, running: "asyncio.Task[None]") -> None:
         server.ready(0)
         server.dies(1)
-        with pytest.raises(ServerFailure, match="a bug"):
+        with pytest.raises(ServerFailure, match=r"^DP rank 1: a bug$"):
             await running
         assert [len(lives) for lives in server.lives] == [1, 1]
 

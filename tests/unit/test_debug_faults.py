@@ -38,6 +38,14 @@ def test_a_change_reaches_the_node_and_the_answer_is_what_the_node_has_then() ->
     assert w.node.sent == [HooksChanged(0.5), FailTransfers(0.25)]
 
 
+def test_of_several_ranks_each_says_what_it_has() -> None:
+    w = server(ranks=2)
+    expected = {"dp_ranks": [{"dp_rank": 0, **NOW}, {"dp_rank": 1, **NOW}]}
+    with w.http() as http:
+        assert http.put("/debug/faults", json={"disagg_failure_prob": 0.25}).json() == expected
+        assert http.get("/debug/faults").json() == expected
+
+
 def test_what_is_left_out_stays_as_it_is() -> None:
     w = server()
     assert put(w, {"disagg_failure_prob": 1}) == (200, "")

@@ -295,6 +295,16 @@ def test_the_line_of_a_request_is_one_line_whatever_the_peer_is_called(kind: str
     assert kind == "text" or json.loads(line)["outcome"] == "peer_lost"
 
 
+@pytest.mark.parametrize(("dp_rank", "said"), [(None, ""), (0, " dp_rank=0"), (1, " dp_rank=1")])
+def test_the_line_of_a_request_names_its_dp_rank_where_there_are_several(dp_rank: int | None, said: str) -> None:
+    stream = StringIO()
+    lost = RequestRecord(
+        "x7", "id", "/generate", "transfer_failed", True, 1, 0, 5, room=7, dp_rank=dp_rank, peer="vm/dp1"
+    )
+    RequestLog("text", stream).write(lost)
+    assert stream.getvalue().endswith(f" room=7{said} peer=vm/dp1\n")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_line_of_a_command_is_one_line(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

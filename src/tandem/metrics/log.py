@@ -67,6 +67,8 @@ def text_line(record: RequestRecord) -> str:
         parts.append(f"path={record.path}")
     if record.room is not None:
         parts.append(f"room={record.room}")
+    if record.dp_rank is not None:
+        parts.append(f"dp_rank={record.dp_rank}")
     if record.retries:
         parts.append(f"retries={record.retries}")
     if record.stage is not None:

@@ -95,6 +95,7 @@ class RequestRecord(Struct, frozen=True):
     kv_bytes: int = 0  # of these pages
     retries: int = 0
     room: int | None = None
+    dp_rank: int | None = None  # that it ran on; None: the server has one
     stage: str | None = None  # of a failure
     detail: str = ""
     peer: str = ""  # on whom it waited when it failed, if it knew one

@@ -370,8 +370,9 @@ def _bind(host: str, port: int, *, flag: str, host_flag: str = "--host") -> sock
             (host, port) if family == socket.AF_INET else address[:2], family=family, backlog=2048
         )
     except OSError as error:
+        names_port = host_flag != flag  # else an address that other hosts are told, whose port they have to know
         remedy = (
-            f"use another {flag}, or 0 for a free one"
+            f"use another {flag}{', or 0 for a free one' if names_port else ''}"
             if error.errno == errno.EADDRINUSE
             else f"check {' and '.join(dict.fromkeys((host_flag, flag)))}"
         )

@@ -122,7 +122,14 @@ class NodeClient:
         self._requests = LiveRequests(len(ports), int(stall_timeout * SECOND), method, rooms_move)
         self.last_steps = LastSteps(self._requests, fault_folder)
         self.ranks = [
-            NodeRank(dp_rank, port, hosts or Hosts(), state, partial(self._requests.see_trouble, dp_rank))
+            NodeRank(
+                dp_rank,
+                port,
+                hosts or Hosts(),
+                state,
+                partial(self._requests.see_trouble, dp_rank),
+                num_ranks=len(ports),
+            )
             for dp_rank, (port, state) in enumerate(zip(ports, self._requests.ranks, strict=True))
         ]
         self._announce = announce

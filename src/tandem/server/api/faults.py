@@ -1,12 +1,14 @@
 """`/debug/faults`: the test hooks of a server, read and changed while it runs. Only with `--enable-fault-injection`.
 
-Both begin as the environment says and then are what the last PUT said. A hook that can do nothing on this server is
-refused, except to switch it off.
+Both begin as the environment says and then are what the last PUT said, on every DP rank that was there; one that is
+started anew begins as the environment says. A hook that can do nothing on this server is refused, except to switch it
+off.
 """
 
 import logging
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
@@ -46,9 +48,9 @@ class FaultsPage:
         return await (self.change(request) if request.method == "PUT" else self.read(request))
 
     async def read(self, request: Request) -> Response:
-        """The hooks as the node has them."""
+        """The hooks as the node has them, or of several DP ranks each."""
         self._check_enabled()
-        return Response(await self._client.query("faults"), media_type="application/json")
+        return Response(await self._in_force(), media_type="application/json")
 
     async def change(self, request: Request) -> Response:
         """The answer is what is in force from now on."""
@@ -56,9 +58,18 @@ class FaultsPage:
         body = await decode_anywhere(await read_body(request), FaultsBody)
         self._check_possible(body)
         self._client.change_hooks(body.force_optimistic_prefill_retry_prob, body.disagg_failure_prob)
-        answer = await self._client.query("faults")
+        answer = await self._in_force()
         logger.warning("the test hooks are now %s", answer.decode())
         return Response(answer, media_type="application/json")
+
+    async def _in_force(self) -> bytes:
+        """Of several ranks those that answer. Raises `Refusal` when none is there."""
+        if len(self._client.ranks) == 1:
+            return await self._client.query("faults")
+        self._client.check_there()
+        answers = await self._client.query_all("faults")
+        ranks = [{"dp_rank": dp_rank, **msgspec.json.decode(answer)} for dp_rank, answer in answers.items()]
+        return msgspec.json.encode({"dp_ranks": ranks})
 
     def _check_enabled(self) -> None:
         if not self._is_enabled:

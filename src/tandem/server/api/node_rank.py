@@ -33,13 +33,20 @@ class NodePort(Protocol):
 class NodeRank:
     """`node` is None until the node is ready, and again when it is gone. state: what decides about it; shared.
 
-    see_trouble: changes it there.
+    see_trouble: changes it there. num_ranks: that this server has.
     """
 
     def __init__(
-        self, dp_rank: int, port: NodePort, hosts: Hosts, state: LiveRank, see_trouble: Callable[[str], None]
+        self,
+        dp_rank: int,
+        port: NodePort,
+        hosts: Hosts,
+        state: LiveRank,
+        see_trouble: Callable[[str], None],
+        num_ranks: int = 1,
     ) -> None:
         self.dp_rank = dp_rank
+        self.number_among_several = dp_rank if num_ranks > 1 else None
         self.port = port
         self.node: wire.NodeReady | None = None
         self.state = state

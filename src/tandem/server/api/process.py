@@ -111,7 +111,7 @@ class ApiProcess:
         self._listeners = listeners
         self._ready = asyncio.Event()
         self._stop = asyncio.Event()
-        self._loss: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+        self._loss: asyncio.Future[tuple[int | None, str]] = asyncio.get_running_loop().create_future()
         self._servers: list[tuple[QuietServer, asyncio.Task[None]]] = []
         self._watching: dict[int, asyncio.Task[None]] = {}  # by DP rank
         self._watchdogs: dict[int, Watchdog] = {}  # by DP rank
@@ -221,9 +221,12 @@ class ApiProcess:
 
     async def _cause_of_loss(self) -> str:
         dp_rank, said = self._loss.result()
-        if not self._steps_together:
-            return await self._reason(dp_rank, said)
-        return f"DP rank {dp_rank}: {said}" if said else await self._who_began()
+        if dp_rank is None:
+            return said
+        if self._steps_together and not said:
+            return await self._who_began()
+        reason = await self._reason(dp_rank, said)
+        return reason if self._config.dp_size == 1 else f"DP rank {dp_rank}: {reason}"
 
     async def _who_began(self) -> str:
         """Of ranks that end together: who had something to say, or else was ended by a signal."""
@@ -341,7 +344,7 @@ class ApiProcess:
 
     def _task_ended(self, name: str, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._end_with(0, f"the {name} ended: {error}")
+            self._end_with(None, f"the {name} ended: {error}")
 
     def _hangs(self, dp_rank: int, who: ChildName, reason: str) -> None:
         """End it, which the others take for the loss that it is: they write what they still have, and end too."""
@@ -427,8 +430,8 @@ class ApiProcess:
                 logger.warning("DP rank %d cannot be started yet: %s", dp_rank, error)
         return False
 
-    def _end_with(self, dp_rank: int, reason: str) -> None:
-        """The server ends."""
+    def _end_with(self, dp_rank: int | None, reason: str) -> None:
+        """The server ends. dp_rank: whose end it is; None: that of no rank in particular."""
         self._unregister()
         if not self._loss.done():
             self._loss.set_result((dp_rank, reason))

@@ -220,6 +220,7 @@ class Sample:
             kv_bytes=0 if finish is None else finish.kv_pages * self.page_bytes,
             retries=0 if finish is None else finish.retries,
             room=self.ask.pair.room,
+            dp_rank=self.live.rank.number_among_several,
             stage=None if failure is None else failure.stage,
             detail="" if failure is None else failure.message,
             peer="" if failure is None else failure.peer,
