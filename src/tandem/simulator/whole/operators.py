@@ -131,8 +131,8 @@ class Visitor:
         if is_late and not is_queued and not self.has_cause(began_ns - REMEMBERED_NS, False):
             raise Violation("L10", f"{method} {path} {body} has no answer in {VISIT_S:g} s")
         if answer is None:
-            if self.has_cause(began_ns - REMEMBERED_NS, False):
-                return
+            if is_queued or self.has_cause(began_ns - REMEMBERED_NS, False):
+                return  # it has given up
             raise Violation("no answer", f"{method} {path} {body} has none")
         code = (answer.error or {}).get("code")
         if self.has_keys and port == self.server.port and path not in OPEN and answer.status < 400:
