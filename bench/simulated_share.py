@@ -140,6 +140,7 @@ def main() -> None:
         "share": share(list(sources.values())),
         **{part: share(found) for part, found in by_part.items()},
         "statements": sum(len(source.statements) for source in sources.values()),
+        "first_seed": first,
         "worlds": args.worlds,
         "whole": args.whole,
         **conditions(),
