@@ -247,10 +247,10 @@ def test_who_sends_a_head_that_is_too_large_has_time_to_read_why() -> None:
 
 
 def test_who_is_answered_before_its_body_is_there_has_time_to_read_it() -> None:
-    """Python's urllib says `Connection: close`, and sends the body behind its head."""
+    """Behind which its connection ends: `Connection: close`, as Python's urllib says, or HTTP/1.0."""
 
     async def story(port: Port) -> None:
-        head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 2\r\n\r\n"
+        head = b"POST /nowhere HTTP/1.0\r\nHost: 127.0.0.1\r\nContent-Length: 2\r\n\r\n"
         reader, writer = await port.open(head)
         await until(lambda: port.bounds.lingering)
         assert (port.bounds.num_open, port.bounds.num_requests) == (0, 0)

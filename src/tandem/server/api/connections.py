@@ -248,8 +248,7 @@ class BoundedHttp1(Http1):
         self.bounds.num_requests += counts
         self._limit(self.bounds.request_s or self.bounds.body_s)
         super().on_headers_complete()
-        if not self.cycle.keep_alive:
-            self.cycle.transport = LastAnswer(self, self.cycle)  # type: ignore[assignment]  # all that it uses of one
+        self.cycle.transport = EndedBehind(self, self.cycle)  # type: ignore[assignment]  # all that it uses of one
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused:
@@ -315,8 +314,8 @@ class BoundedHttp1(Http1):
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.cut)
 
 
-class LastAnswer:
-    """What uvicorn takes for the transport of a request behind which the connection ends."""
+class EndedBehind:
+    """What uvicorn takes for the transport of one request: it closes it where the connection ends with the answer."""
 
     def __init__(self, connection: BoundedHttp1, cycle: RequestResponseCycle) -> None:
         transport = connection.transport
