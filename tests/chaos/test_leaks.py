@@ -52,7 +52,8 @@ def test_every_process_is_counted() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         member: Any = SimpleNamespace(name="decode-0", process=process)
-        found = descriptors(SimpleNamespace(fleet=SimpleNamespace(members=[member])))  # type: ignore[arg-type]
+        arena: Any = SimpleNamespace(fleet=SimpleNamespace(members=[member]))
+        found = descriptors(arena)
         process.stdin.close()
     assert {place: len(counts) for place, counts in found.items()} == {
         Place("decode-0", "api"): 1,

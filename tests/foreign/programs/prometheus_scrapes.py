@@ -172,23 +172,23 @@ def wait_data(url: str, num_servers: int) -> None:
     until = time.monotonic() + DATA_S
     while True:
         send_requests()
-        lacks = [*lacks_of_scrapes(url, num_servers), *lacks_of_variable(url)]
+        missing = [*missing_of_scrapes(url, num_servers), *missing_of_variable(url)]
         for model in (VARIABLE["allValue"], MODEL):
-            lacks += [lack for target in TARGETS if (lack := lack_of(url, target, model))]
-        if not lacks:
+            missing += [what for target in TARGETS if (what := missing_of(url, target, model))]
+        if not missing:
             return
-        assert time.monotonic() < until, "; ".join(lacks)
+        assert time.monotonic() < until, "; ".join(missing)
         time.sleep(POLL_S)
 
 
-def lacks_of_scrapes(url: str, num_servers: int) -> list[str]:
+def missing_of_scrapes(url: str, num_servers: int) -> list[str]:
     active = get(f"{url}/api/v1/targets?state=active")["activeTargets"]
     if len(active) != num_servers:
         return [f"it scrapes {len(active)} servers"]
     return [f"{it['scrapeUrl']} is {it['health']}: {it['lastError']}" for it in active if it["health"] != "up"]
 
 
-def lacks_of_variable(url: str) -> list[str]:
+def missing_of_variable(url: str) -> list[str]:
     """What can be chosen for `$model_name`."""
     found = re.fullmatch(r"label_values\((\S+), (\w+)\)", VARIABLE["definition"])
     assert found, VARIABLE
@@ -196,8 +196,8 @@ def lacks_of_variable(url: str) -> list[str]:
     return [] if values == [MODEL] else [f"{VARIABLE['name']} can be {values}"]
 
 
-def lack_of(url: str, target: dict[str, Any], model: str) -> str:
-    """What the last minute of an expression lacks; empty: nothing."""
+def missing_of(url: str, target: dict[str, Any], model: str) -> str:
+    """What is missing in the last minute of an expression; empty: nothing."""
     expr = target["expr"].replace("$__rate_interval", f"{RATE_INTERVAL_S}s").replace("$model_name", model)
     now = time.time()
     fields = {"query": expr, "start": now - RATE_INTERVAL_S, "end": now, "step": STEP_S}

@@ -248,7 +248,7 @@ class BoundedHttp1(Http1):
         self.bounds.num_requests += counts
         self._limit(self.bounds.request_s or self.bounds.body_s)
         super().on_headers_complete()
-        self.cycle.transport = EndedBehind(self, self.cycle)  # type: ignore[assignment]  # all that it uses of one
+        self.cycle.transport = EndedBehind(self, self.cycle)  # type: ignore[assignment]  # uvicorn writes and closes, no more
 
     def on_body(self, body: bytes) -> None:
         if self._is_refused:

@@ -196,7 +196,7 @@ async def keep_a_conversation(server: Visited) -> None:
 
 
 async def greet_wrongly(bootstrap_port: int, secret: ClusterSecret, random: Random) -> str:
-    """At the data plane of a prefill: as a stranger, with another version, and with pages of another size.
+    """At the data plane of a prefill: with another secret, another version, and pages of another size.
 
     Returns why it cannot be greeted yet. Raises Violation for any other status than the right one.
     """
