@@ -5,6 +5,9 @@ They run in environments of their own, which know nothing of tandem: the standar
 
 import json
 import os
+import socket
+import subprocess
+import time
 import urllib.request
 from typing import Any
 
@@ -47,6 +50,25 @@ def stream(url: str, body: dict[str, Any]) -> list[Any]:
     events = [line.removeprefix("data:").strip() for line in lines]
     assert events.pop() == "[DONE]", events
     return [json.loads(event) for event in events]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def wait_ready(url: str, process: "subprocess.Popen[bytes]", *, ready_s: float) -> None:
+    """Until the server that this program has started answers there."""
+    until = time.monotonic() + ready_s
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()
+        except OSError:
+            assert process.poll() is None, f"{process.args} ended with {process.returncode}"
+            assert time.monotonic() < until, f"{url} is not ready after {ready_s:.0f} s"
+            time.sleep(0.5)
+        else:
+            return
 
 
 def alone(question: str, *, max_tokens: int = 96) -> str:

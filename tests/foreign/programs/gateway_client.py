@@ -7,16 +7,14 @@ The first word of the command line says which; the others are its flags. `CLIENT
 
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from _shared import MODEL, QUESTIONS, UNIFIED, alone, post, same, shown, stream
+from _shared import MODEL, QUESTIONS, UNIFIED, alone, free_port, post, same, shown, stream, wait_ready
 
 START_S = 90.0
 PROMPTS = (*QUESTIONS, *(f"Calculate {a} * {b} + {a + b}." for a in range(3, 9) for b in (17, 26, 31, 45)))
@@ -41,7 +39,7 @@ def main() -> None:
     gateway = subprocess.Popen([*command, *flags], stdout=sys.stderr, stderr=sys.stderr)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_ready(url, gateway)
+        wait_ready(f"{url}/readiness", gateway, ready_s=START_S)
         facts = [chats(url), generations(url), completions(url)]
         if "--dp-aware" in flags:
             facts.append(ranks(url, f"http://127.0.0.1:{metrics_port}"))
@@ -55,26 +53,8 @@ def main() -> None:
     shown(*facts)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 def workers() -> list[list[str]]:
     return [worker.split() for worker in os.environ["CLIENTS_WORKERS"].splitlines()]
-
-
-def wait_ready(url: str, gateway: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        assert gateway.poll() is None, f"it ended with {gateway.returncode}"
-        try:
-            urllib.request.urlopen(f"{url}/readiness", timeout=5).close()
-        except (OSError, urllib.error.HTTPError):
-            assert time.monotonic() < deadline, f"it took no server in {START_S:.0f} s"
-            time.sleep(0.2)
-        else:
-            return
 
 
 def chats(url: str) -> str:
@@ -84,7 +64,7 @@ def chats(url: str) -> str:
         same(post(f"{url}/v1/chat/completions", body)["choices"][0]["message"]["content"], expected)
         if prompt in STREAMED:
             events = stream(f"{url}/v1/chat/completions", body)
-            assert len(events) > 2, events
+            assert len(events) > 1, events  # tokens that come while others are being written share one
             same("".join(choice["delta"].get("content") or "" for it in events for choice in it["choices"]), expected)
     return f"{len(PROMPTS)} chats, {len(STREAMED)} of them streamed, too"
 
@@ -95,7 +75,7 @@ def generations(url: str) -> str:
         body = {"text": prompt, "sampling_params": GREEDY}
         alone = post(f"{UNIFIED}/generate", body)
         events = stream(f"{url}/generate", body)
-        assert len(events) > 2, events
+        assert len(events) > 1, events  # tokens that come while others are being written share one
         for got in (post(f"{url}/generate", body), events[-1]):
             same(got["text"], alone["text"])
             assert got["output_ids"] == alone["output_ids"], (got, alone)
@@ -109,7 +89,7 @@ def completions(url: str) -> str:
         expected = text_of(post(f"{UNIFIED}/v1/completions", body))
         same(text_of(post(f"{url}/v1/completions", body)), expected)
         events = stream(f"{url}/v1/completions", body)
-        assert len(events) > 2, events
+        assert len(events) > 1, events  # tokens that come while others are being written share one
         same("".join(map(text_of, events)), expected)
     return f"{len(STREAMED)} completions, both whole and streamed, equal to one engine's"
 

@@ -3,38 +3,16 @@
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from pathlib import Path
 
 import openai
-from _shared import BASE, CALCULATOR, KEY, MODEL, QUESTIONS, alone, same, shown
+from _shared import BASE, CALCULATOR, KEY, MODEL, QUESTIONS, alone, free_port, same, shown, wait_ready
 
 READY_S = 120.0
 NAME, PROXY_KEY = "by-proxy", f"sk-{secrets.token_hex(32)}"  # without a key it does not start
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health/liveliness", timeout=5).close()
-        except OSError:
-            assert process.poll() is None, "the proxy has ended"
-            assert time.monotonic() < until, f"the proxy is not ready after {READY_S:.0f} s"
-            time.sleep(0.5)
-        else:
-            return
 
 
 def ask(url: str) -> None:
@@ -70,7 +48,7 @@ with tempfile.TemporaryDirectory() as name:
     log = (Path(name) / "log").open("w+b")
     process = subprocess.Popen([*command, "--port", str(port)], stdout=log, stderr=log, cwd=name, env=variables)
     try:
-        wait_ready(f"http://127.0.0.1:{port}", process)
+        wait_ready(f"http://127.0.0.1:{port}/health/liveliness", process, ready_s=READY_S)
         ask(f"http://127.0.0.1:{port}")
     except BaseException:
         print((Path(name) / "log").read_text()[-2000:], file=sys.stderr)

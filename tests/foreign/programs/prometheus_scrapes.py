@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from _shared import BASE, MODEL, QUESTIONS, post, shown, stream
+from _shared import BASE, MODEL, QUESTIONS, free_port, post, shown, stream, wait_ready
 
 GRAFANA = Path(__file__).resolve().parents[3] / "docs" / "grafana"
 CONFIG = GRAFANA / "prometheus.yml"
@@ -67,7 +66,7 @@ def main() -> None:
         words += [f"--web.listen-address=127.0.0.1:{port}"]
         process = subprocess.Popen(["prometheus", *words], stdout=log, stderr=log)
         try:
-            wait_ready(f"http://127.0.0.1:{port}", process)
+            wait_ready(f"http://127.0.0.1:{port}/-/ready", process, ready_s=READY_S)
             wait_data(f"http://127.0.0.1:{port}", len(servers))
             check_taken(f"http://127.0.0.1:{port}")
         except BaseException:
@@ -88,11 +87,6 @@ def main() -> None:
 
 def names_in(target: dict[str, Any]) -> set[str]:
     return set(re.findall(r"\w+:\w+", target["expr"]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
 
 
 def with_targets(text: str, servers: list[str]) -> str:
@@ -151,19 +145,6 @@ def get(url: str) -> Any:
             return json.load(reply)["data"]
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{urllib.parse.unquote_plus(url)}: {error.read().decode()}") from error
-
-
-def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/-/ready", timeout=5).close()
-        except OSError:
-            assert process.poll() is None, f"it ended with {process.returncode}"
-            assert time.monotonic() < until, f"it is not ready after {READY_S:.0f} s"
-            time.sleep(POLL_S)
-        else:
-            return
 
 
 def wait_data(url: str, num_servers: int) -> None:

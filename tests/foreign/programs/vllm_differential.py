@@ -4,17 +4,15 @@ difference that is known and has its reason."""
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from _shared import BASE, MODEL, MODEL_DIR, QUESTIONS, UNIFIED, post, shown, stream
+from _shared import BASE, MODEL, MODEL_DIR, QUESTIONS, UNIFIED, free_port, post, shown, stream, wait_ready
 
 READY_S, CONTEXT, LONGEST = 480.0, 512, 8192  # the model's own context is the longest
 NEAR = 1e-3
@@ -80,9 +78,7 @@ OTHER_FIELD = {"prompt too long": "prompt"}  # not `input_tokens`, which no body
 
 
 def main() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     words = ["serve", MODEL_DIR, "--served-model-name", MODEL, "--dtype", "float32", "--host", "127.0.0.1"]
     words += ["--port", str(port), "--max-model-len", str(CONTEXT), "--enforce-eager", "--max-logprobs", "20"]
@@ -91,7 +87,7 @@ def main() -> None:
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", *words]
         process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | variables)
         try:
-            wait_ready(url, process)
+            wait_ready(f"{url}/health", process, ready_s=READY_S)
             compare_answers(url)
             compare_chats(url)
             for server in (BASE, UNIFIED):
@@ -110,19 +106,6 @@ def main() -> None:
         f"{len(BAD) - len(OTHER_STATUS)} of {len(BAD)} bad requests to a router and to one engine with its status",
         "and with its `param` where it has one",
     )
-
-
-def wait_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
-    until = time.monotonic() + READY_S
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-        except OSError:
-            assert process.poll() is None, "vLLM has ended"
-            assert time.monotonic() < until, f"vLLM is not ready after {READY_S:.0f} s"
-            time.sleep(1)
-        else:
-            return
 
 
 def compare_answers(url: str) -> None:
