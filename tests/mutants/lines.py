@@ -3298,6 +3298,13 @@ OTHERS = (
         TIER + "a_load_is_worth_what_it_has_cost",
     ),
     Break(
+        "a_load_that_took_seconds_is_held_against_all_others",
+        "core/kv/load_policy.py",
+        "believed = min(self.page_load_ns, MOST_BELIEVED * token_ns * num_tokens // num_pages)",
+        "believed = self.page_load_ns",
+        TIER + "a_load_that_took_seconds_is_tried_again_after_two_dozen_prompts",
+    ),
+    Break(
         "host_memory_gives_whatever_lies_there",
         "host_memory.py",
         "if label is None or label.page_hash != page_hash:",

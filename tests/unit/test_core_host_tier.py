@@ -169,6 +169,13 @@ def test_a_load_is_worth_what_it_has_cost() -> None:
     assert known.is_worth(10, 80, token_ns), "it is tried again some time"
 
 
+def test_a_load_that_took_seconds_is_tried_again_after_two_dozen_prompts() -> None:
+    known, token_ns = BreakEven(), Nanos(1000)
+    known.loaded(1, Nanos(8 * SECOND))
+    refused = [known.is_worth(10, 160, token_ns) for _ in range(24)].index(True)
+    assert 16 < refused < 24
+
+
 def test_who_is_pushed_back_finds_its_own_pages_in_host_memory_again() -> None:
     """Its prompt and the full pages of its answer: only what host memory lacks is computed a second time."""
     computed: dict[bool, int] = {}

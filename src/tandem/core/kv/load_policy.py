@@ -2,8 +2,9 @@
 
 Both are measured by the node: the time from asking for a load to its landing, per page, here; what a prompt token
 costs, in `scheduler/chunk_budget.py`. A mean in which the newest weighs an eighth, in whole ns, so that replays agree.
-Until both are known a load is worth it. Each time that it is not, the cost of a load is believed a little less, so that
-a slow moment is not held against it for ever.
+Until both are known a load is worth it. Each time that it is not, the cost of a load is believed a little less, from
+four times the cost of computing at most: a load that took seconds, of a disk that stood still or a process that did, is
+tried again after two dozen prompts.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from tandem.core.values import ZERO_NS, Nanos
 
 WEIGHT = 8
 DOUBT = 16
+MOST_BELIEVED = 4  # costs of computing
 
 
 @dataclass(slots=True)
@@ -24,7 +26,8 @@ class BreakEven:
     def is_worth(self, num_pages: int, num_tokens: int, token_ns: Nanos) -> bool:
         if self.page_load_ns * num_pages <= token_ns * num_tokens or not token_ns:
             return True
-        self.page_load_ns = Nanos(self.page_load_ns - self.page_load_ns // DOUBT)
+        believed = min(self.page_load_ns, MOST_BELIEVED * token_ns * num_tokens // num_pages)
+        self.page_load_ns = Nanos(believed - believed // DOUBT)
         return False
 
 
