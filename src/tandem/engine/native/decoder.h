@@ -29,7 +29,8 @@ struct Decoder {
     const void *cos, *sin;  // [positions, head_dim]
 };
 
-constexpr int64_t INPUT_BYTES = 1 << 20;  // prepared rows that are read again for each block of outputs: in a cache
+// Prepared rows that are read again for each block of outputs: in the second cache, beside two blocks of a weight.
+constexpr int64_t INPUT_BYTES = 400 << 10;
 
 // Memory that grows to what was asked for last and stays.
 class Buffer {
@@ -106,7 +107,8 @@ class Product {
             of_codes(x, rows, linear, n, outputs, next, to);
         } else {
             const char* weight = weight_at(linear, n);
-            const int64_t row = row_bytes<T>(linear), distance = outputs_ahead(rows, outputs) * row;
+            const int64_t row = row_bytes<T>(linear);
+            const int64_t distance = outputs_ahead<typename In::type>(rows, outputs, inputs_) * row;
             const Ahead ahead(weight, next, outputs * row, distance, times_read<typename In::type, T>(rows, tile_));
             products(x, rows, tile_, (const T*)weight, outputs, inputs_, ahead, to);
         }

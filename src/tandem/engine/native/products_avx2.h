@@ -146,7 +146,8 @@ inline void micro_rows(int rows, const float* x, const W* weight, int outputs, i
 }
 
 // How many outputs further what is fetched is.
-inline int outputs_ahead(int rows, int outputs) {
+template <class X>
+inline int outputs_ahead(int rows, int outputs, int64_t) {
     return rows <= MICRO_ROWS ? std::min(micro_outputs(rows), outputs) : outputs;
 }
 

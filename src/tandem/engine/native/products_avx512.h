@@ -11,7 +11,8 @@
 namespace tandem {
 
 constexpr int MICRO_ROWS = 12;
-constexpr int FEW_ROWS = 6;  // whose products take less time than reading the weight does
+constexpr int FEW_ROWS = 6;  // whose products take less time than reading the weight does ...
+constexpr int64_t FEW_BYTES = 24 << 10;  // ... if they stay in the first cache
 constexpr int64_t PANEL_BYTES = 28 << 10;  // of rows and weights that are read again: in the first cache
 
 constexpr int micro_outputs(int rows) { return rows <= 4 ? 4 : rows <= 8 ? 3 : 2; }
@@ -112,10 +113,16 @@ inline void micro_rows(const X* x, int rows, const Source& source, int outputs, 
 }
 
 // Few rows wait for the weight: it is read in its order, and what is fetched is near.
-inline bool are_few(int rows) { return rows <= FEW_ROWS; }
+template <class X>
+inline bool are_few(int rows, int64_t inputs) {
+    return rows <= FEW_ROWS && rows * inputs * int64_t(sizeof(X)) <= FEW_BYTES;
+}
 
 // How many outputs further what is fetched is.
-inline int outputs_ahead(int rows, int outputs) { return are_few(rows) ? std::min(micro_outputs(rows), outputs) : outputs; }
+template <class X>
+inline int outputs_ahead(int rows, int outputs, int64_t inputs) {
+    return are_few<X>(rows, inputs) ? std::min(micro_outputs(rows), outputs) : outputs;
+}
 
 template <int MOST_ROWS = MICRO_ROWS, class X, class Source>
 inline void products_of(const X* x, int rows, int tile, const Source& source, int outputs, int64_t inputs, Ahead ahead,
@@ -123,7 +130,7 @@ inline void products_of(const X* x, int rows, int tile, const Source& source, in
     const int most = std::min(tile, rows);
     const int64_t fits = PANEL_BYTES / ((most + micro_outputs(most)) * sizeof(X));
     const int64_t even = ceil_div(inputs, ceil_div(inputs, fits));
-    const int64_t panel = are_few(rows) ? inputs : ceil_div(even, PACKED_INPUTS) * PACKED_INPUTS;
+    const int64_t panel = are_few<X>(rows, inputs) ? inputs : ceil_div(even, PACKED_INPUTS) * PACKED_INPUTS;
     for (int m = 0; m < rows; m += tile)
         micro_rows<X, Source, MOST_ROWS>(x + m * padded<X>(inputs), std::min(tile, rows - m), source, outputs, inputs,
                                           panel, ahead, sums + m * BLOCK);
@@ -156,7 +163,7 @@ inline void products_of_codes(const X* x, int rows, const Linear& layer, int64_t
     const int64_t row = row_bytes<T>(layer);
     auto of = [&](auto source) {
         const char* codes = (const char*)layer.weight + n * row;
-        const Ahead ahead(codes, next, BLOCK * row, outputs_ahead(rows, BLOCK) * row, source.STEPS);
+        const Ahead ahead(codes, next, BLOCK * row, outputs_ahead<X>(rows, BLOCK, layer.inputs) * row, source.STEPS);
         products_of<EXPANDED_ROWS<X, T>>(x, rows, rows, source, BLOCK, layer.inputs, ahead, sums);
     };
     if (layer.bits == 8)
