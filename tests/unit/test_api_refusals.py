@@ -53,6 +53,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "messages"),
     ({"routed_dp_rank": 1}, "routed_dp_rank"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"input_ids": [1, 2]}, "input_ids"),  # SGLang's: instead of what the template makes
 ]
 GOOD_CHATS = [
     {"tools": []},

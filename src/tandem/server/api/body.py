@@ -173,6 +173,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     web_search_options: Raw = NOTHING
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
+    input_ids: Raw = NOTHING
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
