@@ -174,6 +174,16 @@ def test_the_content_type_does_not_matter() -> None:
     assert response.status_code == 200
 
 
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 400), ("zstd", 400), ("Identity", 200), ("", 200)])
+def test_a_compressed_body_is_refused_by_the_name_of_its_header(coding: str, status: int) -> None:
+    with world().http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-encoding": coding})
+    assert response.status_code == status
+    if status == 400:
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported", "content-encoding")
+
+
 def test_an_unknown_model_is_a_404_but_not_on_generate() -> None:
     with world().http() as http:
         refused = http.post("/v1/completions", json={"prompt": "x", "model": "other"})
