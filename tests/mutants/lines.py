@@ -3524,6 +3524,34 @@ OTHERS = (
                 raise contradiction(param""",
         "e2e_cpu/test_pd_refusals.py::test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
     ),
+    Break(
+        "an_effort_is_no_switch",
+        "server/api/openai.py",
+        "variables = variables_of(body.reasoning_effort) | variables",
+        'variables.setdefault("reasoning_effort", body.reasoning_effort)',
+        "unit/test_api_chat_and_completions.py::test_an_effort_says_whether_there_is_thinking",
+    ),
+    Break(
+        "a_refusal_within_an_answer",
+        "server/api/http1.py",
+        "elif not cycle.response_started and not self.pipeline:",
+        "elif not self.pipeline:",
+        "unit/test_api_connections.py::test_no_refusal_stands_in_the_middle_of_an_answer",
+    ),
+    Break(
+        "a_compressed_body_is_read",
+        "server/api/gate.py",
+        'if coding not in ("", "identity"):',
+        "if False:",
+        "unit/test_api_refusals.py::test_a_compressed_body_is_refused_by_the_name_of_its_header",
+    ),
+    Break(
+        "tokenize_shows_no_tools",
+        "server/api/body.py",
+        "tools=self.tools,",
+        "tools=None,",
+        "unit/test_api_operations.py::test_tokenize_makes_the_prompt_that_the_same_chat_has",
+    ),
 )
 
 

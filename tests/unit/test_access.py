@@ -443,6 +443,24 @@ def test_a_head_that_is_too_large_is_told_so() -> None:
     assert (reply.status, code(reply)) == (431, "head_too_large")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"FOO /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX : a\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\nx\r\n",
+        b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{"prompt": "x"}',
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"x" * (3 * MAX_HEAD_BYTES),
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    ],
+    ids=["a method", "a header", "two lengths", "a piece", "a body longer than it says", "HTTP/2", "TLS"],
+)
+def test_what_is_no_http_is_told_so_once_and_in_the_form_of_other_errors(data: bytes) -> None:
+    reply = exchange(server(), data)
+    assert (reply.status, code(reply), reply.body.count(b"malformed_request")) == (400, "malformed_request", 1)
+
+
 def test_a_trailer_is_read_up_to_a_bound() -> None:
     head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: "
     port = server()

@@ -1,7 +1,9 @@
 """OpenAI's endpoints over a fake node: what comes back, streamed and whole."""
 
+from typing import Any
+
 import pytest
-from api_fakes import END, Script, ids, prompt_of, says, sse, world
+from api_fakes import END, Script, ids, load_tokenizer, prompt_of, says, sse, world
 
 from tandem.core import events
 from tandem.core.commands import FinishReason, Path
@@ -50,6 +52,23 @@ def test_a_chat_prompt_is_the_rendered_template() -> None:
     with (w := world()).http() as http:
         http.post("/v1/chat/completions", json=CHAT)
     assert prompt_of(w.node.submits[0]) == ids("<s>user:hi</s><s>assistant:")
+
+
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, ",,"),
+        ({"reasoning_effort": "none"}, "none,False,False"),
+        ({"reasoning_effort": "low"}, "low,True,True"),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "none,True,False"),
+    ],
+)
+def test_an_effort_says_whether_there_is_thinking(fields: dict[str, Any], shown: str) -> None:
+    """In the variables of templates that know on and off only, as vLLM and SGLang do; the body's own win."""
+    tokenizer = load_tokenizer("{{ reasoning_effort }},{{ enable_thinking }},{{ thinking }}")
+    with (w := world(tokenizer=tokenizer)).http() as http:
+        assert http.post("/v1/chat/completions", json=CHAT | fields).status_code == 200
+    assert prompt_of(w.node.submits[0]) == ids(shown)
 
 
 def test_parts_of_text_are_joined_and_a_last_message_can_be_continued() -> None:

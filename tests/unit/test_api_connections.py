@@ -264,6 +264,22 @@ def test_who_is_answered_before_its_body_is_there_has_time_to_read_it() -> None:
     serves(story)
 
 
+def test_no_refusal_stands_in_the_middle_of_an_answer() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def story(port: Port) -> None:
+        reader, writer = await port.open(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        await reader.readuntil(b"begun\r\n")
+        writer.write(b"no HTTP\r\n\r\n")
+        assert await reader.read() == b""
+
+    serves(story, app)
+
+
 def test_a_request_that_comes_behind_another_one_waits_for_its_turn_to_be_refused() -> None:
     """Said earlier, it would stand in the middle of the answer that is under way."""
 

@@ -2,10 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from api_fakes import END, Script, default_tokenizer, ids, says, world
+from api_fakes import END, TEMPLATE, Script, default_tokenizer, ids, load_tokenizer, prompt_of, says, world
 from starlette.testclient import TestClient
 
 from tandem import __version__
@@ -16,6 +17,7 @@ from tandem.server.api.errors import RULES, Problem, errors_page
 from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
 from tandem.server.api.validation import Task
 
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
 NUMBERS = {
     "num_running_reqs": 2,
     "num_queue_reqs": 3,
@@ -217,6 +219,45 @@ def test_tokenize_renders_messages() -> None:
     with world().http() as http:
         body = {"messages": [{"role": "user", "content": "x"}]}
         assert http.post("/tokenize", json=body).json()["tokens"] == ids("<s>user:x</s><s>assistant:")
+
+
+SHOWS_ALL = TEMPLATE + "{{ tools | length if tools else 0 }},{{ enable_thinking }},{{ kind }}"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"chat_template_kwargs": {"kind": "x"}},
+        {"reasoning_effort": "none"},
+        {"add_generation_prompt": False},
+        {"messages": [*CHAT["messages"], {"role": "assistant", "content": "b"}], "continue_final_message": True},
+    ],
+)
+def test_tokenize_makes_the_prompt_that_the_same_chat_has(fields: dict[str, Any]) -> None:
+    with (w := world(tokenizer=load_tokenizer(SHOWS_ALL))).http() as http:
+        told = http.post("/tokenize", json=CHAT | fields).json()
+        assert http.post("/v1/chat/completions", json=CHAT | fields).status_code == 200
+    assert told["tokens"] == prompt_of(w.node.submits[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_tokenize_refuses_what_such_a_chat_is_refused_for(fields: dict[str, Any], param: str) -> None:
+    with world().http() as http:
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = http.post(path, json=CHAT | fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), path
 
 
 def test_detokenize_can_show_special_tokens_and_refuses_what_is_no_token() -> None:

@@ -53,6 +53,7 @@ BAD_CHATS = [
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]}, "messages"),
     ({"routed_dp_rank": 1}, "routed_dp_rank"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"input_ids": [1, 2]}, "input_ids"),  # SGLang's: instead of what the template makes
 ]
 GOOD_CHATS = [
     {"tools": []},
@@ -171,6 +172,16 @@ def test_the_content_type_does_not_matter() -> None:
     with world().http() as http:
         response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": "text/plain"})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(("coding", "status"), [("gzip", 400), ("zstd", 400), ("Identity", 200), ("", 200)])
+def test_a_compressed_body_is_refused_by_the_name_of_its_header(coding: str, status: int) -> None:
+    with world().http() as http:
+        response = http.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-encoding": coding})
+    assert response.status_code == status
+    if status == 400:
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("unsupported", "content-encoding")
 
 
 def test_an_unknown_model_is_a_404_but_not_on_generate() -> None:

@@ -124,7 +124,7 @@ def build_app(
         tracing=tracing,
     )
     ops = Ops(config=config, client=client, model=model, limits=limits, tokenizer=tokenizer, exporter=exporter)
-    tokenization = TokenizationPage(tokenizer, limits)
+    tokenization = TokenizationPage(tokenizer, limits, ChatForm.of(config, tokenizer))
     debug = DebugPage(client, stats, role=config.role, name=config.model_name)
     counted_paths = frozenset(route.path for route in (*generation.routes(), *tokenization.routes()))
 

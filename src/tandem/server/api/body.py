@@ -57,6 +57,7 @@ VECTOR_PATHS = (*EMBEDDING_PATHS, *RERANK_PATHS, *SCORE_PATHS)
 
 Schema = GrammarText | dict[str, Any]  # a JSON schema, as text or as it is
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+Tools = Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)]
 
 
 class Routing(Struct, kw_only=True):
@@ -155,7 +156,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     max_completion_tokens: NewTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
@@ -172,6 +173,7 @@ class ChatBody(OpenAIBody, kw_only=True):
     web_search_options: Raw = NOTHING
     chat_template: Raw = NOTHING
     documents: Raw = NOTHING
+    input_ids: Raw = NOTHING
 
 
 class CompletionBody(OpenAIBody, kw_only=True):
@@ -253,14 +255,34 @@ class ScoreBody(VectorBody, kw_only=True):
 
 
 class TokenizeBody(Struct):
-    """`prompt` (or `text`) is text; `messages` go through the chat template."""
+    """`prompt` (or `text`) is text; `messages`, with all that their chat template is shown, are a chat."""
 
     prompt: str | list[str] | None = None
     text: str | list[str] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     rendered_at: Annotated[int, Meta(ge=1, le=MAX_RENDERED_AT)] | None = None
+    chat_template: Raw = NOTHING
+    documents: Raw = NOTHING
+
+    @property
+    def chat(self) -> ChatBody:
+        """Whose prompt it is."""
+        return ChatBody(
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            reasoning_effort=self.reasoning_effort,
+            chat_template_kwargs=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
 
 class DetokenizeBody(Struct):

@@ -10,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.core.values import Cause
+from tandem.logtext import shown
 from tandem.server.api.bounds import MAX_BODY_BYTES
 from tandem.server.api.errors import Failure, Problem, Refusal, error_headers, error_json
 
 MAX_REQUEST_ID_CHARS = 256
+CODING = "content-encoding"
 Found = TypeVar("Found")
 
 
@@ -30,7 +32,10 @@ def error_response(failure: Failure, request_id: str) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, within bounds."""
+    """The whole body, within bounds, as it came: nothing is unpacked, for nobody knows how much that would be."""
+    coding = request.headers.get(CODING, "").strip().lower()
+    if coding not in ("", "identity"):
+        raise Refusal(Problem.UNSUPPORTED, f"{CODING}: a body in {shown(coding)} is not read here", param=CODING)
     too_large = Refusal(Problem.BODY_TOO_LARGE, f"the body is longer than {MAX_BODY_BYTES} bytes")
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > MAX_BODY_BYTES:

@@ -4,6 +4,7 @@
   as a no. But the parser takes the offer for an agreement and never reads the body. So the offer is made unreadable.
 - The parser keeps a head, or the trailer of a body, in memory until it is complete, however long it grows. Here
   `MAX_HEAD_BYTES` are read for it and no more.
+- What it cannot read is refused in the form of all other errors.
 - `proxy_headers` is off: who a client is, is told by its socket. Else anybody on this machine could be anybody.
 """
 
@@ -25,6 +26,7 @@ class Http1(HttpToolsProtocol):
     """One connection."""
 
     _kept_bytes = 0  # by the parser, since it last came to the end of a head, a piece of a body, or a message
+    _is_unreadable = False  # the parser has given up
 
     def data_received(self, data: bytes) -> None:
         """No valid JSON body holds an offer, so only heads are changed; a head that comes in two parts may escape."""
@@ -33,10 +35,10 @@ class Http1(HttpToolsProtocol):
             piece = data[start : start + MAX_HEAD_BYTES]
             self._kept_bytes += len(piece)
             super().data_received(piece)
-            if self.transport.is_closing():
+            if self._is_unreadable or self.transport.is_closing():
                 return
             if self._kept_bytes >= MAX_HEAD_BYTES:
-                self._refuse_head()
+                self._refuse(HEAD_REFUSED)
                 return
 
     def on_message_begin(self) -> None:
@@ -58,9 +60,19 @@ class Http1(HttpToolsProtocol):
         self._kept_bytes = 0
         super().on_message_complete()
 
-    def _refuse_head(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
-            self.end_with(HEAD_REFUSED)
+    def send_400_response(self, msg: str) -> None:
+        """Uvicorn's, which says it where the parser gives up, as text and in the middle of whatever is being said."""
+        self._is_unreadable = True
+        self._refuse(UNREADABLE)
+
+    def _refuse(self, answer: bytes) -> None:
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self.end_with(answer)
+        elif not cycle.response_started and not self.pipeline:  # and it shall not be
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self.end_with(answer)
         else:  # it would land in the middle of an answer
             self.transport.close()
 
@@ -82,6 +94,7 @@ HEAD_REFUSED = whole_answer(
     Failure(Problem.HEAD_TOO_LARGE, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"),
     "Request Header Fields Too Large",
 )
+UNREADABLE = whole_answer(Failure(Problem.MALFORMED_REQUEST, "this is no HTTP/1.1 that can be read"), "Bad Request")
 
 
 def uvicorn_config(

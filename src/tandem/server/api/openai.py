@@ -163,7 +163,7 @@ def chat_text(
     messages = [flat_message(message) for message in body.messages]
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
-        variables.setdefault("reasoning_effort", body.reasoning_effort)
+        variables = variables_of(body.reasoning_effort) | variables
     for reserved in ("messages", "add_generation_prompt"):
         if reserved in variables:
             raise invalid("chat_template_kwargs", f"must not set {reserved}")
@@ -181,6 +181,11 @@ def chat_text(
         messages[:-1], add_generation_prompt=True, variables=variables, rendered_at=rendered_at
     )
     return before._replace(text=before.text + last["content"])
+
+
+def variables_of(effort: str) -> dict[str, Any]:
+    """By which templates know it: some have efforts, others only whether there is thinking, by one of two names."""
+    return {"reasoning_effort": effort, **dict.fromkeys(("enable_thinking", "thinking"), effort != "none")}
 
 
 # out

@@ -235,6 +235,10 @@ RESPONSE_FORMAT: Schema = {
     ]
 }
 NO_STREAM: Schema = {"enum": [False, None]}
+CHAT_TOOLS: Schema = {
+    "type": ["array", "null"],
+    "items": {"required": ["function"], "properties": {"type": {"const": "function"}, "function": FUNCTION}},
+}
 # What else a body must hold, or what a member must be that its type leaves open.
 NARROWER: dict[str, Schema] = {
     "/v1/embeddings": {"properties": {"normalize": {"enum": [True, None]}, "stream": NO_STREAM}},
@@ -250,12 +254,7 @@ NARROWER: dict[str, Schema] = {
         "properties": {
             "modalities": {"enum": [None, ["text"]]},
             "function_call": {"enum": [None, "none", "auto"]},
-            "tools": {
-                "items": {
-                    "required": ["function"],
-                    "properties": {"type": {"const": "function"}, "function": FUNCTION},
-                }
-            },
+            "tools": CHAT_TOOLS,
             "tool_choice": tool_choice("function", FUNCTION),
             "response_format": RESPONSE_FORMAT,
             "chat_template_kwargs": TEMPLATE_VARIABLES,
@@ -267,7 +266,7 @@ NARROWER: dict[str, Schema] = {
         "properties": MESSAGES | {"max_tokens": {"type": "integer"}},
     },
     "/v1/messages/count_tokens": {"properties": MESSAGES},
-    "/tokenize": {"properties": {"messages": {"items": MESSAGE}}},
+    "/tokenize": {"properties": {"messages": {"items": MESSAGE, "minItems": 1}}},
     "/v1/responses": {
         "properties": {
             "n": {"enum": [1, None]},
@@ -357,6 +356,17 @@ RULES: dict[str, tuple[Schema, ...]] = {
         rule("top_logprobs needs logprobs.", {"top_logprobs": {"enum": [0, None]}}, {"logprobs": {"const": True}}),
     ),
     "/v1/completions": OF_OPENAI,
+    "/tokenize": (
+        rule(
+            "What stands beside messages is that of a chat.",
+            {"messages": NULL},
+            {
+                "tools": CHAT_TOOLS,
+                "tool_choice": tool_choice("function", FUNCTION) | {"type": ["string", "object", "null"]},
+                "chat_template_kwargs": {"type": ["object", "null"]} | TEMPLATE_VARIABLES,
+            },
+        ),
+    ),
     "/v1/responses": (
         at_most_one(
             GRAMMARS | {"text": {"type": ["object", "null"], "properties": {"format": PLAIN_FORMAT}}},
@@ -373,7 +383,7 @@ OF_ROUTING: Schema = {
 OTHERS: dict[str, tuple[type[Struct], dict[str, Schema], str]] = {
     "/tokenize": (
         TokenizeBody,
-        {"prompt": GIVEN, "text": GIVEN, "messages": {"type": "array", "items": MESSAGE}},
+        {"prompt": GIVEN, "text": GIVEN, "messages": LIST | {"items": MESSAGE}},
         "Text to token ids.",
     ),
     "/v1/messages/count_tokens": (

@@ -9,11 +9,12 @@ from starlette.routing import Route
 
 from tandem.server.api.body import DetokenizeBody, TokenizeBody
 from tandem.server.api.bounds import LOOP_CHAT_BYTES, LOOP_IDS, MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
-from tandem.server.api.chat_form import flat_message
+from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.errors import invalid
 from tandem.server.api.gate import read_body
 from tandem.server.api.large_body import decode_anywhere
 from tandem.server.api.off_loop import off_loop
+from tandem.server.api.openai import chat_text
 from tandem.server.api.ops import json_response
 from tandem.server.api.tokenizer import Tokenizer
 from tandem.server.api.validation import ModelLimits, check_ids
@@ -22,9 +23,10 @@ from tandem.server.api.validation import ModelLimits, check_ids
 class TokenizationPage:
     """One instance per application; the methods are its endpoints."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, form: ChatForm) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        self._form = form
 
     def routes(self) -> list[Route]:
         return [
@@ -55,12 +57,9 @@ class TokenizationPage:
         return await off_loop(sum(map(len, rows)), LOOP_IDS, json_response, document)
 
     def _chat_text(self, body: TokenizeBody) -> str:
-        messages = [flat_message(message) for message in body.messages or ()]
-        adds_prompt = body.add_generation_prompt is not False
+        chat = body.chat
         rendered_at = int(time.time()) if body.rendered_at is None else body.rendered_at
-        return self._tokenizer.render_chat(
-            messages, add_generation_prompt=adds_prompt, variables={}, rendered_at=rendered_at
-        ).text
+        return chat_text(chat, self._tokenizer, rendered_at, self._form.answer_to(chat).offered).text
 
     async def detokenize(self, request: Request) -> Response:
         raw = await read_body(request)
