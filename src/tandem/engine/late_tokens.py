@@ -62,13 +62,16 @@ class LateTokens(Generic[S]):
 
     def before(self, plan: BatchPlan) -> None:
         """Take what this batch cannot begin without. Raises WorkerGone."""
+        if not self._unsettled:
+            return
         requests = {row.request for row in plan.rows} | {join.request for join in plan.join}
         wanted = [batch.shares_decode_set(plan) or batch.touches(requests) for batch in self._unsettled]
         self._settle(wanted)
 
     def before_forgetting(self, requests: Set[int]) -> None:
         """Take the tokens of those who are about to be dropped: their places tell whose the others are."""
-        self._settle([batch.touches(requests) for batch in self._unsettled])
+        if self._unsettled:
+            self._settle([batch.touches(requests) for batch in self._unsettled])
 
     def _settle(self, wanted: list[bool]) -> None:
         """Up to the last batch that is wanted; and one, where there are too many."""
