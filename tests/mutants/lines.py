@@ -1428,7 +1428,7 @@ OTHERS = (
     Break(
         "refusal_at_the_door_is_told_to_nobody",
         "server/api/live_requests.py",
-        "return Declined(failure, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), failure)))",
+        "return self._declined(arrivals, failure)",
         "return Declined(failure)",
         "e2e_cpu/test_pd_refusals.py::"
         "test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
@@ -1906,6 +1906,22 @@ OTHERS = (
         "        return [action for request in list(self._live) for action in self.abort(request, now, cause)]",
         "        return [a for r in list(self._live) if not self._live[r].dp_rank for a in self.abort(r, now, cause)]",
         "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
+    ),
+    # a half that only one server refuses
+    Break(
+        "what_is_too_much_for_one_server_is_told_to_nobody",
+        "server/api/app.py",
+        "        if routing.bootstrap_room is None:",
+        "        if True:",
+        "unit/test_api_pairing.py::"
+        "test_what_is_too_much_for_this_server_alone_is_told_to_the_other_half_which_believes_it",
+    ),
+    Break(
+        "a_prompt_that_is_rendered_again_may_have_any_length",
+        "server/api/app.py",
+        "            raise_if(beyond(prompts, all_params, self._limits))",
+        "            raise_if(None)",
+        "unit/test_api_render_time.py::test_a_prompt_that_is_too_long_at_another_time_ends_the_request_with_its_cause",
     ),
     # a prefill that comes back with other DP ranks
     Break(
