@@ -1907,6 +1907,13 @@ OTHERS = (
         "        return [a for r in list(self._live) if not self._live[r].dp_rank for a in self.abort(r, now, cause)]",
         "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
     ),
+    Break(
+        "a_cache_is_said_to_be_flushed_by_who_has_not_answered",
+        "server/api/ops.py",
+        "        if silent:",
+        "        if False:",
+        "unit/test_api_operations.py::test_a_cache_that_nobody_has_flushed_is_not_said_to_be",
+    ),
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",
