@@ -1914,6 +1914,13 @@ OTHERS = (
         "        if False:",
         "unit/test_api_operations.py::test_a_cache_that_nobody_has_flushed_is_not_said_to_be",
     ),
+    Break(
+        "who_waits_behind_another_one_is_said_to_lack_pages",
+        "core/scheduler/request_state.py",
+        "    State.QUEUED: WaitingFor.TURN,",
+        "    State.QUEUED: WaitingFor.PAGES,",
+        ENDS + "who_waits_behind_another_one_waits_for_its_turn_and_not_for_pages",
+    ),
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",
