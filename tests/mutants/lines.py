@@ -1921,6 +1921,13 @@ OTHERS = (
         "    State.QUEUED: WaitingFor.PAGES,",
         ENDS + "who_waits_behind_another_one_waits_for_its_turn_and_not_for_pages",
     ),
+    Break(
+        "a_server_starts_that_refuses_all_requests_for_its_own_timeout",
+        "config.py",
+        "            > MAX_TIMEOUT_SECONDS",
+        "            > float('inf')",
+        FLAGS + "what_contradicts_itself_is_refused_with_the_reason",
+    ),
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",

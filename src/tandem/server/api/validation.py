@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
-from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
+from tandem.core.values import MAX_TIMEOUT_SECONDS, SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.sampling import Payload, SamplingDefaults, SamplingParams, VectorParams
 from tandem.server import wire
@@ -32,7 +32,6 @@ from tandem.server.api.bounds import (
     MAX_ROOM,
     MAX_SAMPLES,
     MAX_SUBMITTED_TOKENS,
-    MAX_TIMEOUT_SECONDS,
     SCORE_BYTES,
 )
 from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, invalid
