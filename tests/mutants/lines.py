@@ -1928,6 +1928,25 @@ OTHERS = (
         "            > float('inf')",
         FLAGS + "what_contradicts_itself_is_refused_with_the_reason",
     ),
+    # samples of one request, each with a decode half of its own
+    Break(
+        "a_sample_that_fails_on_prefill_takes_the_streams_of_others_with_it",
+        "server/api/stream.py",
+        """                self._outlive(sample, failure)
+                continue""",
+        """                return b"".join(events), failure
+                continue""",
+        "unit/test_api_failures.py::test_a_failing_sample_of_a_prefill_leaves_the_others_to_their_decode_halves",
+    ),
+    Break(
+        "a_sample_that_fails_on_prefill_takes_the_others_with_it",
+        "server/api/stream.py",
+        """                    self._outlive(sample, failure)
+                elif""",
+        """                    await self._fail(send, failure)
+                elif""",
+        "e2e_cpu/test_fault_injection.py::test_prompts_of_one_request_are_computed_by_decode_each_for_itself",
+    ),
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",

@@ -354,7 +354,7 @@ class Endpoints:
             arrival_ns=request.state.arrival_ns,
             reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks, made_at),
             is_streamed=bool(routing.stream),
-            sends_head_first=self._limits.role == "prefill",
+            is_prefill=self._limits.role == "prefill",
             renderer=Renderer(self._client, self._limits, prompts_at) if may_differ else None,
             endpoint=request.scope["path"],
             request_id=request.state.request_id,
