@@ -469,7 +469,8 @@ def commit_if_landed(node: NodeState, request: RequestId | None) -> tuple[Progre
     if result is None:
         return None
     side.move(TransferTrigger.COMMITTED)
-    close_room(node, progress, side, last_word(node, progress.request, side.room, "done", attempt=side.attempt))
+    done = last_word(node, progress.request, side.room, "done", attempt=side.attempt, num_pulled=arrival.num_wanted)
+    close_room(node, progress, side, done)
     split_arrival_stage(progress, arrival, result)
     progress.path = Path.REMOTE
     progress.kv_pages = arrival.num_wanted
@@ -600,7 +601,8 @@ def last_word(
     detail: str = "",
     *,
     attempt: int = 0,
+    num_pulled: int = 0,
 ) -> Release:
     """With what shows a prefill that was never told READY that it is told by the other half of its request."""
     own, digest = node.settings.incarnation, request.prompt_digest
-    return Release(room, own, outcome, cause, attempt, detail, digest, request.rendered_at)
+    return Release(room, own, outcome, cause, attempt, detail, digest, request.rendered_at, num_pulled)
