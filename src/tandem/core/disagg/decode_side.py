@@ -523,8 +523,9 @@ def fail_transfer(node: NodeState, progress: Progress, side: DecodeSide, cause: 
     """The KV will not come. By policy the request ends, or its prompt is computed here once its pages are drained."""
     recompute = node.settings.load_failure is LoadFailurePolicy.RECOMPUTE and cause not in FINAL_CAUSES
     if not recompute:
-        shown = Cause.PEER_ABORTED if cause is Cause.ABORTED else cause
-        fail(node, progress, side, shown, detail)
+        if cause is Cause.ABORTED:  # there; nobody has aborted it here
+            cause, detail = Cause.PEER_ABORTED, f"{detail}: {cause}"
+        fail(node, progress, side, cause, detail)
         return
     progress.first_cause = f"{cause}: {detail}"
     progress.path = Path.FALLBACK
