@@ -1954,6 +1954,13 @@ OTHERS = (
         "            num_offered,",
         "unit/test_core_shared_pull.py::test_full_pages_of_several_samples_are_pulled_once",
     ),
+    Break(
+        "an_end_is_told_to_nobody_while_the_connection_is_away",
+        "server/node/links.py",
+        "(peer.dials or may_wait(peer, message)):",
+        "peer.dials:",
+        "unit/test_links.py::test_an_end_that_is_told_while_the_connection_is_away_is_heard_when_it_is_back",
+    ),
     # a half that only one server refuses
     Break(
         "what_is_too_much_for_one_server_is_told_to_nobody",
