@@ -13,8 +13,8 @@ from typing import Any  # values of dataclass metadata, whose shape the standard
 
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
-from tandem.core.values import MAX_SHARDS, PAGE_TOKENS, Cut
-from tandem.door_config import DOOR_RULES, DoorConfig, Rule, flag
+from tandem.core.values import MAX_SHARDS, MAX_TIMEOUT_SECONDS, PAGE_TOKENS, Cut
+from tandem.door_config import DOOR_RULES, TOO_LATE, DoorConfig, Rule, flag
 from tandem.engine.attention.table import ATTENTION_BACKENDS, DEFAULT_ATTENTION_BACKEND
 from tandem.engine.quantization_names import QUANTIZATIONS
 from tandem.several_hosts import is_loopback
@@ -425,6 +425,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: min(c.request_timeout, c.stall_timeout, c.watchdog_timeout) <= 0,
         "timeouts must be positive",
+    ),
+    Rule(
+        lambda c: (
+            max(c.request_timeout, c.stall_timeout, c.watchdog_timeout, c.drain_timeout, c.dist_timeout)
+            > MAX_TIMEOUT_SECONDS
+        ),
+        TOO_LATE,
     ),
     Rule(
         lambda c: c.enable_hierarchical_cache and (c.disable_radix_cache or c.device != "cpu"),

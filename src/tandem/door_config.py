@@ -4,6 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
 
+from tandem.core.values import MAX_TIMEOUT_SECONDS
+
 
 def flag(
     default: Any,
@@ -80,6 +82,8 @@ def is_origin(text: str) -> bool:
     """As browsers write it in `Origin`: scheme, host and perhaps a port, nothing behind; or `*`."""
     return text in ("*", "null") or re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", text) is not None
 
+
+TOO_LATE = f"timeouts are at most {MAX_TIMEOUT_SECONDS:g} seconds: no request may have more"
 
 DOOR_RULES: tuple[Rule, ...] = (
     Rule(

@@ -102,6 +102,22 @@ def test_when_every_transfer_fails_decode_computes_the_same_tokens_itself(it: Cl
     assert tokens_and_paths(answers(it)) == (expected, {"remote"})
 
 
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_prompts_of_one_request_are_computed_by_decode_each_for_itself(it: Cluster, half: str) -> None:
+    """Short ones have failed while the others, of several chunks, are on their way: those must not be given up."""
+    assert it.router is not None
+    flush(it)
+    body = {"input_ids": [prompt(number) for number in range(NUM_REQUESTS)], "sampling_params": {"temperature": 0}}
+    expected, _ = tokens_and_paths(it.router.call("POST", "/generate", body))
+    flush(it)
+    servers = it.prefills if half == "prefill" else it.decodes
+    set_failures(servers, 1.0)
+    for _ in range(3):
+        assert tokens_and_paths(it.router.call("POST", "/generate", body)) == (expected, {"fallback"})
+        flush(it)
+    set_failures(servers, 0.0)
+
+
 def test_the_share_that_fails_is_what_the_environment_says_until_it_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TANDEM_TEST_DISAGG_FAILURE_PROB", "1")
     with cluster(prefills=1, decodes=1, flags=FLAGS) as it:

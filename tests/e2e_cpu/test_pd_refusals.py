@@ -112,6 +112,27 @@ def test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobo
         eventually(server.is_idle, what=server.state)
 
 
+def test_a_prompt_that_is_too_long_for_decode_alone_ends_the_half_of_prefill_though_nobody_stands_between(
+    tmp_path: Path,
+) -> None:
+    """Prefill would wait for a minute; it believes who knows its prompt, and so its reader is told why."""
+    with halves(tmp_path, (), ("--context-length", "24")) as (prefill, decode):
+        pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port(prefill), "bootstrap_room": 47}
+        words = [*range(100, 130)]
+        half = prefill.stream(words, timeout=60, **pair)
+        eventually(lambda: prefill.state()["rooms"], what=prefill.state)
+        began = time.monotonic()
+        with pytest.raises(HttpError) as refused:
+            decode.generate(words, **pair)
+        assert (refused.value.status, refused.value.error["code"]) == (400, "context_length_exceeded")
+        told = half.rest()[-1]["error"]
+        print(f"prefill's half has ended {time.monotonic() - began:.3f} s later")
+        assert told["code"] == "peer_aborted"
+        assert refused.value.error["message"] in told["message"]
+        for server in (prefill, decode):
+            eventually(server.is_idle, what=server.state)
+
+
 def call(port: int, method: str, path: str, body: Any, headers: dict[str, str]) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:

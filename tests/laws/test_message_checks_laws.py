@@ -50,9 +50,8 @@ def messages(draw: st.DrawFn) -> Message:
             )  # fmt: skip
         case 2:
             outcome = draw(st.sampled_from(("done", "aborted", "not_needed")))
-            return Release(
-                room, source, outcome, draw(st.one_of(st.none(), st.just(cause))), draw(numbers), draw(texts)
-            )
+            told_cause, num_pulled = draw(st.one_of(st.none(), st.just(cause))), draw(numbers)
+            return Release(room, source, outcome, told_cause, draw(numbers), draw(texts), num_pulled=num_pulled)
         case _:
             return Abort(room, source, cause, draw(texts))
 

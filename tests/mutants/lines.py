@@ -1428,7 +1428,7 @@ OTHERS = (
     Break(
         "refusal_at_the_door_is_told_to_nobody",
         "server/api/live_requests.py",
-        "return Declined(failure, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), failure)))",
+        "return self._declined(arrivals, failure)",
         "return Declined(failure)",
         "e2e_cpu/test_pd_refusals.py::"
         "test_a_half_that_decode_refuses_at_its_door_ends_that_of_prefill_though_nobody_stands_between",
@@ -1906,6 +1906,76 @@ OTHERS = (
         "        return [action for request in list(self._live) for action in self.abort(request, now, cause)]",
         "        return [a for r in list(self._live) if not self._live[r].dp_rank for a in self.abort(r, now, cause)]",
         "unit/test_api_ranks.py::test_what_concerns_the_whole_server_reaches_every_rank_once",
+    ),
+    Break(
+        "a_cache_is_said_to_be_flushed_by_who_has_not_answered",
+        "server/api/ops.py",
+        "        if silent:",
+        "        if False:",
+        "unit/test_api_operations.py::test_a_cache_that_nobody_has_flushed_is_not_said_to_be",
+    ),
+    Break(
+        "who_waits_behind_another_one_is_said_to_lack_pages",
+        "core/scheduler/request_state.py",
+        "    State.QUEUED: WaitingFor.TURN,",
+        "    State.QUEUED: WaitingFor.PAGES,",
+        ENDS + "who_waits_behind_another_one_waits_for_its_turn_and_not_for_pages",
+    ),
+    Break(
+        "a_server_starts_that_refuses_all_requests_for_its_own_timeout",
+        "config.py",
+        "            > MAX_TIMEOUT_SECONDS",
+        "            > float('inf')",
+        FLAGS + "what_contradicts_itself_is_refused_with_the_reason",
+    ),
+    # samples of one request, each with a decode half of its own
+    Break(
+        "a_sample_that_fails_on_prefill_takes_the_streams_of_others_with_it",
+        "server/api/stream.py",
+        """                self._outlive(sample, failure)
+                continue""",
+        """                return b"".join(events), failure
+                continue""",
+        "unit/test_api_failures.py::test_a_failing_sample_of_a_prefill_leaves_the_others_to_their_decode_halves",
+    ),
+    Break(
+        "a_sample_that_fails_on_prefill_takes_the_others_with_it",
+        "server/api/stream.py",
+        """                    self._outlive(sample, failure)
+                elif""",
+        """                    await self._fail(send, failure)
+                elif""",
+        "e2e_cpu/test_fault_injection.py::test_prompts_of_one_request_are_computed_by_decode_each_for_itself",
+    ),
+    Break(
+        "prefill_counts_pages_that_came_for_another_request",
+        "core/disagg/prefill_side.py",
+        "            min(num_pulled, num_offered),",
+        "            num_offered,",
+        "unit/test_core_shared_pull.py::test_full_pages_of_several_samples_are_pulled_once",
+    ),
+    Break(
+        "an_end_is_told_to_nobody_while_the_connection_is_away",
+        "server/node/links.py",
+        "(peer.dials or may_wait(peer, message)):",
+        "peer.dials:",
+        "unit/test_links.py::test_an_end_that_is_told_while_the_connection_is_away_is_heard_when_it_is_back",
+    ),
+    # a half that only one server refuses
+    Break(
+        "what_is_too_much_for_one_server_is_told_to_nobody",
+        "server/api/app.py",
+        "        if routing.bootstrap_room is None:",
+        "        if True:",
+        "unit/test_api_pairing.py::"
+        "test_what_is_too_much_for_this_server_alone_is_told_to_the_other_half_which_believes_it",
+    ),
+    Break(
+        "a_prompt_that_is_rendered_again_may_have_any_length",
+        "server/api/app.py",
+        "            raise_if(beyond(prompts, all_params, self._limits))",
+        "            raise_if(None)",
+        "unit/test_api_render_time.py::test_a_prompt_that_is_too_long_at_another_time_ends_the_request_with_its_cause",
     ),
     # a prefill that comes back with other DP ranks
     Break(

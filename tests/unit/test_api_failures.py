@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from api_fakes import Script, World, ids, sse, world
 from starlette.types import Message
 
 from tandem.core import commands, events
+from tandem.core.commands import FinishReason
+from tandem.core.request import Request
 from tandem.core.values import Cause
 from tandem.server.api.errors import RULES, Problem
 
@@ -80,6 +83,21 @@ def test_a_failing_sample_ends_the_others() -> None:
         assert http.post("/v1/completions", json={"prompt": "x", "n": 3}).status_code == 502
     assert w.node.sent == [events.AbortRequested(1), events.AbortRequested(3)]
     assert [line["outcome"] for line in log_lines(w)] == ["aborted", "peer_lost", "aborted"]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_a_failing_sample_of_a_prefill_leaves_the_others_to_their_decode_halves(stream: bool) -> None:
+    """Each has one of its own, which computes the prompt of the failed one itself and waits for the KV of these."""
+
+    def script(request: Request, payload: object) -> Script:
+        return Script(failure=Cause.PEER_ABORTED) if request.id == 2 else Script(ids("a"), FinishReason.LENGTH)
+
+    with (w := world(script, disaggregation_mode="prefill")).http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "x", "n": 3, "stream": stream, "bootstrap_room": 7})
+    assert w.node.sent == [], "nobody is told to end"
+    last = sse(answer.text)[-1] if stream else answer.json()
+    assert last["error"]["code"] == "peer_aborted"
+    assert Counter(line["outcome"] for line in log_lines(w)) == {"length": 2, "peer_aborted": 1}
 
 
 def test_overload_and_draining_tell_when_to_come_back() -> None:

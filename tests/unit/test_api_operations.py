@@ -13,7 +13,8 @@ from tandem import __version__
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
 from tandem.server.api import ops
-from tandem.server.api.errors import RULES, Problem, errors_page
+from tandem.server.api.errors import RULES, Problem, Refusal, errors_page
+from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
 from tandem.server.api.validation import Task
 
@@ -151,6 +152,32 @@ def test_flush_and_debug_ask_the_node() -> None:
         assert http.post("/flush_cache").status_code == 200
         assert http.get("/debug/waits").json() == [{"reason": "PEER"}]
         assert http.get("/debug/state").json() == {"pages": 1}
+
+
+def test_a_cache_that_nobody_has_flushed_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def is_silent(self: NodeRank, what: str, **_: object) -> bytes:
+        raise Refusal(Problem.NODE_SILENT, "the node did not answer")
+
+    with world(is_ready=False).http() as http:
+        loading = http.post("/flush_cache")
+    monkeypatch.setattr(NodeRank, "query", is_silent)
+    with world(ranks=2).http() as http:
+        silent = http.post("/flush_cache")
+    assert [answer.status_code for answer in (loading, silent)] == [503, 503]
+    assert loading.json()["error"]["code"] == "not_ready"
+    assert (silent.json()["error"]["code"], silent.json()["error"]["message"]) == (
+        "node_silent",
+        "DP rank 0, 1 did not answer, and may not have flushed its cache",
+    )
+
+
+def test_loads_of_a_rank_that_is_gone_are_not_said_to_be_of_none() -> None:
+    with (w := world(ranks=2, answers={"metrics": NUMBERS})).http() as http:
+        w.client.lose("DP rank 1: killed", 1)
+        assert http.get("/v1/loads?dp_rank=0").status_code == 200
+        gone, never = (http.get(f"/v1/loads?dp_rank={number}") for number in (1, 2))
+    assert (gone.status_code, gone.json()["error"]["message"]) == (503, "DP rank 1: killed")
+    assert (never.status_code, never.json()["error"]["param"]) == (400, "dp_rank")
 
 
 def test_debug_is_for_the_own_machine_only() -> None:

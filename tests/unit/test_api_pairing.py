@@ -1,5 +1,7 @@
 """The fields of a disaggregated pair: rooms, peers and seeds that both halves derive alike."""
 
+from collections.abc import Callable
+
 import pytest
 from api_fakes import World, ids, world
 
@@ -51,6 +53,49 @@ def test_a_half_that_the_edge_refuses_is_told_to_the_node_for_the_sake_of_the_ot
     _, refused = w.node.sent
     assert isinstance(refused, RequestRefused)
     assert (refused.request.room, refused.cause) == (77, Cause.DRAINING)
+
+
+ALONE = [
+    pytest.param("/v1/completions", {"prompt": "x" * 30}, Cause.CONTEXT_LENGTH_EXCEEDED, id="a long text"),
+    pytest.param("/v1/completions", {"prompt": [5] * 900}, Cause.CONTEXT_LENGTH_EXCEEDED, id="many ids"),
+    pytest.param(
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x" * 30}]},
+        Cause.CONTEXT_LENGTH_EXCEEDED,
+        id="a long chat",
+    ),
+    pytest.param("/generate", {"text": ["x", "x" * 30]}, Cause.CONTEXT_LENGTH_EXCEEDED, id="one of two texts"),
+    pytest.param("/v1/completions", {"prompt": "x", "n": 6}, Cause.PEER_ABORTED, id="many samples"),
+]
+
+
+@pytest.mark.parametrize("half", [prefill, decode])
+@pytest.mark.parametrize(("path", "body", "cause"), ALONE)
+def test_what_is_too_much_for_this_server_alone_is_told_to_the_other_half_which_believes_it(
+    path: str, body: dict, cause: Cause, half: Callable[..., World]
+) -> None:
+    """Another server has the room for it: what the node is told of has the digest that its half has there."""
+    secret = b"of the cluster"
+    taken = requests_of(half(digest_secret=secret), body | PAIR, path)
+    with (w := half(digest_secret=secret, context_length=20, max_queued_requests=5)).http() as http:
+        response = http.post(path, json=body | PAIR)
+    assert response.status_code == 400
+    assert w.node.submits == []
+    told = [message for message in w.node.sent if isinstance(message, RequestRefused)]
+    assert [(one.request.room, one.request.prompt_digest) for one in told] == [
+        (one.room, one.prompt_digest) for one in taken
+    ]
+    assert {(one.request.peer, one.cause, one.detail) for one in told} == {
+        (taken[0].peer, cause, response.json()["error"]["message"])
+    }
+    assert not any(one.request.page_hashes for one in told), "a node is told whose half it is, however long"
+
+
+def test_what_no_server_takes_is_told_to_nobody() -> None:
+    with (w := decode(context_length=20)).http() as http:
+        for more in ({"bootstrap_room": None}, {"priority": 3}):
+            assert http.post("/v1/completions", json={"prompt": "x" * 30, **PAIR, **more}).status_code == 400
+    assert w.node.sent == []
 
 
 def test_a_unified_server_ignores_the_fields() -> None:

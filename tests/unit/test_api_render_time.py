@@ -248,6 +248,15 @@ def test_a_template_that_refuses_another_time_ends_the_request_with_a_cause() ->
     assert abort == events.AbortRequested(only_submit(made).request.id, Cause.PROTOCOL)
 
 
+def test_a_prompt_that_is_too_long_at_another_time_ends_the_request_with_its_cause() -> None:
+    growing = load_tokenizer("{% if strftime_now('%H') != '12' %}{{ 'x' * 20 }}{% endif %}x")
+    made = prefill(growing, context_length=20)
+    with made.http() as http:
+        answer = http.post("/v1/chat/completions", json=CHAT | ROOM | {"rendered_at": NOON})
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert made.node.rendered == []
+
+
 def test_no_more_time_is_given_for_it_than_is_left(clock: Tokenizer) -> None:
     made = prefill(clock)
     with made.http() as http:

@@ -251,6 +251,7 @@ def test_router_flags_name_prefills_with_and_without_a_bootstrap_port() -> None:
         ("--prefill http://a:1 1 2 --decode http://d:4", "not also 2"),
         ("--prefill http://a --decode http://d:4", "names no port"),
         ("--prefill http://a:1 --decode http://a:1", "named twice"),
+        ("--prefill http://a:1 --decode http://b:1 --request-timeout 604801", "timeouts are at most 604800 seconds"),
         ("--prefill http://a:1 --decode http://d:4 --retries -1", "--retries"),
         ("--prefill http://a:1 --decode http://d:4 --port 70000", "--port takes 0 to 65535"),
         ("--prefill http://a:1 --decode http://d:4 --drain-timeout -1", "--drain-timeout must not be negative"),

@@ -38,6 +38,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 PREFILL = ("--disaggregation-mode", "prefill")
+TIMEOUTS = ("request", "stall", "watchdog", "drain", "dist")
 
 
 @cache
@@ -99,6 +100,7 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         (["stray"], "unknown argument stray; see"),
         (["--port", "many"], "argument --port: invalid int value: 'many'"),
         (["--mem-fraction-static", "x"], "argument --mem-fraction-static: invalid float value: 'x'"),
+        (["--max-queued-requests", "9" * 19], "argument --max-queued-requests: invalid int value: '9999999"),
         (["--request-timeout", "nan"], "argument --request-timeout: invalid float value: 'nan'"),
         (["--stall-timeout", "inf"], "argument --stall-timeout: invalid float value: 'inf'"),
         (["--dtype", "int3"], "argument --dtype: invalid choice: 'int3'"),
@@ -138,6 +140,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-metadata-slots", "131073"], "at most 131072"),
         (["--mem-fraction-static", "1.5"], "between 0 and 1"),
         (["--request-timeout", "0"], "timeouts must be positive"),
+        *(([f"--{name}-timeout", "604801"], "timeouts are at most 604800 seconds") for name in TIMEOUTS),
         (["--optimistic-prefill-policy", "park", "--optimistic-prefill-retries", "2"], "contradict each other"),
         (["--optimistic-prefill-policy", "retry", "--optimistic-prefill-retries", "0"], "contradict each other"),
         (["--optimistic-prefill-policy", "park", "--optimistic-prefill-attempts", "0"], "contradict each other"),

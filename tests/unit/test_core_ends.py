@@ -199,6 +199,24 @@ def test_a_queued_request_names_what_it_lacks_when_its_deadline_comes(waits_for:
     assert (end.cause, end.stage) == (Cause.DEADLINE_EXCEEDED, waits_for)
 
 
+@pytest.mark.parametrize("settings", [{"max_running": 1}, {"window_depth": 1, "chunk_tokens": 16}], ids=str)
+def test_who_waits_behind_another_one_waits_for_its_turn_and_not_for_pages(settings: dict) -> None:
+    """Pages are free; the one before it lacks something else."""
+    world = World()
+    node = world.prefill(**settings)
+    node.holds.add(BatchReturned)
+    world.submit(node, room=1, **IN_THE_WAY)
+    world.run()
+    world.submit(node, room=2, **ASKED)
+    waiting = world.submit(node, room=3, **ASKED)
+    world.run()
+    assert node.progress(waiting).waiting_for is WaitingFor.TURN
+    world.advance(TIMEOUT_NS + SECOND)
+    end = node.ended[waiting]
+    assert isinstance(end, FailRequest)
+    assert (end.cause, end.stage) == (Cause.DEADLINE_EXCEEDED, WaitingFor.TURN)
+
+
 def test_a_failure_names_the_wait_how_long_it_was_and_on_whom() -> None:
     world = World()
     prefill, decode = world.prefill(), world.decode()

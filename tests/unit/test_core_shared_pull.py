@@ -27,7 +27,8 @@ def test_full_pages_of_several_samples_are_pulled_once() -> None:
     world.run()
     assert pulled(decode) == 13 + 3 * 1
     assert {tuple(decode.tokens[request]) for _, request in pairs} == {tuple(expected_tokens(PROMPT, 4, seed=1))}
-    assert [getattr(decode.ended[request], "kv_pages", None) for _, request in pairs] == [13, 1, 1, 1]
+    for node, ids in ((prefill, [left for left, _ in pairs]), (decode, [right for _, right in pairs])):
+        assert [getattr(node.ended[request], "kv_pages", None) for request in ids] == [13, 1, 1, 1]
     assert_nothing_is_held([prefill, decode])
 
 

@@ -21,6 +21,20 @@ def test_a_connection_that_can_be_made_again_shortly_before_it_is_given_up_is_ma
     assert [type(event) for event in (*prefill.heard, *decode.heard)] == [PeerReturned, PeerReturned]
 
 
+def test_an_end_that_is_told_while_the_connection_is_away_is_heard_when_it_is_back() -> None:
+    """Nobody says it again, as who waits does with READY."""
+    wires, prefill, decode = two_nodes()
+    wires.listener = None
+    wires.cut(link_of(decode, PREFILL))
+    wires.pass_time(100 * MILLISECOND, prefill, decode)
+    end = Release(Room(5), DECODE, "not_needed")
+    decode.tell(PREFILL, ready(4))
+    decode.tell(PREFILL, end)
+    wires.listener = prefill
+    wires.pass_time(SECOND, prefill, decode)
+    assert prefill.said == [end]
+
+
 def test_redials_grow_apart_and_end() -> None:
     wires, prefill, decode = two_nodes()
     wires.listener = None

@@ -147,6 +147,12 @@ def test_a_release_of_an_attempt_that_cannot_be_gives_its_room_up(attempt: int) 
     assert told == Release(ROOM, DECODE, "aborted", Cause.PROTOCOL, 0, "attempt is out of bounds")
 
 
+@pytest.mark.parametrize("num_pulled", [-1, HUGE])
+def test_a_release_of_so_many_pages_as_there_cannot_be_gives_its_room_up(num_pulled: int) -> None:
+    told = admitted(changed(RELEASE, num_pulled=num_pulled), BOUNDS)
+    assert told == Release(ROOM, DECODE, "aborted", Cause.PROTOCOL, 1, "num_pulled is out of bounds")
+
+
 @pytest.mark.parametrize("message", [RELEASE, ABORT])
 def test_a_reason_for_people_is_one_line_and_the_rest_of_the_message_stays(message: Message) -> None:
     forged = "gone\n2026-01-01 tandem: \x1b[31mall is well\u2028" + "x" * 5000

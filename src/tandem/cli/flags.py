@@ -96,7 +96,15 @@ def kind_of(name: str, settings: type = ServerConfig) -> type:
 
 def scalar(kind: type) -> Callable[[str], object]:
     """What argparse makes a value with."""
-    return finite if kind is float else kind
+    return finite if kind is float else integer if kind is int else kind
+
+
+def integer(text: str) -> int:
+    """Settings go to other processes in messages, which carry 64 bits."""
+    with contextlib.suppress(ValueError):
+        if abs(value := int(text)) < 1 << 63:
+            return value
+    raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
 
 
 def finite(text: str) -> float:

@@ -196,7 +196,7 @@ class LoadWanted(Struct, frozen=True, tag=True):
 
 
 class LoadsGathered(Struct, frozen=True, tag=True):
-    """One pass of the prefill delayer: what all ranks said, the same for all of them (`sched.gather`)."""
+    """One pass of the prefill delayer: what all ranks said, the same for all of them (`scheduler/delayer_sync.py`)."""
 
     number: int
     loads: tuple[RankLoad, ...]

@@ -22,6 +22,7 @@ MAX_BLOCK_TOKENS = 64  # that a row may sample at once
 MAX_RENDERED_AT = 253_402_300_799  # Unix seconds: where the calendar of every server ends, with the year 9999
 MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
+MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0  # that any request has, and any flag gives
 
 
 class Cause(StrEnum):

@@ -469,7 +469,8 @@ def commit_if_landed(node: NodeState, request: RequestId | None) -> tuple[Progre
     if result is None:
         return None
     side.move(TransferTrigger.COMMITTED)
-    close_room(node, progress, side, last_word(node, progress.request, side.room, "done", attempt=side.attempt))
+    done = last_word(node, progress.request, side.room, "done", attempt=side.attempt, num_pulled=arrival.num_wanted)
+    close_room(node, progress, side, done)
     split_arrival_stage(progress, arrival, result)
     progress.path = Path.REMOTE
     progress.kv_pages = arrival.num_wanted
@@ -522,8 +523,9 @@ def fail_transfer(node: NodeState, progress: Progress, side: DecodeSide, cause: 
     """The KV will not come. By policy the request ends, or its prompt is computed here once its pages are drained."""
     recompute = node.settings.load_failure is LoadFailurePolicy.RECOMPUTE and cause not in FINAL_CAUSES
     if not recompute:
-        shown = Cause.PEER_ABORTED if cause is Cause.ABORTED else cause
-        fail(node, progress, side, shown, detail)
+        if cause is Cause.ABORTED:  # there; nobody has aborted it here
+            cause, detail = Cause.PEER_ABORTED, f"{detail}: {cause}"
+        fail(node, progress, side, cause, detail)
         return
     progress.first_cause = f"{cause}: {detail}"
     progress.path = Path.FALLBACK
@@ -600,7 +602,8 @@ def last_word(
     detail: str = "",
     *,
     attempt: int = 0,
+    num_pulled: int = 0,
 ) -> Release:
     """With what shows a prefill that was never told READY that it is told by the other half of its request."""
     own, digest = node.settings.incarnation, request.prompt_digest
-    return Release(room, own, outcome, cause, attempt, detail, digest, request.rendered_at)
+    return Release(room, own, outcome, cause, attempt, detail, digest, request.rendered_at, num_pulled)

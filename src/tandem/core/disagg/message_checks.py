@@ -85,6 +85,8 @@ def release_fault(release: Release) -> str | None:
         return "prompt_digest is too long"
     if not 0 <= release.rendered_at <= MAX_RENDERED_AT:
         return "rendered_at is out of bounds"
+    if not 0 <= release.num_pulled < MAX_COUNT:
+        return "num_pulled is out of bounds"
     return None
 
 

@@ -81,6 +81,7 @@ class Release(Struct, frozen=True, tag="release"):
     detail: str = ""
     prompt_digest: bytes = b""  # before READY nobody is bound to the room: only who has its prompt is believed
     rendered_at: int = 0  # as in READY: of prompts that show different times the digests differ
+    num_pulled: int = 0  # pages that were read for it: others that were offered had come for another request
 
 
 class Abort(Struct, frozen=True, tag="abort"):

@@ -471,7 +471,8 @@ def on_release(node: NodeState, peer: Incarnation, release: Release) -> None:
         fail(node, progress, side, Cause.PROTOCOL, "decode released as done before everything was offered")
     else:
         side.move(TransferTrigger.RELEASED)
-        finish(node, progress, side, Path.REMOTE if release.outcome == "done" else Path.LOCAL)
+        path = Path.REMOTE if release.outcome == "done" else Path.LOCAL
+        finish(node, progress, side, path, num_pulled=release.num_pulled)
 
 
 def may_end(side: PrefillSide, request: Request, peer: Incarnation, release: Release) -> bool:
@@ -489,9 +490,9 @@ def may_end(side: PrefillSide, request: Request, peer: Incarnation, release: Rel
     return release.outcome != "done" and (has_times or release.prompt_digest == request.prompt_digest)
 
 
-def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -> None:
+def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path, *, num_pulled: int) -> None:
     """Decode has committed: the request ends here with the tokens that were sampled, as far as they were asked for. Not
-    needed: with none.
+    needed: with none. num_pulled: pages, as decode says.
     """
     charge_stage(node, progress)
     if side.result is not None and path is Path.REMOTE:
@@ -504,7 +505,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
         extras = ((progress.id, side.result.extra),) if side.result.extra else ()
         count = min(len(side.result.token) // TOKEN_BYTES, progress.request.max_new_tokens)
         node.out.append(EmitTokens((progress.id,) * count, side.result.token[: TOKEN_BYTES * count], extras))
-    kv_pages = side.reader.offered - side.reader.held_pages if side.reader is not None else 0
+    num_offered = side.reader.offered - side.reader.held_pages if side.reader is not None else 0
     revoke(node, progress, side)
     end(
         node,
@@ -515,7 +516,7 @@ def finish(node: NodeState, progress: Progress, side: PrefillSide, path: Path) -
             path,
             progress.cached_tokens,
             progress.computed_tokens,
-            kv_pages,
+            min(num_pulled, num_offered),
             StageTimings(tuple(progress.stages.items())),
             side.prefill_retry_count,
             host_tokens=progress.host_tokens,

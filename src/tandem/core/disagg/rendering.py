@@ -24,7 +24,7 @@ from tandem.core.values import Cause, Incarnation
 
 
 def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
-    """READY has come. One of another time waits for the prompt; all others are `prefill.on_ready`'s."""
+    """READY has come. One of another time waits for the prompt; all others are `prefill_side.on_ready`'s."""
     progress = node.in_room(ready.room)
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, PrefillSide):

@@ -102,6 +102,7 @@ class WaitingFor(StrEnum):
     PEER = "peer"  # bootstrap
     RENDERING = "rendering"  # the edge, which renders the prompt at decode's time
     DP_RANK = "dp_rank"  # which of the peer's ranks has it
+    TURN = "turn"  # those before it in the queue: nothing is known that it lacks itself
     PAGES = "pages"
     SLOT = "slot"
     RESULT_SLOT = "result_slot"
@@ -117,7 +118,7 @@ class WaitingFor(StrEnum):
 
 _WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
-    State.QUEUED: WaitingFor.PAGES,
+    State.QUEUED: WaitingFor.TURN,
     State.LOADING: WaitingFor.TIER,
     State.COMPUTING: WaitingFor.WINDOW,
     State.ARRIVING: WaitingFor.LANDING,

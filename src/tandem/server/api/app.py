@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -43,7 +44,7 @@ from tandem.server.api.body import (
 )
 from tandem.server.api.bounds import LOOP_BYTES, LOOP_IDS, LOOP_SAMPLES
 from tandem.server.api.chat_form import ChatForm
-from tandem.server.api.client import NodeClient
+from tandem.server.api.client import NodeClient, raise_if
 from tandem.server.api.cors import cors
 from tandem.server.api.debug_page import DebugPage
 from tandem.server.api.detokenizer import detokenizer
@@ -55,6 +56,7 @@ from tandem.server.api.generate import GenerateReply, read_native
 from tandem.server.api.hosts import Hosts
 from tandem.server.api.http_counting import CountingMiddleware
 from tandem.server.api.large_body import decode_both
+from tandem.server.api.live_requests import Arrival
 from tandem.server.api.messages import MessagesBody, MessagesReply, chat_of, count_tokens, read_messages
 from tandem.server.api.off_loop import off_loop
 from tandem.server.api.openai import ChatReply, CompletionReply, Shape, read_chat, read_completion
@@ -77,6 +79,7 @@ from tandem.server.api.validation import (
     SampleRequest,
     Task,
     ask_all,
+    beyond,
     check_task,
     check_timeout,
     submission,
@@ -332,12 +335,17 @@ class Endpoints:
             "the prompt was not tokenized",
         )
         resume = await self._resumed(request, raw)
+        if (failure := beyond(prompts, all_params, self._limits)) is not None:
+            await self._decline(failure, request, routing, prompts, all_params, resume)
+            raise Refusal.of(failure)
         made_at = int(time.time()) if resume is None else resume.opening.made_at
         asks = await self._asks(request, routing, prompts, all_params, resume)
 
         async def prompts_at(rendered_at: int) -> Sequence[Prompt]:
             there = structs.replace(routing, rendered_at=rendered_at)
-            return (await read(body, there, self._tokenizer, self._limits, size))[0]
+            prompts, all_params = await read(body, there, self._tokenizer, self._limits, size)
+            raise_if(beyond(prompts, all_params, self._limits))
+            return prompts
 
         may_differ = self._limits.role == "prefill" and any(ask.prompt.rendered_at for ask in asks)
         return TokenResponse(
@@ -346,7 +354,7 @@ class Endpoints:
             arrival_ns=request.state.arrival_ns,
             reply=await off_loop(size, LOOP_BYTES, reply, body, routing, asks, made_at),
             is_streamed=bool(routing.stream),
-            sends_head_first=self._limits.role == "prefill",
+            is_prefill=self._limits.role == "prefill",
             renderer=Renderer(self._client, self._limits, prompts_at) if may_differ else None,
             endpoint=request.scope["path"],
             request_id=request.state.request_id,
@@ -356,6 +364,23 @@ class Endpoints:
             model=routing.model or self._config.model_name,
             teller=self._teller(request, routing, asks, made_at, resume),
         )
+
+    async def _decline(
+        self,
+        failure: Failure,
+        request: Request,
+        routing: Routing,
+        prompts: list[Prompt],
+        all_params: list[GenerationParams],
+        resume: Resume | None,
+    ) -> None:
+        """Another server may have taken the other half of what is too much for this one, and would wait for ours."""
+        if routing.bootstrap_room is None:
+            return
+        with suppress(Refusal):  # what no server takes has no other half
+            asks = await self._asks(request, routing, prompts, all_params, resume)
+            prepared = await self._prepared(asks, request.state.arrival_ns)
+            self._client.decline([Arrival(one.submit.request, routed=one.ask.dp_rank) for one in prepared], failure)
 
     def _teller(
         self, request: Request, routing: Routing, asks: Sequence[SampleRequest], made_at: int, resume: Resume | None

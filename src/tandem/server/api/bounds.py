@@ -13,6 +13,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from tandem.core.settings import MAX_DP_SIZE
+from tandem.core.values import MAX_TIMEOUT_SECONDS
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONTAINERS = 1 << 16  # objects and arrays of one body, at any depth
@@ -28,7 +29,6 @@ MAX_SAMPLES = 1024  # of all prompts: each is a request of its own to the schedu
 MAX_SUBMITTED_TOKENS = 8 << 20  # prompt tokens of all samples together: they go to the node in one message
 MAX_PROMPT_SCORES = 1 << 20  # prompt tokens with log-probabilities, and alternatives, of all samples together
 SCORE_BYTES, ALTERNATIVE_BYTES = 16, 14  # of one of them at most, on the way from prefill to decode
-MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 MAX_MESSAGES = 1 << 14
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16

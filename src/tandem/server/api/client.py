@@ -248,6 +248,10 @@ class NodeClient:
         self._idle.clear()
         self._set_timer()
 
+    def decline(self, arrivals: Sequence[Arrival], failure: Failure) -> None:
+        """These were read, and are refused before they are anything to run: the nodes hear of that only."""
+        self._do(self._requests.decline(arrivals, declined_as(failure), failure.message))
+
     def _send(self, submits: Sequence[wire.Submit], ranks: Sequence[int], client: ClientId) -> None:
         """Raises `Refusal` when a node cannot take its share; then, or if it cannot be encoded, nothing is live."""
         taken: list[int] = []

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, NewType, ParamSpec, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.core.commands import AnnounceDpRank, FailRequest, FinishRequest, Path
 from tandem.core.disagg.dp_rank import Quiet, RequestFacts, settle
@@ -271,12 +271,12 @@ class LiveRequests:
             return Declined(absence)
         failure = self.unacceptable() or self._name_in_use(arrivals)
         if failure is not None:
-            return Declined(failure, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), failure)))
+            return self._declined(arrivals, failure)
         ranks = self._ranks_for(arrivals, is_canary=is_canary)
         if not isinstance(ranks, Failure):
             ranks = self._room_in_use(arrivals, ranks) or ranks
         if isinstance(ranks, Failure):
-            return Declined(ranks, tuple(self._decline(arrivals, self._ranks_that_would_have(arrivals), ranks)))
+            return self._declined(arrivals, ranks)
         tried_before = [live for arrival in arrivals for live in self._tried_before(arrival)]
         ended = [action for live in tried_before for action in self.abort(live.request.id, now)]
         self._last_client += 1
@@ -284,6 +284,17 @@ class LiveRequests:
         for arrival, dp_rank in zip(arrivals, ranks, strict=True):
             self._begin(arrival, dp_rank, client, now, is_canary=is_canary)
         return Placed(client, tuple(ranks), tuple(ended))
+
+    @recorded
+    def decline(self, arrivals: Sequence[Arrival], cause: Cause, reason: str) -> list[Action]:
+        """None of them is taken. The other half of a request must not wait for one that never was."""
+        if self.absence() is not None:
+            return []
+        return [
+            action
+            for arrival, dp_rank in zip(arrivals, self._ranks_that_would_have(arrivals), strict=True)
+            for action in self._close_room(arrival.request, dp_rank, cause, reason)
+        ]
 
     @recorded
     def withdraw(self, client: ClientId, taken: Sequence[int], cause: Cause | None, reason: str = "") -> list[Action]:
@@ -507,20 +518,16 @@ class LiveRequests:
         anybody = next(number for number, rank in enumerate(self.ranks) if rank.is_there)
         return [anybody if isinstance(ranks, Failure) else ranks[0] for ranks in found]
 
-    def _decline(self, arrivals: Sequence[Arrival], ranks: Sequence[int], failure: Failure) -> list[Action]:
-        """The other half of a request must not wait for one that never was."""
-        return [
-            action
-            for arrival, dp_rank in zip(arrivals, ranks, strict=True)
-            for action in self._close_room(arrival.request, dp_rank, declined_as(failure), failure.message)
-        ]
+    def _declined(self, arrivals: Sequence[Arrival], failure: Failure) -> Declined:
+        return Declined(failure, tuple(self.decline(arrivals, declined_as(failure), failure.message)))
 
     def _close_room(self, request: Request, dp_rank: int, cause: Cause, reason: str) -> list[Action]:
         """Whoever asks for the room of this request is told by this rank that there is nothing; unless one that runs
         has the same room."""
         if request.room is None or any(other != request.id for other in self._in_rooms.get(request.room, ())):
             return []
-        told: list[Action] = [Tell(dp_rank, RequestRefused(request, cause, reason))]
+        bare = structs.replace(request, page_hashes=())  # it has no page, and may be of any length
+        told: list[Action] = [Tell(dp_rank, RequestRefused(bare, cause, reason))]
         prefill = self.ranks[dp_rank].prefill
         if request.peer is None and prefill is not None and dp_rank < prefill.dp_size > 1:
             found = settle(RequestFacts(request.room, request.dp_rank_hint), prefill, actual=dp_rank)

@@ -41,9 +41,16 @@ encode = msgspec.json.Encoder().encode
 
 
 async def read_chat(
-    body: ChatBody, routing: Routing, tokenizer: Tokenizer, limits: ModelLimits, size: int, *, form: ChatForm
+    body: ChatBody,
+    routing: Routing,
+    tokenizer: Tokenizer,
+    limits: ModelLimits,
+    size: int,
+    *,
+    form: ChatForm,
+    param: str = "messages",
 ) -> tuple[list[Prompt], list[GenerationParams]]:
-    """The one prompt of a chat request. size: bytes of the body."""
+    """The one prompt of a chat request. size: bytes of the body. param: what its conversation is called."""
     answer, chat = await off_loop(size, LOOP_CHAT_BYTES, rendered, body, routing, tokenizer, form)
     params = openai_params(
         body,
@@ -56,9 +63,9 @@ async def read_chat(
     params = structs.replace(params, thinking=answer.thinking(chat.text))
     if answer.shows_special_tokens(tokenizer):
         params = structs.replace(params, skip_special_tokens=False)
-    prompt = await read_text(chat.text, tokenizer, limits, "messages", add_special_tokens=False)
+    prompt = await read_text(chat.text, tokenizer, limits, param, add_special_tokens=False)
     prompt = structs.replace(prompt, rendered_at=chat.rendered_at)
-    return [check_prompt(prompt, limits, "messages")], [params]
+    return [check_prompt(prompt, limits, param)], [params]
 
 
 def rendered(body: ChatBody, routing: Routing, tokenizer: Tokenizer, form: ChatForm) -> tuple[AnswerForm, RenderedChat]:

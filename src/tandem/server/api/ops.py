@@ -254,7 +254,7 @@ class Ops:
         if wanted is not None:
             loads = [load for load in loads if str(load["dp_rank"]) == wanted]
             if not loads:
-                raise invalid("dp_rank", f"there is no rank {wanted}: this server has {len(self._client.ranks)}")
+                raise self._no_load_of(wanted)
         if request.query_params.get("format") == "prometheus":
             return await self.metrics(request)
         return json_response(
@@ -288,6 +288,16 @@ class Ops:
             raise Refusal(Problem.NODE_SILENT, "the node did not answer")
         return found
 
+    def _no_load_of(self, wanted: str) -> Refusal:
+        """Why none of the loads is that of this DP rank."""
+        ranks = self._client.ranks
+        known = next((rank for rank in ranks if str(rank.dp_rank) == wanted), None)
+        if known is None:
+            return invalid("dp_rank", f"there is no rank {wanted}: this server has {len(ranks)}")
+        if known.node is None:
+            return Refusal(Problem.NOT_READY, known.state.loss or LOADING)
+        return Refusal(Problem.NODE_SILENT, "the node did not answer")
+
     def _method(self) -> str:
         """As gateways and other servers read it."""
         if self._limits.dp_size == 1:
@@ -297,7 +307,13 @@ class Ops:
     # orders
 
     async def flush_cache(self, request: Request) -> Response:
-        await self._client.query_all("flush")
+        """Of every rank that is there. One that keeps silent is named: its cache may be as it was."""
+        self._client.check_there()
+        asked = [rank.dp_rank for rank in self._client.there]
+        answers = await self._client.query_all("flush")
+        silent = ", ".join(str(dp_rank) for dp_rank in asked if dp_rank not in answers)
+        if silent:
+            raise Refusal(Problem.NODE_SILENT, f"DP rank {silent} did not answer, and may not have flushed its cache")
         return Response("Cache flushed.\n", media_type="text/plain")
 
     async def abort_request(self, request: Request) -> Response:

@@ -1,8 +1,8 @@
 """Prefill renders a prompt again: decode has rendered it at another time, and its tokens are the answer.
 
-Happens once per prompt at most, and only behind routers that stamp no time into both bodies (`core.sched.rendering`).
-The HTTP response that owns the request does it, so it ends as any other: an abort or a deadline meanwhile is the
-node's, and whoever waits here hears of it afterwards.
+Happens once per prompt at most, and only behind routers that stamp no time into both bodies
+(`core/disagg/rendering.py`). The HTTP response that owns the request does it, so it ends as any other: an abort or a
+deadline meanwhile is the node's, and whoever waits here hears of it afterwards.
 """
 
 import asyncio

@@ -105,7 +105,7 @@ async def read_responses(
         raise unsupported(param, ": it keeps no responses; ask the router in front of it, or send all items")
     chat = await off_loop(size, LOOP_BYTES, chat_of, body)
     try:
-        return await read_chat(chat, routing, tokenizer, limits, size, form=form)
+        return await read_chat(chat, routing, tokenizer, limits, size, form=form, param="input")
     except Refusal as refusal:
         raise renamed(refusal) from None
 

@@ -4,6 +4,10 @@
 soon as the request is valid, because a gateway waits for both halves' heads; the others send theirs with the first
 token, so that every failure before it has a proper status. The client's leaving is noticed at once and aborts all.
 
+A sample that fails ends the others, whose client gets no answer. Not so on prefill: each sample has a decode half of
+its own, which computes the failed prompt by itself where it may, and waits for the KV of the others. There the failure
+is told when all have ended.
+
 What tokens look like as JSON is the endpoint's business: a `Reply` for each dialect.
 """
 
@@ -270,7 +274,7 @@ class TokenResponse:
         arrival_ns: int,
         reply: Reply,
         is_streamed: bool,
-        sends_head_first: bool,
+        is_prefill: bool,
         renderer: Renderer | None,
         endpoint: str,
         request_id: str,
@@ -292,7 +296,8 @@ class TokenResponse:
         self._by_live: dict[int, Sample] = {}
         self._reply = reply
         self._is_streamed = is_streamed
-        self._sends_head_first = sends_head_first
+        self._is_prefill = is_prefill
+        self._failure: Failure | None = None  # of prefill: the first, while others go on
         self._renderer = renderer
         self._endpoint = endpoint
         self._request_id = request_id
@@ -314,7 +319,7 @@ class TokenResponse:
             generation.cut = scope.get("extensions", {}).get(CUT, generation.cut)
             watch = asyncio.create_task(self._watch_client(receive))
             try:
-                if self._sends_head_first:
+                if self._is_prefill:
                     await self._send_head(send, "local")
                 if self._is_streamed:
                     await self._stream(send)
@@ -366,6 +371,7 @@ class TokenResponse:
             if self._generation.is_abandoned:
                 return
             events, failure = await self._advance(changed)
+            failure = failure or (None if self._num_open else self._failure)
             if not self._is_head_sent and failure is None and self._is_started():
                 await self._send_head(send, self._path())
             if failure is not None:
@@ -412,7 +418,10 @@ class TokenResponse:
             if isinstance(sample.text.matched, str):
                 self._client.stop(live)
             if (failure := sample.failure) is not None:
-                return b"".join(events), failure
+                if not self._is_prefill:
+                    return b"".join(events), failure
+                self._outlive(sample, failure)
+                continue
             if not sample.has_begun and (sample.tokens or has_ended):
                 sample.has_begun = True
                 most = LOOP_IDS if sample.ask.sampling.prompt_logprobs_from is None else LOOP_SCORES
@@ -426,6 +435,13 @@ class TokenResponse:
                 size = fresh if not self._reply.shows_prompts else fresh + self._size(sample)
                 events.append(await off_loop(size, LOOP_SCORES, self._reply.end, sample, text, start))
         return b"".join(events), None
+
+    def _outlive(self, sample: Sample, failure: Failure) -> None:
+        """The others go on without it."""
+        if not sample.ended_ns:
+            sample.ended_ns = time.monotonic_ns()
+            self._num_open -= 1
+            self._failure = self._failure or failure
 
     def _num_scores(self, sample: Sample, tokens: Sequence[int]) -> int:
         return len(tokens) * (1 + sample.ask.sampling.top_logprobs)
@@ -453,11 +469,16 @@ class TokenResponse:
                 if isinstance(sample.text.matched, str):
                     self._client.stop(live)
                 if (failure := sample.failure) is not None:
-                    await self._fail(send, failure)
-                    return
-                if live.ended is not None and not sample.ended_ns:
+                    if not self._is_prefill:
+                        await self._fail(send, failure)
+                        return
+                    self._outlive(sample, failure)
+                elif live.ended is not None and not sample.ended_ns:
                     self._num_open -= 1
                     sample.finish()
+        if self._failure is not None:
+            await self._fail(send, self._failure)
+            return
         size = sum(map(self._size, self._samples))
         body = await off_loop(size, LOOP_SCORES, self._reply.whole, self._samples)
         if not self._is_head_sent:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from tandem.core.disagg.message_checks import MAX_PROMPT_EXTRA_BYTES
 from tandem.core.request import Request
-from tandem.core.values import SECOND, Address, Cause, Nanos, RequestId, Room
+from tandem.core.values import MAX_TIMEOUT_SECONDS, SECOND, Address, Cause, Nanos, RequestId, Room
 from tandem.pagehash import hash_of, prompt_digest, prompt_links, root_hash
 from tandem.sampling import Payload, SamplingDefaults, SamplingParams, VectorParams
 from tandem.server import wire
@@ -30,11 +30,11 @@ from tandem.server.api.bounds import (
     MAX_PROMPT_SCORES,
     MAX_RID_CHARS,
     MAX_ROOM,
+    MAX_SAMPLES,
     MAX_SUBMITTED_TOKENS,
-    MAX_TIMEOUT_SECONDS,
     SCORE_BYTES,
 )
-from tandem.server.api.errors import Problem, Refusal, contradiction, invalid
+from tandem.server.api.errors import Failure, Problem, Refusal, contradiction, invalid
 from tandem.server.api.hosts import without_brackets
 from tandem.server.api.reasoning import Thinking
 from tandem.server.api.resume import Said
@@ -83,6 +83,7 @@ class Prompt(Struct, frozen=True):
     tokens: list[int]
     text: str | None = None  # as the user wrote it, when it was text
     rendered_at: int = 0  # Unix seconds that its chat template has shown; 0: none
+    too_long: Failure | None = None  # for this server's context; another one may take it
 
 
 class GenerationParams(Struct, frozen=True):
@@ -250,12 +251,14 @@ async def read_text(
 
 
 def check_prompt(prompt: Prompt, limits: ModelLimits, param: str) -> Prompt:
+    """Raises `Refusal` for what no server takes. One that is too long for this one says so: see `beyond`."""
     if not prompt.tokens:
         raise invalid(param, "the prompt has no tokens")
     if prompt.text is None:  # ids that did not come from our own tokenizer
         check_ids(prompt.tokens, limits, param)
     if len(prompt.tokens) >= limits.context_length:
-        raise too_long(param, f"{len(prompt.tokens)} tokens > {limits.context_length - 1} maximum", limits)
+        refusal = too_long(param, f"{len(prompt.tokens)} tokens > {limits.context_length - 1} maximum", limits)
+        return msgspec.structs.replace(prompt, too_long=refusal.failure)
     return prompt
 
 
@@ -267,6 +270,16 @@ def too_long(param: str, what: str, limits: ModelLimits) -> Refusal:
 
 def check_prompts(prompts: list[Prompt], limits: ModelLimits, param: str) -> list[Prompt]:
     return [check_prompt(prompt, limits, param) for prompt in prompts]
+
+
+def beyond(prompts: Sequence[Prompt], all_params: Sequence[GenerationParams], limits: ModelLimits) -> Failure | None:
+    """Why these are too much for this server. One with other flags may take them, and so may have the other half."""
+    too_long = next((prompt.too_long for prompt in prompts if prompt.too_long is not None), None)
+    num_samples = sum(params.n for params in all_params)
+    if too_long is None and num_samples > limits.max_samples:
+        message = f"{num_samples} samples in one request; at most {limits.max_samples} are accepted"
+        return contradiction("n", message).failure
+    return too_long
 
 
 # the whole request
@@ -285,9 +298,10 @@ def ask_all(
 ) -> list[SampleRequest]:
     """All samples of all prompts, in order. `all_params` has one per prompt; `own_rid` if the client gave none.
 
+    Raises `Refusal` for what no server takes; of the bounds of this one `beyond` tells.
     seed_room: with which the draws of a stream that goes on here began.
     """
-    check_samples(prompts, all_params, limits)
+    check_samples(prompts, all_params)
     check_priority(routing)
     dp_ranks = check_dp_ranks(routing, [params.n for params in all_params])
     pairs = check_pairs(routing, [params.n for params in all_params], limits)
@@ -322,11 +336,11 @@ def ask_all(
     return asks
 
 
-def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationParams], limits: ModelLimits) -> None:
+def check_samples(prompts: Sequence[Prompt], all_params: Sequence[GenerationParams]) -> None:
     """However they are made up of prompts and `n`, all samples go to the node together."""
     num_samples = sum(params.n for params in all_params)
-    if num_samples > limits.max_samples:
-        raise contradiction("n", f"{num_samples} samples in one request; at most {limits.max_samples} are accepted")
+    if num_samples > MAX_SAMPLES:
+        raise contradiction("n", f"{num_samples} samples in one request; at most {MAX_SAMPLES} are accepted")
     num_tokens = sum(params.n * len(prompt.tokens) for prompt, params in zip(prompts, all_params, strict=True))
     if num_tokens > MAX_SUBMITTED_TOKENS:
         raise contradiction("n", f"{num_tokens} prompt tokens in {num_samples} samples; at most {MAX_SUBMITTED_TOKENS}")

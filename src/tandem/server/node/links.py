@@ -19,8 +19,9 @@ connection is unidentified: it takes nobody's place and costs little, and what i
 
 Bytes and times in, bytes and events out: sockets are `peers.py`'s or the simulator's, which reach the machine through
 its methods and are reached through `Transport`. Bytes to write lie in `Link.session.outgoing`, from which the transport
-takes what its connection has room for. Nothing here waits. `tell` to a peer without a connection is dropped: who waits
-for an answer says its message again.
+takes what its connection has room for. What is told to a peer without a connection waits for the one that is made, or
+made anew; not READY where the connection broke, nor anything to who has to dial us: who waits for an answer says its
+message again.
 """
 
 from collections.abc import Callable
@@ -180,7 +181,7 @@ class Links:
                 self.report(PeerLost(who, detail=self._why_lost.get(who, "")))
         elif peer.link is not None:
             self._say(peer.link, message, now)
-        elif peer.dials and len(peer.waiting) < self.limits.waiting:
+        elif len(peer.waiting) < self.limits.waiting and (peer.dials or may_wait(peer, message)):
             peer.waiting.append(message)
 
     def close(self) -> None:
@@ -472,6 +473,11 @@ class Links:
         more = f" ({self._unnoted} more before it)" if self._unnoted else ""
         self._noted_at, self._unnoted = now, 0
         self.note(one_line(f"a connection{who} was dropped: {reason}{more}"))
+
+
+def may_wait(peer: Peer, message: Message) -> bool:
+    """It is told once, to one who is about to be dialled again. READY is said again when that one is back."""
+    return bool(peer.candidates.endpoints) and not isinstance(message, Ready)
 
 
 def last_word_ns(peer: Peer) -> tuple[bool, Nanos]:

@@ -12,8 +12,8 @@ from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, POLICIES, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings, RegisteredWorker, WorkerId
 from tandem.core.settings import Role
-from tandem.core.values import MILLISECOND, SECOND, Nanos, ceil_div
-from tandem.door_config import DOOR_RULES, DoorConfig, flag
+from tandem.core.values import MAX_TIMEOUT_SECONDS, MILLISECOND, SECOND, Nanos, ceil_div
+from tandem.door_config import DOOR_RULES, TOO_LATE, DoorConfig, flag
 from tandem.server.router.prompt_blocks import BLOCK_BYTES
 
 USUAL = PolicySettings()
@@ -148,6 +148,7 @@ class RouterConfig(DoorConfig):
             *self._breaker_rules(),
             (not 0 <= self.port < 1 << 16, "--port takes 0 to 65535"),
             (self.request_timeout <= 0 or self.stall_timeout <= 0, "timeouts must be positive"),
+            (max(self.request_timeout, self.stall_timeout, self.drain_timeout) > MAX_TIMEOUT_SECONDS, TOO_LATE),
             (self.health_check_interval <= 0, "--health-check-interval must be positive"),
             (self.retries < 0 or self.drain_timeout < 0, "--retries and --drain-timeout must not be negative"),
             (

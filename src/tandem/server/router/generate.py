@@ -20,9 +20,9 @@ from tandem.core.router.messages import Fail
 from tandem.core.router.pairing import num_prompts
 from tandem.core.router.sent_prefixes import Blocks
 from tandem.core.router.worker_registry import WorkerRegistry
-from tandem.core.values import Cause
+from tandem.core.values import MAX_TIMEOUT_SECONDS, Cause
 from tandem.server.api.body import NOT_JSON
-from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS, MAX_TIMEOUT_SECONDS
+from tandem.server.api.bounds import LOOP_BYTES, MAX_PROMPTS
 from tandem.server.api.errors import (
     RULES,
     Code,
