@@ -279,7 +279,7 @@ def num_damaged(server: Server) -> float:
     """Page files that it has removed for what was in them."""
     with server.open("GET", "/metrics") as reply:
         lines = reply.read().decode().splitlines()
-    name = "tandem:worker_storage_removed_damaged{"
+    name = "tandem:worker_storage_removed_damaged_total{"
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 

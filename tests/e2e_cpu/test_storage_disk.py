@@ -23,7 +23,7 @@ from tandem.server.worker_storage import TIMEOUT_SECONDS
 ALL = 12 * PAGE  # tokens of each prompt that are whole pages
 # Four answers, of which each fits into the quarter of the pool that is copied to host memory at a time
 SMALL = ("--max-total-tokens", str(52 * PAGE), "--hicache-ratio", "1.5", "--max-running-requests", "1")
-ERRORS = "tandem:worker_storage_errors"
+ERRORS = "tandem:worker_storage_errors_total"
 LOST = "tandem:hicache_storage_lost_tokens_total"
 SOON_S = 4.0
 assert SOON_S < TIMEOUT_SECONDS

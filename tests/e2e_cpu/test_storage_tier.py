@@ -78,7 +78,7 @@ def test_a_conversation_is_a_hit_after_the_server_was_killed(tmp_path: Path) -> 
         assert [answer["output_ids"] for answer in again] == [answer["output_ids"] for answer in first]
         assert_right(wanted, first)
         assert metric(server, 'sglang:cached_tokens_total{cache_source="storage"') == sum(hits)
-        assert metric(server, "tandem:worker_storage_removed_damaged") == 1
+        assert metric(server, "tandem:worker_storage_removed_damaged_total") == 1
         eventually(server.is_idle)
 
 
@@ -92,7 +92,7 @@ def test_nixl_writes_and_reads_the_files_of_both_kinds_of_servers(tmp_path: Path
             assert running.unified is not None
             answers.append(ask(running.unified, wanted))
             eventually(lambda server=running.unified: is_written(server))
-            assert metric(running.unified, "tandem:worker_storage_errors") == 0
+            assert metric(running.unified, "tandem:worker_storage_errors_total") == 0
     assert [from_storage(each) for each in answers] == [[0] * 4, [12 * PAGE] * 4, [12 * PAGE] * 4]
     assert len({str([answer["output_ids"] for answer in each]) for each in answers}) == 1
     assert_right(wanted, answers[0])

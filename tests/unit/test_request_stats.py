@@ -235,6 +235,14 @@ def test_what_workers_count_is_exported_under_their_own_ranks_and_nothing_for_on
     }
 
 
+def test_what_workers_add_up_is_a_counter_and_what_they_hold_a_gauge() -> None:
+    workers = {(0, 0, 0): {"live_rooms": 2, "storage_errors_total": 1}}
+    text = Exporter(RequestStats(), model_name="toy", engine_type="prefill").render({}, workers).decode()
+    types = {family.name: family.type for family in text_string_to_metric_families(text)}
+    assert types["tandem:worker_storage_errors"] == "counter"
+    assert types["tandem:worker_live_rooms"] == "gauge"
+
+
 def test_no_number_is_exported_for_a_rank_that_did_not_count_it() -> None:
     """The API process counts for the server, whose numbers have no rank; a node for its DP rank."""
     nodes = {3: {"num_queue_reqs": 1.0, "page_size": 16, "num_pages": 9, "wait_bucket{le=+Inf}": 1, "wait_sum": 2}}

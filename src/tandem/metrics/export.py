@@ -206,7 +206,8 @@ class Exporter:
 
     def _workers(self, workers: Mapping[Ranks, Mapping[str, float]]) -> Iterable[Metric]:
         for name in dict.fromkeys(name for numbers in workers.values() for name in numbers):
-            family = GaugeMetricFamily("tandem:worker_" + name, HELP.get(name, name), labels=LABELS)
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind("tandem:worker_" + name.removesuffix("_total"), HELP.get(name, name), labels=LABELS)
             for ranks, numbers in workers.items():
                 if name in numbers:
                     family.add_metric((*self._server, *map(str, ranks)), numbers[name])

@@ -50,7 +50,7 @@ class WorkerStorage:
 
     def numbers(self) -> Mapping[str, int]:
         """Sums since the start, in files."""
-        return {f"storage_{name}": count for name, count in structs.asdict(self._files.counters).items()}
+        return {f"storage_{name}_total": count for name, count in structs.asdict(self._files.counters).items()}
 
     def _new_lane(self) -> Lane:
         return Lane(
