@@ -162,7 +162,7 @@ def flags_page() -> str:
             default = "on" if field.default else "off"
         servers = ROLES.get(name, "all")
         meaning = field.metadata["help"] + (f"; also {names}" if names else "")
-        lines.append(f"| `{name}{value.replace('|', ' ')}` | {default} | {servers} | {meaning} |")
+        lines.append(f"| `{name}{value.replace('|', ' or ')}` | {default} | {servers} | {meaning} |")
     lines += [
         "",
         "## Environment",
