@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tandem import __version__
 from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause
-from tandem.server.api import ops
+from tandem.server.api import errors, ops
 from tandem.server.api.errors import RULES, Problem, Refusal, errors_page
 from tandem.server.api.node_rank import NodeRank
 from tandem.server.api.openapi import KEEPS, KEEPS_NONE, OF_PAIR, behind_router, bounds, openapi_document, schema_of
@@ -310,6 +310,15 @@ def test_every_cause_and_problem_has_a_row_in_the_table_and_the_page_is_up_to_da
     assert set(RULES) == {*Cause, *Problem}
     page = Path(__file__).parents[2] / "docs" / "errors.md"
     assert page.read_text() == errors_page(), "run: python -m tandem.server.api.errors > docs/errors.md"
+
+
+def test_the_table_says_router_of_every_problem_that_a_router_names() -> None:
+    server = Path(errors.__file__).parents[1]
+    shared = [server / "api" / name for name in ("access.py", "body_store.py", "gate.py", "http1.py")]
+    text = "\n".join(path.read_text() for path in (*server.glob("router/*.py"), *shared))
+    named = {Problem[name] for name in re.findall(r"\bProblem\.([A-Z_]+)", text)}
+    assert len(named) > 10
+    assert [problem for problem in named if "router" not in RULES[problem].said_by] == []
 
 
 def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:

@@ -65,7 +65,7 @@ class Rule(Struct, frozen=True):
 
 
 RULES: dict[Code, Rule] = {
-    Problem.INVALID_JSON: Rule(400, False, "edge", "send a JSON object; the message names the position"),
+    Problem.INVALID_JSON: Rule(400, False, "edge or router", "send a JSON object; the message names the position"),
     Problem.INVALID_VALUE: Rule(400, False, "edge", "correct the field named in `param`"),
     Problem.INVALID_COMBINATION: Rule(
         400, False, "edge", "change one of the fields that `message` names: each is right by itself"
@@ -79,15 +79,17 @@ RULES: dict[Code, Rule] = {
     Problem.REFUSED_BY_TEMPLATE: Rule(
         400, False, "edge", "`message` is what the model's chat template says of these messages"
     ),
-    Problem.UNSUPPORTED: Rule(400, False, "edge", "leave out the field named in `param`; this server cannot do it"),
+    Problem.UNSUPPORTED: Rule(
+        400, False, "edge or router", "leave out the field named in `param`; this server cannot do it"
+    ),
     Problem.NO_CHAT_TEMPLATE: Rule(
         400, False, "edge", "use /v1/completions, or add chat_template.jinja to the model directory"
     ),
-    Problem.MODEL_NOT_FOUND: Rule(404, False, "edge", "GET /v1/models lists the served model"),
+    Problem.MODEL_NOT_FOUND: Rule(404, False, "edge or router", "GET /v1/models lists the served model"),
     Problem.WRONG_TASK: Rule(
         400, False, "edge or router", "send it to a server whose model is for that; `message` says what this one does"
     ),
-    Problem.NOT_FOUND: Rule(404, False, "edge", "GET /openapi.json lists the paths"),
+    Problem.NOT_FOUND: Rule(404, False, "edge or router", "GET /openapi.json lists the paths"),
     Problem.RESPONSE_NOT_FOUND: Rule(
         404,
         False,
@@ -97,24 +99,31 @@ RULES: dict[Code, Rule] = {
     Problem.HOST_NOT_ALLOWED: Rule(
         400, False, "edge", "name a prefill on this machine, or in a network of --disaggregation-allow"
     ),
-    Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge", "GET /openapi.json lists the methods of each path"),
-    Problem.UNAUTHORIZED: Rule(401, False, "edge", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),
+    Problem.METHOD_NOT_ALLOWED: Rule(405, False, "edge or router", "GET /openapi.json lists the methods of each path"),
+    Problem.UNAUTHORIZED: Rule(401, False, "edge or router", "send `Authorization: Bearer KEY`, or `x-api-key: KEY`"),
     Problem.UNSIGNED: Rule(401, False, "bootstrap", "sign writes with the cluster secret (--cluster-secret-file)"),
     Problem.FORBIDDEN: Rule(
         403,
         False,
-        "edge",
+        "edge or router",
         "debug endpoints answer on the server's own machine only; /debug/faults needs --enable-fault-injection",
     ),
-    Problem.MALFORMED_REQUEST: Rule(400, False, "edge", "send a plain path and one well-formed Host; see `message`"),
-    Problem.UNKNOWN_HOST: Rule(
-        403, False, "edge", "ask for localhost or a number, name the host with --allowed-host, or set --api-key"
+    Problem.MALFORMED_REQUEST: Rule(
+        400, False, "edge or router", "send a plain path and one well-formed Host; see `message`"
     ),
-    Problem.CROSS_SITE: Rule(403, False, "edge", "set --api-key, or name the page's origin with --allowed-origins"),
-    Problem.HEAD_TOO_LARGE: Rule(431, False, "edge", "send fewer or shorter headers, and a shorter path"),
-    Problem.BODY_TOO_LARGE: Rule(413, False, "edge", "send a smaller body"),
+    Problem.UNKNOWN_HOST: Rule(
+        403,
+        False,
+        "edge or router",
+        "ask for localhost or a number, name the host with --allowed-host, or set --api-key",
+    ),
+    Problem.CROSS_SITE: Rule(
+        403, False, "edge or router", "set --api-key, or name the page's origin with --allowed-origins"
+    ),
+    Problem.HEAD_TOO_LARGE: Rule(431, False, "edge or router", "send fewer or shorter headers, and a shorter path"),
+    Problem.BODY_TOO_LARGE: Rule(413, False, "edge or router", "send a smaller body"),
     Problem.DUPLICATE_RID: Rule(409, False, "edge", "use another `rid`, or wait until the first one has ended"),
-    Problem.NOT_READY: Rule(503, True, "edge", "wait until /ready answers 200"),
+    Problem.NOT_READY: Rule(503, True, "edge or router", "wait until /ready answers 200"),
     Problem.BUSY: Rule(503, True, "edge or router", "wait as long as `Retry-After` says, or use another server"),
     Problem.NODE_SILENT: Rule(503, True, "edge", "a process of the server does not answer; see its log"),
     Problem.NO_LIVE_PAIR: Rule(503, True, "router", "start the missing worker: the router finds it by itself"),
@@ -122,7 +131,7 @@ RULES: dict[Code, Rule] = {
         502, True, "router", "`message` names a server that does not listen: is it running?"
     ),
     Problem.CONNECTION_LOST: Rule(502, True, "router", "`message` names a server that went away: see its log"),
-    Problem.INTERNAL: Rule(500, True, "edge", "a bug: report it with the request id and the server's log"),
+    Problem.INTERNAL: Rule(500, True, "edge or router", "a bug: report it with the request id and the server's log"),
     Cause.ABORTED: Rule(499, False, "node", "nothing: the client left, or an operator ended the request"),
     Cause.DEADLINE_EXCEEDED: Rule(504, True, "node", "`stage` says what it waited for; allow more time by `timeout`"),
     Cause.CONTEXT_LENGTH_EXCEEDED: Rule(400, False, "edge or node", "shorten the prompt"),
@@ -283,7 +292,7 @@ def errors_page() -> str:
             "",
             "Every request ends with its tokens or with one of these codes, in `error.code` of the body. Before the",
             "first token the HTTP status is the one below; later the stream ends with a last event that holds the",
-            "same object. `stage` is the wait the request was in, `edge` when it never reached the node;",
+            "same object. `stage` is the wait the request was in, `edge` or `router` when it never reached a node;",
             "`waited_seconds` is the time it spent in that wait, `peer` the server it waited for, if it knew one.",
             "",
             "```json",
