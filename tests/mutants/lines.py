@@ -3630,6 +3630,20 @@ OTHERS = (
         "tools=None,",
         "unit/test_api_operations.py::test_tokenize_makes_the_prompt_that_the_same_chat_has",
     ),
+    Break(
+        "tokenize_has_no_name_below_v1",
+        "server/api/body.py",
+        '\nTOKENIZE_PATHS = ("/tokenize", "/v1/tokenize")',
+        '\nTOKENIZE_PATHS = ("/tokenize",)',
+        "unit/test_api_operations.py::test_tokenize_and_detokenize_have_names_below_v1_too",
+    ),
+    Break(
+        "nobody_is_told_how_tokens_are_spelled",
+        "server/api/tokenization.py",
+        "names = bool(body.return_token_strs)",
+        "names = False",
+        "unit/test_api_operations.py::test_tokenize_tells_tokens_as_the_vocabulary_spells_them_where_it_is_asked_to",
+    ),
 )
 
 
