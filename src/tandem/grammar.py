@@ -33,6 +33,9 @@ URI_REFERENCE = re.compile(r"[\w.~:/?#\[\]@!$&'()*+,;=%-]*", re.ASCII)
 # below does, ends the process inside llguidance where it is a value in a schema.
 NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\w)")
 LEAST_INTEGER = -(2.0**63)
+# Of a regular expression, what llguidance does not follow: looking around, and back to a group.
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
+DATA = ("const", "enum", "default", "examples")  # in a schema
 BAD_REGEX = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
@@ -44,16 +47,33 @@ class GrammarError(ValueError):
 
 def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str = WHITESPACE) -> str:
     """Objects have the properties that they name (`closed_schemas`). `is_lenient`: keywords that llguidance does not
-    know bound nothing. Raises GrammarError.
+    know, and patterns that it cannot follow, bound nothing. Raises GrammarError.
     """
     options = {"whitespace_pattern": whitespace, "lenient": is_lenient}
     if isinstance(schema, dict) and isinstance(id := schema.get("$id"), str) and not URI_REFERENCE.fullmatch(id):
         schema = {key: value for key, value in schema.items() if key != "$id"}
     try:
-        text = json.dumps(closed(schema))
+        text = json.dumps(closed(_without_looks(schema) if is_lenient else schema))
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
     except (ValueError, RecursionError) as error:  # numbers that no fp64 can hold, and the like
         raise GrammarError(in_one_line(str(error))) from None
+
+
+def _without_looks(schema: Any) -> Any:
+    """The schema without patterns that look around, as pydantic has one for decimal numbers."""
+    if isinstance(schema, list):
+        return [_without_looks(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: each if key in DATA else _without_looks(each)
+        for key, each in schema.items()
+        if not (key == "pattern" and isinstance(each, str) and _looks_around(each))
+    }
+
+
+def _looks_around(pattern: str) -> bool:
+    return bool(LOOKS_AROUND.search(pattern)) and bool(LLMatcher.validate_grammar(from_regex(pattern), None))
 
 
 def from_regex(regex: str) -> str:

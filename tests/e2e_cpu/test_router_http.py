@@ -446,7 +446,8 @@ def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
         assert CLIENT.get(made.url + "/ready").status_code == 200
         assert CLIENT.get(made.url + "/version").json()["version"]
         assert CLIENT.get(made.url + "/v1/models").json()["data"][0]["id"] == "fake"
-        assert CLIENT.post(made.url + "/tokenize", json={"prompt": "x"}).json() == {"tokens": [1, 2]}
+        for path in ("/tokenize", "/v1/tokenize"):
+            assert CLIENT.post(made.url + path, json={"prompt": "x"}).json() == {"tokens": [1, 2]}
         assert CLIENT.get(made.url + "/health_generate").status_code == 200
         for name in ("/server_info", "/get_server_info"):
             info = CLIENT.get(made.url + name).json()

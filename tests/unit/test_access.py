@@ -70,7 +70,8 @@ def test_every_page_is_in_the_table_or_needs_the_key() -> None:
     assert served - set(PAGES) == {
         "/",
         "/workers/{id}",  # by its folder
-        *("/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"),
+        *("/v1/chat/completions", "/v1/completions", "/generate"),
+        *("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"),
         *("/v1/messages", "/v1/messages/count_tokens"),
         *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
         *("/v1/responses", "/v1/responses/{id}", "/v1/responses/{id}/input_items"),

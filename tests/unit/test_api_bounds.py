@@ -174,7 +174,8 @@ STRANGE = {
     "not UTF-8": b'{"prompt": "\xff"}',
     "not UTF-8 in a name": b'{"prompt": "x", "rid": "\xff"}',
     "cut UTF-8": b'{"prompt": "\xe6\x97',
-    "a mark before it": b'\xef\xbb\xbf{"prompt": "x"}',
+    "a mark within it": b'{\xef\xbb\xbf"prompt": "x"}',
+    "two marks before it": b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": "x"}',
     "UTF-16": '{"prompt": "x"}'.encode("utf-16"),
     "too long a salt": msgspec.json.encode({"prompt": "x", "cache_salt": "s" * (bounds.MAX_SALT_CHARS + 1)}),
     "true for a number": b'{"prompt": "x", "max_tokens": true}',
@@ -190,6 +191,12 @@ def test_strange_bytes_are_a_400(path: str, raw: bytes) -> None:
     response = posted(w, raw, path)
     assert_refused(w, response)
     assert len(response.content) < 4096
+
+
+@pytest.mark.parametrize("path", ABOUT)
+def test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_a_body(path: str) -> None:
+    w = world()
+    assert posted(w, b"\xef\xbb\xbf" + msgspec.json.encode(ABOUT[path]), path).status_code == 200
 
 
 def test_of_a_field_that_comes_twice_the_last_one_counts() -> None:

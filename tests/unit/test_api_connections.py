@@ -264,6 +264,42 @@ def test_who_is_answered_before_its_body_is_there_has_time_to_read_it() -> None:
     serves(story)
 
 
+def test_who_speaks_an_older_http_reads_a_stream_without_chunks_until_its_connection_ends() -> None:
+    it = world(says("hello"))
+
+    async def story(port: Port) -> None:
+        request = generate({"text": "x", "stream": True})
+        newer, writer = await port.open(request)
+        assert b"\r\ntransfer-encoding: chunked\r\n" in await newer.readuntil(b"\r\n\r\n")
+        writer.close()
+        older, _writer = await port.open(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, body = (await asyncio.wait_for(older.read(), 20)).partition(b"\r\n\r\n")
+        lines = head.lower().split(b"\r\n")
+        assert lines[0] == b"http/1.1 200 ok"
+        assert b"connection: close" in lines
+        assert not [line for line in lines if line.startswith((b"transfer-encoding", b"content-length"))]
+        events = body.removesuffix(b"\n\n").split(b"\n\n")
+        assert len(events) > 1
+        assert events[-1] == b"data: [DONE]"
+        texts = [msgspec.json.decode(event.removeprefix(b"data: "))["text"] for event in events[:-1]]
+        assert texts[-1] == "hello"
+
+    serves(story, it.app)
+
+
+def test_who_speaks_an_older_http_is_told_a_length_that_is_known() -> None:
+    async def story(port: Port) -> None:
+        for path in (b"/health", b"/v1/models"):
+            head = b"GET %s HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" % path
+            reader, _writer = await port.open(head)
+            answer, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert b"content-length: %d" % len(body) in answer.lower()
+            assert b"connection: close" in answer.lower()
+
+    serves(story)
+
+
 def test_no_refusal_stands_in_the_middle_of_an_answer() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

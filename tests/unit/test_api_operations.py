@@ -242,6 +242,22 @@ def test_tokenize_and_detokenize_are_inverse() -> None:
         assert http.post("/tokenize", json={"prompt": "abc"}).json()["count"] == 3
 
 
+def test_tokenize_and_detokenize_have_names_below_v1_too() -> None:
+    with world().http() as http:
+        assert http.post("/v1/tokenize", json={"prompt": "abc"}).json()["tokens"] == ids("abc")
+        assert http.post("/v1/detokenize", json={"tokens": ids("abc")}).json()["text"] == "abc"
+
+
+def test_tokenize_tells_tokens_as_the_vocabulary_spells_them_where_it_is_asked_to() -> None:
+    with world().http() as http:
+        asked = {"return_token_strs": True}
+        assert http.post("/tokenize", json={"prompt": "a b"} | asked).json()["token_strs"] == ["a", "Ġ", "b"]
+        assert http.post("/tokenize", json={"prompt": ["é", "b"]} | asked).json()["token_strs"] == [["Ã", "©"], ["b"]]
+        chat = http.post("/tokenize", json=CHAT | asked).json()
+        assert "".join(chat["token_strs"]) == "<s>user:a</s><s>assistant:"
+        assert "token_strs" not in http.post("/tokenize", json={"prompt": "a"}).json()
+
+
 def test_tokenize_renders_messages() -> None:
     with world().http() as http:
         body = {"messages": [{"role": "user", "content": "x"}]}
@@ -334,7 +350,7 @@ def test_the_offered_schema_lists_real_paths_and_no_refused_fields() -> None:
                 assert not absent, path
                 assert answer.status_code != 405, path
     served = {route.path.replace("{id:path}", "{id}") for route in w.app.routes}
-    aliases = {"/get_server_info", "/get_model_info", "/openapi.json"}
+    aliases = {"/get_server_info", "/get_model_info", "/openapi.json", "/v1/tokenize", "/v1/detokenize"}
     elsewhere = {path for path in served if path.rpartition("/")[2] in ("embeddings", "rerank", "score")}
     assert len(elsewhere) == 6
     assert set(document["paths"]) == served - aliases - elsewhere

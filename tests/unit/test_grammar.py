@@ -152,6 +152,20 @@ def test_keywords_that_bound_nothing_have_to_be_asked_for() -> None:
     vocabulary().check(grammar.from_json_schema(schema, is_lenient=True))
 
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # pydantic's
+
+
+def test_a_pattern_that_looks_around_bounds_nothing_where_that_may_be() -> None:
+    named = {"pattern": {"type": "string", "pattern": DECIMAL}, "kept": {"type": "string", "pattern": r"^\\back$"}}
+    schema = {"type": "object", "properties": named, "required": ["pattern", "kept"], "default": {"pattern": DECIMAL}}
+    made = grammar.from_json_schema(schema, is_lenient=True)
+    it = matcher(made)
+    follow(it, '{"pattern": "any", "kept": "')
+    assert {tokenizer().decode([id])[:1] for id in allowed(it)} == {"\\"}
+    with pytest.raises(GrammarError, match="look-around"):
+        vocabulary().check(grammar.from_json_schema(schema))
+
+
 def test_ebnf_that_cannot_be_read_says_why() -> None:
     with pytest.raises(GrammarError, match="foo"):
         grammar.from_ebnf("root ::= foo")

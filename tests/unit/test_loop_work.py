@@ -28,7 +28,7 @@ from tandem.core.bootstrap_registry import BootstrapRegistry
 from tandem.core.settings import Role
 from tandem.server.api import app as api_app
 from tandem.server.api import bootstrap, generate, large_body, messages, openai, vectors
-from tandem.server.api.body import VECTOR_PATHS, ChatBody
+from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, VECTOR_PATHS, ChatBody
 from tandem.server.api.bounds import (
     LOOP_BYTES,
     LOOP_CHARS,
@@ -115,6 +115,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> LoopWork:
     watch(Tokenizer, "render_chat", "render", lambda chat, *_: len(chat.text))
     watch(Tokenizer, "encode", "tokenize", lambda _ids, _self, text: len(text))
     watch(Tokenizer, "decode", "detokenize", lambda _text, _self, row: len(row))
+    watch(Tokenizer, "token_names", "detokenize", lambda _names, _self, row: len(row))
     watch(Tokenizer, "encode_here", "tokenize", lambda _encoding, _self, one, other: len(one) + len(other))
     watch(api_app, "submission", "submit", lambda _, ask, *_rest: len(ask.prompt.tokens))
     watch(api_app, "submission", "samples", lambda *_: 1)
@@ -163,7 +164,7 @@ SERVER: dict[str, list[dict[str, Any]]] = {
         {"input": "x", "instructions": TEXT, "stream": True},
         {"input": [{"role": "user", "content": TEXT}, {"role": "user", "content": "x"}]},
     ],
-    "/tokenize": [{"text": [TEXT] * 5}, {"text": ["x"] * 1000}, CHAT],
+    "/tokenize": [{"text": [TEXT] * 5}, {"text": ["x"] * 1000}, {"text": [TEXT] * 5, "return_token_strs": True}, CHAT],
     "/detokenize": [{"tokens": [[5] * 9000] * 20}],
     "/abort_request": [{"rid": TEXT}],
     "/flush_cache": [{}],
@@ -199,7 +200,7 @@ def padded(raw: bytes) -> bytes:
 
 
 def test_every_endpoint_of_a_server_has_a_row() -> None:
-    assert paths_with_bodies(world().app) == set(SERVER) | set(VECTOR_PATHS)
+    assert paths_with_bodies(world().app) == set(SERVER) | {*VECTOR_PATHS, *TOKENIZE_PATHS, *DETOKENIZE_PATHS}
     assert {path for path in VECTOR_PATHS if path.startswith("/v1")} == {path for _, path, _ in VECTORS}
 
 
@@ -282,8 +283,8 @@ async def routing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Starlette]:
 
 def test_every_endpoint_of_a_router_has_a_row() -> None:
     """What ends with its prompts is refused before its body is read."""
-    unread = {*VECTOR_PATHS, *BY_QUERY}
-    assert paths_with_bodies(router_app.RouterApp(RouterConfig(workers=())).app) == set(ROUTED) | unread
+    others = {*VECTOR_PATHS, *BY_QUERY, *TOKENIZE_PATHS, *DETOKENIZE_PATHS}
+    assert paths_with_bodies(router_app.RouterApp(RouterConfig(workers=())).app) == set(ROUTED) | others
 
 
 @pytest.mark.parametrize(

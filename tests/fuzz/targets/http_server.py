@@ -112,7 +112,7 @@ def seeds() -> Mapping[str, bytes]:
             },
         ),
         "native_batch": ("/generate", {"input_ids": [PROMPT, [9]], "sampling_params": [native, {}], "rid": ["a", "b"]}),
-        "tokenize": ("/tokenize", {"prompt": ["a", "b"], "add_special_tokens": True}),
+        "tokenize": ("/tokenize", {"prompt": ["a", "b"], "add_special_tokens": True, "return_token_strs": True}),
         "tokenize_chat": ("/tokenize", {"messages": MESSAGES, "add_generation_prompt": True}),
         "detokenize": ("/detokenize", {"tokens": [PROMPT, [1]], "skip_special_tokens": True}),
         "abort": ("/abort_request", {"rid": "one", "abort_all": False}),

@@ -54,6 +54,9 @@ EMBEDDING_PATHS = ("/v1/embeddings",)
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 SCORE_PATHS = ("/v1/score", "/score")
 VECTOR_PATHS = (*EMBEDDING_PATHS, *RERANK_PATHS, *SCORE_PATHS)
+# vLLM's and SGLang's
+TOKENIZE_PATHS = ("/tokenize", "/v1/tokenize")
+DETOKENIZE_PATHS = ("/detokenize", "/v1/detokenize")
 
 Schema = GrammarText | dict[str, Any]  # a JSON schema, as text or as it is
 Messages = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
@@ -261,6 +264,7 @@ class TokenizeBody(Struct):
     text: str | list[str] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None

@@ -1,6 +1,7 @@
 """What every endpoint needs of a request and for its refusal: its id, its body within bounds, the error document."""
 
 import asyncio
+import codecs
 import uuid
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -32,7 +33,10 @@ def error_response(failure: Failure, request_id: str) -> Response:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, within bounds, as it came: nothing is unpacked, for nobody knows how much that would be."""
+    """The whole body, within bounds, as it came: nothing is unpacked, for nobody knows how much that would be.
+
+    But for a byte order mark, which JSON has none of (RFC 8259) and readers may pass over: FastAPI's do.
+    """
     coding = request.headers.get(CODING, "").strip().lower()
     if coding not in ("", "identity"):
         raise Refusal(Problem.UNSUPPORTED, f"{CODING}: a body in {shown(coding)} is not read here", param=CODING)
@@ -47,7 +51,7 @@ async def read_body(request: Request) -> bytes:
         if size > MAX_BODY_BYTES:
             raise too_large
         chunks.append(chunk)
-    return b"".join(chunks)
+    return b"".join(chunks).removeprefix(codecs.BOM_UTF8)
 
 
 async def within(seconds: float, work: Awaitable[Found], what: str) -> Found:

@@ -5,6 +5,8 @@
 - The parser keeps a head, or the trailer of a body, in memory until it is complete, however long it grows. Here
   `MAX_HEAD_BYTES` are read for it and no more.
 - What it cannot read is refused in the form of all other errors.
+- Who speaks HTTP/1.0 (`ab`, many a health checker and proxy) cannot read chunks, with which uvicorn would answer. So a
+  body whose length is not known goes out as it is, and ends with its connection.
 - `proxy_headers` is off: who a client is, is told by its socket. Else anybody on this machine could be anybody.
 """
 
@@ -12,8 +14,8 @@ import re
 from typing import Literal
 
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Message, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tandem.server.api.errors import Failure, Problem, error_headers, error_json
 
@@ -51,6 +53,8 @@ class Http1(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._kept_bytes = 0
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = unchunked(self.cycle)  # type: ignore[method-assign]
 
     def on_body(self, body: bytes) -> None:
         self._kept_bytes = 0
@@ -80,6 +84,22 @@ class Http1(HttpToolsProtocol):
         """The last thing that is said here; nothing that comes is heard any more."""
         self.transport.write(answer)
         self.transport.close()
+
+
+def unchunked(cycle: RequestResponseCycle) -> Send:
+    """The cycle's `send`, by which a body without a length goes out as it is. Behind it the connection is closed."""
+    send, has_length = cycle.send, True
+
+    async def send_plain(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # of this piece: uvicorn compares the two
+        await send(message)  # type: ignore[arg-type]  # the same, as uvicorn names its kinds
+
+    return send_plain
 
 
 def whole_answer(failure: Failure, reason: str) -> bytes:

@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what the model's tokenizer makes of a text, and back. Nothing reaches the node."""
+"""What the model's tokenizer makes of a text, and back. Nothing reaches the node."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tandem.server.api.body import DetokenizeBody, TokenizeBody
+from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, DetokenizeBody, TokenizeBody
 from tandem.server.api.bounds import LOOP_CHAT_BYTES, LOOP_IDS, MAX_DETOKENIZED, MAX_PROMPTS, MAX_TEXT_CHARS
 from tandem.server.api.chat_form import ChatForm
 from tandem.server.api.errors import invalid
@@ -30,8 +30,8 @@ class TokenizationPage:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            *(Route(path, self.tokenize, methods=["POST"]) for path in TOKENIZE_PATHS),
+            *(Route(path, self.detokenize, methods=["POST"]) for path in DETOKENIZE_PATHS),
         ]
 
     async def tokenize(self, request: Request) -> Response:
@@ -48,13 +48,15 @@ class TokenizationPage:
         check_sizes(texts, MAX_TEXT_CHARS, param, "characters")
         adds = body.add_special_tokens is not False and not is_chat  # a template writes them itself
         rows = [await self._tokenizer.encode_anywhere(text, add_special_tokens=adds) for text in texts]
-        is_single = isinstance(value, str)
-        document = {
-            "tokens": rows[0] if is_single else rows,
-            "count": len(rows[0]) if is_single else [len(row) for row in rows],
-            "max_model_len": self._limits.context_length,
-        }
-        return await off_loop(sum(map(len, rows)), LOOP_IDS, json_response, document)
+        names = bool(body.return_token_strs)
+        return await off_loop(sum(map(len, rows)), LOOP_IDS, self._told, rows, isinstance(value, str), names)
+
+    def _told(self, rows: list[list[int]], is_single: bool, names: bool) -> Response:
+        """In any thread. names: the tokens are also told as the vocabulary spells them."""
+        spelled = {"token_strs": list(map(self._tokenizer.token_names, rows))} if names else {}
+        columns = {"tokens": rows, "count": list(map(len, rows)), **spelled}
+        told = {name: column[0] for name, column in columns.items()} if is_single else columns
+        return json_response({**told, "max_model_len": self._limits.context_length})
 
     def _chat_text(self, body: TokenizeBody) -> str:
         chat = body.chat

@@ -127,6 +127,9 @@ class Tokenizer:
         """The token as the vocabulary spells it."""
         return self._tokenizer.id_to_token(id)
 
+    def token_names(self, ids: Sequence[int]) -> list[str | None]:
+        return list(map(self.token_name, ids))
+
     @cached_property
     def special_names(self) -> dict[str, int]:
         """Special tokens as texts spell them."""

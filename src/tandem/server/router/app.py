@@ -37,7 +37,7 @@ from tandem.core.values import Nanos
 from tandem.metrics.export import CONTENT_TYPE
 from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
-from tandem.server.api.body import VECTOR_PATHS, AbortBody
+from tandem.server.api.body import DETOKENIZE_PATHS, TOKENIZE_PATHS, VECTOR_PATHS, AbortBody
 from tandem.server.api.bounds import LOOP_BYTES
 from tandem.server.api.connections import api_bounds, raise_fd_limit
 from tandem.server.api.cors import cors
@@ -176,8 +176,8 @@ class RouterApp:
             *WorkerPages(self.router, self._shell).routes(),
             Route("/openapi.json", self._openapi),
             *(self._proxied(path, MODEL_INFO) for path in ("/model_info", "/get_model_info")),
-            self._proxied("/tokenize", TOKENIZE),
-            self._proxied("/detokenize", DETOKENIZE),
+            *(self._proxied(path, TOKENIZE) for path in TOKENIZE_PATHS),
+            *(self._proxied(path, DETOKENIZE) for path in DETOKENIZE_PATHS),
             self._proxied("/v1/messages/count_tokens", COUNT_TOKENS),
             *(Route(path, self._server_info) for path in ("/server_info", "/get_server_info")),
             Route("/v1/loads", self._loads),
