@@ -122,7 +122,7 @@ class ServerConfig(DoorConfig):
     )
     enable_mixed_chunk: bool = flag(False, "decode rows ride along with prompt chunks")
     max_prefill_stall_ms: int = flag(
-        250, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
+        150, "how long prompts may keep those who decode from their next token: chunks get that small; 0: whole chunks"
     )
     swa_full_tokens_ratio: float = flag(
         0.0, "share of the KV pool's tokens that layers with a window have memory for; 0: 0.8 if that keeps nobody out"

@@ -53,7 +53,8 @@ def from_json_schema(schema: Any, *, is_lenient: bool = False, whitespace: str =
     if isinstance(schema, dict) and isinstance(id := schema.get("$id"), str) and not URI_REFERENCE.fullmatch(id):
         schema = {key: value for key, value in schema.items() if key != "$id"}
     try:
-        text = json.dumps(closed(_without_looks(schema) if is_lenient else schema))
+        meant = _without_looks(schema) if is_lenient else schema
+        text = json.dumps(closed(meant))
         return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]  # options that its stub does not list
     except (ValueError, RecursionError) as error:  # numbers that no fp64 can hold, and the like
         raise GrammarError(in_one_line(str(error))) from None

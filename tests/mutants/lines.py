@@ -3372,8 +3372,8 @@ OTHERS = (
     Break(
         "patterns_that_look_around_are_refused_whoever_asks",
         "grammar.py",
-        "text = json.dumps(closed(_without_looks(schema) if is_lenient else schema))",
-        "text = json.dumps(closed(schema))",
+        "meant = _without_looks(schema) if is_lenient else schema",
+        "meant = schema",
         "unit/test_grammar.py::test_a_pattern_that_looks_around_bounds_nothing_where_that_may_be",
     ),
     Break(
@@ -3519,8 +3519,8 @@ OTHERS = (
     Break(
         "objects_of_schemas_stay_open",
         "grammar.py",
-        "text = json.dumps(closed(schema))",
-        "text = json.dumps(schema)",
+        "text = json.dumps(closed(meant))",
+        "text = json.dumps(meant)",
         "unit/test_grammar.py::test_an_object_has_the_properties_that_it_names",
     ),
     Break(

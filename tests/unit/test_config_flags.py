@@ -357,7 +357,7 @@ def test_the_flags_of_scheduling_reach_the_node() -> None:
         chunk_tokens=64,
         window_depth=1,
         mixed_chunk=True,
-        prefill_stall=PrefillStall(Nanos(250 * MILLISECOND)),
+        prefill_stall=PrefillStall(Nanos(150 * MILLISECOND)),
         prefix_cache=False,
         reserved_decode_tokens=9,
         conservativeness=0.5,
