@@ -46,6 +46,12 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written.append(bytes(data))
 
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        """Whoever sends the rest of a refused request is heard until the connection is lost."""
+
     def close(self) -> None:
         self._is_closing = True
 
