@@ -448,7 +448,7 @@ def test_a_head_that_is_too_large_is_told_so() -> None:
     "data",
     [
         b"FOO /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nX : a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nX(: a\r\n\r\n",
         b"POST /tokenize HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\nx\r\n",
         b'POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{"prompt": "x"}',
