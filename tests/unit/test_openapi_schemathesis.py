@@ -7,16 +7,22 @@ A fixed seed and a fixed number of them; the node is a fake one.
 from collections.abc import Callable
 
 import hypothesis
+import msgspec
 import pytest
 import schemathesis
 from api_fakes import says, world
 from hypothesis import HealthCheck, Phase
+from msgspec import Raw, Struct
 from schemathesis import Case, GenerationMode
 from schemathesis.schemas import APIOperation
 
-from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION
+from tandem.server.api.body import ChatBody, CompletionBody
+from tandem.server.api.foreign import is_asked_for
+from tandem.server.api.messages import MessagesBody
+from tandem.server.api.openapi import BEYOND_SCHEMAS, GENERATION, refused_fields
+from tandem.server.api.responses import ResponsesBody
 
-EXAMPLES = {GenerationMode.POSITIVE: 15, GenerationMode.NEGATIVE: 8}  # the latter take longer to be made
+EXAMPLES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 8}  # the latter take longer to be made
 ANSWERS = {"metrics": {}, "flush": {}, "state": {}, "waits": [], "faults": {}}
 ROLES = {"unified": "null", "prefill": "prefill", "decode": "decode"}
 
@@ -81,3 +87,12 @@ def test_nothing_that_does_not_fit_its_schema_is_taken(name: str) -> None:
 
     each(OPERATIONS["unified"][name], GenerationMode.NEGATIVE, ask)
     assert taken == []
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_a_field_that_is_refused_may_hold_what_asks_for_nothing(kind: type[Struct]) -> None:
+    for name, schema in refused_fields(kind)["properties"].items():
+        listed = {repr(value) for value in schema.get("enum", ())}
+        for value in (None, False, True, -1, 0, 1, 2, "", "medium", "other", [], {}, [1]):
+            is_idle = not is_asked_for(name, Raw(msgspec.json.encode(value)))
+            assert (repr(value) in listed) == is_idle, f"{name}: {value!r}"
