@@ -35,7 +35,7 @@ NEGATIVE = re.compile(r"(?:^|[\s\[,:]|\\[nrt])(-\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(
 LEAST_INTEGER = -(2.0**63)
 # Of a regular expression, what llguidance does not follow: looking around, and back to a group.
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]")
-DATA = ("const", "enum", "default", "examples")  # in a schema
+VALUES = ("const", "enum", "default", "examples")  # keywords that hold values and not schemas
 BAD_REGEX = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^+\nerror: (.*)")
 UNKNOWN_RULE = re.compile(r"Rule '(.+)' not found")
 BEYOND_INTEGERS = "a number below -2**63, or next to it, cannot be followed"
@@ -67,7 +67,7 @@ def _without_looks(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     return {
-        key: each if key in DATA else _without_looks(each)
+        key: each if key in VALUES else _without_looks(each)
         for key, each in schema.items()
         if not (key == "pattern" and isinstance(each, str) and _looks_around(each))
     }

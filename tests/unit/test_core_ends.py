@@ -201,7 +201,7 @@ def test_a_queued_request_names_what_it_lacks_when_its_deadline_comes(waits_for:
 
 @pytest.mark.parametrize("settings", [{"max_running": 1}, {"window_depth": 1, "chunk_tokens": 16}], ids=str)
 def test_who_waits_behind_another_one_waits_for_its_turn_and_not_for_pages(settings: dict) -> None:
-    """Pages are free; the one before it lacks something else."""
+    """Pages are free; the one before it waits for something else."""
     world = World()
     node = world.prefill(**settings)
     node.holds.add(BatchReturned)

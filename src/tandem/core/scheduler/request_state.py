@@ -102,7 +102,7 @@ class WaitingFor(StrEnum):
     PEER = "peer"  # bootstrap
     RENDERING = "rendering"  # the edge, which renders the prompt at decode's time
     DP_RANK = "dp_rank"  # which of the peer's ranks has it
-    TURN = "turn"  # those before it in the queue: nothing is known that it lacks itself
+    TURN = "turn"  # those before it in the queue: what it needs itself has not been asked
     PAGES = "pages"
     SLOT = "slot"
     RESULT_SLOT = "result_slot"

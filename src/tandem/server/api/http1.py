@@ -54,7 +54,7 @@ class Http1(HttpToolsProtocol):
         self._kept_bytes = 0
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            self.cycle.send = unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = unchunked(self.cycle)  # type: ignore[method-assign]  # of this one request
 
     def on_body(self, body: bytes) -> None:
         self._kept_bytes = 0
