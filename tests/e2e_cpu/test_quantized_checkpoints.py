@@ -75,7 +75,7 @@ def test_what_is_quantised_here_computes_what_it_stands_for_and_takes_less_memor
             f"{at}.mlp.down_proj": block.mlp.down_proj,
         }
         assert all(isinstance(linear.weight, QuantizedWeight) for linear in parts.values())
-        tensors |= {f"{each}.weight": linear.weight.dequantized(torch.float32) for each, linear in parts.items()}
+        tensors |= {f"{each}.weight": linear.weight.plain(torch.float32) for each, linear in parts.items()}
     (tmp_path / "dequantised").mkdir()
     save_file(tensors, tmp_path / "dequantised" / "model.safetensors")
     (tmp_path / "dequantised" / "config.json").write_text((tmp_path / "plain" / "config.json").read_text())

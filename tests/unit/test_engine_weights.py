@@ -9,8 +9,12 @@ from safetensors.torch import load_file, save_file
 
 import tandem
 from tandem.core.disagg.layout_check import differences
+from tandem.engine import machine_memory
+from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.quantized import QuantizedWeight
 from tandem.engine.models.base import build_of
 from tandem.engine.models.table import FAMILIES
+from tandem.engine.native import library
 from tandem.engine.weights import in_short, load
 
 MINI = Path(tandem.__file__).parent / "bundled" / "mini"
@@ -48,7 +52,7 @@ def test_a_whole_directory_loads(tmp_path: Path) -> None:
     ],
 )
 def test_the_type_is_the_one_asked_for(tmp_path: Path, stored: torch.dtype, asked: str, got: torch.dtype) -> None:
-    model = load(write_model(tmp_path, dtype=stored), dtype=asked, device="cpu")
+    model = load(write_model(tmp_path, dtype=stored), dtype=asked, device="cpu", packing_share=0.0)
 
     original = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
     assert model.dtype == got
@@ -67,6 +71,53 @@ def test_weights_of_the_stored_type_are_mapped_not_copied(tmp_path: Path) -> Non
         return begin <= address < end
 
     assert next(line for line in lines if holds(line)).endswith(str(tmp_path / "model.safetensors"))
+
+
+@pytest.fixture
+def every_library_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if library.best() is None:
+        pytest.skip("no native kernels were built, or this processor runs none of them")
+    monkeypatch.setattr(library, "PACKED", {(name, torch.bfloat16) for name in library.NEEDS})
+
+
+@pytest.mark.usefixtures("every_library_packs")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_linear_layers_and_the_head_are_packed_and_the_embedding_is_looked_up(tmp_path: Path, is_tied: bool) -> None:
+    write_model(tmp_path, dtype=torch.bfloat16, tie_word_embeddings=is_tied)
+    if is_tied:
+        change_tensors(tmp_path, **{"lm_head.weight": None})
+    packed, plain = load(tmp_path), load(tmp_path, packing_share=0.0)
+
+    assert packed.is_packed
+    assert not plain.is_packed
+    assert torch.equal(packed.module.embedding.weight, plain.module.embedding.weight)
+    pairs = [(packed.module.head.weight, plain.module.head.weight)]
+    for own, other in zip(packed.module.blocks, plain.module.blocks, strict=True):
+        pairs += [(own.mlp.down_proj.weight, other.mlp.down_proj.weight)]
+        pairs += [(own.qkv.k_proj.weight, other.qkv.k_proj.weight)]
+    for one, original in pairs:
+        assert isinstance(one, PackedWeight)
+        assert torch.equal(one.plain(torch.bfloat16), original)
+
+
+@pytest.mark.usefixtures("every_library_packs")
+def test_weights_that_take_much_of_the_memory_stay_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All engines of a machine share them then."""
+    write_model(tmp_path, dtype=torch.bfloat16)
+    own = load(tmp_path).weight_bytes
+
+    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: 8 * own)
+    assert load(tmp_path, packing_share=1 / 8).is_packed
+    assert not load(tmp_path, packing_share=1 / 9).is_packed
+
+
+@pytest.mark.usefixtures("every_library_packs")
+def test_other_types_and_few_bits_are_not_packed(tmp_path: Path) -> None:
+    write_model(tmp_path)
+
+    assert not load(tmp_path).is_packed
+    block = load(tmp_path, dtype="bfloat16", quantization="int8").module.blocks[0]
+    assert isinstance(block.mlp.down_proj.weight, QuantizedWeight)
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

@@ -67,10 +67,10 @@ def test_products_are_those_of_fp64_and_have_the_bits_of_the_plain_weight(
     for rows, outputs, inputs, group in SHAPES + SIXTEENS * (bits == 8):
         weight, exact = drawn(draw, outputs, inputs, bits=bits, group=group, offsets=offsets)
         x = torch.randn(rows, inputs, generator=draw).to(dtype)
-        plain = kernels.dequantize(weight, 0, torch.full((outputs, inputs), float("nan"), dtype=dtype))
+        plain = kernels.plain_rows(weight, 0, torch.full((outputs, inputs), float("nan"), dtype=dtype))
         bound = TOLERANCE[dtype] * exact.abs().max().item()
         assert (plain.double() - exact).abs().max().item() <= bound, "a weight is rounded once"
-        assert torch.equal(weight.dequantized(dtype), plain) or dtype == torch.float32
+        assert torch.equal(weight.plain(dtype), plain) or dtype == torch.float32
 
         for bias in (None, torch.randn(outputs, generator=draw).to(dtype)):
             found = kernels.linear(x, weight, bias)
@@ -117,9 +117,9 @@ def test_what_is_quantised_when_it_is_loaded_is_near_and_zeros_stay(
     plain[3] = 0
     found = quantized(plain, bits=bits)
 
-    error = (found.dequantized(torch.float32) - plain).abs()
+    error = (found.plain(torch.float32) - plain).abs()
     scale = plain.abs().amax()
     assert found.shape == (40, 200)
     assert error.square().mean().sqrt() < most * scale / 2
-    assert not found.dequantized(torch.float32)[3].any()
+    assert not found.plain(torch.float32)[3].any()
     assert found.num_bytes < plain.numel() * (bits + 3) / 8

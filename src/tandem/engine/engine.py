@@ -166,7 +166,9 @@ class Engine:
         if self.model.config.transformers is not None:
             return f"layers by {self.model.config.transformers.library}, {attention}"
         graphs = ", decoding by CUDA graphs" if self._graphs is not None else ""
-        return f"products by {self._kernels.name if self._kernels is not None else 'torch'}, {attention}{graphs}"
+        packed = " with packed weights" if self.model.is_packed else ""
+        products = f"products by {self._kernels.name if self._kernels is not None else 'torch'}{packed}"
+        return f"{products}, {attention}{graphs}"
 
     def close(self) -> None:
         self.kv.close()

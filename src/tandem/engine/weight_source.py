@@ -5,8 +5,10 @@ from torch import Tensor
 
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
-from tandem.engine.layers.quantized import GROUPS, LinearWeight, quantized
+from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.quantized import GROUPS, LinearWeight, Table, quantized
 from tandem.engine.layers.weights import WHOLE
+from tandem.engine.native.library import Kernels
 from tandem.engine.quantization import Quantization
 from tandem.engine.quantized_formats import StoredTensors, read_quantized, refuse_cut_groups
 from tandem.logtext import shown
@@ -25,13 +27,17 @@ class WeightSource:
         dtype: torch.dtype,
         device: str,
         quantization: Quantization | None = None,
+        packing: Kernels | None = None,
         has_data: bool = True,
     ) -> None:
+        """packing: what linear layers are packed for."""
         self.dtype = dtype
         self.device = device
         self.taken: list[str] = []
+        self.packed_bytes: list[tuple[int, int]] = []  # address and length of what was packed, and is not read any more
         self._checkpoint = checkpoint
         self._quantization = quantization
+        self._packing = packing
         self._has_data = has_data
 
     def elsewhere(self) -> "WeightSource":
@@ -63,6 +69,21 @@ class WeightSource:
     def linear(
         self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE, columns: slice = WHOLE
     ) -> LinearWeight:
+        return self.packed(self._linear(name, outputs, inputs, rows, columns))
+
+    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> Table:
+        scheme = self._quantization
+        if scheme is None or scheme.is_made_here:
+            return self.take(f"{name}.weight", outputs, inputs, rows=rows)
+        return self._linear(name, outputs, inputs, rows, WHOLE)
+
+    def packed(self, weight: Table) -> LinearWeight:
+        if self._packing is None or not isinstance(weight, Tensor):
+            return weight
+        self.packed_bytes.append((weight.data_ptr(), weight.nbytes))
+        return PackedWeight.of(weight, self._packing)
+
+    def _linear(self, name: str, outputs: int, inputs: int, rows: slice, columns: slice) -> Table:
         scheme = self._quantization
         if scheme is None or (not scheme.is_made_here and self._checkpoint.has(f"{name}.weight", STORED)):
             return self.take(f"{name}.weight", outputs, inputs, rows=rows, columns=columns)
@@ -76,12 +97,6 @@ class WeightSource:
         tensors = StoredTensors(self._checkpoint, name, self.taken)
         stored = read_quantized(scheme, tensors, outputs, inputs)
         return stored.part(name, rows, columns) if self._has_data else torch.empty(0)
-
-    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> LinearWeight:
-        scheme = self._quantization
-        if scheme is None or scheme.is_made_here:
-            return self.take(f"{name}.weight", outputs, inputs, rows=rows)
-        return self.linear(name, outputs, inputs, rows=rows)
 
     def everything(self) -> dict[str, Tensor]:
         names = self._checkpoint.names()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tandem.core.kv_parts import KvGrid
-from tandem.engine import digest_cache, machine_memory, trial
+from tandem.engine import digest_cache, machine_memory, mapped_files, trial
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
@@ -22,6 +22,8 @@ from tandem.engine.kv_memory import KvShape, StateShape
 from tandem.engine.model_config import ModelConfig, read_config
 from tandem.engine.models.base import Model, build_of
 from tandem.engine.models.table import FAMILIES
+from tandem.engine.native import library
+from tandem.engine.native.library import Kernels
 from tandem.engine.parallel import Group, HeadShard, OneShard, Shard, layers_of
 from tandem.engine.quantization import Quantization, quantization_of
 from tandem.engine.transformers_facts import examined_here
@@ -32,6 +34,7 @@ from tandem.logtext import shown
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 READABLE_CHARS = 64  # a field of a layout is short
 WHOLE_MODEL = Shard(0, 1)
+PACKING_SHARE = 0.25  # of the memory of the machine, for all engines on it that are known of
 STORED_BITS = {"I32": 32, "I8": 8, "U8": 8}  # of tensors that are codes
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENCODER_EMBEDDING = "bert.embeddings.word_embeddings.weight"
@@ -51,6 +54,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: str
     weight_bytes: int  # in memory; mapped ones come there as they are used
+    is_packed: bool
     attention: AttentionRules  # of the layers of its stage
     layout_fields: dict[str, str]  # what two engines must agree on before KV may travel between them
 
@@ -75,6 +79,7 @@ def load(
     is_embedding: bool = False,
     quantization: str | None = None,
     kv_is_int8: bool = False,
+    packing_share: float = PACKING_SHARE,
 ) -> LoadedModel:
     """One worker's part of a model: the shard that `group` says, of the layers of `stage`; unless told, all of it.
     Digests and layout are those of the whole model.
@@ -88,6 +93,8 @@ def load(
     quantization: as of `quantization.chosen`: to how many bits linear layers are quantised here.
 
     kv_is_int8: keys and values are kept in 8 bits.
+
+    packing_share: of the machine's memory, up to which this worker's weights are packed (`layers/packed.py`).
     """
     config = read_config(model_dir, is_embedding=is_embedding, examine=examined_here)
     _take_device(device)
@@ -96,8 +103,9 @@ def load(
     _refuse_overflow(config, chosen)
     scheme = _scheme(config, quantization)
     weight_bytes = _refuse_too_large(checkpoint, chosen, device, scheme)
-    source = WeightSource(checkpoint, dtype=chosen, device=device, quantization=scheme)
     group = group if group is not None else OneShard()
+    packing = _packing(chosen, device, weight_bytes // (group.shard.size * stage.size), packing_share)
+    source = WeightSource(checkpoint, dtype=chosen, device=device, quantization=scheme, packing=packing)
     module = build_of(config.architecture)(config, source, group, stage)
     heads = HeadShard.of(group.shard, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads)
     own_layers = layers_of(stage, config.num_layers)
@@ -105,6 +113,7 @@ def load(
     known = cache if cache is not None else DigestCache(digest_cache.default_path())
     digests = tensor_digests(checkpoint, source.taken + copies, known)
     _refuse_another_head(digests, copies)
+    mapped_files.forget(source.packed_bytes, checkpoint.files)
     loaded = LoadedModel(
         config=config,
         module=module,
@@ -113,14 +122,10 @@ def load(
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
+        is_packed=packing is not None,
         attention=_attention_rules(config, own_layers),
         layout_fields=_layout_fields(
-            config,
-            chosen,
-            weights_digest({name: digests[name] for name in source.taken}),
-            scheme,
-            kv_is_int8=kv_is_int8,
-            stages=stage.size,
+            config, chosen, weights_digest({n: digests[n] for n in source.taken}), scheme, kv_is_int8, stage.size
         ),
     )
     if isinstance(module, trial.Borrowed):
@@ -150,6 +155,14 @@ def _scheme(config: ModelConfig, asked: str | None) -> Quantization | None:
     return quantization_of(config.quantization, asked)
 
 
+def _packing(dtype: torch.dtype, device: str, own_bytes: int, share: float) -> Kernels | None:
+    """What the weights are packed for; None: they stay as they are."""
+    kernels = library.best()
+    if device != "cpu" or kernels is None or not kernels.packs(dtype):
+        return None
+    return kernels if own_bytes <= share * machine_memory.total_bytes(device) else None
+
+
 def _kv_shape(config: ModelConfig, layers: range, heads: HeadShard, *, is_int8: bool) -> KvShape:
     if config.encoder is not None:
         return KvShape(0, heads.num_kv, config.head_dim, is_int8)
@@ -173,7 +186,6 @@ def _layout_fields(
     dtype: torch.dtype,
     weights: str,
     scheme: Quantization | None,
-    *,
     kv_is_int8: bool,
     stages: int,
 ) -> dict[str, str]:

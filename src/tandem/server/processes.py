@@ -281,8 +281,7 @@ def worker_environment(cpu_threads: int, *, deterministic: bool, owns_cores: boo
 
 def owns_cores(config: ServerConfig, cpu_threads: int) -> bool:
     """Whether there is a core for every thread of all the engines that are known of."""
-    threads = cpu_threads * config.num_workers_here * int(environment_number(ENGINES))
-    return threads <= len(os.sched_getaffinity(0))
+    return cpu_threads * engines_here(config) <= len(os.sched_getaffinity(0))
 
 
 def engine_threads(config: ServerConfig) -> int:
@@ -290,7 +289,12 @@ def engine_threads(config: ServerConfig) -> int:
     `tandem up` and `tandem demo` tell in the environment."""
     if config.cpu_threads > 0:
         return config.cpu_threads
-    return max(1, len(os.sched_getaffinity(0)) // (config.num_workers_here * int(environment_number(ENGINES))))
+    return max(1, len(os.sched_getaffinity(0)) // engines_here(config))
+
+
+def engines_here(config: ServerConfig) -> int:
+    """Workers on this machine that are known of."""
+    return config.num_workers_here * int(environment_number(ENGINES))
 
 
 def process_name(launch: Launch, name: str) -> str:

@@ -82,7 +82,15 @@ from tandem.server.channel import BlockingChannel, ChannelClosed, MalformedFrame
 from tandem.server.node.peers import numeric_host
 from tandem.server.node.session import CONTROL_PROTOCOL
 from tandem.server.pool_size import pool_size
-from tandem.server.processes import EXIT_WITH_OTHERS, Launch, ServerFailure, owns_cores, process_name, read_launch
+from tandem.server.processes import (
+    EXIT_WITH_OTHERS,
+    Launch,
+    ServerFailure,
+    engines_here,
+    owns_cores,
+    process_name,
+    read_launch,
+)
 from tandem.server.worker_storage import WorkerStorage, open_page_files
 from tandem.transfer import nixl_access, shared_memory
 from tandem.transfer.jobs import PeerAddress
@@ -349,6 +357,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         is_embedding=config.is_embedding,
         quantization=config.quantization,
         kv_is_int8=config.kv_cache_dtype == "int8",
+        packing_share=0.0 if config.deterministic else weights.PACKING_SHARE / engines_here(config),
     )
     model = load(group=place.group, stage=place.pipeline.stage)
     pool = pool_size(config, model, place.least)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tandem.engine.layers import torch_linear
+from tandem.engine.layers.packed import PackedWeight
 from tandem.engine.native import library
 
 LEAST_GROUP = 32  # inputs; larger groups are multiples of it, the last one of a row may be shorter
@@ -57,7 +58,7 @@ class QuantizedWeight:
         some = self.codes[rows]
         return some.view(torch.int8) if self.bits == 8 else _unpacked(some, self.inputs)
 
-    def dequantized(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
+    def plain(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
         """Rows [first, first + count), [count, inputs]; by torch"""
         rows = slice(first, None if count is None else first + count)
         codes = self.signed_codes(rows)
@@ -70,7 +71,8 @@ class QuantizedWeight:
         return (values if offsets is None else values + offsets).float().to(dtype)
 
 
-LinearWeight = Tensor | QuantizedWeight  # [out_features, in_features]
+Table = Tensor | QuantizedWeight  # [rows, features], that are looked up
+LinearWeight = Table | PackedWeight  # [out_features, in_features]
 
 
 def quantized(weight: Tensor, *, bits: int) -> QuantizedWeight:
@@ -99,7 +101,7 @@ def _rounded(values: Tensor, *, bits: int) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-def looked_up(weight: LinearWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
+def looked_up(weight: Table, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """These rows, [n, in_features]."""
     if isinstance(weight, Tensor):
         return functional.embedding(rows, weight)
@@ -108,7 +110,7 @@ def looked_up(weight: LinearWeight, rows: Tensor, dtype: torch.dtype) -> Tensor:
     return _plain(found, 0, torch.empty(rows.shape[0], weight.inputs, dtype=dtype))
 
 
-def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+def product(x: Tensor, weight: QuantizedWeight | PackedWeight, bias: Tensor | None) -> Tensor:
     """x: [n, in_features] of many rows, or where no kernel takes it; returns [n, out_features]."""
     outputs, inputs = weight.shape
 
@@ -118,12 +120,12 @@ def product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     return torch_linear.linear_by_pieces(x, outputs, bias, piece)
 
 
-def _plain(weight: QuantizedWeight, first: int, out: Tensor) -> Tensor:
+def _plain(weight: QuantizedWeight | PackedWeight, first: int, out: Tensor) -> Tensor:
     """As many rows from `first` on as `out` has, there if a kernel makes them."""
     kernels = library.fitting(out)
     if kernels is None:
-        return weight.dequantized(out.dtype, first=first, count=out.shape[0])
-    return kernels.dequantize(weight, first, out)
+        return weight.plain(out.dtype, first=first, count=out.shape[0])
+    return kernels.plain_rows(weight, first, out)
 
 
 def packed_bytes(inputs: int, bits: int) -> int:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from tandem.engine.layers.product import product
-from tandem.engine.layers.quantized import LinearWeight, looked_up
+from tandem.engine.layers.quantized import LinearWeight, Table, looked_up
 from tandem.engine.parallel import Group, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class VocabParallelEmbedding:
-    weight: LinearWeight  # [this shard's tokens, hidden]
+    weight: Table  # [this shard's tokens, hidden]
     dtype: torch.dtype
     first_token: int  # of this shard
     group: Group

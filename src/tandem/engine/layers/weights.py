@@ -5,7 +5,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tandem.engine.layers.quantized import LinearWeight
+from tandem.engine.layers.quantized import LinearWeight, Table
 
 WHOLE = slice(None)
 
@@ -35,8 +35,12 @@ class Weights(Protocol):
         """
         ...
 
-    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> LinearWeight:
+    def table(self, name: str, outputs: int, inputs: int, *, rows: slice = WHOLE) -> Table:
         """The same of the embedding or the head: of few bits if they are stored so, and not made so here."""
+        ...
+
+    def packed(self, weight: Table) -> LinearWeight:
+        """The same weight, as its products take the least time."""
         ...
 
     def everything(self) -> dict[str, Tensor]:

@@ -344,7 +344,9 @@ def build_decoder(
         rotary=_rotary_tables(config, own_layers, weights),
         blocks=tuple(blocks[own_layers.start : own_layers.stop]),
         norm=(here if is_last else there).norm("model.norm"),
-        head=VocabParallelHead(head, config.vocab_size, group) if has_head else None,
+        head=VocabParallelHead((weights if is_last else elsewhere).packed(head), config.vocab_size, group)
+        if has_head
+        else None,
         logit_cap=config.logit_cap,
         logit_divisor=config.logit_divisor,
     )

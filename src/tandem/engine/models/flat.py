@@ -18,7 +18,7 @@ from tandem.engine.layers.experts import Experts
 from tandem.engine.layers.linear import ColumnParallelLinear, GatheringLinear, QkvLinear, RowParallelLinear
 from tandem.engine.layers.mlp import GatedMlp
 from tandem.engine.layers.norm import GatheringWidthNorms, HeadNorms, RMSNorm, WidthNorms
-from tandem.engine.layers.quantized import LinearWeight, QuantizedWeight
+from tandem.engine.layers.quantized import LinearWeight
 from tandem.engine.native.library import DecoderView, LayerView, LinearView
 
 
@@ -128,4 +128,4 @@ def _view(block: Layer) -> LayerView | None:
 
 
 def _lies_in_rows(weight: LinearWeight) -> bool:
-    return isinstance(weight, QuantizedWeight) or (weight.device.type == "cpu" and weight.is_contiguous())
+    return not isinstance(weight, Tensor) or (weight.device.type == "cpu" and weight.is_contiguous())

@@ -121,14 +121,19 @@ class Product {
     }
 
   private:
-    // The weights of a block are made in the second cache, while the codes of the next one are fetched.
+    // The weights of a block are made in the second cache, while the codes of the next one are fetched; unless there are
+    // products for what they lie like.
     void of_codes(const typename In::type* x, int rows, const Linear& linear, int64_t n, int outputs, const char* next,
                   float* to) const {
-        if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<typename In::type, T>; EXPANDED > 0)
+        if (linear.bits == PLAIN_BITS) {
+            if constexpr (HAS_PACKED<typename In::type>)
+                return products_packed(x, rows, tile_, weight_at(linear, n), inputs_, next, to);
+        } else if constexpr (constexpr int EXPANDED = EXPANDED_ROWS<typename In::type, T>; EXPANDED > 0) {
             if (rows <= EXPANDED && outputs == BLOCK) return products_of_codes<T>(x, rows, linear, n, next, to);
+        }
         static thread_local Buffer buffer;
         T* weight = (T*)buffer.get(outputs * inputs_ * sizeof(T));
-        for (int i = 0; i < outputs; i++) dequantize_row(linear, n + i, weight + i * inputs_);
+        for (int i = 0; i < outputs; i++) plain_row(linear, n + i, weight + i * inputs_);
         const int64_t bytes = outputs * row_bytes<T>(linear);
         const int times = times_read<typename In::type, T>(rows, tile_) * int(8 * sizeof(T) / linear.bits);
         const Ahead ahead(nullptr, next, 0, bytes, times);

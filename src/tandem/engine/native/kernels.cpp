@@ -40,11 +40,21 @@ void tandem_linear(int is_bf16, const void* x, int64_t rows, const Linear* layer
     });
 }
 
-// Rows [first, first + count) of a weight that is codes; to: [count, inputs]
-void tandem_dequantize(int is_bf16, const Linear* layer, int64_t first, int64_t count, void* to, int threads) {
+// weight: bf16 [outputs, inputs]; to: as `packed.h` says
+void tandem_pack(const void* weight, int64_t outputs, int64_t inputs, void* to, int threads) {
+    const std::lock_guard lock(turn_taking);
+    Pool::instance().run(threads, ceil_div(outputs, BLOCK), [&](int64_t block) {
+        const int64_t n = block * BLOCK;
+        const int count = int(std::min<int64_t>(BLOCK, outputs - n));
+        pack_block((const bf16*)weight + n * inputs, count, inputs, (uint32_t*)((char*)to + n * packed_row_bytes(inputs)));
+    });
+}
+
+// Rows [first, first + count) of a weight that is codes or packed; to: [count, inputs]
+void tandem_plain_rows(int is_bf16, const Linear* layer, int64_t first, int64_t count, void* to, int threads) {
     with_type(is_bf16, [&](auto kind) {
         using T = decltype(kind);
-        for_rows(count, threads, [&](int64_t n) { dequantize_row(*layer, first + n, (T*)to + n * layer->inputs); });
+        for_rows(count, threads, [&](int64_t n) { plain_row(*layer, first + n, (T*)to + n * layer->inputs); });
     });
 }
 

@@ -39,18 +39,20 @@ MOST_HEAD_DIM = 512
 # With more rows than these torch's libraries are faster; what is not named here is always faster.
 MOST_ROWS = {("amx_bf16", torch.bfloat16): 256}
 MANY_ROWS = 1 << 30
+PACKED = {("avx512_bf16", torch.bfloat16)}  # whose products are faster with packed weights
+PACKED_MULTIPLE = 32  # outputs and inputs of a packed weight
 DTYPES = (torch.float32, torch.bfloat16)  # others are torch's
 
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, TILE_DATA = 158, 0x1023, 18
 
 
 class Codes(Protocol):
-    """A weight of few bits: see `quantized.h`."""
+    """A weight that does not lie in rows: of few bits (`quantized.h`), or packed (`packed.h`)."""
 
     @property
     def codes(self) -> Tensor: ...
     @property
-    def scales(self) -> Tensor: ...
+    def scales(self) -> Tensor | None: ...
     @property
     def offsets(self) -> Tensor | None: ...
     @property
@@ -74,8 +76,8 @@ class LinearView(Structure):
         if isinstance(weight, Tensor):
             assert weight.is_contiguous()
             return cls(weight.data_ptr(), at_bias, *weight.shape)
-        offsets = None if weight.offsets is None else weight.offsets.data_ptr()
-        values = (weight.scales.data_ptr(), offsets, weight.bits, weight.group)
+        scales, offsets = (None if each is None else each.data_ptr() for each in (weight.scales, weight.offsets))
+        values = (scales, offsets, weight.bits, weight.group)
         return cls(weight.codes.data_ptr(), at_bias, *weight.shape, *values)
 
 
@@ -133,7 +135,8 @@ class Kernels:
         self.alone = alone
         library = ctypes.CDLL(str(path))
         self._linear = _function(library.tandem_linear, "ipqppi")
-        self._dequantize = _function(library.tandem_dequantize, "ipqqpi")
+        self._pack = _function(library.tandem_pack, "pqqpi")
+        self._plain_rows = _function(library.tandem_plain_rows, "ipqqpi")
         self._rms_norm = _function(library.tandem_rms_norm, "ipqqpdpi")
         self._rotate = _function(library.tandem_rotate, "ipqqqppi")
         self._silu_and_mul = _function(library.tandem_silu_and_mul, "ippqqi")
@@ -158,10 +161,21 @@ class Kernels:
         self._linear(_is_bf16(x), _address(x), x.shape[0], byref(view), _address(out), torch.get_num_threads())
         return out
 
-    def dequantize(self, weight: Codes, first: int, out: Tensor) -> Tensor:
+    def packs(self, dtype: torch.dtype) -> bool:
+        """Whether products take less time with a weight that is packed."""
+        return (self.name, dtype) in PACKED and not self.alone
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """weight: bf16 [outputs, inputs]; returns what `packed.h` says, [outputs, inputs] that are whole blocks."""
+        outputs, inputs = (-(-size // PACKED_MULTIPLE) * PACKED_MULTIPLE for size in weight.shape)
+        out = weight.new_empty(outputs, inputs)
+        self._pack(_address(weight), *weight.shape, _address(out), torch.get_num_threads())
+        return out
+
+    def plain_rows(self, weight: Codes, first: int, out: Tensor) -> Tensor:
         """Rows of a weight from `first` on, as many as `out` [n, inputs] has."""
         view = LinearView.of(weight, None)
-        self._dequantize(_is_bf16(out), byref(view), first, out.shape[0], _address(out), torch.get_num_threads())
+        self._plain_rows(_is_bf16(out), byref(view), first, out.shape[0], _address(out), torch.get_num_threads())
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

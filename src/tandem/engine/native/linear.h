@@ -16,7 +16,7 @@
 #pragma once
 
 #if defined(__AVX512F__)
-#include "products_avx512.h"
+#include "products_packed.h"
 #else
 #include "products_avx2.h"
 #endif
@@ -151,6 +151,17 @@ inline void products(const Tile* x, int rows, int, const bf16* weight, int outpu
 #endif
 
 // --- x, as the products of a type want it --------------------------------------------------------------------------------
+
+// Whether rows that were prepared as X are multiplied with packed weights as they lie
+template <class X>
+constexpr bool HAS_PACKED = false;
+
+#if defined(__AVX512BF16__)
+
+template <>
+constexpr bool HAS_PACKED<bf16> = true;
+
+#endif
 
 constexpr int GROUP_ROWS = 96;  // at most, that go through a block together
 

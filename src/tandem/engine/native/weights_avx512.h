@@ -7,7 +7,7 @@
 //
 // Each has a Reader of OUTPUTS rows from n on, whose first input is `begin`. `enter(k)` is called where something begins
 // that the inputs from k on have in common, and says where that ends. Of codes operations and their order are those of
-// `dequantize_row`, so the bits are the same.
+// `plain_row`, so the bits are the same.
 #pragma once
 
 #include <algorithm>

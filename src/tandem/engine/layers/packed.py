@@ -1,0 +1,52 @@
+"""Plain weights in the order in which the native kernels read them (`native/packed.h`).
+
+In rows a weight is the mapped file, which every engine on a machine shares; packed, it is memory of one process.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tandem.engine.native import library
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    values: Tensor  # bf16, outputs and inputs filled up to whole blocks
+    shape: tuple[int, int]  # outputs, inputs
+
+    @classmethod
+    def of(cls, weight: Tensor, kernels: library.Kernels) -> "PackedWeight":
+        """weight: [outputs, inputs], of a type that `kernels` packs"""
+        return cls(kernels.pack(weight.contiguous()), (weight.shape[0], weight.shape[1]))
+
+    # What `library.Codes` asks for:
+
+    @property
+    def codes(self) -> Tensor:
+        return self.values
+
+    @property
+    def scales(self) -> None:
+        return None
+
+    @property
+    def offsets(self) -> None:
+        return None
+
+    @property
+    def bits(self) -> int:
+        return 16
+
+    @property
+    def group(self) -> int:
+        return 0
+
+    def plain(self, dtype: torch.dtype, *, first: int = 0, count: int | None = None) -> Tensor:
+        """Rows [first, first + count), [count, inputs]; by torch"""
+        together = library.PACKED_MULTIPLE
+        pairs = self.values.view(-1, self.values.shape[1] // 2, together, 2)
+        rows = pairs.transpose(1, 2).reshape(self.values.shape)
+        outputs, inputs = self.shape
+        return rows[first : outputs if count is None else first + count, :inputs].to(dtype)
