@@ -1479,6 +1479,28 @@ OTHERS = (
         "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
         "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
     ),
+    # decision 038: which weights are packed, and what leaves a process for it
+    Break(
+        "weights_are_packed_however_large_they_are",
+        "engine/weights.py",
+        "return kernels if own_bytes <= share * machine_memory.total_bytes(device) else None",
+        "return kernels",
+        "unit/test_engine_weights.py::test_weights_that_take_much_of_the_memory_stay_mapped",
+    ),
+    Break(
+        "the_page_where_a_weight_begins_leaves_with_it",
+        "engine/mapped_files.py",
+        "first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE",
+        "first = address // mmap.PAGESIZE * mmap.PAGESIZE",
+        "unit/test_engine_mapped_files.py::test_whole_pages_of_the_file_leave_and_are_read_again",
+    ),
+    Break(
+        "memory_that_is_no_file_leaves_too",
+        "engine/mapped_files.py",
+        "if first < last and any(begin <= first and last <= end for begin, end in mapped):",
+        "if first < last:",
+        "unit/test_engine_mapped_files.py::test_other_memory_stays",
+    ),
     # pages that come from somebody else are cleared
     Break(
         "the_engine_clears_no_page",
