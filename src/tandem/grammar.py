@@ -10,19 +10,24 @@ A grammar travels as the text that `from_json_schema` and its neighbours return.
 import json
 import re
 import threading
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any  # JSON schemas
 
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from tandem.closed_schemas import closed
+from tandem.core.values import ceil_div
 
 MOST_NESTED = 64  # levels of a schema
 MOST_COMPILED = 64  # grammars that a process keeps
+MOST_TEXTS = 4096  # whose tokens a process remembers
+LONGEST_TEXT = 256  # of them
+FEW_TOKENS = 4096  # of a vocabulary that llguidance had better not slice
+NO_TOKEN = -1
 # Between two tokens of JSON. Where more may come, a model that prefers spaces to an answer says nothing else.
 WHITESPACE = r" ?"
 # `?` and `!` are about the tree that a parser would make: what may be said is the same.
@@ -140,6 +145,33 @@ def is_mark(literal: str) -> bool:
     return literal.startswith("<[")
 
 
+class RememberingTokenizer(TokenizerWrapper):
+    """llguidance's own tokenizer, which remembers what it was asked.
+
+    Where a grammar leaves no choice, llguidance tokenizes the text that has to come: for every token anew, the same few
+    texts again and again, at a third of what finding the allowed tokens costs.
+    """
+
+    def __init__(self, own: LLTokenizer) -> None:
+        self.is_tokenizer_wrapper = True
+        self.eos_token_id, self.bos_token_id = own.eos_token, None
+        self.tokens = [_bytes_of(own, id) for id in range(own.vocab_size)]
+        self.special_token_ids = []  # their bytes tell
+        self._own = own
+        self._known = lru_cache(MOST_TEXTS)(own.tokenize_str)
+
+    def __call__(self, text: str) -> list[int]:
+        return self._known(text) if len(text) <= LONGEST_TEXT else self._own.tokenize_str(text)
+
+
+def _bytes_of(own: LLTokenizer, id: int) -> bytes:
+    """As llguidance keeps them: special ones behind a byte that no text has, none at all where there is no token."""
+    shown = own.decode_bytes([id])
+    if own.is_special_token(id):
+        return b"\xff" + shown
+    return b"" if shown == b"<[%d]>" % id else shown
+
+
 class Vocabulary:
     """The tokens of one model, and the grammars compiled for them. May be used from any thread."""
 
@@ -147,8 +179,11 @@ class Vocabulary:
         """`path`: of tokenizer.json; `size`: of the logits, where there are more than tokens. Raises GrammarError."""
         try:
             text = path.read_text(encoding="utf-8")
-            own = LLTokenizer(text)
-            self._tokenizer = own if own.vocab_size >= size else LLTokenizer(text, n_vocab=size)
+            own = LLTokenizer(text, slices=[])
+            if own.vocab_size < size:
+                own = LLTokenizer(text, n_vocab=size, slices=[])
+            slices = [] if own.vocab_size <= FEW_TOKENS else None
+            self._tokenizer = LLTokenizer(RememberingTokenizer(own), slices=slices)
         except Exception as error:  # the library raises bare exceptions for what it cannot read
             raise GrammarError(f"grammars cannot be followed with this tokenizer: {in_one_line(str(error))}") from None
         self.size = self._tokenizer.vocab_size
@@ -175,7 +210,8 @@ class Vocabulary:
 
     def matcher(self, grammar: str, *, eos_ids: Iterable[int], ignores_eos: bool = False) -> "Matcher":
         made = self._matcher(grammar).deep_copy()
-        return Matcher(made, frozenset(eos_ids), self._guessed_ends, ignores_eos=ignores_eos, size=self.size)
+        ends = _ends(frozenset(eos_ids), self._guessed_ends)
+        return Matcher(made, ends, ignores_eos=ignores_eos, size=self.size)
 
     def _matcher(self, grammar: str) -> LLMatcher:
         """One that nobody advances."""
@@ -195,55 +231,98 @@ class Vocabulary:
 
 
 class Matcher:
-    """Where one request stands in its grammar."""
+    """Where one request stands in its grammar.
 
-    __slots__ = ("_eos_ids", "_ignores_eos", "_masked_ids", "_matcher", "_num_words", "is_finished")
+    A token is taken when somebody asks, and what may come next is kept until the next one. So whoever has many of them
+    takes the tokens of all, then looks ahead for all (`look_ahead`): code and data stay at hand, which is worth as much
+    as llguidance's own work.
+    """
 
-    def __init__(
-        self, matcher: LLMatcher, eos_ids: frozenset[int], guessed: frozenset[int], *, ignores_eos: bool, size: int
-    ) -> None:
+    __slots__ = ("_allowed", "_end_bits", "_eos_ids", "_ignores_eos", "_is_finished", "_matcher", "_size", "_token")
+
+    def __init__(self, matcher: LLMatcher, ends: "Ends", *, ignores_eos: bool, size: int) -> None:
         self._matcher = matcher
-        self._eos_ids = eos_ids
-        self._masked_ids = eos_ids | guessed
+        self._eos_ids, self._end_bits = ends
         self._ignores_eos = ignores_eos
-        self._num_words = (size + 31) // 32
-        self.is_finished = False  # nothing can follow
+        self._size = ceil_div(size, 32) * 4  # bytes
+        self._token = NO_TOKEN  # that is not taken yet
+        self._allowed: bytes | None = None
+        self._is_finished = False
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing can follow."""
+        token, self._token = self._token, NO_TOKEN
+        if token == NO_TOKEN or self._is_finished:
+            return self._is_finished
+        if token in self._eos_ids:
+            self._is_finished = True
+        elif self._matcher.consume_token(token):
+            self._is_finished = self._matcher.is_stopped()
+        return self._is_finished
 
     def accept(self, token: int) -> None:
         """The request's next token. After the end of a grammar anything may come, and means nothing."""
-        if self.is_finished:
-            return
-        if token in self._eos_ids:
-            self.is_finished = True
-            return
-        self._matcher.consume_token(token)
-        self.is_finished = not self._matcher.is_error() and self._matcher.is_stopped()
+        if not self.is_finished:  # the one before has been taken
+            self._token, self._allowed = token, None
 
     def restart(self, outputs: Iterable[int]) -> None:
         """From the beginning, with these tokens."""
         self._matcher.reset()
-        self.is_finished = False
+        self._token, self._allowed, self._is_finished = NO_TOKEN, None, False
         for token in outputs:
             self.accept(token)
 
-    def allowed(self) -> array:
-        """[ceil(vocabulary / 32)] words of 32 bits: one for each token that may come next, the lowest first.
+    def allowed(self) -> bytes:
+        """Words of 32 bits, little endian: one bit for each token that may come next, the lowest first.
 
         No bit at all: it has grown beyond the bounds of llguidance, and the request cannot go on.
         """
-        if self.is_finished:
-            return array("I", [0xFFFFFFFF]) * self._num_words
-        if self._matcher.is_error():
-            return array("I", [0]) * self._num_words
-        # llguidance returns one bit for its own end of text behind the last token.
-        bits = array("I", self._matcher.compute_bitmask()[: 4 * self._num_words])
-        may_end = self._matcher.is_accepting()
-        for id in self._masked_ids:
-            bits[id >> 5] &= 0xFFFFFFFF ^ (1 << (id & 31))
-        if may_end and (not self._ignores_eos or not any(bits)):
+        if self._allowed is None:
+            self._keep(b"\xff" * self._size if self.is_finished else self._matcher.compute_bitmask())
+        assert self._allowed is not None
+        return self._allowed
+
+    def _keep(self, mask: bytes) -> None:
+        """One bit for the end of text is behind the last token. Where the grammar may end, or has failed, llguidance
+        allows what it takes for the end.
+        """
+        mask = mask[: self._size]
+        for at, bits in self._end_bits:
+            if mask[at] & bits:
+                mask = mask if self._is_finished else self._with_ends(mask)
+                break
+        self._allowed = mask
+
+    def _with_ends(self, mask: bytes) -> bytes:
+        """With those of the model in the place of what llguidance takes for the end."""
+        bits = bytearray(mask)
+        for at, ends in self._end_bits:
+            bits[at] &= 0xFF ^ ends
+        if self._matcher.is_accepting() and (not self._ignores_eos or bits.count(0) == len(bits)):
             for id in self._eos_ids:
-                bits[id >> 5] |= 1 << (id & 31)
-        return bits
+                bits[id >> 3] |= 1 << (id & 7)
+        return bytes(bits)
+
+
+def look_ahead(matchers: Iterable[Matcher]) -> None:
+    """Find what may come next for each of them, and keep it."""
+    unknown = [each for each in matchers if each._allowed is None and not each.is_finished]
+    masks = [each._matcher.compute_bitmask() for each in unknown]
+    for each, mask in zip(unknown, masks, strict=True):
+        each._keep(mask)
+
+
+Ends = tuple[frozenset[int], tuple[tuple[int, int], ...]]  # of the model; where the bits of all of them are
+
+
+@lru_cache
+def _ends(eos_ids: frozenset[int], guessed: frozenset[int]) -> Ends:
+    """The same for all who have the same: what each had of its own would have to be fetched for each."""
+    bits: dict[int, int] = {}  # by byte
+    for id in eos_ids | guessed:
+        bits[id >> 3] = bits.get(id >> 3, 0) | 1 << (id & 7)
+    return eos_ids, tuple(bits.items())
 
 
 def in_one_line(message: str, *, most: int = 300) -> str:

@@ -46,8 +46,9 @@ class RecordingModule:
         return self.module.forward(step, hidden)
 
     def logits(self, batch: Batch, hidden: Tensor) -> Tensor:
-        self.batches.append(self.module.logits(batch, hidden).clone())
-        return self.batches[-1]
+        logits = self.module.logits(batch, hidden)
+        self.batches.append(logits.clone())
+        return logits
 
 
 class EngineWorld:

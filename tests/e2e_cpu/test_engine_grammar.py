@@ -148,3 +148,43 @@ def test_a_grammar_that_outgrows_its_bounds_ends_its_request_only(model_dir: Pat
     world.run((stuck, 0, PROMPT_LEN), (other, 0, PROMPT_LEN))
     assert world.flags[stuck] & TokenFlag.INVALID
     assert not world.flags[other]
+
+
+def test_rows_that_come_and_go_get_the_tokens_that_each_gets_alone(model_dir: Path) -> None:
+    """What may come next is found for all who decode right after a batch: for some who then leave, are taken back or
+    never come again, and not for those who join."""
+    grammars = [NUMBERS, grammar.from_regex("[a-z]{9}( [a-z]{4}){4}"), grammar.from_json_schema({"type": "array"})]
+    alone = [generate(it := world_of(model_dir), it.add(prompt_of(PROMPT_LEN), grammar=made)) for made in grammars]
+    world = world_of(model_dir)
+    first, second, third, given_up = (
+        world.add(prompt_of(PROMPT_LEN), grammar=made) for made in (*grammars, grammars[0])
+    )
+    for request in (first, second, given_up):
+        world.prefill(request)
+    world.run(decodes=True, join=[first, second, given_up])
+    world.decode(3)
+    world.finish(given_up)
+    world.retract(first)
+    world.prefill(third)
+    world.run((first, 0, PROMPT_LEN + 2), decodes=True)  # as far as that goes: the next batch has the rest
+    world.run((first, PROMPT_LEN + 2, len(world.tokens[first])), decodes=True, join=[third])
+    world.run(decodes=True, join=[first])
+    for _ in range(60):
+        world.decode(1)
+    for request, expected in zip((first, second, third), alone, strict=True):
+        assert world.tokens[request][PROMPT_LEN : PROMPT_LEN + len(expected)] == expected
+
+
+def test_a_grammar_that_fails_among_those_who_decode_ends_its_request_only(model_dir: Path) -> None:
+    expected = generate(alone := world_of(model_dir), alone.add(prompt_of(PROMPT_LEN), grammar=NUMBERS))
+    world = world_of(model_dir)
+    stuck, other = (world.add(prompt_of(PROMPT_LEN), grammar=NUMBERS) for _ in range(2))
+    world.run((stuck, 0, PROMPT_LEN), (other, 0, PROMPT_LEN))
+    world.run(decodes=True, join=[stuck, other])
+    world.engine._tables.sequences[stuck].matcher.accept(93)  # { is no number: llguidance gives up
+    world.decode(1)
+    assert world.flags[stuck] & TokenFlag.INVALID
+    assert not world.flags[other]
+    world.run(decodes=True, leave=[stuck])
+    world.decode(len(expected) - 4)
+    assert world.tokens[other][PROMPT_LEN:] == expected

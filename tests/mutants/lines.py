@@ -1232,8 +1232,8 @@ BREAKS = (
     Break(
         "grammar_is_not_followed",
         "engine/sampler.py",
-        "return logits.masked_fill(forbidden, -math.inf)",
-        "return logits",
+        "np.putmask(logits.numpy(), forbidden, -math.inf)",
+        "pass",
         GRAMMAR + "every_parameter_holds_within_the_grammar",
     ),
     Break(
@@ -1253,8 +1253,8 @@ BREAKS = (
     Break(
         "end_of_a_grammar_is_not_told",
         "engine/engine.py",
-        "flags=_with_ends(sampled.flags, batch.samplers)",
-        "flags=sampled.flags",
+        "flags = _with_ends(sampled.flags, [sequence.matcher for sequence in batch.samplers])",
+        "flags = sampled.flags",
         GRAMMAR + "a_batch_that_was_under_way_when_the_grammar_ended_does_no_harm",
     ),
     Break(
@@ -1267,9 +1267,51 @@ BREAKS = (
     Break(
         "end_that_llguidance_guesses_is_allowed",
         "grammar.py",
-        "for id in self._masked_ids:",
-        "for id in self._eos_ids:",
+        "for id in eos_ids | guessed:",
+        "for id in eos_ids:",
         "unit/test_grammar.py::test_no_token_but_those_of_the_model_ends_an_answer",
+    ),
+    Break(
+        "what_may_come_next_is_kept_too_long",
+        "grammar.py",
+        "self._token, self._allowed = token, None",
+        "self._token = token",
+        "unit/test_grammar.py::test_who_looks_ahead_finds_for_each_what_each_would_have_found_alone",
+    ),
+    Break(
+        "what_may_come_next_is_kept_when_tokens_are_taken_back",
+        "grammar.py",
+        "self._token, self._allowed, self._is_finished = NO_TOKEN, None, False",
+        "self._token, self._is_finished = NO_TOKEN, False",
+        "unit/test_grammar.py::test_who_looks_ahead_finds_for_each_what_each_would_have_found_alone",
+    ),
+    Break(
+        "special_tokens_are_text_to_grammars",
+        "grammar.py",
+        'return b"\\xff" + shown',
+        "return shown",
+        "unit/test_grammar.py::test_what_is_kept_of_what_may_come_next_is_what_llguidance_says",
+    ),
+    Break(
+        "texts_that_have_to_come_are_not_remembered",
+        "grammar.py",
+        "return self._known(text) if len(text) <= LONGEST_TEXT else self._own.tokenize_str(text)",
+        "return self._own.tokenize_str(text)",
+        "unit/test_grammar.py::test_a_text_that_has_to_come_is_tokenized_once",
+    ),
+    Break(
+        "grammar_that_allows_nothing_allows_the_first_token",
+        "engine/sampler.py",
+        "if not is_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):",
+        "if not is_finite[row]:",
+        GRAMMAR + "a_grammar_that_fails_among_those_who_decode_ends_its_request_only",
+    ),
+    Break(
+        "logprobs_are_those_that_a_grammar_left",
+        "engine/sampler.py",
+        "raw = logits.clone() if any(draws[row].params.logprobs for row in bound) else logits",
+        "raw = logits",
+        "unit/test_engine_sampler.py::test_logprobs_are_those_of_the_raw_logits_under_a_grammar_too",
     ),
     Break(
         "grammar_is_compiled_for_nobody",

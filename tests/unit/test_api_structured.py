@@ -149,7 +149,7 @@ def accepts(made: str, text: str, its: Tokenizer | None = None) -> bool:
     for token in [*its.encode(text), end]:
         if matcher.is_finished:
             return token == end
-        if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
+        if not matcher.allowed()[token >> 3] >> (token & 7) & 1:
             return False
         matcher.accept(token)
     return matcher.is_finished

@@ -88,7 +88,7 @@ def accepts(w: World, text: str, template: str = TEMPLATE, added: tuple[str, ...
     for token in [*its.encode(text), END]:
         if matcher.is_finished:
             return token == END
-        if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
+        if not matcher.allowed()[token >> 3] >> (token & 7) & 1:
             return False
         matcher.accept(token)
     return matcher.is_finished

@@ -27,8 +27,8 @@ class Followed:
     def accept(self, token: int) -> None:
         self.tokens.append(token)
 
-    def allowed(self) -> array:
-        return array("I", [0xFFFFFFFF])
+    def allowed(self) -> bytes:
+        return b"\xff" * 4
 
 
 def sequence_of(tokens: list[int], num_said: int) -> tuple[Sequence, Followed]:

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -345,12 +344,9 @@ def test_no_rows_give_no_tokens() -> None:
     assert (len(result.tokens), result.flags, result.scores) == (0, b"", {})
 
 
-def bits(*ids: int) -> np.ndarray:
+def bits(*ids: int) -> bytes:
     """As `Matcher.allowed` has them."""
-    words = np.zeros((VOCAB + 31) // 32, dtype=np.uint32)
-    for id in ids:
-        words[id >> 5] |= np.uint32(1 << (id & 31))
-    return words
+    return sum(1 << id for id in ids).to_bytes((VOCAB + 31) // 32 * 4, "little")
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 2.0, "seed": 4}, {"top_k": 2}], ids=str)
@@ -364,6 +360,21 @@ def test_what_a_grammar_forbids_is_not_drawn_and_other_rows_are_as_they_were(par
     free = sample(logits, [Draw(sampling, 1)] * 3, eos_ids=[]).tokens
     assert result.tokens[1] in (7, 40)
     assert [result.tokens[row] for row in (0, 2)] == [free[row] for row in (0, 2)]
+
+
+def test_what_is_not_forbidden_stays_and_logprobs_beside_a_grammar_are_right() -> None:
+    logits = logits_of(rows=3)
+    draws = [
+        Draw(SamplingParams(temperature=0.0), 1, allowed=bits(7, 40)),
+        Draw(SamplingParams(temperature=0.0, logprobs=True), 1),
+        Draw(SamplingParams(temperature=0.0), 1, allowed=bits(3)),
+    ]
+    result = sample(logits, draws, eos_ids=[])
+    before = logits_of(rows=3)
+    assert [set(row.isfinite().nonzero().flatten().tolist()) for row in logits[[0, 2]]] == [{7, 40}, {3}]
+    assert torch.equal(logits[1], before[1])
+    assert torch.equal(logits[0, [7, 40]], before[0, [7, 40]])
+    assert result.scores[1].logprob == pytest.approx(float(before[1].log_softmax(0).max()))
 
 
 def test_logprobs_are_those_of_the_raw_logits_under_a_grammar_too() -> None:

@@ -1,16 +1,18 @@
 """Grammars over the vocabulary of the bundled model: what may come next, when it is over, what does not compile."""
 
 import json
-from functools import cache
+import random
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
 from api_fakes import load_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 
 from tandem import grammar
 from tandem.cli.model_source import BUNDLED as NAME
 from tandem.cli.model_source import find_model
-from tandem.grammar import GrammarError, Matcher, Vocabulary
+from tandem.grammar import GrammarError, Matcher, RememberingTokenizer, Vocabulary, look_ahead
 from tandem.server.api.tokenizer import Tokenizer
 
 BUNDLED = find_model(NAME)
@@ -33,8 +35,11 @@ def matcher(made: str, **options: bool) -> Matcher:
 
 
 def allowed(it: Matcher) -> set[int]:
-    bits = np.unpackbits(np.frombuffer(it.allowed(), np.uint8), bitorder="little")[:SIZE]
-    return set(np.flatnonzero(bits).tolist())
+    return ids_in(it.allowed())
+
+
+def ids_in(words: bytes) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(words, np.uint8), bitorder="little")).tolist())
 
 
 def follow(it: Matcher, text: str) -> None:
@@ -125,7 +130,7 @@ def test_spaces_of_json_come_to_an_end() -> None:
 def test_logits_may_be_more_than_there_are_tokens() -> None:
     wide = Vocabulary(BUNDLED / "tokenizer.json", size=700)
     it = wide.matcher(grammar.from_regex("a"), eos_ids=[650])
-    assert len(it.allowed()) == 22
+    assert len(it.allowed()) == 22 * 4
     follow_bits = np.unpackbits(np.frombuffer(it.allowed(), np.uint8), bitorder="little")
     assert not follow_bits[SIZE:].any()
 
@@ -245,3 +250,75 @@ def test_other_large_integers_compile(value: int) -> None:
 
 def test_such_a_number_in_a_text_is_text() -> None:
     vocabulary().check(grammar.from_json_schema({"enum": ["order-12345678901234567890", "-9223372036854775808x"]}))
+
+
+def test_what_is_kept_of_what_may_come_next_is_what_llguidance_says() -> None:
+    """After every token of answers drawn at random; with more logits than tokens, and tokens that no text spells."""
+    path, size = BUNDLED / "tokenizer.json", 700
+    mine = Vocabulary(path, size=size)
+    mark = tokenizer().special_names["<|im_start|>"]
+    schema = {"type": "array", "items": {"type": "object", "properties": {"é\n": {"enum": ["x y", 7]}}}, "minItems": 9}
+    for made in (
+        grammar.from_json_schema(schema),
+        grammar.from_regex("(Wälder und Wiesen|[a-z]{2,9} 12345, )+"),
+        grammar.from_lark(f'start: ("say: " <[{mark}]> /[0-9]+/ "; ")+'),
+        grammar.from_regex(r"(.|\n)*"),
+    ):
+        draw = random.Random(3)
+        its = mine.matcher(made, eos_ids=[END])
+        theirs = LLMatcher(LLTokenizer(path.read_text(), n_vocab=size), made, log_level=0)
+        steps = 0
+        while not theirs.is_stopped() and steps < 120:
+            steps += 1
+            expected, found = ids_in(theirs.compute_bitmask()), ids_in(its.allowed())
+            assert found - {END} == expected - {0}, "0 is what llguidance takes for the end"
+            assert (END in found) == theirs.is_accepting()
+            token = draw.choice(sorted(found - {END}))
+            its.accept(token)
+            theirs.consume_token(token)
+        assert steps > 30
+
+
+def test_a_text_that_has_to_come_is_tokenized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Counting(RememberingTokenizer):
+        def __init__(self, own: LLTokenizer) -> None:
+            super().__init__(own)
+            self._known = lru_cache(9)(lambda text: asked.append(text) or own.tokenize_str(text))
+
+    monkeypatch.setattr(grammar, "RememberingTokenizer", Counting)
+    fresh = Vocabulary(BUNDLED / "tokenizer.json", size=SIZE)
+    for _ in range(3):
+        it = fresh.matcher(grammar.from_regex("(the same words )+"), eos_ids=[END])
+        follow(it, "the same")
+    assert asked
+    assert len(asked) == len(set(asked))
+
+
+def test_who_looks_ahead_finds_for_each_what_each_would_have_found_alone() -> None:
+    """Whoever has ended, failed or not begun among them."""
+    made = grammar.from_regex("[ab]c|a[0-9]+z")
+    texts = ("", "a", "ac", "a12", "b", "a1z")
+
+    def rows() -> list[Matcher]:
+        found = [matcher(made) for _ in texts]
+        for it, text in zip(found, texts, strict=True):
+            for token in tokenizer().encode(text):
+                it.accept(token)
+        found[4].accept(tokenizer().encode("z")[0])  # which cannot be
+        return found
+
+    together, alone = rows(), rows()
+    look_ahead(together)
+    assert [allowed(it) for it in together] == [allowed(it) for it in alone]
+    assert [it.is_finished for it in together] == [False, False, True, False, False, True]
+    assert [len(allowed(it)) for it in together][2:] == [SIZE, len(allowed(alone[3])), 0, SIZE]
+    look_ahead(together[:2])  # nothing has come since
+    (token,) = tokenizer().encode("a")
+    together[0].accept(token)
+    look_ahead(together)
+    assert allowed(together[0]) == allowed(alone[1])
+    together[0].restart(())
+    look_ahead(together)
+    assert allowed(together[0]) == allowed(alone[0])

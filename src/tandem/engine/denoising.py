@@ -62,7 +62,7 @@ class Denoiser:
         self._least = math.log(threshold)
         words = np.full(ceil_div(model.config.vocab_size, 32), 0xFFFFFFFF, dtype=np.uint32)
         words[blocks.mask_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << blocks.mask_id % 32)
-        self._allowed = words
+        self._allowed = words.tobytes()
 
     def run(self, final: Values[Span[Sequence]], samplers: Values[Sequence]) -> Sampled | None:
         """final: whose KV is written, in whole blocks. None where nobody samples.

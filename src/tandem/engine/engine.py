@@ -43,7 +43,7 @@ from tandem.engine.sampler import Sampled, sample
 from tandem.engine.sequence import Sequence
 from tandem.engine.stages import behind_all_layers
 from tandem.engine.weights import LoadedModel
-from tandem.grammar import Matcher, Vocabulary
+from tandem.grammar import Matcher, Vocabulary, look_ahead
 from tandem.sampling import Payload
 
 _EXTRA = msgspec.msgpack.Encoder()
@@ -193,11 +193,13 @@ class Engine:
         if batch.samplers and self._denoiser is None:  # else they were told pass by pass
             self._pipeline.send_tokens(sampled.tokens)
         hashes = self._tables.finish(plan, spans, sampled.tokens.tolist())
+        flags = _with_ends(sampled.flags, [sequence.matcher for sequence in batch.samplers])
+        look_ahead(matcher for member in self._tables.members(plan) if (matcher := member.matcher) is not None)
         return BatchOutcome(
             batch=plan.id,
             iteration=plan.iteration,
             tokens=(sampled.tokens if sampled.said is None else sampled.said).astype("<i4").tobytes(),
-            flags=_with_ends(sampled.flags, batch.samplers),
+            flags=flags,
             hashes=tuple(hashes) if self._pipeline.samples else (),
             extras=tuple((batch.samplers[row].request, _EXTRA.encode(score)) for row, score in sampled.scores.items()),
             prompt_extras=scores,
@@ -261,9 +263,7 @@ def since(started: int) -> Nanos:
     return Nanos(time.perf_counter_ns() - started)
 
 
-def _with_ends(flags: bytes, samplers: list[Sequence]) -> bytes:
-    """A token after which a grammar allows nothing is the last one. `samplers` have taken theirs."""
-    if not any(sequence.matcher for sequence in samplers):
-        return flags
-    ends = (TokenFlag.STOP if sequence.is_finished else 0 for sequence in samplers)
-    return bytes(flag | end for flag, end in zip(flags, ends, strict=True))
+def _with_ends(flags: bytes, matchers: list[Matcher | None]) -> bytes:
+    """A token after which a grammar allows nothing is the last one. `matchers`, of all rows, have got theirs."""
+    ends = [TokenFlag.STOP if matcher is not None and matcher.is_finished else 0 for matcher in matchers]
+    return bytes(flag | end for flag, end in zip(flags, ends, strict=True)) if any(ends) else flags

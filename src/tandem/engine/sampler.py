@@ -72,7 +72,7 @@ class Draw:
     position: int  # index in the sequence of the token to be drawn
     num_outputs: int = 0  # output tokens so far
     history: History | None = None  # present when the parameters have a penalty
-    allowed: np.ndarray | None = None  # as `Matcher.allowed` has it, when the parameters have a grammar
+    allowed: bytes | None = None  # as `Matcher.allowed` has it, when the parameters have a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,41 +86,51 @@ class Sampled:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw], *, eos_ids: Sequence[int]) -> Sampled:
-    """logits: [n, vocab] fp32, any device, not changed."""
+    """logits: [n, vocab] fp32, any device. Those that a grammar forbids become minus infinity, in place; the others
+    stay.
+    """
     assert logits.shape[0] == len(draws)
     if not draws:
         return Sampled(np.empty(0, dtype=np.int32), b"", {})
     is_finite = np.isfinite(logits.sum(dim=-1).cpu().numpy())  # nan and inf survive a sum
-    logits, raw = _constrained(logits, draws, is_finite), logits
+    raw = _forbid(logits, draws)
     tokens = logits.argmax(dim=-1).cpu().numpy().astype(np.int32)  # ties: the lowest id
     scores: dict[int, TokenScore] = {}
     flags = bytearray(len(draws))
-    for row, draw in enumerate(draws):
-        if not is_finite[row]:
+    for row, (draw, best) in enumerate(zip(draws, tokens.tolist(), strict=True)):
+        # A grammar that does not allow the best token of those that it left allows none.
+        if not is_finite[row] or (draw.allowed is not None and not draw.allowed[best >> 3] >> (best & 7) & 1):
             tokens[row] = 0
             flags[row] = TokenFlag.INVALID
             continue
         if not is_plain(draw.params):
-            tokens[row], score = _sample_row(raw[row].cpu(), logits[row].cpu(), draw, eos_ids)
+            best, score = _sample_row(raw[row].cpu(), logits[row].cpu(), draw, eos_ids)
+            tokens[row] = best
             if score is not None:
                 scores[row] = score
-        flags[row] = _flags(int(tokens[row]), draw.params, eos_ids)
+        flags[row] = _flags(best, draw.params, eos_ids)
     return Sampled(tokens, bytes(flags), scores)
 
 
-def _constrained(logits: Tensor, draws: Sequence[Draw], is_possible: np.ndarray) -> Tensor:
-    """Scores of what a grammar forbids are minus infinity. Takes rows out of `is_possible` that may say nothing."""
-    rows = [row for row, draw in enumerate(draws) if draw.allowed is not None]
-    if not rows:
+def _forbid(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Returns the logits as they were, where somebody is told of them."""
+    allowed = [draw.allowed for draw in draws]
+    bound = [row for row, bits in enumerate(allowed) if bits is not None]
+    if not bound:
         return logits
-    words = np.stack([bits for draw in draws if (bits := draw.allowed) is not None])
-    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, : logits.shape[1]].view(np.bool_)
-    is_possible[rows] &= allowed.any(axis=1)
-    forbidden = torch.from_numpy(~allowed).to(logits.device)
-    if len(rows) == len(draws):
-        return logits.masked_fill(forbidden, -math.inf)
-    at = torch.tensor(rows, device=logits.device)
-    return logits.index_copy(0, at, logits[at].masked_fill(forbidden, -math.inf))
+    raw = logits.clone() if any(draws[row].params.logprobs for row in bound) else logits
+    words = np.frombuffer(b"".join(filter(None, allowed)), np.uint8)
+    bits = np.unpackbits(~words, bitorder="little").reshape(len(bound), -1)[:, : logits.shape[1]]
+    forbidden = bits.view(np.bool_)
+    if not logits.is_cpu:
+        at = torch.tensor(bound, device=logits.device)
+        logits.index_copy_(0, at, logits[at].masked_fill_(torch.from_numpy(forbidden).to(logits.device), -math.inf))
+    elif len(bound) == len(draws):
+        np.putmask(logits.numpy(), forbidden, -math.inf)  # torch takes longer
+    else:
+        for scores, its in zip((logits[row].numpy() for row in bound), forbidden, strict=True):
+            np.putmask(scores, its, -math.inf)
+    return raw
 
 
 def is_plain(params: SamplingParams) -> bool:

@@ -3,8 +3,6 @@
 from array import array
 from dataclasses import dataclass
 
-import numpy as np
-
 from tandem import batch_tables
 from tandem.core.values import RequestId
 from tandem.engine.sampler import Draw, History
@@ -67,7 +65,7 @@ class Sequence(batch_tables.Sequence):
             position=len(self.tokens),
             num_outputs=self.num_said + self.num_outputs,
             history=self.history,
-            allowed=None if self.matcher is None else np.frombuffer(self.matcher.allowed(), np.uint32),
+            allowed=None if self.matcher is None else self.matcher.allowed(),
         )
 
     @property

@@ -67,10 +67,10 @@ def vector_bytes(kv_sum: int) -> bytes:
     return array("f", vector_of(kv_sum)).tobytes()
 
 
-def ids_in(words: Sequence[int]) -> list[int]:
+def ids_in(allowed: bytes) -> list[int]:
     """The tokens whose bits are set, as `Matcher.allowed` has them."""
-    bits = int.from_bytes(array("I", words).tobytes(), "little")
-    return [id for id in range(32 * len(words)) if bits >> id & 1]
+    bits = int.from_bytes(allowed, "little")
+    return [id for id in range(8 * len(allowed)) if bits >> id & 1]
 
 
 def right_tokens(
