@@ -116,8 +116,9 @@ def test_other_types_and_few_bits_are_not_packed(tmp_path: Path) -> None:
     write_model(tmp_path)
 
     assert not load(tmp_path).is_packed
-    block = load(tmp_path, dtype="bfloat16", quantization="int8").module.blocks[0]
-    assert isinstance(block.mlp.down_proj.weight, QuantizedWeight)
+    quantised = load(tmp_path, dtype="bfloat16", quantization="int8")
+    assert not quantised.is_packed
+    assert isinstance(quantised.module.blocks[0].mlp.down_proj.weight, QuantizedWeight)
 
 
 # --- the layout ----------------------------------------------------------------------------------------------------

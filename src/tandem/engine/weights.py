@@ -54,7 +54,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: str
     weight_bytes: int  # in memory; mapped ones come there as they are used
-    is_packed: bool
+    is_packed: bool  # all linear layers
     attention: AttentionRules  # of the layers of its stage
     layout_fields: dict[str, str]  # what two engines must agree on before KV may travel between them
 
@@ -122,7 +122,7 @@ def load(
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
-        is_packed=packing is not None,
+        is_packed=packing is not None and scheme is None,
         attention=_attention_rules(config, own_layers),
         layout_fields=_layout_fields(
             config, chosen, weights_digest({n: digests[n] for n in source.taken}), scheme, kv_is_int8, stage.size
