@@ -117,6 +117,10 @@ def both_on_decode(state: State, *, holds: type, fill_first: bool = False, **set
     return Scene(world, decode, right, prefill, left, room)
 
 
+def decode_awaiting() -> Scene:
+    return both_on_decode(State.AWAITING, holds=Offer, allocation="prefill_complete")
+
+
 def decode_queued() -> Scene:
     return both_on_decode(State.QUEUED, holds=BatchReturned, fill_first=True, max_running=1)
 
@@ -248,6 +252,7 @@ SCENES: dict[tuple[str, State, str], Callable[[], Scene]] = {
     ("prefill", State.SENDING, ""): prefill_sending,
     ("prefill", State.DRAINING, ""): prefill_draining,
     ("decode", State.BOOTSTRAPPING, ""): decode_bootstrapping,
+    ("decode", State.AWAITING, ""): decode_awaiting,
     ("decode", State.QUEUED, ""): decode_queued,
     ("decode", State.ARRIVING, ""): decode_arriving,
     ("decode", State.ARRIVING, "without offer"): decode_without_offer,

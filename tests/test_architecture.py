@@ -101,7 +101,7 @@ PREFIXES: tuple[tuple[str, str], ...] = (
     *((f"core.scheduler.{name}", "core.state") for name in CORE_STATE),
     *(
         (f"core.disagg.{name}", "core.sides")
-        for name in ("prefill_side", "decode_side", "prefill_lookup", "rendering", "shared_pull")
+        for name in ("prefill_side", "decode_side", "prefill_lookup", "promises", "rendering", "shared_pull")
     ),
     ("core.disagg", "core.disagg"),
     ("core.dp_dispatch", "core.disagg"),

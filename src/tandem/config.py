@@ -242,6 +242,12 @@ class ServerConfig(DoorConfig):
     disaggregation_decode_enable_radix_cache: bool | None = flag(
         None, "decode: keep a prefix cache, so that only what it lacks travels (default: on)"
     )
+    disaggregation_decode_allocation_policy: str = flag(
+        "early",
+        "decode: when it reserves pages for a prompt that a prefill computes: before that begins, so that they come "
+        "while it goes on; or when it is complete, so that what waits there holds nothing here",
+        choices=("early", "prefill_complete"),
+    )
     disaggregation_local_prefill: str = flag(
         "off",
         "decode: compute prompts of which at most N tokens are not cached here; auto: up to an eighth of a chunk, "

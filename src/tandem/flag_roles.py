@@ -57,6 +57,7 @@ ROLES: dict[str, Only] = {
     "--disaggregation-metadata-slots": Only((PREFILL,), "only they have result slots"),
     "--disaggregation-dp-rank-conflict": Only((PREFILL,), "decode learns it from them"),
     "--disaggregation-local-prefill": Only((DECODE,), "elsewhere no prompt could be computed by somebody else"),
+    "--disaggregation-decode-allocation-policy": RECEIVES,
     "--disaggregation-decode-enable-radix-cache": Only((DECODE,), "elsewhere there is --disable-radix-cache"),
     "--kv-load-failure-policy": RECEIVES,
     "--strict-remote": RECEIVES,

@@ -13,6 +13,7 @@ from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_o
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
 from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import (
+    AllocationPolicy,
     DelayerSettings,
     DpConflictPolicy,
     LoadBalanceMethod,
@@ -154,6 +155,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--disaggregation-allow", "10.0.0.1/8", "--disaggregation-mode", "decode"], "takes networks"),
         (["--disaggregation-allow", "prefill.local", "--disaggregation-mode", "decode"], "takes networks"),
         (["--disaggregation-local-prefill", "auto"], "for decode servers"),
+        (["--disaggregation-decode-allocation-policy", "prefill_complete"], "for decode servers"),
+        ([*PREFILL, "--disaggregation-decode-allocation-policy", "prefill_complete"], "for decode servers"),
         (["--disaggregation-local-prefill", "0", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "some", "--disaggregation-mode", "decode"], "a positive number"),
         (["--disaggregation-local-prefill", "9", "--disaggregation-mode", "decode", "--strict-remote"], "forbids"),
@@ -397,6 +400,8 @@ def test_the_flags_of_the_pair_reach_the_node() -> None:
     assert (other.local_prefill, other.local_prefill_tokens, other.prefix_cache) == (LocalPrefill.UP_TO, 40, False)
     auto = settings(parse(*decode, "--disaggregation-local-prefill", "auto"))
     assert auto.local_prefill is LocalPrefill.AUTO
+    late = settings(parse(*decode, "--disaggregation-decode-allocation-policy", "prefill_complete"))
+    assert (usual.allocation, late.allocation) == (AllocationPolicy.EARLY, AllocationPolicy.PREFILL_COMPLETE)
 
 
 NO_DECODE_CACHE = ("--no-disaggregation-decode-enable-radix-cache",)

@@ -14,6 +14,7 @@ from tandem.core.values import SECOND, Cause
 
 EXPECTED_WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
+    State.AWAITING: WaitingFor.PREFILL,
     State.QUEUED: WaitingFor.SLOT,
     State.LOADING: WaitingFor.TIER,
     State.COMPUTING: WaitingFor.WINDOW,
@@ -30,6 +31,7 @@ WITH_PEER = [
     ("prefill", State.COMPUTING, ""),
     ("prefill", State.SENDING, ""),
     ("prefill", State.LOADING, ""),
+    ("decode", State.AWAITING, ""),
     ("decode", State.QUEUED, ""),
     ("decode", State.LOADING, ""),
     ("decode", State.ARRIVING, ""),

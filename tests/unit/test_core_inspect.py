@@ -28,6 +28,7 @@ QUEUES = {
     ("prefill", State.RETRACTING): {"num_retracted_reqs"},
     ("prefill", State.SENDING): {"num_prefill_inflight_queue_reqs"},
     ("decode", State.BOOTSTRAPPING): {"num_decode_prealloc_queue_reqs"},
+    ("decode", State.AWAITING): {"num_decode_prealloc_queue_reqs"},
     ("decode", State.QUEUED): {"num_decode_prealloc_queue_reqs", "num_queue_reqs"},
     ("decode", State.ARRIVING): {"num_decode_transfer_queue_reqs"},
     ("decode", State.RECOVERING): {"num_decode_transfer_queue_reqs"},
@@ -43,6 +44,7 @@ OWNERS = {
     ("prefill", State.PARKED, ""): "decode",
     ("prefill", State.SENDING, ""): "decode",
     ("decode", State.BOOTSTRAPPING, ""): "bootstrap server prefill.host:8998",
+    ("decode", State.AWAITING, ""): "prefill",
     ("decode", State.ARRIVING, ""): "prefill",
     ("decode", State.ARRIVING, "without offer"): "prefill",
 }

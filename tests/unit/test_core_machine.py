@@ -118,7 +118,13 @@ def test_every_wait_has_a_name() -> None:
 
 
 def test_states_without_a_slot_hold_no_pages_by_name() -> None:
-    assert set(State) - set(SLOT_STATES) == {State.BOOTSTRAPPING, State.QUEUED, State.DRAINING, State.DONE}
+    assert set(State) - set(SLOT_STATES) == {
+        State.BOOTSTRAPPING,
+        State.AWAITING,
+        State.QUEUED,
+        State.DRAINING,
+        State.DONE,
+    }
 
 
 def test_the_diagram_names_every_rule() -> None:

@@ -26,7 +26,6 @@ OF_OTHERS = {
     "--config.file",  # Prometheus'
     "--storage.tsdb.path",
     "--dp-aware",  # smg's
-    "--disaggregation-decode-allocation-policy",  # SGLang's, which docs/STATUS.md says is not here
 }
 NOT_FILES_HERE = {"1_Pooling/config.json", "modules.json", "config.json", "generation_config.json", "config.toml"}
 NOT_FILES_HERE |= {"openapi.json", "flag_roles}.py", "quantization_config.json"}

@@ -14,6 +14,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "prefill and decode servers": (
         *("disaggregation_bootstrap_port", "cluster_secret_file", "disaggregation_allow"),
         *("disaggregation_transfer_backend", "disaggregation_decode_enable_radix_cache"),
+        "disaggregation_decode_allocation_policy",
         *("disaggregation_local_prefill", "disaggregation_dp_rank_conflict", "num_reserved_decode_tokens"),
         *("disaggregation_metadata_slots", "disaggregation_park_max_tokens"),
         *("optimistic_prefill_policy", "optimistic_prefill_retries", "optimistic_prefill_attempts"),

@@ -32,6 +32,13 @@ class LocalPrefill(StrEnum):
     UP_TO = "up_to"  # at most `local_prefill_tokens` are left to compute
 
 
+class AllocationPolicy(StrEnum):
+    """When decode reserves pages for a prompt that a prefill computes (`pd.allocation`)."""
+
+    EARLY = "early"  # before it says READY
+    PREFILL_COMPLETE = "prefill_complete"  # when the whole prompt is on offer
+
+
 class LoadBalanceMethod(StrEnum):
     """How a server spreads requests over its DP ranks (`pd.dp_dispatch`)."""
 
@@ -174,6 +181,7 @@ class NodeSettings(Struct, frozen=True):
     park_attempts: int = 1  # how often a request gives its pages back under pressure until it waits for READY
     local_prefill: LocalPrefill = LocalPrefill.OFF
     local_prefill_tokens: int = 0
+    allocation: AllocationPolicy = AllocationPolicy.EARLY
     # How long prefill waits for READY, and decode for the KV that it said READY for. None: as the request's deadline
     # says. Why not some minutes: who waits behind others would fail although everybody makes progress.
     bootstrap_timeout_ns: Nanos | None = None

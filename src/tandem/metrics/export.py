@@ -41,7 +41,7 @@ HELP = {
     "num_prefill_bootstrap_queue_reqs": "Prefill: requests without READY of their decode, computed or not.",
     "tandem:num_prefill_early_reqs": "Prefill: those of them that are being computed.",
     "num_prefill_inflight_queue_reqs": "Prefill: requests whose pages are being collected.",
-    "num_decode_prealloc_queue_reqs": "Decode: requests that wait for pages or for their peer.",
+    "num_decode_prealloc_queue_reqs": "Decode: requests without pages, because of these, their prompt or their peer.",
     "num_decode_transfer_queue_reqs": "Decode: requests whose pages are arriving.",
     "num_bootstrap_failed_reqs_total": "Requests that failed before the two sides had met.",
     "num_transfer_failed_reqs_total": "Requests whose transfer failed.",

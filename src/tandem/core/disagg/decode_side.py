@@ -2,14 +2,16 @@
 
 A request with a room and a peer address has a `DecodeSide` until its transfer has failed or is not wanted, or until it
 is pushed back; then it is `Local`. Before that it learns who the peer is, reserves pages, says READY, pulls what is
-offered, and commits once: every page of every shard landed, result slot read. A failed transfer is drained first; then
-the request is queued like any other, and its prompt is computed here.
+offered, and commits once: every page of every shard landed, result slot read. By another policy (`allocation.py`) it
+says READY first, reserves pages when all is computed, and asks with READY for what was offered meanwhile. A failed
+transfer is drained first; then the request is queued like any other, and its prompt is computed here.
 """
 
 from typing import assert_never
 
 from tandem.core.batch import TOKEN_BYTES, num_sampled
 from tandem.core.commands import AskDpRank, CancelPull, Path, PullPages, Tell
+from tandem.core.disagg.allocation import allocation_policy
 from tandem.core.disagg.dp_rank import AskBootstrap, Conflict, Known, Likely, RequestFacts
 from tandem.core.disagg.local_prefill import LocalView, local_prefill_policy
 from tandem.core.disagg.messages import (
@@ -34,6 +36,7 @@ from tandem.core.disagg.prefill_lookup import (
     send_farewells,
     tell_prefill,
 )
+from tandem.core.disagg.promises import arriving, decode_sides, promise, promised
 from tandem.core.disagg.shard_progress import Failed, ShardReport, TransferFailure
 from tandem.core.disagg.shared_pull import comes_for_another, no_longer_held_back
 from tandem.core.disagg.sides import Arrival, DecodeSide, Local, PeerSearch
@@ -42,7 +45,7 @@ from tandem.core.events import DpRankAnswered, PagesLanded, PeerLearned, PeerUnk
 from tandem.core.request import Request
 from tandem.core.scheduler.leaving import end, failure, record_closed_room
 from tandem.core.scheduler.page_tables import give_back_pages, reusable_tokens, worth_loading
-from tandem.core.scheduler.request_state import Progress, State, Trigger
+from tandem.core.scheduler.request_state import WANTS_KV, Progress, State, Trigger
 from tandem.core.scheduler.state import (
     Farewell,
     KnownPeer,
@@ -53,6 +56,7 @@ from tandem.core.scheduler.state import (
     is_over,
     later,
     pages_for,
+    prompt_backlog,
     schedule,
 )
 from tandem.core.settings import LoadFailurePolicy, LocalPrefill, PrefillInfo
@@ -161,9 +165,9 @@ def on_peer_learned(node: NodeState, event: PeerLearned) -> None:
     is_another = remember_prefill(node, event.address, event.prefill)
     node.peers[key(event.address, event.dp_rank)] = KnownPeer(event.address, event.peer, event.layout, event.differs)
     inform(node, event.address, is_another=is_another)
-    for progress, side in decode_sides(node, State.ARRIVING):
-        if side.address == event.address and side.arrival is not None and side.arrival.moved_to == event.dp_rank:
-            go_on_to(node, progress, side, side.arrival, event.dp_rank)
+    for progress, side, arrival in promised(node):
+        if side.address == event.address and arrival.moved_to == event.dp_rank:
+            go_on_to(node, progress, side, arrival, event.dp_rank)
 
 
 def on_prefill_info(node: NodeState, address: Address, prefill: PrefillInfo) -> None:
@@ -181,11 +185,6 @@ def inform(node: NodeState, address: Address, *, is_another: bool) -> None:
                 side.search = PeerSearch()
             side.search.is_informed = True
             find_peer(node, progress, side)
-
-
-def decode_sides(node: NodeState, state: State) -> list[tuple[Progress, DecodeSide]]:
-    """The requests in one state that have a decode side, in order of entry."""
-    return [(progress, progress.side) for progress in node.live(state) if isinstance(progress.side, DecodeSide)]
 
 
 def on_peer_unknown(node: NodeState, event: PeerUnknown) -> None:
@@ -216,7 +215,12 @@ def bind_peer(node: NodeState, progress: Progress, side: DecodeSide, known: Know
     if known.layout != node.settings.layout:
         fail_transfer(node, progress, side, Cause.LAYOUT_MISMATCH, known.differs or LAYOUT_DIFFERS)
     elif progress.state is State.BOOTSTRAPPING:
-        enter(node, progress, Trigger.PEER_READY)
+        is_late = not allocation_policy(node.settings).may_reserve(is_computed=False)
+        if is_late and not compute_here_if_preferred(node, progress, side, prompt_backlog(node)):
+            say_ready(node, progress, side)
+            enter(node, progress, Trigger.AWAIT)
+        else:
+            enter(node, progress, Trigger.PEER_READY)
 
 
 # --- local prefill ----------------------------------------------------------------------------------------------------
@@ -236,20 +240,32 @@ def prefers_local(node: NodeState, progress: Progress, backlog: int) -> bool:
     return local_prefill_policy(node.settings).may_compute_here(view)
 
 
-def compute_here(node: NodeState, progress: Progress, side: DecodeSide) -> None:
+def compute_here_if_preferred(node: NodeState, progress: Progress, side: DecodeSide, backlog: int) -> bool:
     """Tell prefill that it is not needed; from here on this is a request like any other."""
+    if not prefers_local(node, progress, backlog):
+        return False
     assert side.state is TransferState.BOOTSTRAPPING, "READY is said: prefill may send already"
     release = last_word(node, progress.request, side.room, "not_needed", attempt=side.attempt)
     close_room(node, progress, side, release)
     charge_stage(node, progress)
     progress.side = Local()
+    return True
 
 
 # --- arrival ---------------------------------------------------------------------------------------------------------
 
 
 def await_arrival(node: NodeState, progress: Progress, side: DecodeSide) -> None:
-    """Pages and slot are reserved: tell prefill that somebody will collect."""
+    """Pages and slot are reserved: tell prefill, now or again, so that all that they lack is offered."""
+    if side.arrival is None:
+        say_ready(node, progress, side)
+    else:
+        want_pages(node, progress, side, side.arrival)
+    enter(node, progress, Trigger.ARRIVE)
+
+
+def say_ready(node: NodeState, progress: Progress, side: DecodeSide) -> None:
+    """Tell prefill that somebody will collect; what is reserved, if anything is, may begin with a prefix."""
     assert side.peer is not None, "it was queued because its peer is known"
     arrival = side.arrival = Arrival(
         side.peer,
@@ -263,7 +279,15 @@ def await_arrival(node: NodeState, progress: Progress, side: DecodeSide) -> None
     side.move(TransferTrigger.READY_SENT)
     side.search.ask_at = Nanos(node.now + node.settings.resend_ns)
     send_ready(node, progress, side, arrival)
-    enter(node, progress, Trigger.ARRIVE)
+
+
+def want_pages(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival) -> None:
+    """What was offered before there were pages for it is asked for once more, and the result slot with it."""
+    arrival.first_wanted = arrival.offered = progress.inserted
+    arrival.num_wanted = side.total_pages - progress.inserted
+    arrival.result = None  # even if no page has to come: when it is here again, everything is
+    arrival.until = later(node, node.settings.waiting_timeout_ns)
+    send_ready(node, progress, side, arrival)
 
 
 def send_ready(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arrival) -> None:
@@ -299,9 +323,9 @@ def send_again(node: NodeState, progress: Progress, side: DecodeSide, arrival: A
 
 def on_peer_returned(node: NodeState, peer: Incarnation) -> None:
     """Do not wait for the timer: what READY asks for may have been lost with the connection, or READY itself."""
-    for progress, side in decode_sides(node, State.ARRIVING):
-        if side.arrival is not None and side.arrival.peer == peer:
-            send_again(node, progress, side, side.arrival)
+    for progress, side, arrival in promised(node):
+        if arrival.peer == peer:
+            send_again(node, progress, side, arrival)
 
 
 def ask_if_astray(node: NodeState, side: DecodeSide) -> None:
@@ -315,7 +339,7 @@ def ask_if_astray(node: NodeState, side: DecodeSide) -> None:
 
 def on_moved(node: NodeState, peer: Incarnation, moved: Moved) -> None:
     """The likely rank has not got the room: say what it was told where it was meant to go."""
-    found = arriving(node.in_room(moved.room))
+    found = promise(node.in_room(moved.room))
     if found is not None:
         progress, side, arrival = found
         if peer == arrival.peer:
@@ -341,17 +365,9 @@ def go_on_to(node: NodeState, progress: Progress, side: DecodeSide, arrival: Arr
         send_ready(node, progress, side, arrival)
 
 
-def arriving(progress: Progress | None) -> tuple[Progress, DecodeSide, Arrival] | None:
-    """A request whose KV is being pulled."""
-    if progress is None or progress.state is not State.ARRIVING or not isinstance(progress.side, DecodeSide):
-        return None
-    arrival = progress.side.arrival
-    return (progress, progress.side, arrival) if arrival is not None else None
-
-
 def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
     """Pull what is new. What was offered before, or leaves a gap after a lost message, changes nothing."""
-    found = arriving(node.in_room(offer.room))
+    found = promise(node.in_room(offer.room))
     if found is None:
         tombstone = node.tombstones.get(offer.room)
         if tombstone is not None:
@@ -371,11 +387,24 @@ def on_offer(node: NodeState, peer: Incarnation, offer: Offer) -> None:
         return
     if arrival.offered_at is None:
         arrival.offered_at = node.now
-    pull(node, progress, side, arrival, offer)
+    if progress.state is State.ARRIVING:
+        pull(node, progress, side, arrival, offer)
+    else:
+        arrival.offered = max(arrival.offered, offer.first_page + len(offer.pages))
     if offer.result is not None:
         if arrival.result is None:
             arrival.result_at = node.now
         arrival.result = offer.result
+    if progress.state is State.AWAITING:
+        want_turn(node, progress, arrival)
+
+
+def want_turn(node: NodeState, progress: Progress, arrival: Arrival) -> None:
+    """If pages may be reserved now, be queued for them; that is waited for as long as for any others."""
+    if allocation_policy(node.settings).may_reserve(is_computed=arrival.result is not None):
+        split_arrival_stage(progress, arrival)
+        arrival.until = None
+        enter(node, progress, Trigger.PEER_READY)
 
 
 def go_on_pulling(node: NodeState) -> list[RequestId]:
@@ -471,7 +500,7 @@ def commit_if_landed(node: NodeState, request: RequestId | None) -> tuple[Progre
     side.move(TransferTrigger.COMMITTED)
     done = last_word(node, progress.request, side.room, "done", attempt=side.attempt, num_pulled=arrival.num_wanted)
     close_room(node, progress, side, done)
-    split_arrival_stage(progress, arrival, result)
+    split_arrival_stage(progress, arrival)
     progress.path = Path.REMOTE
     progress.kv_pages = arrival.num_wanted
     progress.computed = progress.launched = progress.request.prompt_len
@@ -479,8 +508,11 @@ def commit_if_landed(node: NodeState, request: RequestId | None) -> tuple[Progre
     return progress, result
 
 
-def split_arrival_stage(progress: Progress, arrival: Arrival, result: ResultSlot) -> None:
+def split_arrival_stage(progress: Progress, arrival: Arrival) -> None:
     """By its own clock, what prefill did since READY; else it is wire up to the first offer, and transfer beyond it."""
+    if arrival.result is None or arrival.is_booked:
+        return
+    result, arrival.is_booked = arrival.result, True
     offered_at = arrival.offered_at if arrival.offered_at is not None else arrival.result_at
     answer_ns = offered_at - arrival.ready_at
     queue_ns = min(result.queue_ns, answer_ns)
@@ -505,7 +537,7 @@ def on_peer_abort(node: NodeState, peer: Incarnation, abort: Abort) -> None:
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, DecodeSide) or side.peer != peer:
         return
-    if progress.state in (State.QUEUED, State.LOADING, State.ARRIVING, State.BOOTSTRAPPING):
+    if progress.state is State.BOOTSTRAPPING or progress.state in WANTS_KV:
         fail_transfer(node, progress, side, abort.cause, abort.detail or "prefill gave up")
 
 
@@ -584,9 +616,9 @@ def on_timer(node: NodeState, progress: Progress, side: DecodeSide) -> None:
     match progress.state, side.arrival:
         case State.BOOTSTRAPPING, _ if side.search.ask_at <= node.now:
             find_peer(node, progress, side)
-        case State.ARRIVING, Arrival() as arrival if is_over(node, arrival.until):
+        case state, Arrival() as arrival if state in WANTS_KV and is_over(node, arrival.until):
             fail_transfer(node, progress, side, Cause.WAITING_TIMEOUT, "the KV has not come in time")
-        case State.ARRIVING, Arrival() as arrival if arrival.resend_at <= node.now:
+        case state, Arrival() as arrival if state in WANTS_KV and arrival.resend_at <= node.now:
             ask_if_astray(node, side)
             send_again(node, progress, side, arrival)
         case _:

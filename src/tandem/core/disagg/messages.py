@@ -20,7 +20,7 @@ ReleaseOutcome = Literal["done", "aborted", "not_needed"]
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """decode -> prefill: pages are reserved for this room and somebody will collect. This is the bootstrap."""
+    """decode -> prefill: somebody will collect what is computed for this room. This is the bootstrap."""
 
     room: Room
     attempt: int

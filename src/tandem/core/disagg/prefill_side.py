@@ -112,7 +112,7 @@ def stash(node: NodeState, peer: Incarnation, message: Ready | Release) -> None:
 
 
 def on_ready(node: NodeState, peer: Incarnation, ready: Ready) -> None:
-    """Decode has reserved pages. The same READY said again renews the lease and asks for what it has not seen."""
+    """Decode will collect. The same READY said again renews the lease and asks for what it has not seen."""
     progress = node.in_room(ready.room)
     side = progress.side if progress is not None else None
     if progress is None or not isinstance(side, PrefillSide):

@@ -9,7 +9,8 @@
                                                                         `result`  parked, sending
     DecodeSide    with a room and a peer's address, until it is local   `search`  says something while bootstrapping
                                                                         `peer`    from queued on
-                                                                        `arrival` from arriving on: READY is said
+                                                                        `arrival` from arriving on, or before it
+                                                                                  from awaiting on: READY is said
 
 Plain records with a state that only the tables of `transfer_state` move; deciding what to say is `prefill_side` and
 `decode_side`. Page indices count from the start of the prompt. The sides are structs and no dataclasses, since only
@@ -161,9 +162,11 @@ class Arrival:
 
     peer: Incarnation  # the prefill to which READY is said
     held_pages: int  # pages before this one were here already, as READY says
-    first_wanted: int  # and those before this one, from `held_pages` on, have come for others meanwhile
+    first_wanted: (
+        int  # and those before this one, from `held_pages` on, were found here, or have come for others, since
+    )
     num_wanted: int  # pages [first_wanted, first_wanted + num_wanted) have to come
-    offered: int  # pages [first_wanted, offered) were offered and a pull for them was asked
+    offered: int  # pages [first_wanted, offered) were offered and, if it has pages for them, a pull was asked
     ready_at: Nanos
     until: Nanos | None  # when the KV has to be here
     resend_at: Nanos = ZERO_NS
@@ -173,6 +176,7 @@ class Arrival:
     offered_at: Nanos | None = None  # first offer
     result: ResultSlot | None = None
     result_at: Nanos = ZERO_NS  # when it came first
+    is_booked: bool = False  # the ledger tells already what prefill did since READY
 
     @property
     def is_answered(self) -> bool:

@@ -24,7 +24,7 @@ class TransferState(IntEnum):
 
 class TransferTrigger(StrEnum):
     READY_CHECKED = "ready checked"  # sender: decode's READY was for us and fits
-    READY_SENT = "ready sent"  # receiver: pages are reserved
+    READY_SENT = "ready sent"  # receiver: somebody will collect
     PAGE_MOVED = "page moved"  # read by the peer / landed here
     RELEASED = "released"  # sender: decode has everything
     COMMITTED = "committed"  # receiver: every shard landed, result slot read

@@ -9,7 +9,7 @@ from tandem.core.scheduler.page_tables import is_loading, lacks_page, reusable_t
 from tandem.core.scheduler.prefetch import awaits_storage
 from tandem.core.scheduler.request_state import Progress, State, Trigger, WaitingFor, is_early
 from tandem.core.scheduler.shared_prefix import awaits_prefix, computes_shareable
-from tandem.core.scheduler.state import NodeState, enter, later, pages_for
+from tandem.core.scheduler.state import NodeState, enter, later, pages_for, prompt_backlog, uncomputed
 from tandem.core.values import RequestId, ceil_div
 
 LOOK_AHEAD = 64  # queued requests looked at in one step
@@ -32,7 +32,7 @@ def admit(node: NodeState) -> None:
         return
     reserve = Reserve.of(node)
     enough = node.settings.chunk_tokens * max(1, node.settings.window_depth - len(node.inflight))
-    backlog = sum(uncomputed(progress) for state in (State.COMPUTING, State.LOADING) for progress in node.live(state))
+    backlog = prompt_backlog(node)
     computing = [progress for progress in node.live(State.COMPUTING) if computes_shareable(node, progress)]
     early_lacks: WaitingFor | None = None  # of the first that would have started early
     for request in candidates(node):
@@ -43,8 +43,8 @@ def admit(node: NodeState) -> None:
         if awaits_storage(node, progress):
             progress.blocked_on = WaitingFor.STORAGE
             continue
-        if isinstance(progress.side, DecodeSide) and decode_side.prefers_local(node, progress, backlog):
-            decode_side.compute_here(node, progress, progress.side)
+        if isinstance(progress.side, DecodeSide) and progress.side.arrival is None:
+            decode_side.compute_here_if_preferred(node, progress, progress.side, backlog)
         if awaits_prefix(node, progress, computing):
             progress.blocked_on = WaitingFor.PREFIX
             continue
@@ -65,11 +65,6 @@ def admit(node: NodeState) -> None:
             backlog += uncomputed(progress)
         if computes_shareable(node, progress):
             computing.append(progress)
-
-
-def uncomputed(progress: Progress) -> int:
-    """Known tokens that this node has to compute still."""
-    return 0 if isinstance(progress.side, DecodeSide) else progress.length - progress.launched
 
 
 def candidates(node: NodeState) -> list[RequestId]:

@@ -61,7 +61,7 @@ OWN_WAITS = {
     WaitingFor.STORAGE: "worker",
     WaitingFor.DRAIN: "worker",
 }
-PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.LANDING, WaitingFor.COLLECTION)
+PEER_WAITS = (WaitingFor.PEER, WaitingFor.DP_RANK, WaitingFor.PREFILL, WaitingFor.LANDING, WaitingFor.COLLECTION)
 
 
 def wait_owner(side: AnySide, waiting_for: WaitingFor) -> str:

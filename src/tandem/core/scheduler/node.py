@@ -65,7 +65,15 @@ from tandem.core.scheduler.page_tables import checkpoint, flush_cache, too_long
 from tandem.core.scheduler.preemption import finish_retraction
 from tandem.core.scheduler.prefetch import begin_prefetch, on_found
 from tandem.core.scheduler.prefill_delayer import on_load_wanted, on_loads_gathered, prefill_gate
-from tandem.core.scheduler.request_state import InflightBatch, Progress, State, Trigger, has_ended
+from tandem.core.scheduler.request_state import (
+    WAITING_STATES,
+    WANTS_KV,
+    InflightBatch,
+    Progress,
+    State,
+    Trigger,
+    has_ended,
+)
 from tandem.core.scheduler.state import NodeState, charge_stage, due, earliest_timer, enter, schedule
 from tandem.core.scheduler.window_claims import free_windows_command, pass_window
 from tandem.core.settings import NodeSettings
@@ -223,7 +231,7 @@ def await_ready(node: NodeState, progress: Progress, side: PrefillSide) -> None:
 def refuse(node: NodeState, request: Request) -> tuple[Cause, str] | None:
     if node.draining:
         return Cause.DRAINING, SHUTTING_DOWN
-    waiting = len(node.queues[State.QUEUED]) + len(node.queues[State.BOOTSTRAPPING])
+    waiting = sum(len(node.queues[state]) for state in WAITING_STATES)
     if waiting >= node.settings.max_queued:
         return Cause.QUEUE_FULL, f"{waiting} requests are waiting"
     complaint = too_long(node, request)
@@ -497,11 +505,7 @@ def lose_peer(node: NodeState, event: PeerLost) -> None:
         match progress.side:
             case PrefillSide() as side:
                 prefill_side.fail(node, progress, side, event.cause, f"decode {gone}")
-            case DecodeSide() as side if progress.state in (
-                State.QUEUED,
-                State.LOADING,
-                State.ARRIVING,
-            ):  # it still wants KV from it
+            case DecodeSide() as side if progress.state in WANTS_KV:
                 decode_side.lose_prefill(node, progress, side, event.cause, f"prefill {gone}")
             case _:
                 pass

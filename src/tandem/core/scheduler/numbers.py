@@ -10,7 +10,7 @@ from tandem.core.disagg.sides import DecodeSide
 from tandem.core.kv.host_tier import HostTier
 from tandem.core.kv.storage_tier import StorageTier
 from tandem.core.scheduler.node import EngineNode
-from tandem.core.scheduler.request_state import Progress, State, has_ended, is_early
+from tandem.core.scheduler.request_state import WAITING_STATES, Progress, State, has_ended, is_early
 from tandem.core.scheduler.state import DelayerState, NodeState
 
 
@@ -59,7 +59,7 @@ class NodeNumbers(Struct, frozen=True):
     bootstrapping: int  # prefill: without READY
     early: int  # those of them that are being computed
     sending: int
-    preallocating: int  # decode: without pages, or without their peer
+    preallocating: int  # decode: without pages, the prompt that these are for, or their peer
     arriving: int
     used_tokens: int
     max_tokens: int
@@ -95,7 +95,7 @@ def numbers(node: EngineNode) -> NodeNumbers:
         bootstrapping=len(unready),
         early=unready.count(State.COMPUTING),
         sending=len(queues[State.SENDING]),
-        preallocating=decodes.count(State.BOOTSTRAPPING) + decodes.count(State.QUEUED),
+        preallocating=sum(map(decodes.count, WAITING_STATES)),
         arriving=len(queues[State.ARRIVING]) + len(queues[State.RECOVERING]),
         used_tokens=used * page_size,
         max_tokens=pool.num_pages * page_size,

@@ -21,6 +21,7 @@ from tandem.core.values import ZERO_NS, BatchId, Nanos, PageHash, PageId, Reques
 
 class State(StrEnum):
     BOOTSTRAPPING = "bootstrapping"  # the other half is not known yet, or has not said READY
+    AWAITING = "awaiting"  # READY is said; wants pages and a slot when the prefill has computed all of the prompt
     QUEUED = "queued"  # wants pages and a slot
     LOADING = "loading"  # a prefix of it is on its way from host memory
     COMPUTING = "computing"  # its prompt is being computed here, chunk by chunk
@@ -37,6 +38,7 @@ class State(StrEnum):
 class Trigger(StrEnum):
     PEER_READY = "peer ready"
     PEER_FAILED = "peer failed"
+    AWAIT = "await"
     COMPUTE = "compute"
     ARRIVE = "arrive"
     LOAD = "load"
@@ -59,6 +61,9 @@ LIFECYCLE: Machine[State, Trigger] = Machine(
     rules={
         (State.BOOTSTRAPPING, Trigger.PEER_READY): State.QUEUED,
         (State.BOOTSTRAPPING, Trigger.PEER_FAILED): State.QUEUED,  # compute here instead
+        (State.BOOTSTRAPPING, Trigger.AWAIT): State.AWAITING,
+        (State.AWAITING, Trigger.PEER_READY): State.QUEUED,
+        (State.AWAITING, Trigger.PEER_FAILED): State.QUEUED,
         (State.QUEUED, Trigger.PEER_FAILED): State.QUEUED,
         (State.QUEUED, Trigger.COMPUTE): State.COMPUTING,
         (State.QUEUED, Trigger.ARRIVE): State.ARRIVING,
@@ -94,6 +99,8 @@ SLOT_STATES = (
     State.PARKED,
     State.SENDING,
 )
+WAITING_STATES = (State.BOOTSTRAPPING, State.AWAITING, State.QUEUED)  # without a slot and pages
+WANTS_KV = (State.AWAITING, State.QUEUED, State.LOADING, State.ARRIVING)  # as a decode side whose peer is known
 
 
 class WaitingFor(StrEnum):
@@ -102,6 +109,7 @@ class WaitingFor(StrEnum):
     PEER = "peer"  # bootstrap
     RENDERING = "rendering"  # the edge, which renders the prompt at decode's time
     DP_RANK = "dp_rank"  # which of the peer's ranks has it
+    PREFILL = "prefill"  # the peer, to compute the prompt
     TURN = "turn"  # those before it in the queue: what it needs itself has not been asked
     PAGES = "pages"
     SLOT = "slot"
@@ -118,6 +126,7 @@ class WaitingFor(StrEnum):
 
 _WAITS = {
     State.BOOTSTRAPPING: WaitingFor.PEER,
+    State.AWAITING: WaitingFor.PREFILL,
     State.QUEUED: WaitingFor.TURN,
     State.LOADING: WaitingFor.TIER,
     State.COMPUTING: WaitingFor.WINDOW,

@@ -27,7 +27,7 @@ from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision
 from tandem.core.scheduler.micro_batches import MicroBatches
-from tandem.core.scheduler.request_state import LIFECYCLE, InflightBatch, Progress, State, Trigger, has_ended
+from tandem.core.scheduler.request_state import LIFECYCLE, WANTS_KV, InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, Room, ceil_div
 
@@ -186,7 +186,7 @@ def enter(node: NodeState, progress: Progress, trigger: Trigger, *, first: bool 
     schedule(node, progress)
 
 
-_queues_without_slot = operator.itemgetter(State.BOOTSTRAPPING, State.QUEUED, State.DRAINING)
+_queues_without_slot = operator.itemgetter(State.BOOTSTRAPPING, State.AWAITING, State.QUEUED, State.DRAINING)
 
 _STAGES = {
     State.BOOTSTRAPPING: "bootstrap",
@@ -196,6 +196,7 @@ _STAGES = {
     State.COMPUTING: "forward",
     State.PARKED: "bootstrap",
     State.SENDING: "transfer_kv_cache",
+    State.AWAITING: "transferred",
     State.ARRIVING: "transferred",
     State.RECOVERING: "transferred",
 }
@@ -228,6 +229,16 @@ def pages_for(node: NodeState, num_tokens: int) -> int:
     return ceil_div(num_tokens, node.settings.page_size)
 
 
+def uncomputed(progress: Progress) -> int:
+    """Known tokens that this node has to compute still."""
+    return 0 if isinstance(progress.side, DecodeSide) else progress.length - progress.launched
+
+
+def prompt_backlog(node: NodeState) -> int:
+    """Such tokens of all that have begun."""
+    return sum(uncomputed(progress) for state in (State.COMPUTING, State.LOADING) for progress in node.live(state))
+
+
 # --- timers ----------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +258,7 @@ def side_timers(progress: Progress) -> tuple[Nanos | None, ...]:
     match progress.side, progress.state:
         case DecodeSide(search=search), State.BOOTSTRAPPING:
             return (search.ask_at,)
-        case DecodeSide(arrival=Arrival() as arrival), State.ARRIVING:
+        case DecodeSide(arrival=Arrival() as arrival), state if state in WANTS_KV:
             return arrival.resend_at, arrival.until
         case PrefillSide(reader=None) as side, _:
             return side.bootstrap_until, side.announce_at

@@ -19,6 +19,7 @@ from tandem.config import (
 from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.dp_dispatch import method_for
 from tandem.core.settings import (
+    AllocationPolicy,
     DelayerSettings,
     DpConflictPolicy,
     LoadBalanceMethod,
@@ -82,6 +83,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         park_attempts=config.optimistic_prefill_attempts or DEFAULT_ATTEMPTS,
         local_prefill=local_prefill(config),
         local_prefill_tokens=local_prefill_tokens(config.disaggregation_local_prefill) or 0,
+        allocation=AllocationPolicy(config.disaggregation_decode_allocation_policy),
         bootstrap_timeout_ns=timeout(BOOTSTRAP_TIMEOUT),
         waiting_timeout_ns=timeout(WAITING_TIMEOUT),
         load_failure=LoadFailurePolicy.FAIL

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from tandem.core.commands import FinishReason, FinishRequest, Path, StartRequest
-from tandem.core.disagg.sides import PrefillSide
+from tandem.core.disagg.sides import DecodeSide, PrefillSide
 from tandem.core.scheduler.numbers import numbers
 from tandem.core.scheduler.request_state import SLOT_STATES, Progress, State
 from tandem.core.settings import Role
@@ -133,6 +133,11 @@ class Gauges:
             "bootstrapping": early.total(),
             "early": early[State.COMPUTING],
             "sending": states[State.SENDING],
+            "preallocating": sum(
+                isinstance(progress.side, DecodeSide) and progress.state not in SLOT_STATES
+                for progress in state.requests.values()
+                if progress.state is not State.DRAINING
+            ),
             "arriving": states[State.ARRIVING] + states[State.RECOVERING],
         }
         for name, value in counted.items():

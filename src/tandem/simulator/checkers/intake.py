@@ -88,7 +88,7 @@ class Bounds:
     def after_step(self, life: Life) -> None:
         state, settings = life.node.state, life.settings
         queues = state.queues
-        waiting = len(queues[State.QUEUED]) + len(queues[State.BOOTSTRAPPING])
+        waiting = sum(len(queues[state]) for state in (State.BOOTSTRAPPING, State.AWAITING, State.QUEUED))
         # Who was pushed back, or fell back, waits again beside those who were let in: at most one per slot.
         if waiting > settings.max_queued + settings.max_running:
             raise Violation(self.id, f"{where(life)}: {waiting} requests wait, bound {settings.max_queued}")

@@ -4,10 +4,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 from tandem.core.commands import Command, FailRequest, Tell
 from tandem.core.disagg.messages import Abort, Ready, Release
+from tandem.core.disagg.promises import promised
 from tandem.core.events import Event, FlushRequested, HooksChanged, PeerLost, PeerReturned, PeerSaid, TransferFailed
 from tandem.core.kv.storage_tier import Act, StorageTier
 from tandem.core.kv.tree import NOWHERE, PrefixTree
-from tandem.core.scheduler.request_state import State
 from tandem.core.values import Cause, Incarnation, Room
 from tandem.simulator.actors.replica import Life
 from tandem.simulator.checkers.base import where
@@ -59,7 +59,7 @@ class Returns:
             for command in commands
             if isinstance(command, Tell) and isinstance(command.message, Ready)
         }
-        for progress in life.node.state.live(State.ARRIVING):
+        for progress, _, _ in promised(life.node.state):
             peer = progress.side.counterpart
             if peer in back and progress.request.room not in said:
                 raise Violation(

@@ -160,7 +160,7 @@ class TierErrors:
                 raise Violation(self.id, f"{where(life, progress.id)} waits for a load for too long")
         for request in state.storage.prefetches:
             progress = state.requests.get(request)
-            if progress is None or progress.state not in (State.QUEUED, State.BOOTSTRAPPING):
+            if progress is None or progress.state not in (State.BOOTSTRAPPING, State.AWAITING, State.QUEUED):
                 raise Violation(self.id, f"{where(life, request)} has left the queue, and its prefetch goes on")
             until = state.storage.until(request)
             if until is not None and state.now > until + SECOND:

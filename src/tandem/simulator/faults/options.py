@@ -36,6 +36,7 @@ from tandem.core.router.router import RouterSettings
 from tandem.core.router.routing import CACHE_AWARE, PolicySettings
 from tandem.core.router.worker_registry import HealthSettings
 from tandem.core.settings import (
+    AllocationPolicy,
     DelayerSettings,
     DpConflictPolicy,
     LoadBalanceMethod,
@@ -96,7 +97,8 @@ TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
 BLOCKS_ONE_IN = 8
 WINDOWS_ONE_IN = 6
-FIRST_WITH_WINDOWS = 10_000  # seeds below are on record, in tests and elsewhere, from before models had windows
+LATE_PAGES_ONE_IN = 4
+FIRST_OFF_RECORD = 10_000  # seeds below are on record, in tests and elsewhere: what came later is not drawn for them
 CONTEXT_ONE_IN = 6  # of the seeds whose replicas are one worker each, and cut in no other way
 UNEQUAL_ONE_IN = 6  # of the seeds of which the replicas are one worker each
 NEW_ROUTING_ONE_IN = 8
@@ -194,6 +196,7 @@ class Options:
             f"{self.workload.duration_ns / SECOND:.0f} s, page {self.prefill.page_size}, "
             f"blocks of {self.prefill.block_tokens}, {self._windows}"
             f"pages {self.prefill.num_pages}/{self.decode.num_pages}, optimistic {self.prefill.optimistic}, "
+            f"allocation {self.decode.allocation}, "
             f"{self.timed_share:.0%} show the time, {self._tiers}"
             f"faults: {on}"
         )
@@ -256,7 +259,7 @@ def draw_options(seed: int) -> Options:
     )
     options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
     options = with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
-    return with_windows(options)
+    return with_late_pages(with_windows(options))
 
 
 def _draw_sides(
@@ -357,12 +360,20 @@ def with_blocks(options: Options) -> Options:
     )
 
 
+def with_late_pages(options: Options) -> Options:
+    """In some seeds decodes reserve pages for a prompt when it is computed. Nothing else of a seed depends on it."""
+    random = Random(f"late pages {options.seed}")
+    if options.seed < FIRST_OFF_RECORD or random.randrange(LATE_PAGES_ONE_IN):
+        return options
+    return replace(options, decode=structs.replace(options.decode, allocation=AllocationPolicy.PREFILL_COMPLETE))
+
+
 def with_windows(options: Options) -> Options:
     """In some seeds some layers of the model see the latest tokens only, and there is less memory for them than for the
     others. Nothing else of a seed depends on it.
     """
     random = Random(f"windows {options.seed}")
-    is_older = options.seed < FIRST_WITH_WINDOWS
+    is_older = options.seed < FIRST_OFF_RECORD
     if is_older or random.randrange(WINDOWS_ONE_IN) or options.grid is not None or options.prefill.block_tokens > 1:
         return options
     page_size = options.prefill.page_size

@@ -14,6 +14,7 @@ from msgspec import Struct
 from tandem.core.disagg.messages import Message
 from tandem.core.request import Request
 from tandem.core.settings import (
+    AllocationPolicy,
     LoadFailurePolicy,
     NodeSettings,
     OptimisticPolicy,
@@ -91,6 +92,7 @@ class Small(Struct, frozen=True):
     optimistic_retries: int = 1
     park_max_tokens: int = 1 << 20
     load_failure: LoadFailurePolicy = LoadFailurePolicy.RECOMPUTE
+    allocation: AllocationPolicy = AllocationPolicy.EARLY
     learn_peer_tries: int = 2
     lease_ns: Nanos = Nanos(3 * SECOND)
 
@@ -116,6 +118,7 @@ class Small(Struct, frozen=True):
             learn_peer_tries=self.learn_peer_tries,
             host_tier=self._host_tier(),
             block_tokens=self.block_tokens,
+            allocation=self.allocation,
         )
 
     def _host_tier(self) -> TierSettings | None:

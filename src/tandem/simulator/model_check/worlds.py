@@ -5,7 +5,7 @@ All but the two with a depth below are searched to their very end: every interle
 
 from msgspec import structs
 
-from tandem.core.settings import OptimisticPolicy, PrefetchPolicy
+from tandem.core.settings import AllocationPolicy, OptimisticPolicy, PrefetchPolicy
 from tandem.core.values import SECOND, Nanos
 from tandem.simulator.model_check.world import Fault, Small
 
@@ -35,6 +35,16 @@ STORAGE = structs.replace(
 )
 
 SAMPLES = Small("samples", TO_THE_END, prompts=(5, 5), same_prompt=True, max_new_tokens=1, prefix_cache=True)
+
+LATE = Small(
+    "late pages",
+    TO_THE_END,
+    prompts=(5, 3),
+    decode_pages=2,
+    max_new_tokens=1,
+    allocation=AllocationPolicy.PREFILL_COMPLETE,
+    faults=((Fault.ABORT, 1),),
+)
 
 SMALL_WORLDS = (
     # Two requests, and any half of them leaves, or never comes, at any moment.
@@ -156,6 +166,15 @@ SMALL_WORLDS = (
     STORAGE,
     # Two samples of one prompt: one is pulled, the other takes over what has come.
     SAMPLES,
+    # Decode has pages for one of two prompts, and reserves them when they are computed; any half leaves ...
+    LATE,
+    # ... or replicas die, and messages get lost.
+    structs.replace(
+        LATE,
+        name="late pages and failures",
+        prompts=(5,),
+        faults=((Fault.LOSS, 1), (Fault.COPY, 1), (Fault.FAILURE, 1), (Fault.RESTART, 1), (Fault.ABORT, 1)),
+    ),
     # One slot on each side: the second request waits in a queue when its peer dies.
     Small("queued", TO_THE_END, prompts=(3, 3), decode_pages=2, max_running=1, faults=((Fault.RESTART, 1),)),
 )

@@ -10,7 +10,7 @@ from tandem.core.router.routing import CACHE_AWARE
 from tandem.core.values import MILLISECOND
 from tandem.server.router.config import RouterConfig
 from tandem.simulator.actors.storage import StorageFaults
-from tandem.simulator.faults.options import FIRST_WITH_WINDOWS
+from tandem.simulator.faults.options import FIRST_OFF_RECORD, LATE_PAGES_ONE_IN
 from tandem.simulator.whole import cluster
 from tandem.simulator.whole.clients import PROMPT_LENGTHS
 from tandem.simulator.whole.cluster import Server
@@ -218,17 +218,24 @@ def draw_blocks(seed: int) -> int:
     """How many tokens a row samples at once. From randomness of its own, too."""
     random = Random(f"whole blocks {seed}")
     is_cut = draw_cut(seed) or draw_cuts(seed)[:2] != (UNCUT, UNCUT)
-    is_older = seed < FIRST_WITH_WINDOWS  # of these, replicas of several workers had no blocks
+    is_older = seed < FIRST_OFF_RECORD  # of these, replicas of several workers had no blocks
     is_refused = draw_context(seed) != UNCUT or draw_together(seed)[0]
     if is_refused or (is_cut and is_older) or random.randrange(BLOCKS_ONE_IN):
         return 1
     return random.choice((2, 4))
 
 
+def draw_allocation(seed: int) -> dict[str, Any]:
+    """When decode reserves pages, where it is not before READY. From randomness of its own, too."""
+    random = Random(f"whole late pages {seed}")
+    is_early = seed < FIRST_OFF_RECORD or random.randrange(LATE_PAGES_ONE_IN)
+    return {} if is_early else {"disaggregation_decode_allocation_policy": "prefill_complete"}
+
+
 def draw_windows(seed: int) -> int:
     """How many tokens a query sees in some layers of the model; 0: all. From randomness of its own, too."""
     random = Random(f"whole windows {seed}")
-    is_older = seed < FIRST_WITH_WINDOWS
+    is_older = seed < FIRST_OFF_RECORD
     return 0 if is_older or random.randrange(WINDOWS_ONE_IN) else random.choice((1, 16, 40))
 
 
@@ -280,7 +287,7 @@ def draw_options(seed: int) -> Options:
     roles = _draw_roles(random)
     prefill_cut, decode_cut, _ = draw_cuts(seed)
     roles["prefill"] |= flags_of(prefill_cut) | flags_of(draw_context(seed))
-    roles["decode"] |= flags_of(decode_cut)
+    roles["decode"] |= flags_of(decode_cut) | draw_allocation(seed)
     formed, form_flags = _draw_forms(Random(f"whole forms {seed}"))
     together, delayer = draw_together(seed)
     vectors, vector_flags = ("", {}) if together else draw_vectors(seed, is_unified=is_unified)
