@@ -46,6 +46,7 @@ DELAYER = "unit/test_core_delayer.py::test_"
 DELAYED = "e2e_cpu/test_prefill_delayer.py::test_"
 FLAGS = "unit/test_config_flags.py::test_"
 MICRO_BATCHES = "unit/test_core_micro_batches.py::test_"
+LATE = "unit/test_core_allocation.py::test_"
 OTHER_RANKS = "unit/test_core_dp_ranks.py::test_"
 BLOCKS = "unit/test_core_blocks.py::test_"
 FOUND_TOGETHER = "e2e_cpu/test_engine_blocks.py::test_"
@@ -2320,6 +2321,41 @@ OTHERS = (
         "        for request in decode_side.go_on_pulling(node) if node.held_back else ():",
         "        for request in ():",
         "unit/test_core_shared_pull.py::test_who_waits_says_what_for_and_holds_no_pages_twice_when_it_goes_on",
+    ),
+    Break(
+        "pages_are_reserved_before_the_prompt_is_computed",
+        "core/disagg/allocation.py",
+        "        return is_computed",
+        "        return True",
+        "e2e_cpu/test_late_pages.py::test_a_prefill_that_stands_is_asked_for_all_and_decode_holds_nothing",
+    ),
+    Break(
+        "a_part_of_the_prompt_is_taken_for_all_of_it",
+        "core/disagg/decode_side.py",
+        "    if allocation_policy(node.settings).may_reserve(is_computed=arrival.result is not None):",
+        "    if allocation_policy(node.settings).may_reserve(is_computed=True):",
+        LATE + "decode_holds_nothing_for_a_prompt_until_all_of_it_is_computed",
+    ),
+    Break(
+        "who_waits_for_pages_is_not_heard_of",
+        "core/scheduler/state.py",
+        "        case DecodeSide(arrival=Arrival() as arrival), state if state in WANTS_KV:",
+        "        case DecodeSide(arrival=Arrival() as arrival), State.AWAITING | State.ARRIVING:",
+        LATE + "who_lacks_pages_keeps_what_is_offered_to_it_by_asking_and_gets_it_when_there_are_some",
+    ),
+    Break(
+        "a_whole_prompt_that_is_here_is_waited_for",
+        "core/disagg/decode_side.py",
+        "    arrival.result = None  # even if no page has to come: when it is here again, everything is",
+        "    arrival.result = arrival.result",
+        LATE + "of_what_decode_has_nothing_travels_and_a_whole_prompt_is_answered_at_once",
+    ),
+    Break(
+        "what_prefill_did_is_told_twice",
+        "core/disagg/decode_side.py",
+        "    if arrival.result is None or arrival.is_booked:",
+        "    if arrival.result is None:",
+        LATE + "the_ledger_tells_computing_from_waiting_for_pages",
     ),
     Break(
         "the_end_is_told_to_a_life_that_has_ended",

@@ -236,10 +236,12 @@ def test_sides_may_have_unequal_numbers_of_ranks(prefill: int, decode: int) -> N
 
 
 @pytest.mark.slow
-def test_ranks_of_several_shards_lend_to_ranks_of_one() -> None:
+@pytest.mark.parametrize("policy", ["early", "prefill_complete"])
+def test_ranks_of_several_shards_lend_to_ranks_of_one(policy: str) -> None:
     """Each rank is a group of its own, whose workers name both where they log."""
     cut = ("--dp", "2", "--tp", "2", "--load-balance-method", "round_robin")
-    with cluster(prefills=1, decodes=1, unified=True, flags=FLAGS, prefill_flags=cut, decode_flags=("--dp", "2")) as it:
+    decode = ("--dp", "2", "--disaggregation-decode-allocation-policy", policy)
+    with cluster(prefills=1, decodes=1, unified=True, flags=FLAGS, prefill_flags=cut, decode_flags=decode) as it:
         assert it.router is not None
         assert it.unified is not None
         router, alone, (prefill,) = it.router, it.unified, it.prefills

@@ -29,6 +29,7 @@ MIXED = ("--enable-mixed-chunk",)
 EXACT = ("--deterministic",)
 DIVIDED = ("--pp-min-micro-batch-size", "1")  # two who decode are in two micro-batches
 RETRY = ("--optimistic-prefill-policy", "retry")
+LATE = ("--disaggregation-decode-allocation-policy", "prefill_complete")
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ OTHER_PREFILLS = {  # by who pulls from them
 MORE_PAIRS = slow(
     *((prefill, decode) for decode in DECODES for prefill in (*PREFILLS, *OTHER_PREFILLS.get(decode, ()))),
     (Grid(2, 2, RETRY), Grid(1, 4, NO_OVERLAP)),
+    (Grid(2, 1, RETRY), Grid(1, 2, LATE)),
+    (Grid(1, 1, cp=2), Grid(2, 1, (*LATE, *NO_OVERLAP))),
     # Depth 1: a batch has returned before the next one begins, on prefill too
     (Grid(2, 1, NO_OVERLAP), Grid(1, 1)),
     (Grid(1, 2, NO_OVERLAP), Grid(1, 1)),

@@ -107,6 +107,11 @@ def test_a_decode_that_expects_one_token_of_a_block_is_found(monkeypatch: pytest
     assert explore(WORLDS["blocks"]).violation
 
 
+def test_a_decode_that_does_not_say_ready_again_when_it_has_pages_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_side, "want_pages", lambda *_: None)
+    assert explore(WORLDS["late pages"]).violation
+
+
 def test_pages_from_storage_that_are_neither_kept_nor_freed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StorageTier, "finish_fetch", lambda *_: 0)
     told = explore(WORLDS["storage"]).violation

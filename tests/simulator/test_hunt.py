@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.core.settings import AllocationPolicy
 from tandem.simulator.actors.clients import Half, RoutedRequest
+from tandem.simulator.faults.options import FIRST_OFF_RECORD, draw_options
 from tandem.simulator.hunt import lived_ns, num_cores, run_all, run_until
 from tandem.simulator.oracle import Script
 from tandem.simulator.report import SeedResult, Summary
@@ -50,6 +52,13 @@ def test_every_line_of_the_corpus_says_what_its_seed_found() -> None:
     seeds = [seed for seed, _ in corpus()]
     assert seeds == sorted(set(seeds))
     assert all(found for _, found in corpus())
+
+
+def test_worlds_off_the_record_also_reserve_pages_late() -> None:
+    seeds = range(FIRST_OFF_RECORD - 40, FIRST_OFF_RECORD + 40)
+    drawn = [draw_options(seed).decode.allocation for seed in seeds]
+    assert set(drawn[:40]) == {AllocationPolicy.EARLY}
+    assert set(drawn[40:]) == set(AllocationPolicy)
 
 
 def half(arrived_at: int, ended_at: int | None) -> Half:

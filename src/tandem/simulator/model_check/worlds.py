@@ -40,10 +40,9 @@ LATE = Small(
     "late pages",
     TO_THE_END,
     prompts=(5, 3),
-    decode_pages=2,
     max_new_tokens=1,
+    decode_pages=2,
     allocation=AllocationPolicy.PREFILL_COMPLETE,
-    faults=((Fault.ABORT, 1),),
 )
 
 SMALL_WORLDS = (
@@ -166,9 +165,9 @@ SMALL_WORLDS = (
     STORAGE,
     # Two samples of one prompt: one is pulled, the other takes over what has come.
     SAMPLES,
-    # Decode has pages for one of two prompts, and reserves them when they are computed; any half leaves ...
+    # Decode has pages for one of two prompts, and reserves them when they are computed ...
     LATE,
-    # ... or replicas die, and messages get lost.
+    # ... or not, because messages, batches and pulls get lost, replicas die, or a half leaves.
     structs.replace(
         LATE,
         name="late pages and failures",
@@ -181,6 +180,9 @@ SMALL_WORLDS = (
 
 # Searched where there is time, in `make hunt`.
 LARGE_WORLDS = (
+    structs.replace(LATE, name="late pages and aborts", faults=((Fault.ABORT, 1),)),
+    structs.replace(LATE, name="late pages and restarts", faults=((Fault.RESTART, 1),)),
+    structs.replace(LATE, name="late samples", prompts=(5, 5), same_prompt=True, prefix_cache=True),
     structs.replace(SAMPLES, name="samples and aborts", faults=((Fault.ABORT, 1),)),
     structs.replace(SAMPLES, name="samples and failures", faults=((Fault.FAILURE, 1),)),
     structs.replace(TIERS, name="tiers and both", faults=((Fault.ABORT, 1), (Fault.FAILURE, 1))),
