@@ -39,9 +39,11 @@ class TierPages:
             raise Violation(self.id, f"{where(life)}: page {page} is stored, and is {owner_of(pool, page)}")
         if pool.has_part and not pool.has_part[page]:
             found = without_window(life, found)
-        known = self.known.setdefault((life.settings.cut.name, shard, page_hash), found)
+        name = (life.settings.cut.name, shard, page_hash)
+        known = self.known.get(name, [])
         if not agree(known, found):
             raise Violation(self.id, f"{where(life)}: page {page} is stored under the hash of another one")
+        self.known[name] = max(known, found, key=len)
 
     def page_is_loaded(self, life: Life, shard: ShardId, page: PageId, page_hash: PageHash, found: list[int]) -> None:
         pool = life.node.state.pool
