@@ -90,6 +90,7 @@ CORE_STATE = (
     "window_claims",
     "leaving",
     "chunk_budget",
+    "prompt_costs",
     "micro_batches",
     "delayer_policy",
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_network
 from itertools import pairwise
 from math import inf
-from typing import Any  # values of dataclass metadata, whose shape the standard library leaves open
+from typing import Any, Literal  # Any: values of dataclass metadata, whose shape the standard library leaves open
 
 from tandem import kv_events_config, otlp, several_hosts, storage_config
 from tandem.core.settings import MAX_DP_SIZE
@@ -117,6 +117,7 @@ class ServerConfig(DoorConfig):
     max_running_requests: int = flag(32, "rows of the running batch")
     max_queued_requests: int = flag(2048, "requests beyond that are refused with 503")
     chunked_prefill_size: int = flag(512, "prompt tokens computed in one batch")
+    prefill_max_requests: int | None = flag(None, "prompts computed in one batch (default: any number)", metavar="N")
     dllm_threshold: float = flag(
         0.95, "of models of block diffusion: how sure a pass has to be of a token to settle it beside the surest one"
     )
@@ -165,8 +166,11 @@ class ServerConfig(DoorConfig):
     prefill_delayer_token_usage_low_watermark: float | None = flag(
         None, "share of the KV pool in use below which no prompt waits", metavar="F"
     )
-    prefill_delayer_queue_min_ratio: float | None = flag(
-        None, "wait for this share of the running requests, at most for a usual batch (default: off)", metavar="F"
+    prefill_delayer_queue_min_ratio: float | Literal["auto"] | None = flag(
+        None,
+        "wait for this share of the running requests, at most for a usual batch; auto: for as many as are worth it by "
+        "what batches cost here (docs/delayer.md; default: off)",
+        metavar="F|auto",
     )
     prefill_delayer_max_delay_ms: float = flag(5000.0, "how long --prefill-delayer-queue-min-ratio may hold prompts")
     prefill_delayer_forward_passes_buckets: tuple[float, ...] = flag(
@@ -412,6 +416,10 @@ RULES: tuple[Rule, ...] = (
         lambda c: not 0 <= c.cuda_graph_max_bs <= MOST_RUNNING,
         f"--cuda-graph-max-bs must be at least 0 and at most {MOST_RUNNING}",
     ),
+    Rule(
+        lambda c: c.prefill_max_requests is not None and c.prefill_max_requests < 1,
+        "--prefill-max-requests must be positive",
+    ),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),
     Rule(
         lambda c: min(c.num_reserved_decode_tokens, c.schedule_conservativeness, c.drain_timeout) < 0,
@@ -501,7 +509,7 @@ RULES: tuple[Rule, ...] = (
         "--prefill-delayer-token-usage-low-watermark must lie between 0 and 1",
     ),
     Rule(
-        lambda c: c.prefill_delayer_queue_min_ratio is not None and c.prefill_delayer_queue_min_ratio <= 0,
+        lambda c: c.prefill_delayer_queue_min_ratio not in (None, "auto") and c.prefill_delayer_queue_min_ratio <= 0,
         "--prefill-delayer-queue-min-ratio must be positive; leave it out for no queue gate",
     ),
     Rule(

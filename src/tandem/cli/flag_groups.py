@@ -22,6 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "memory and batches": (
         *("max_total_tokens", "page_size", "chunked_prefill_size", "enable_mixed_chunk", "max_prefill_stall_ms"),
+        "prefill_max_requests",
         *("swa_full_tokens_ratio", "disable_hybrid_swa_memory"),
         *("max_queued_requests", "max_active_requests"),
         *("disable_radix_cache", "disable_overlap_schedule", "schedule_conservativeness"),

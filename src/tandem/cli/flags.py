@@ -5,7 +5,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints  # Any: types, defaults and values are as their field says
+from typing import Any, Literal, get_args, get_origin, get_type_hints  # Any: what a value is, its field says
 
 import msgspec
 
@@ -51,12 +51,14 @@ def add_flags(parser: argparse.ArgumentParser, settings: type = ServerConfig) ->
 
 
 def _add_flag(group: Any, name: str, field: Any, settings: type) -> None:
-    kind = kind_of(field.name, settings)
+    kind, words = kind_of(field.name, settings), words_instead(field.name, settings)
     options: dict[str, Any] = {"default": field.default, "help": help_text(field)}
     if kind is bool:
         options["action"] = "store_true" if field.default is False else argparse.BooleanOptionalAction
     else:
-        options |= {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind)}
+        options |= (
+            {"action": Collect, **collected(field.name, settings)} if kind is tuple else {"type": scalar(kind, words)}
+        )
         options["metavar"] = field.metadata["metavar"] or (None if field.metadata["choices"] else METAVARS[kind])
     if field.metadata["choices"]:
         options["choices"] = field.metadata["choices"]
@@ -90,12 +92,20 @@ def kind_of(name: str, settings: type = ServerConfig) -> type:
     if get_origin(kind) is tuple:
         return tuple
     if isinstance(kind, UnionType):
-        (kind,) = [part for part in get_args(kind) if part is not type(None)]
+        (kind,) = [part for part in get_args(kind) if isinstance(part, type) and part is not type(None)]
     return kind
 
 
-def scalar(kind: type) -> Callable[[str], object]:
+def words_instead(name: str, settings: type = ServerConfig) -> tuple[str, ...]:
+    """Of `float | Literal["auto"] | None`: what may be said instead of a number."""
+    parts = get_args(get_type_hints(settings)[name])
+    return tuple(word for part in parts if get_origin(part) is Literal for word in get_args(part))
+
+
+def scalar(kind: type, words: tuple[str, ...] = ()) -> Callable[[str], object]:
     """What argparse makes a value with."""
+    if words:
+        return lambda text: text if text in words else number_or(text, words)
     return finite if kind is float else integer if kind is int else kind
 
 
@@ -113,6 +123,12 @@ def finite(text: str) -> float:
         if math.isfinite(value := float(text)):
             return value
     raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+
+
+def number_or(text: str, words: tuple[str, ...]) -> float:
+    with contextlib.suppress(argparse.ArgumentTypeError):
+        return finite(text)
+    raise argparse.ArgumentTypeError(f"{text[:40]!r} is neither a number nor {' or '.join(words)}")
 
 
 def whole(text: str, *, least: int) -> int:

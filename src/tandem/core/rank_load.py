@@ -4,6 +4,8 @@
 
 from msgspec import Struct
 
+from tandem.core.values import ZERO_NS, Nanos
+
 
 class RankLoad(Struct, frozen=True):
     """What one rank tells all others in one pass."""
@@ -15,6 +17,11 @@ class RankLoad(Struct, frozen=True):
     usual_batch: int = 0  # requests in a usual prompt batch
     num_waiting: int = 0  # requests whose prompt is not begun
     is_timed_out: bool = False  # it has been delaying for `max_delay_ns`, on its own clock
+    # What a gate that tunes itself goes by (`scheduler/prompt_costs.py`):
+    waited_ns: Nanos = ZERO_NS  # all together who could begin
+    batch_ns: Nanos = ZERO_NS  # what a prompt batch costs however small it is; 0: not known
+    next_prompt_ns: Nanos = ZERO_NS  # in how long one more is expected; 0: none is
+    gets_no_larger: bool = False  # the next prompt batch: it is full, or comes anyway
 
 
 class DelayHistory(Struct, frozen=True):

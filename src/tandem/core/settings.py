@@ -78,13 +78,18 @@ class DelayerSettings(Struct, frozen=True):
 
     max_delay_passes: int = 30
     low_watermark: float | None = None  # share of the KV pool in use below which nothing waits; None: no such share
-    queue_min_ratio: float | None = None  # of the running requests; None: no queue gate
+    queue_min_ratio: float | None = None  # of the running requests; None: no queue gate, or one that tunes itself
+    tunes_itself: bool = False  # how many the queue gate waits for is found out from what batches cost
     max_delay_ns: Nanos = Nanos(5 * SECOND)  # how long the queue gate may hold
     prompt_batch_max: int | None = None  # requests in a prompt batch, where that is limited
     window: int = 16  # prompt batches looked back on
     num_ranks: int = 1  # DP ranks that have to decide alike
     pass_ns: Nanos = Nanos(5 * MILLISECOND)  # with several: at least so long between two passes that a rank asks for
     gather_timeout_ns: Nanos = Nanos(100 * MILLISECOND)  # and how long a pass waits for the load of a rank
+
+    @property
+    def has_queue_gate(self) -> bool:
+        return self.tunes_itself or self.queue_min_ratio is not None
 
 
 class WritePolicy(StrEnum):
@@ -158,6 +163,7 @@ class NodeSettings(Struct, frozen=True):
     max_running: int = 32
     max_queued: int = 2048
     chunk_tokens: int = 512  # prompt tokens per batch
+    prompt_batch_max: int | None = None  # requests in a batch of prompts
     window_depth: int = 2  # launched batches; 1 is no overlap
     num_micro_batches: int = 1  # into which those who decode are divided, at most: one for each pipeline stage
     min_micro_batch: int = 16  # members that are worth one more

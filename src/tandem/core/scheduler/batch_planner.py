@@ -111,10 +111,11 @@ def prompt_budget(node: NodeState, *, others_wait: bool) -> int:
 
 
 def prompt_rows(node: NodeState, budget: int, *, may_begin: bool) -> tuple[Row, ...]:
-    """Spans of known tokens, oldest request first, until the budget is used up. What has begun goes on."""
+    """Spans of known tokens, oldest request first, until the batch is as large as it may be. What has begun goes on."""
     rows: list[Row] = []
+    most = node.settings.prompt_batch_max
     for progress in node.live(State.COMPUTING):
-        if budget <= 0:
+        if budget <= 0 or len(rows) == most:
             break
         if progress.launched >= progress.length or (not may_begin and is_fresh(progress)):
             continue

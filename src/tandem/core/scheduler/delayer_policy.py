@@ -9,7 +9,8 @@ Two gates can close. Either is enough, and what opens one does not open the othe
 
     slot gate     fewer free slots than a usual prompt batch has requests: wait until it fits whole
     queue gate    fewer requests wait than `queue_min_ratio` of those who run, but never more than a usual prompt batch:
-                  wait for more. It gives up when some rank has waited for `max_delay_ns` (`RankLoad.is_timed_out`)
+                  wait for more. It gives up when some rank has waited for `max_delay_ns` (`RankLoad.is_timed_out`).
+                  Or it tunes itself: more are worth waiting for (`company_pays`)
 
 What lets prompts through a closed gate: a rank with prompts whose token usage is below the low watermark; nobody
 running; `max_delay_passes`; and the first time ever that a gate would close.
@@ -18,12 +19,14 @@ Where only some ranks have prompts, those wait for the others, bounded by the pa
 
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from math import isqrt
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.settings import DelayerSettings
+from tandem.core.values import SECOND, ceil_div
 
 
 class Estimation(StrEnum):
@@ -58,13 +61,44 @@ def slot_gate_closes(ranks: Sequence[RankLoad], settings: DelayerSettings) -> bo
 
 
 def queue_gate_closes(ranks: Sequence[RankLoad], settings: DelayerSettings) -> bool:
-    if settings.queue_min_ratio is None or any(rank.is_timed_out for rank in ranks):
+    if not settings.has_queue_gate or any(rank.is_timed_out for rank in ranks):
         return False
+    if settings.queue_min_ratio is None:
+        return company_pays(ranks)
     # Why the maximum over ranks and the running requests, not the minimum and the slots: that would delay far too much.
     wanted = int(max(rank.num_running for rank in ranks) * settings.queue_min_ratio)
     cap = usual_batch(ranks) if settings.prompt_batch_max is None else settings.prompt_batch_max
     return max(rank.num_waiting for rank in ranks) < min(wanted, cap)
 
+
+def company_pays(ranks: Sequence[RankLoad]) -> bool:
+    """Is it cheaper to wait for more prompts than to stall those who decode for those who wait already?
+
+    Both are counted in time of slots. A prompt batch of k costs `stall_ns`, and before it those who wait for it are
+    empty slots: where one comes every t, k(k-1)/2 of them. One more is worth it while k(k+1)t/2 is less. What they have
+    waited already bounds what a wrong guess of t costs: half of what the batch costs them.
+    """
+    stall_ns = stalled_ns(ranks)
+    if any(rank.gets_no_larger for rank in ranks) or 2 * sum(rank.waited_ns for rank in ranks) >= stall_ns:
+        return False
+    return sum(rank.num_waiting for rank in ranks) < worth_waiting_for(ranks)
+
+
+def stalled_ns(ranks: Sequence[RankLoad]) -> int:
+    """What a prompt batch costs all who decode, whoever of them is on which rank: one waits for all others."""
+    return max(rank.batch_ns for rank in ranks) * sum(rank.num_running for rank in ranks)
+
+
+def worth_waiting_for(ranks: Sequence[RankLoad]) -> int:
+    """How many prompts the next batch should have; 0: as many as there are."""
+    rate = sum(PATIENCE_NS // rank.next_prompt_ns for rank in ranks if rank.next_prompt_ns)
+    # Why 3, not 2: they came while others were stalled, too, and in the time that counts they come faster.
+    least = ceil_div(3 * stalled_ns(ranks) * rate, PATIENCE_NS)
+    root = isqrt(least)
+    return root + (root * (root + 1) < least)
+
+
+PATIENCE_NS = 3600 * SECOND  # a unit of rates
 
 GATES: tuple[Gate, ...] = (slot_gate_closes, queue_gate_closes)
 

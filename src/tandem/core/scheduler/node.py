@@ -305,7 +305,8 @@ def settle(node: NodeState, outcome: BatchOutcome) -> None:
 
 
 def learn_cost(node: NodeState, flight: InflightBatch, outcome: BatchOutcome) -> None:
-    """What a prompt token costs, from batches of nothing else."""
+    """What a prompt token costs, from batches of nothing else; and what a batch of prompts costs beside its tokens."""
+    prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)
     if flight.rows and not flight.members:
         node.chunk_budget.learn(sum(row.stop - row.start for row in flight.rows), outcome.duration_ns)
 

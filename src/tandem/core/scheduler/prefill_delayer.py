@@ -12,14 +12,15 @@ that returns asks again, and the time at which the queue gate gives up is a wake
 
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from tandem.core.commands import GatherLoad, PromptsLetIn
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import RankLoad
 from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch
-from tandem.core.scheduler.request_state import Progress, State, WaitingFor
+from tandem.core.scheduler.prompt_costs import next_prompt_ns, remember_arrivals
+from tandem.core.scheduler.request_state import InflightBatch, Progress, State, WaitingFor
 from tandem.core.scheduler.state import NodeState
 from tandem.core.settings import DelayerSettings, NodeSettings
 from tandem.core.values import ZERO_NS, Nanos
@@ -38,6 +39,10 @@ class PrefillGate(Protocol):
         """When to ask again although nothing has happened."""
         ...
 
+    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
+        """A batch has returned, and has taken so long."""
+        ...
+
 
 class AlwaysOpen(Struct, frozen=True):
     def may_begin(self, node: NodeState, num_decoding: int) -> bool:
@@ -49,6 +54,9 @@ class AlwaysOpen(Struct, frozen=True):
     def opens_at(self, node: NodeState) -> Nanos | None:
         return None
 
+    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
+        pass
+
 
 class Delayer(Struct, frozen=True):
     settings: DelayerSettings
@@ -57,6 +65,8 @@ class Delayer(Struct, frozen=True):
         state = node.delayer
         computing = node.live(State.COMPUTING)
         fresh = [progress for progress in computing if is_fresh(progress)]
+        if self.settings.tunes_itself:
+            state.arrivals = remember_arrivals(state.arrivals, (progress.entered_at for progress in fresh))
         load = state.load = self.look(node, computing, num_decoding)
         if self.settings.num_ranks > 1 and state.gathered is None:
             state.decision = None
@@ -101,7 +111,7 @@ class Delayer(Struct, frozen=True):
             is_prefillable = is_prefillable or progress.launched < progress.length
         usage = (pool.num_pages - pool.num_free - node.tree.num_evictable - num_held) / pool.num_pages
         watermark = self.settings.low_watermark
-        return RankLoad(
+        load = RankLoad(
             is_prefillable=is_prefillable,
             is_under_watermark=is_prefillable and watermark is not None and usage < watermark,
             num_running=num_running,
@@ -110,6 +120,30 @@ class Delayer(Struct, frozen=True):
             num_waiting=len(node.queues[State.QUEUED]) + num_fresh,
             is_timed_out=state.since is not None and node.now - state.since >= self.settings.max_delay_ns,
         )
+        return self.weigh(node, load, computing) if self.settings.tunes_itself else load
+
+    def weigh(self, node: NodeState, load: RankLoad, computing: list[Progress]) -> RankLoad:
+        """With what tells whether more prompts are worth waiting for."""
+        settings, own = node.settings, node.delayer
+        unfinished = [progress for progress in computing if progress.launched < progress.length]
+        fresh = [progress for progress in unfinished if is_fresh(progress)]
+        num_tokens = sum(progress.length - progress.launched for progress in fresh)
+        most = node.chunk_budget.tokens_while_others_wait(
+            settings.prefill_stall, settings.chunk_tokens, settings.page_size
+        )
+        is_full = num_tokens >= most or load.num_waiting >= (settings.prompt_batch_max or load.num_waiting + 1)
+        return structs.replace(
+            load,
+            waited_ns=Nanos(sum(node.now - progress.entered_at for progress in fresh)),
+            batch_ns=own.cost.fixed_ns,
+            next_prompt_ns=next_prompt_ns(own.arrivals, node.now),
+            gets_no_larger=is_full or len(fresh) < len(unfinished),
+        )
+
+    def learn(self, node: NodeState, flight: InflightBatch, duration_ns: Nanos) -> None:
+        if self.settings.tunes_itself:
+            num_tokens, is_mixed = sum(row.stop - row.start for row in flight.rows), node.settings.mixed_chunk
+            node.delayer.cost.learn(num_tokens, duration_ns, num_decoding=len(flight.members), is_mixed=is_mixed)
 
     def note(self, node: NodeState, num_rows: int) -> None:
         state = node.delayer
@@ -134,7 +168,7 @@ class Delayer(Struct, frozen=True):
     def opens_at(self, node: NodeState) -> Nanos | None:
         since = node.delayer.since
         times: list[int] = []
-        if since is not None and self.settings.queue_min_ratio is not None:
+        if since is not None and self.settings.has_queue_gate:
             times.append(since + self.settings.max_delay_ns)
         if self.settings.num_ranks > 1 and any(map(is_fresh, node.live(State.COMPUTING))):
             times.append(node.delayer.ask_at)

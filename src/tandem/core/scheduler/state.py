@@ -27,6 +27,7 @@ from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.delayer_policy import Decision
 from tandem.core.scheduler.micro_batches import MicroBatches
+from tandem.core.scheduler.prompt_costs import BatchCost
 from tandem.core.scheduler.request_state import LIFECYCLE, WANTS_KV, InflightBatch, Progress, State, Trigger, has_ended
 from tandem.core.settings import NodeSettings, PrefillInfo, WindowSettings
 from tandem.core.values import ZERO_NS, Address, Incarnation, Nanos, RequestId, Room, ceil_div
@@ -84,6 +85,8 @@ class DelayerState:
     ask_at: Nanos = ZERO_NS  # with several ranks: when a pass may be asked for (again)
     gathered: LoadsGathered | None = None  # what they said for the next batch
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
+    cost: BatchCost = field(default_factory=BatchCost)  # of a prompt batch, where the queue gate tunes itself
+    arrivals: tuple[Nanos, ...] = ()  # of the last prompts, there
     load: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
     ranks: tuple[RankLoad, ...] = ()  # that it was made from; others may have been gathered since

@@ -63,6 +63,7 @@ def node_settings(launch: Launch, engines: Engines) -> NodeSettings:
         max_running=config.max_running_requests,
         max_queued=config.max_queued_requests,
         chunk_tokens=config.chunked_prefill_size,
+        prompt_batch_max=config.prefill_max_requests,
         window_depth=config.window_depth,
         num_micro_batches=1 if config.disable_overlap_schedule else config.pp_size,
         min_micro_batch=config.pp_min_micro_batch_size,
@@ -120,10 +121,13 @@ def load_balance_method(config: ServerConfig) -> LoadBalanceMethod:
 
 def delayer_settings(config: ServerConfig, topology: DpTopology) -> DelayerSettings:
     """Ranks that step together decide alike; a replica that steps alone agrees with itself."""
+    ratio = config.prefill_delayer_queue_min_ratio
     return DelayerSettings(
         max_delay_passes=config.prefill_delayer_max_delay_passes,
         low_watermark=config.prefill_delayer_token_usage_low_watermark,
-        queue_min_ratio=config.prefill_delayer_queue_min_ratio,
+        queue_min_ratio=None if ratio == "auto" else ratio,
+        tunes_itself=ratio == "auto",
+        prompt_batch_max=config.prefill_max_requests,
         max_delay_ns=Nanos(int(config.prefill_delayer_max_delay_ms * MILLISECOND)),
         num_ranks=topology.attn_dp_size,
     )
