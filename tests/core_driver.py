@@ -181,6 +181,7 @@ class Worker:
         self.rows_run: dict[RequestId, int] = {}  # sampling rows per request
         self.breaks_copies = False  # from here on nothing can be copied
         self.token_ns = 0  # that a prompt token takes
+        self.batch_ns = 0  # and a batch of prompts beside them
 
     def page(self, page: PageId) -> memoryview:
         """What was written at each of its positions; behind them whether nothing of it that layers with a window have
@@ -224,7 +225,7 @@ class Worker:
         told = tuple((span.sequence.request, said) for span in spans if (said := said_of_prompt(span)))
         vectors = tuple((span.sequence.request, self.vector(span.sequence)) for span in spans if span.pools)
         vectors = tuple((request, vector) for request, vector in vectors if vector)
-        took_ns = Nanos(self.token_ns * sum(span.stop - span.start for span in spans))
+        took_ns = Nanos(self.token_ns * sum(span.stop - span.start for span in spans) + self.batch_ns * bool(plan.rows))
         outcome = BatchOutcome(plan.id, plan.iteration, tokens, flags, tuple(hashes), duration_ns=took_ns)
         return msgspec.structs.replace(outcome, prompt_extras=told, vectors=vectors, counts=counts)
 

@@ -15,6 +15,7 @@ delayers = st.fixed_dictionaries(
         "max_delay_passes": st.sampled_from([2, 5, 30]),
         "low_watermark": st.sampled_from([None, 0.2]),
         "queue_min_ratio": st.sampled_from([None, 0.3, 1.0]),
+        "tunes_itself": st.booleans(),
         "max_delay_ns": st.sampled_from([10_000, 5 * MILLISECOND, 5 * SECOND]),
         "prompt_batch_max": st.sampled_from([None, 8]),
         "window": st.sampled_from([1, 16]),

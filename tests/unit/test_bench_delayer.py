@@ -20,7 +20,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def served(bench: ModuleType, delayer: DelayerSettings | None, *, least_share: float) -> dict[str, float]:
     load = bench.Load(24, prompt=16, output=100, least_share=least_share, rounds=4, chunk=4096)
-    serving = bench.Serving(load, bench.ModelledWorker(load.num_pages), delayer, seed=1)
+    serving = bench.Serving(load, bench.ModelledWorker(bench.PROFILES["190"]), delayer, seed=1)
     bench.run_in_lockstep([serving])
     found: dict[str, float] = serving.numbers()
     return found

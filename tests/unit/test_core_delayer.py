@@ -9,9 +9,11 @@ from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import Effects, PromptsLetIn
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded, TransferDrained
-from tandem.core.scheduler.numbers import numbers
+from tandem.core.rank_load import DelayHistory
+from tandem.core.scheduler.numbers import DelayerTuning, numbers
+from tandem.core.scheduler.prompt_costs import BatchCost
 from tandem.core.scheduler.request_state import State, WaitingFor
-from tandem.core.values import SECOND, ZERO_NS, Cause, RequestId
+from tandem.core.values import SECOND, ZERO_NS, Cause, Nanos, RequestId
 from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.metrics.node_numbers import named
 
@@ -54,10 +56,15 @@ def keep_busy(world: World, node: Replica, *, clients: int, requests: int) -> li
     return asked
 
 
-def settle_in(world: World, node: Replica, count: int = 8, *, max_new_tokens: int = 400) -> list[RequestId]:
-    """`count` requests that decode for long, begun in one batch; the first closed gate, which is skipped, is over."""
+def settle(world: World, node: Replica, count: int = 8, *, max_new_tokens: int = 400) -> list[RequestId]:
     found = [world.submit(node, prompt_len=4, max_new_tokens=max_new_tokens, seed=seed) for seed in range(count)]
     world.run_until(lambda: all(node.state_of(request) is State.RUNNING for request in found))
+    return found
+
+
+def settle_in(world: World, node: Replica, count: int = 8, *, max_new_tokens: int = 400) -> list[RequestId]:
+    """`count` requests that decode for long, begun in one batch; the first closed gate, which is skipped, is over."""
+    found = settle(world, node, count, max_new_tokens=max_new_tokens)
     skipped = world.submit(node, prompt_len=4, max_new_tokens=1, seed=90)
     world.run_until(lambda: skipped in node.ended)
     assert node.state.delayer.memory.has_skipped_first
@@ -94,6 +101,116 @@ def test_requests_that_finish_one_by_one_are_replaced_in_groups() -> None:
     assert sizes["on"][1] <= 2, "the first time a gate would close is skipped"
     assert min(sizes["on"][2:-2]) >= 3, "at least three wait for seven that run"
     assert len(sizes["on"]) * 2 < len(sizes["off"])
+
+
+AUTO = {"tunes_itself": True, "max_delay_ns": NEVER_NS, **PATIENT}
+
+
+def batches_where_one_costs(batch_ns: int, delayer: dict[str, Any] | None = AUTO) -> list[int]:
+    world, node = node_with(delayer, max_running=256)
+    node.worker.batch_ns, node.worker.token_ns = batch_ns, 10
+    asked = keep_busy(world, node, clients=12, requests=120)
+    for number, request in enumerate(asked):
+        assert node.tokens[request] == expected_tokens(16, 20 + 7 * number % 23, seed=number)
+    assert_nothing_is_held(node)
+    return [len(plan.rows) for plan in prompt_batches(node)]
+
+
+def test_a_gate_that_tunes_itself_waits_for_the_more_prompts_the_dearer_a_batch_is() -> None:
+    off = batches_where_one_costs(0, None)
+    assert batches_where_one_costs(0) == off, "what costs nothing is not waited for"
+    numbers = [len(batches_where_one_costs(batch_ns)) for batch_ns in (500, 5_000, 50_000)]
+    assert sorted(numbers, reverse=True) == numbers
+    assert len(off) > 1.3 * numbers[-1], numbers
+
+
+def test_without_measurements_a_gate_that_tunes_itself_lets_everybody_begin() -> None:
+    world, node = node_with(AUTO, max_running=256)
+    node.worker.batch_ns = 50_000
+    settle(world, node)
+    request = world.submit(node, prompt_len=4, max_new_tokens=1, seed=50)
+    world.run_until(lambda: request in node.ended)
+    assert set(waits_by_passes(node)) == {0}
+
+
+def costly(**settings: Any) -> tuple[World, Replica]:
+    """Eight decode, a batch costs 100 us beside its tokens, and a prompt comes every 220 us: three are worth it."""
+    world, node = node_with(AUTO, **settings)
+    settle(world, node)
+    state = node.state.delayer
+    state.cost = BatchCost()
+    for size in (16, 64, 16, 64):
+        state.cost.learn(size, Nanos(100_000 + 1000 * size), num_decoding=0, is_mixed=False)
+    state.arrivals = tuple(Nanos(world.now + 220_000 * at) for at in range(20))
+    state.memory = DelayHistory(has_skipped_first=True)
+    world.now = state.arrivals[-1]
+    return world, node
+
+
+def test_prompts_wait_until_as_many_are_there_as_are_worth_it() -> None:
+    world, node = costly()
+    first = hold(world, node)
+    assert numbers(node.node).tuning == DelayerTuning(100_000, num_wanted=3)
+    tuned = {name: value for name, value in named(numbers(node.node)).items() if name.startswith("tandem:prefill_del")}
+    assert tuned == {"tandem:prefill_delayer_batch_cost_seconds": 1e-4, "tandem:prefill_delayer_wanted_reqs": 3}
+    second, third = (world.submit(node, prompt_len=4, max_new_tokens=1, seed=seed) for seed in (60, 61))
+    world.run_until(lambda: first in node.started)
+    assert [row.request for row in prompt_batches(node)[-1].rows] == [first, second, third]
+
+
+def test_once_no_more_are_expected_nobody_waits_for_them() -> None:
+    world, node = costly()
+    first = hold(world, node)
+    world.now += 220_000
+    world.run_until(lambda: first in node.started)
+    assert [row.request for row in prompt_batches(node)[-1].rows] == [first]
+
+
+def test_a_batch_that_is_full_is_not_waited_for() -> None:
+    for chunk_tokens, is_held in ((512, True), (16, False)):
+        world, node = costly(chunk_tokens=chunk_tokens)
+        request = world.submit(node, prompt_len=16, max_new_tokens=1, seed=50)
+        for _ in range(4):
+            world.turn(node)
+        assert (
+            node.progress(request).waiting_for is WaitingFor.GATE if request not in node.ended else False
+        ) is is_held
+
+
+def test_a_batch_of_as_many_prompts_as_may_be_is_not_waited_for() -> None:
+    world, node = costly(prompt_batch_max=2)
+    first = hold(world, node)
+    second = world.submit(node, prompt_len=4, max_new_tokens=1, seed=60)
+    world.run_until(lambda: first in node.started)
+    assert [row.request for row in prompt_batches(node)[-1].rows] == [first, second]
+
+
+def test_a_batch_that_comes_anyway_takes_others_along() -> None:
+    """A long prompt is under way, and its next chunk costs what it costs."""
+    world, node = costly(chunk_tokens=64)
+    long = world.submit(node, prompt_len=63 + 64 * 20, max_new_tokens=1, seed=50)
+    world.run_until(lambda: any(row.request == long for plan in prompt_batches(node) for row in plan.rows))
+    world.submit(node, prompt_len=4, max_new_tokens=1, seed=60)
+    before = waits_by_passes(node)
+    world.run_until(lambda: long in node.ended)
+    assert set(waits_by_passes(node) - before) <= {0}
+
+
+def test_no_more_prompts_than_allowed_share_a_batch() -> None:
+    world, node = node_with(None, prompt_batch_max=3)
+    asked = [world.submit(node, prompt_len=4, max_new_tokens=2, seed=seed) for seed in range(8)]
+    world.run()
+    assert [len(plan.rows) for plan in prompt_batches(node)] == [3, 3, 2]
+    assert all(node.tokens[request] == expected_tokens(4, 2, seed=seed) for seed, request in enumerate(asked))
+
+
+def test_a_node_that_is_restored_goes_on_with_what_it_has_measured() -> None:
+    world, node = costly()
+    hold(world, node)
+    before = node.state.delayer
+    node.node.restore(node.node.snapshot())
+    assert node.state.delayer == before
+    assert node.state.delayer.cost.fixed_ns == 100_000
 
 
 def test_the_slot_gate_waits_until_a_usual_batch_fits() -> None:

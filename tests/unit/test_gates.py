@@ -18,6 +18,7 @@ from tandem.core.scheduler.delayer_policy import (
     queue_gate_closes,
     remember_batch,
     slot_gate_closes,
+    worth_waiting_for,
 )
 from tandem.core.settings import DelayerSettings
 from tandem.core.values import MILLISECOND, Nanos
@@ -200,16 +201,77 @@ def test_the_watermark_of_a_rank_without_prompts_opens_nothing() -> None:
     assert not agree(ranks, DelayHistory(), DelayerSettings(low_watermark=0.8))[0].allows
 
 
+# --- a gate that tunes itself ----------------------------------------------------------------------------------------
+
+AUTO = DelayerSettings(tunes_itself=True)
+HELD_ONCE = DelayHistory(delayed_passes=1, has_skipped_first=True)
+# Five prompts in all are worth it: one comes every 90 ms, and 10 rows stand still for 60 ms. 4 x 5 x 90 is less than
+# 3 x 600, 5 x 6 x 90 is more.
+SEES = RankLoad(
+    True, num_running=10, num_free_slots=64, num_waiting=1,
+    batch_ns=Nanos(60 * MILLISECOND), next_prompt_ns=Nanos(89 * MILLISECOND),
+)  # fmt: skip
+
+
+def is_held(*ranks: RankLoad, settings: DelayerSettings = AUTO) -> bool:
+    return not agree(ranks, HELD_ONCE, settings)[0].allows
+
+
+def seen(**changes: object) -> RankLoad:
+    return msgspec.structs.replace(SEES, **changes)
+
+
+def test_more_prompts_are_waited_for_as_long_as_they_cost_less_than_one_more_stall() -> None:
+    assert worth_waiting_for([SEES]) == 5
+    assert [is_held(seen(num_waiting=number)) for number in (1, 4, 5, 20)] == [True, True, False, False]
+    assert worth_waiting_for([seen(batch_ns=Nanos(6 * MILLISECOND))]) == 2
+    assert worth_waiting_for([seen(batch_ns=Nanos(MILLISECOND // 2))]) == 1, "the one that waits is enough"
+
+
+def test_nobody_waits_before_costs_are_known_or_where_nobody_is_expected() -> None:
+    assert not is_held(seen(batch_ns=Nanos(0)))
+    assert not is_held(seen(next_prompt_ns=Nanos(0)))
+    assert not is_held(seen(num_running=0))
+
+
+def test_who_has_waited_for_half_of_what_the_stall_costs_waits_no_longer() -> None:
+    assert is_held(seen(waited_ns=Nanos(299 * MILLISECOND)))
+    assert not is_held(seen(waited_ns=Nanos(300 * MILLISECOND)))
+
+
+def test_a_batch_that_gets_no_larger_is_not_waited_for() -> None:
+    assert not is_held(seen(gets_no_larger=True))
+
+
+def test_the_deadline_and_the_passes_bound_a_gate_that_tunes_itself_too() -> None:
+    assert not is_held(seen(is_timed_out=True))
+    assert not is_held(SEES, settings=DelayerSettings(2, tunes_itself=True))
+
+
+def test_ranks_that_step_together_count_all_whom_a_batch_stalls_and_all_who_come() -> None:
+    assert worth_waiting_for([SEES, seen(num_running=0, next_prompt_ns=Nanos(0))]) == 5
+    assert worth_waiting_for([SEES, seen(next_prompt_ns=Nanos(0))]) == 6, "twice as many stand still"
+    assert worth_waiting_for([SEES, SEES]) == 9, "and twice as many come: their product is four times as large"
+    assert is_held(SEES, seen(num_waiting=7))
+    assert not is_held(SEES, seen(num_waiting=8))
+    assert worth_waiting_for([SEES, seen(batch_ns=Nanos(0))]) == 9, "the dearest batch, which all wait for"
+    assert not is_held(SEES, seen(gets_no_larger=True))
+    assert not is_held(SEES, seen(is_timed_out=True))
+
+
 # --- what always holds -----------------------------------------------------------------------------------------------
 
 counts = st.integers(0, 64)
-loads = st.builds(RankLoad, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans())
-prompts = st.builds(RankLoad, st.just(True), st.just(False), counts, counts, counts, counts, st.booleans())
+times = st.builds(Nanos, st.integers(0, 10**9))
+measured = (times, times, times, st.booleans())
+loads = st.builds(RankLoad, st.booleans(), st.booleans(), counts, counts, counts, counts, st.booleans(), *measured)
+prompts = st.builds(RankLoad, st.just(True), st.just(False), counts, counts, counts, counts, st.booleans(), *measured)
 memories = st.builds(DelayHistory, st.integers(0, 40), st.booleans())
 some_settings = st.builds(
     DelayerSettings,
     max_delay_passes=st.integers(1, 40),
     queue_min_ratio=st.none() | st.floats(0, 2),
+    tunes_itself=st.booleans(),
     prompt_batch_max=st.none() | st.integers(1, 64),
 )
 

@@ -49,6 +49,8 @@ HELP = {
     "prefill_delayer_outcomes_total": "Passes of the prefill delayer by what it decided.",
     "prefill_delayer_wait_forward_passes": "Passes that a prompt batch waited for; 0: none.",
     "prefill_delayer_wait_seconds": "Seconds that a prompt batch waited; 0: none.",
+    "tandem:prefill_delayer_batch_cost_seconds": "What a prompt batch costs beside its tokens; 0: not known yet.",
+    "tandem:prefill_delayer_wanted_reqs": "Prompts that were last worth waiting for, those that waited included.",
     "dp_cooperation_realtime_tokens_total": "DP attention: tokens computed or found cached, by ranks with prompts.",
     "dp_cooperation_forward_execution_seconds_total": "DP attention: time of batches, by ranks with prompts.",
     "num_retracted_reqs": "Requests pushed back from the running batch.",

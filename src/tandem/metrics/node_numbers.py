@@ -1,6 +1,14 @@
 """The names under which a node's numbers are exported; `export.py` puts the prefix in front."""
 
-from tandem.core.scheduler.numbers import DelayerPasses, HostNumbers, NodeNumbers, StorageNumbers, WindowNumbers
+from tandem.core.scheduler.numbers import (
+    DelayerPasses,
+    DelayerTuning,
+    HostNumbers,
+    NodeNumbers,
+    StorageNumbers,
+    WindowNumbers,
+)
+from tandem.core.values import SECOND
 
 
 def named(numbers: NodeNumbers) -> dict[str, float]:
@@ -31,6 +39,8 @@ def named(numbers: NodeNumbers) -> dict[str, float]:
         found |= host(numbers.host)
     if numbers.storage is not None:
         found |= storage(numbers.storage)
+    if numbers.tuning is not None:
+        found |= tuning(numbers.tuning)
     return found | {outcome_name(passes): passes.count for passes in numbers.delayer}
 
 
@@ -56,6 +66,13 @@ def storage(numbers: StorageNumbers) -> dict[str, float]:
         "tandem:hicache_storage_look_ups_total{outcome=hit}": numbers.hits,
         "tandem:hicache_storage_look_ups_total{outcome=miss}": numbers.misses,
         "tandem:hicache_storage_prefetches": numbers.prefetches,
+    }
+
+
+def tuning(numbers: DelayerTuning) -> dict[str, float]:
+    return {
+        "tandem:prefill_delayer_batch_cost_seconds": numbers.batch_ns / SECOND,
+        "tandem:prefill_delayer_wanted_reqs": numbers.num_wanted,
     }
 
 

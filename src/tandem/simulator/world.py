@@ -600,8 +600,9 @@ class World:
         self._work(life)
 
     def _timed(self, life: Life, plan: BatchPlan, outcome: BatchOutcome) -> BatchOutcome:
-        """With how long it took, where somebody weighs that against a load."""
-        if life.tier is None:
+        """With how long it took, where somebody weighs that against a load, or against waiting."""
+        delayer = life.settings.delayer
+        if life.tier is None and (delayer is None or not delayer.tunes_itself):
             return outcome
         num_tokens = sum(row.stop - row.start for row in plan.rows)
         duration_ns = Nanos(life.cost.base_ns + num_tokens * life.cost.prompt_token_ns)

@@ -41,8 +41,14 @@ class ChunkBudget:
 
     def tokens_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
         """0: it is the turn of those who decode."""
-        token_ns = self.token_ns
-        if stall is None or not token_ns:
+        if stall is None or not self.token_ns:
             return most
-        allowed = max(stall.max_ns // token_ns, stall.min_tokens, page_size) - self.num_launched
+        allowed = self.tokens_in_turn(stall, page_size) - self.num_launched
         return min(most, allowed) if allowed >= page_size else 0
+
+    def largest_while_others_wait(self, stall: PrefillStall | None, most: int, page_size: int) -> int:
+        """What a batch has that is the only one in its turn."""
+        return most if stall is None or not self.token_ns else min(most, self.tokens_in_turn(stall, page_size))
+
+    def tokens_in_turn(self, stall: PrefillStall, page_size: int) -> int:
+        return max(stall.max_ns // self.token_ns, stall.min_tokens, page_size)

@@ -50,6 +50,13 @@ class DelayerPasses(Struct, frozen=True):
     count: int
 
 
+class DelayerTuning(Struct, frozen=True):
+    """What a queue gate that tunes itself goes by; zeros until it knows."""
+
+    batch_ns: int  # what a prompt batch costs beside its tokens
+    num_wanted: int  # requests that the last pass with prompts found worth waiting for
+
+
 class NodeNumbers(Struct, frozen=True):
     """Requests by where they are, tokens of KV, and what has happened since the node's start."""
 
@@ -75,6 +82,7 @@ class NodeNumbers(Struct, frozen=True):
     host: HostNumbers | None
     storage: StorageNumbers | None
     delayer: tuple[DelayerPasses, ...]
+    tuning: DelayerTuning | None
 
 
 RETRY_REASONS = ("not_ready", "forced", "yield", "rendered")
@@ -111,6 +119,7 @@ def numbers(node: EngineNode) -> NodeNumbers:
         host=host_numbers(state.host, page_size) if state.host.is_there else None,
         storage=storage_numbers(state.storage, page_size) if state.storage.settings is not None else None,
         delayer=delayer_passes(state.delayer),
+        tuning=tuning(state) if state.settings.delayer is not None and state.settings.delayer.tunes_itself else None,
     )
 
 
@@ -147,3 +156,7 @@ def storage_numbers(storage: StorageTier, page_size: int) -> StorageNumbers:
 
 def delayer_passes(delayer: DelayerState) -> tuple[DelayerPasses, ...]:
     return tuple(DelayerPasses(*outcome, count) for outcome, count in delayer.outcomes.items())
+
+
+def tuning(state: NodeState) -> DelayerTuning:
+    return DelayerTuning(state.delayer.cost.fixed_ns, state.delayer.num_wanted)

@@ -18,7 +18,7 @@ from tandem.core.commands import GatherLoad, PromptsLetIn
 from tandem.core.disagg.sides import PrefillSide
 from tandem.core.events import LoadsGathered
 from tandem.core.rank_load import RankLoad
-from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch
+from tandem.core.scheduler.delayer_policy import agree, expected_batch, remember_batch, worth_waiting_for
 from tandem.core.scheduler.prompt_costs import next_prompt_ns, remember_arrivals
 from tandem.core.scheduler.request_state import InflightBatch, Progress, State, WaitingFor
 from tandem.core.scheduler.state import NodeState
@@ -79,6 +79,8 @@ class Delayer(Struct, frozen=True):
             ranks, state.memory, state.gathered = state.gathered.loads, state.gathered.memory, None
         decision, memory = agree(ranks, state.memory, self.settings)
         state.decision, state.ranks = decision, ranks
+        if self.settings.tunes_itself and fresh:
+            state.num_wanted = worth_waiting_for(ranks)
         if decision.allows:
             state.waited_passes = state.memory.delayed_passes
             state.waited_ns = Nanos(node.now - state.since) if state.since is not None else ZERO_NS
@@ -128,7 +130,7 @@ class Delayer(Struct, frozen=True):
         unfinished = [progress for progress in computing if progress.launched < progress.length]
         fresh = [progress for progress in unfinished if is_fresh(progress)]
         num_tokens = sum(progress.length - progress.launched for progress in fresh)
-        most = node.chunk_budget.tokens_while_others_wait(
+        most = node.chunk_budget.largest_while_others_wait(
             settings.prefill_stall, settings.chunk_tokens, settings.page_size
         )
         is_full = num_tokens >= most or load.num_waiting >= (settings.prompt_batch_max or load.num_waiting + 1)

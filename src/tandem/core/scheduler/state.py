@@ -87,6 +87,7 @@ class DelayerState:
     batches: tuple[int, ...] = ()  # requests in the last prompt batches
     cost: BatchCost = field(default_factory=BatchCost)  # of a prompt batch, where the queue gate tunes itself
     arrivals: tuple[Nanos, ...] = ()  # of the last prompts, there
+    num_wanted: int = 0  # and how many were worth waiting for when it was last asked about prompts
     load: RankLoad | None = None  # of the last pass
     decision: Decision | None = None
     ranks: tuple[RankLoad, ...] = ()  # that it was made from; others may have been gathered since

@@ -7,6 +7,7 @@ node to that. `OneSequence` and `SameSet` follow every plan as a shard would.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import AnnounceDpRank, CancelPull, ForgetRequests, LaunchBatch, RevokePages, Tell
@@ -243,9 +244,21 @@ class DelayerVetoes:
         wanted = int(most_running * settings.queue_min_ratio) if settings.queue_min_ratio is not None else 0
         slots_closed = min(rank.num_free_slots for rank in ranks) < usual
         is_short = max(rank.num_waiting for rank in ranks) < min(wanted, cap)
+        if settings.tunes_itself:
+            is_short = is_cheaper_to_wait(ranks)
         queue_closed = is_short and not any(rank.is_timed_out for rank in ranks)
         if not most_running or not (slots_closed or queue_closed):
             raise Violation(self.id, f"{where(life)}: prompts are held for no reason: {ranks}")
+
+
+def is_cheaper_to_wait(ranks: tuple[RankLoad, ...]) -> bool:
+    """By the time that slots lose: all who decode, to one more prompt batch; those who wait, until one more comes."""
+    stall = Fraction(max(rank.batch_ns for rank in ranks)) * sum(rank.num_running for rank in ranks)
+    come = sum((Fraction(1, rank.next_prompt_ns) for rank in ranks if rank.next_prompt_ns), Fraction(0))
+    waiting = sum(rank.num_waiting for rank in ranks)
+    can_grow = not any(rank.gets_no_larger for rank in ranks)
+    has_patience = sum(rank.waited_ns for rank in ranks) < stall / 2
+    return can_grow and has_patience and waiting * (waiting + 1) < 3 * stall * come
 
 
 @dataclass(slots=True)

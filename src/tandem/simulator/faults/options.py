@@ -95,6 +95,7 @@ RARE |= dict.fromkeys(("F23", "F24", "F25"), 0.08)
 
 TIERS_ONE_IN = 6
 STALLS_ONE_IN = 6
+TUNED_ONE_IN = 6  # of the seeds with delayers
 BLOCKS_ONE_IN = 8
 WINDOWS_ONE_IN = 6
 LATE_PAGES_ONE_IN = 5
@@ -258,6 +259,7 @@ def draw_options(seed: int) -> Options:
         resizes="F21" in classes and Random(f"resizes {seed}").random() < 0.5,
     )
     options = with_blocks(with_prefill_stalls(with_storage(with_host_tiers(with_far_peers(options)))))
+    options = with_tuned_delayers(options)
     options = with_context_ranks(with_unequal_sides(options)) if num_shards == 1 else options
     return with_late_pages(with_windows(options))
 
@@ -342,6 +344,19 @@ def with_prefill_stalls(options: Options) -> Options:
         prefill=structs.replace(options.prefill, prefill_stall=stall),
         decode=structs.replace(options.decode, prefill_stall=stall),
     )
+
+
+def with_tuned_delayers(options: Options) -> Options:
+    """In some seeds with delayers the queue gate finds out itself how many it waits for. Nothing else depends on it."""
+    if options.seed < FIRST_OFF_RECORD or Random(f"queue gate auto {options.seed}").randrange(TUNED_ONE_IN):
+        return options
+    return replace(options, prefill=_with_tuned_delayer(options.prefill), decode=_with_tuned_delayer(options.decode))
+
+
+def _with_tuned_delayer(settings: NodeSettings) -> NodeSettings:
+    if settings.delayer is None:
+        return settings
+    return structs.replace(settings, delayer=structs.replace(settings.delayer, queue_min_ratio=None, tunes_itself=True))
 
 
 def with_blocks(options: Options) -> Options:

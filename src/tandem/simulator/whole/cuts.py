@@ -10,6 +10,7 @@ from typing import Any  # values of flags
 
 from tandem.core.kv_parts import KvGrid
 from tandem.core.values import Cut
+from tandem.simulator.faults.options import FIRST_OFF_RECORD
 
 CUT_ONE_IN = 6  # seeds
 CUTS = ((2, 1), (2, 1), (1, 2), (1, 2), (2, 2), (3, 1))  # tensor-parallel shards, pipeline stages
@@ -49,6 +50,8 @@ def draw_together(seed: int) -> tuple[dict[str, int], dict[str, Any]]:
     size, ratio = random.choice((2, 2, 3)), random.choice((None, 0.5, 2.0))
     delayer: dict[str, Any] = {"enable_prefill_delayer": True, "prefill_delayer_queue_min_ratio": ratio}
     delayer["prefill_delayer_max_delay_passes"] = random.choice((2, 30))
+    if seed >= FIRST_OFF_RECORD and not Random(f"whole queue gate auto {seed}").randrange(3):
+        delayer["prefill_delayer_queue_min_ratio"] = "auto"
     return {"dp_size": size, "tp_size": size, "enable_dp_attention": True}, delayer if random.random() < 0.6 else {}
 
 
