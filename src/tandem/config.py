@@ -418,7 +418,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         lambda c: c.prefill_max_requests is not None and c.prefill_max_requests < 1,
-        "--prefill-max-requests must be positive",
+        "--prefill-max-requests must be at least 1",
     ),
     Rule(lambda c: c.max_total_tokens is not None and c.max_total_tokens < 1, "--max-total-tokens must be at least 1"),
     Rule(

@@ -96,6 +96,40 @@ def test_the_histograms_have_the_bounds_that_the_flags_name(server: Server) -> N
     assert [bound for unit, bound in found if unit == "seconds"] == ["0.0", "0.05", "2.5", "+Inf"]
 
 
+def test_a_server_whose_ratio_is_found_out_says_so_and_changes_no_token(common: Cluster) -> None:
+    flags = ("--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "auto")
+    plain = common.unified
+    assert plain is not None
+    alone = [ask(plain, number) for number in range(CLIENTS * ROUNDS)]
+    with cluster(unified=True, flags=flags) as it, ThreadPoolExecutor(CLIENTS) as clients:
+        server = it.unified
+        assert server is not None
+        assert server.call("GET", "/server_info")["prefill_delayer_queue_min_ratio"] == "auto"
+        assert tuned(server) == {"batch_cost_seconds": 0, "wanted_reqs": 0}, "nothing is measured yet"
+        # Prompts of several lengths, one after the other: what a batch costs beside its tokens can be told from them.
+        for number, size in enumerate((20, 100, 20, 100, 20, 100)):
+            server.generate([300 + number] * size, max_new_tokens=1)
+        measured = server.state()["costs"]["prompt_batch_us"]
+        assert tuned(server)["batch_cost_seconds"] == pytest.approx(measured / 1e6)
+        assert list(clients.map(lambda number: ask(server, number), range(CLIENTS * ROUNDS))) == alone
+
+
+def tuned(server: Server) -> dict[str, float]:
+    found = {key: value for key, value in metrics(server).items() if key.startswith("tandem:prefill_delayer_")}
+    return {key.partition("{")[0].removeprefix("tandem:prefill_delayer_"): value for key, value in found.items()}
+
+
+def test_no_more_prompts_than_the_flag_says_share_a_batch() -> None:
+    with cluster(unified=True, flags=("--prefill-max-requests", "2")) as it:
+        server = it.unified
+        assert server is not None
+        prompts = [[number] * 20 for number in range(20, 28)]
+        server.call("POST", "/generate", {"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}})
+        server.state()  # what its node has told by then, it has logged
+        assert set(re.findall(r"Prefill batch.*#new-seq: (\d+)", server.log)) <= {"1", "2"}
+        assert "#new-seq: 2" in server.log
+
+
 # --- one gate at a time: prompts that come while streams run that do not end -----------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Laws of a node with the prefill delayer: it changes when prompts begin, nothing else, and holds nobody for ever."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,12 @@ delayers = st.fixed_dictionaries(
 )
 
 
+def make_batches_dear(life: Life) -> None:
+    """So that a gate that tunes itself waits."""
+    for replica in life.both:
+        replica.worker.batch_ns, replica.worker.token_ns = 100 * MILLISECOND, 10
+
+
 def delayed_in_a_row(replica: Replica) -> int:
     """The longest run of passes in which a prompt was held."""
     return max((it.waited_passes for it in replica.commands if isinstance(it, PromptsLetIn)), default=0)
@@ -34,6 +41,7 @@ def test_whatever_happens_every_request_ends_with_the_right_tokens_and_nothing_i
     chosen: dict, delayer: dict, script: list[tuple[str, int]]
 ) -> None:
     life = Life({**chosen, "delayer": delayer})
+    make_batches_dear(life)
     life.run(script)
     life.heal()
     assert_nothing_is_held(life.both)
@@ -53,6 +61,7 @@ def test_without_faults_every_request_finishes_and_its_ledger_adds_up(
     chosen: dict, delayer: dict, script: list[tuple[str, int]]
 ) -> None:
     life = Life({**chosen, "num_pages": 64, "max_queued": 10_000, "delayer": delayer})
+    make_batches_dear(life)
     life.run(script)
     life.world.advance(30 * SECOND)
     life.assert_tokens()
@@ -60,9 +69,11 @@ def test_without_faults_every_request_finishes_and_its_ledger_adds_up(
         assert isinstance(asked.replica.ended[asked.request], FinishRequest)
 
 
-def test_the_scripts_do_hold_prompts() -> None:
+@pytest.mark.parametrize("gate", [{"queue_min_ratio": 1.0, "prompt_batch_max": 8}, {"tunes_itself": True}])
+def test_the_scripts_do_hold_prompts(gate: dict) -> None:
     """So that the laws above are about something."""
-    life = Life({"num_pages": 64, "delayer": {"queue_min_ratio": 1.0, "prompt_batch_max": 8, "low_watermark": None}})
+    life = Life({"num_pages": 64, "delayer": {**gate, "low_watermark": None}})
+    make_batches_dear(life)
     life.run([(name, 37 * index) for index in range(40) for name in ("local", "turn_both")])
     life.heal()
     denied = [reason for replica in life.both for _, _, reason, _ in replica.state.delayer.outcomes]

@@ -865,7 +865,7 @@ BREAKS = (
     Break(
         "prompts_never_share_a_batch",
         "core/scheduler/batch_planner.py",
-        "        if budget <= 0:\n            break",
+        "        if budget <= 0 or len(rows) == most:\n            break",
         "        if rows or budget <= 0:\n            break",
         DELAYED + "who_ends_alone_is_followed_by_a_prompt_batch_of_its_own",
     ),
@@ -1451,6 +1451,76 @@ BREAKS = (
 
 # Of machines that no row of the parity table is about.
 OTHERS = (
+    Break(
+        "ratio_of_auto_is_none",
+        "server/node/settings.py",
+        'tunes_itself=ratio == "auto",',
+        "tunes_itself=False,",
+        FLAGS + "a_ratio_of_auto_is_a_gate_that_tunes_itself_on_every_rank_and_the_bounds_are_its_too",
+    ),
+    Break(
+        "ratio_of_auto_is_none_in_processes",
+        "server/node/settings.py",
+        'tunes_itself=ratio == "auto",',
+        "tunes_itself=False,",
+        DELAYED + "a_server_whose_ratio_is_found_out_says_so_and_changes_no_token",
+    ),
+    Break(
+        "gate_that_tunes_itself_learns_nothing",
+        "core/scheduler/node.py",
+        "    prefill_gate(node.settings).learn(node, flight, outcome.duration_ns)",
+        "    pass",
+        DELAYER + "a_gate_that_tunes_itself_waits_for_the_more_prompts_the_dearer_a_batch_is",
+    ),
+    Break(
+        "prompts_are_waited_for_although_a_batch_gets_no_larger",
+        "core/scheduler/delayer_policy.py",
+        "if any(rank.gets_no_larger for rank in ranks) or 2 * sum(",
+        "if 2 * sum(",
+        "unit/test_gates.py::test_a_batch_that_gets_no_larger_is_not_waited_for",
+    ),
+    Break(
+        "turn_that_is_nearly_over_makes_a_batch_full",
+        "core/scheduler/prefill_delayer.py",
+        "most = node.chunk_budget.largest_while_others_wait(",
+        "most = node.chunk_budget.tokens_while_others_wait(",
+        DELAYER + "what_is_left_of_a_turn_of_prompts_is_no_batch_that_is_full",
+    ),
+    Break(
+        "what_prompts_have_waited_bounds_nothing",
+        "core/scheduler/delayer_policy.py",
+        "or 2 * sum(rank.waited_ns for rank in ranks) >= stall_ns:",
+        "or not stall_ns:",
+        "unit/test_gates.py::test_who_has_waited_for_half_of_what_the_stall_costs_waits_no_longer",
+    ),
+    Break(
+        "prompts_that_come_to_other_ranks_are_not_expected",
+        "core/scheduler/delayer_policy.py",
+        "rate = sum(PATIENCE_NS // rank.next_prompt_ns",
+        "rate = max(PATIENCE_NS // rank.next_prompt_ns",
+        "unit/test_gates.py::test_ranks_that_step_together_count_all_whom_a_batch_stalls_and_all_who_come",
+    ),
+    Break(
+        "next_prompt_is_expected_as_if_no_burst_were_ever_over",
+        "core/scheduler/prompt_costs.py",
+        "if (pause := after - before) > silent]",
+        "if (pause := after - before) >= 0]",
+        "unit/test_prompt_costs.py::test_once_a_burst_is_over_the_next_prompt_is_far_away",
+    ),
+    Break(
+        "cost_of_a_batch_is_found_in_batches_of_one_size",
+        "core/scheduler/prompt_costs.py",
+        "or 100 * spread <= self.tokens * self.tokens:",
+        "or not spread:",
+        "unit/test_prompt_costs.py::test_few_batches_and_batches_of_one_size_say_nothing",
+    ),
+    Break(
+        "prompts_of_a_batch_are_not_limited",
+        "core/scheduler/batch_planner.py",
+        "if budget <= 0 or len(rows) == most:",
+        "if budget <= 0:",
+        DELAYED + "no_more_prompts_than_the_flag_says_share_a_batch",
+    ),
     # /metrics: rates are of counters
     Break(
         "what_workers_add_up_is_a_gauge",

@@ -46,6 +46,37 @@ def test_the_gate_changes_nothing_where_outputs_are_equally_long_and_all_prompts
     assert served(bench, SEEDS_RULE, least_share=1.0) == served(bench, None, least_share=1.0)
 
 
+def found(bench: ModuleType, profile: str, *variants: str, least_share: float = 0.8) -> list[dict[str, float]]:
+    load = bench.Load(32, prompt=1000, output=600, least_share=least_share, rounds=6, chunk=16_384)
+    all_ = [
+        bench.Serving(load, bench.ModelledWorker(bench.PROFILES[profile]), bench.VARIANTS[variant], seed=1)
+        for variant in variants
+    ]
+    bench.run_in_lockstep(all_)
+    return [serving.numbers() for serving in all_]
+
+
+@pytest.mark.parametrize(("profile", "least_share"), [("190", 0.8), ("20", 0.8), ("60", 1.0)])
+def test_a_gate_that_tunes_itself_is_about_as_good_as_the_best_ratio_and_never_worse_than_none(
+    bench: ModuleType, profile: str, least_share: float
+) -> None:
+    numbers = found(bench, profile, "off", "0.2", "0.5", "auto", least_share=least_share)
+    off, few, many, auto = (one["tokens_per_second"] for one in numbers)
+    assert auto >= 0.97 * max(off, few, many)
+    assert auto >= 0.995 * off
+
+
+def test_with_time_as_its_only_bound_a_gate_that_tunes_itself_holds_nobody_for_all_of_it(bench: ModuleType) -> None:
+    off, fixed, auto = found(bench, "60", "off", "0.2 no bound", "auto no bound")
+    assert auto["ttft_p99_ms"] < fixed["ttft_p99_ms"] / 2
+    assert auto["tokens_per_second"] > max(off["tokens_per_second"], fixed["tokens_per_second"])
+
+
+def test_where_tokens_are_all_that_a_batch_costs_nobody_waits(bench: ModuleType) -> None:
+    off, fixed, auto = found(bench, "0", "off", "0.5", "auto")
+    assert auto == off != fixed
+
+
 def test_virtual_time_makes_the_same_numbers_twice(bench: ModuleType) -> None:
     first, second = (served(bench, SEEDS_RULE, least_share=0.5) for _ in range(2))
     assert first == second

@@ -11,6 +11,7 @@ from tandem.cli import main as cli
 from tandem.cli.failure import CommandFailed
 from tandem.cli.flags import add_flags, collected, config_of, flags_page, kind_of, values_of
 from tandem.config import ENVIRONMENT, ServerConfig, Variable, flags
+from tandem.core.disagg.dp_rank import DpTopology
 from tandem.core.kv_parts import KvGrid
 from tandem.core.settings import (
     AllocationPolicy,
@@ -30,7 +31,7 @@ from tandem.flag_roles import NEEDS, ROLES, without_effect
 from tandem.metrics.delayer_waits import DelayerWaits
 from tandem.server.node.peers import Heartbeat
 from tandem.server.node.process import delayer_waits
-from tandem.server.node.settings import heartbeat, node_settings, optimistic_policy
+from tandem.server.node.settings import delayer_settings, heartbeat, node_settings, optimistic_policy
 from tandem.server.node.workers import Engines
 from tandem.server.processes import Launch
 from tandem.server.wire import DataEndpoint
@@ -108,6 +109,11 @@ def test_every_flag_reaches_its_field_with_its_type(name: str, field: argparse.N
         (["--attention-backend", "fastest"], "argument --attention-backend: invalid choice: 'fastest'"),
         (["--port"], "argument --port: expected one argument"),
         (["--prefill-delayer-wait-seconds-buckets"], "argument --prefill-delayer-wait-seconds-buckets: expected"),
+        (
+            ["--prefill-delayer-queue-min-ratio", "automatic"],
+            "argument --prefill-delayer-queue-min-ratio: 'automatic' is neither a number nor auto",
+        ),
+        (["--prefill-delayer-queue-min-ratio", "nan"], "argument --prefill-delayer-queue-min-ratio: 'nan' is neither"),
         (["--prefill-delayer-forward-passes-buckets", "5", "x"], "argument --prefill-delayer-forward-passes-buckets:"),
     ],
 )
@@ -201,6 +207,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--enable-prefill-delayer", "--prefill-delayer-max-delay-passes", "0"], "must be positive"),
         (["--enable-prefill-delayer", "--prefill-delayer-token-usage-low-watermark", "1.5"], "between 0 and 1"),
         (["--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "0"], "leave it out"),
+        (["--prefill-delayer-queue-min-ratio", "auto"], "need --enable-prefill-delayer"),
+        (["--prefill-max-requests", "0"], "--prefill-max-requests must be at least 1"),
         (["--prefill-delayer-forward-passes-buckets", "5", "20"], "need --enable-prefill-delayer"),
         (["--prefill-delayer-wait-seconds-buckets", "1"], "need --enable-prefill-delayer"),
     ],
@@ -299,6 +307,23 @@ def test_the_flags_of_the_delayer_reach_the_node() -> None:
     words += ["--prefill-delayer-queue-min-ratio", "0.25", "--prefill-delayer-max-delay-ms", "1500"]
     made = settings(parse("--enable-prefill-delayer", *words)).delayer
     assert made == DelayerSettings(9, low_watermark=0.8, queue_min_ratio=0.25, max_delay_ns=Nanos(1500 * MILLISECOND))
+
+
+def test_a_ratio_of_auto_is_a_gate_that_tunes_itself_on_every_rank_and_the_bounds_are_its_too() -> None:
+    words = ["--enable-prefill-delayer", "--prefill-delayer-queue-min-ratio", "auto"]
+    words += ["--prefill-delayer-max-delay-ms", "1500"]
+    made = settings(parse(*words)).delayer
+    assert made == DelayerSettings(tunes_itself=True, max_delay_ns=Nanos(1500 * MILLISECOND))
+    assert made.has_queue_gate
+    of_ranks = delayer_settings(parse(*words), DpTopology(attn_dp_size=2))
+    assert (of_ranks.tunes_itself, of_ranks.num_ranks) == (True, 2)
+
+
+def test_the_limit_of_prompts_in_a_batch_reaches_the_node_and_what_its_delayer_waits_for() -> None:
+    made = settings(parse("--prefill-max-requests", "3", "--enable-prefill-delayer"))
+    assert made.delayer is not None
+    assert (made.prompt_batch_max, made.delayer.prompt_batch_max) == (3, 3)
+    assert settings(parse()).prompt_batch_max is None
 
 
 def test_the_numbers_of_the_delayer_are_those_of_the_report() -> None:

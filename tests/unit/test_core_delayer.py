@@ -10,7 +10,9 @@ from tandem.core.batch import BatchPlan
 from tandem.core.commands import Effects, PromptsLetIn
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded, TransferDrained
 from tandem.core.rank_load import DelayHistory
+from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.numbers import DelayerTuning, numbers
+from tandem.core.scheduler.prefill_delayer import Delayer
 from tandem.core.scheduler.prompt_costs import BatchCost
 from tandem.core.scheduler.request_state import State, WaitingFor
 from tandem.core.values import SECOND, ZERO_NS, Cause, Nanos, RequestId
@@ -175,6 +177,16 @@ def test_a_batch_that_is_full_is_not_waited_for() -> None:
         assert (
             node.progress(request).waiting_for is WaitingFor.GATE if request not in node.ended else False
         ) is is_held
+
+
+def test_what_is_left_of_a_turn_of_prompts_is_no_batch_that_is_full() -> None:
+    """A hundred tokens may be computed between two turns of those who decode, and eighty were launched."""
+    world, node = costly(prefill_stall={"max_ns": 100_000, "min_tokens": 16})
+    hold(world, node, prompt_len=20)
+    for token_ns, is_full in ((1000, False), (5000, True)):
+        node.state.chunk_budget = ChunkBudget(num_measured=1, took_ns=Nanos(token_ns), num_launched=80)
+        delayer = Delayer(node.state.settings.delayer)
+        assert delayer.look(node.state, node.state.live(State.COMPUTING), 8).gets_no_larger is is_full
 
 
 def test_a_batch_of_as_many_prompts_as_may_be_is_not_waited_for() -> None:

@@ -110,7 +110,12 @@ def test_what_prompts_and_loads_have_cost_is_shown() -> None:
     node = World().unified()
     node.state.chunk_budget.learn(10, Nanos(30_000))
     node.state.host.break_even.loaded(2, Nanos(8000))
-    costs = {"prompt_token_us": 3.0, "load_page_from_host_us": 4.0, "load_page_from_storage_us": 0.0}
+    costs = {
+        "prompt_token_us": 3.0,
+        "prompt_batch_us": 0.0,
+        "load_page_from_host_us": 4.0,
+        "load_page_from_storage_us": 0.0,
+    }
     assert inspect.state(node.node)["costs"] == costs
 
 

@@ -5,7 +5,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints  # Any: what a value is, its field says
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints  # Any: what a value is, its field says
 
 import msgspec
 
@@ -91,7 +91,7 @@ def kind_of(name: str, settings: type = ServerConfig) -> type:
     kind = get_type_hints(settings)[name]
     if get_origin(kind) is tuple:
         return tuple
-    if isinstance(kind, UnionType):
+    if get_origin(kind) in (Union, UnionType):
         (kind,) = [part for part in get_args(kind) if isinstance(part, type) and part is not type(None)]
     return kind
 
