@@ -48,7 +48,11 @@ class ServerConfig(DoorConfig):
         "keys and values; auto: as --dtype, int8: a scale for each token and head; the same on both halves of a pair",
         choices=("auto", "int8"),
     )
-    device: str = flag("cpu", "torch device", metavar="DEVICE")
+    device: str = flag(
+        "cpu",
+        "torch device; with cuda or cuda:N each of several workers has one of its own, from that one on",
+        metavar="DEVICE",
+    )
     attention_backend: str = flag(
         DEFAULT_ATTENTION_BACKEND, "how attention is computed", choices=tuple(ATTENTION_BACKENDS)
     )
@@ -323,9 +327,15 @@ class ServerConfig(DoorConfig):
         return max(1, self.num_workers // self.nnodes)
 
     @property
+    def computes_alone(self) -> bool:
+        """Whether no worker waits for another one within a batch."""
+        return self.cut.num_shards == 1 and not self.enable_dp_attention
+
+    @property
     def graph_rows(self) -> int:
         """Rows that decode by CUDA graphs, at most."""
-        has_graphs = self.device != "cpu" and not self.disable_cuda_graph and self.role != "prefill"
+        may = self.device != "cpu" and not self.disable_cuda_graph and self.role != "prefill"
+        has_graphs = may and self.computes_alone
         return min(self.cuda_graph_max_bs, self.max_running_requests) if has_graphs else 0
 
     @property
@@ -408,8 +418,8 @@ RULES: tuple[Rule, ...] = (
         "--disaggregation-mode out",
     ),
     Rule(
-        lambda c: c.device != "cpu" and c.num_workers > 1,
-        "--tp-size, --pp-size, --attn-cp-size and --dp-size need --device cpu: elsewhere a server has one worker",
+        lambda c: c.device != "cpu" and c.nnodes > 1,
+        "--nnodes needs --device cpu: NCCL is told of interfaces by name, and hosts know each other's addresses only",
     ),
     Rule(lambda c: not 0 <= c.cpu_threads <= MOST_THREADS, f"--cpu-threads takes 0 to {MOST_THREADS}"),
     Rule(

@@ -99,6 +99,10 @@ NEEDS: tuple[Need, ...] = (
         Need(name, lambda c: c.device != "cpu", "needs an NVIDIA device, where CUDA graphs are: give --device cuda")
         for name in ("--disable-cuda-graph", "--cuda-graph-max-bs")
     ),
+    *(
+        Need(name, lambda c: c.computes_alone, "does nothing where several workers compute a batch, without graphs")
+        for name in ("--disable-cuda-graph", "--cuda-graph-max-bs")
+    ),
     Need("--cuda-graph-max-bs", lambda c: not c.disable_cuda_graph, "does nothing beside --disable-cuda-graph"),
     Need("--disaggregation-dp-rank-conflict", lambda c: c.dp_size > 1, "needs several DP ranks: give --dp-size"),
     Need(

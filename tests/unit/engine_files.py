@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def write_model(where: Path, *, dtype: torch.dtype = torch.float32, generation: 
     return where
 
 
-def refusal(where: Path, **settings: str) -> str:
+def refusal(where: Path, **settings: Any) -> str:
     with pytest.raises(ModelError) as caught:
         load(where, **{"dtype": "auto", "device": "cpu", **settings})
     text = str(caught.value)

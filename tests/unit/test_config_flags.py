@@ -157,6 +157,11 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
         (["--optimistic-prefill-attempts", "-1"], "must not be negative"),
         (["--disaggregation-metadata-slots", "0"], "must be at least 1"),
         (["--disaggregation-park-max-tokens", "-1"], "nothing is parked"),
+        (["--device", "cuda", "--tp", "2", "--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"], "needs --device cpu"),
+        *(
+            (["--device", "cuda", *words, "--cuda-graph-max-bs", "8"], "--cuda-graph-max-bs does nothing where several")
+            for words in (["--tp", "2"], ["--pp", "2"], ["--tp", "2", "--dp", "2", "--enable-dp-attention"])
+        ),
         (["--disaggregation-allow", "10.0.0.0/8", "--disaggregation-mode", "null"], "for prefill and decode"),
         (["--disaggregation-allow", "10.0.0.1/8", "--disaggregation-mode", "decode"], "takes networks"),
         (["--disaggregation-allow", "prefill.local", "--disaggregation-mode", "decode"], "takes networks"),

@@ -4,6 +4,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tandem.engine import machine_memory
+from tandem.engine import devices, machine_memory
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.documents import ModelError
+from tandem.engine.parallel import Shard
 from tandem.engine.weights import load
 
 INDEX = "model.safetensors.index.json"
@@ -104,6 +106,29 @@ def test_weights_that_the_machine_cannot_hold_are_refused_before_anything_is_rea
     monkeypatch.setattr(Checkpoint, "tensor", lambda *_: pytest.fail("a tensor was read"))
 
     assert "choose a smaller checkpoint" in refusal(write_model(tmp_path))
+
+
+def test_weights_that_several_devices_hold_together_are_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reads(Exception):
+        """It was not refused."""
+
+    def read(*_: object) -> None:
+        raise Reads
+
+    half = load(write_model(tmp_path)).weight_bytes // 2 + 1
+    monkeypatch.setattr(devices, "take", lambda device: device)
+    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: half)
+    monkeypatch.setattr(Checkpoint, "tensor", read)
+
+    shards: Any = SimpleNamespace(shard=Shard(0, 2), mlp=SimpleNamespace(shard=Shard(0, 2)), is_exact=False)
+    ranks: Any = SimpleNamespace(shard=Shard(0, 1), mlp=SimpleNamespace(shard=Shard(0, 2)), is_exact=False)
+    splits: list[dict[str, Any]] = [{"group": shards}, {"group": ranks}, {"stage": Shard(0, 2)}]
+    for split in splits:
+        with pytest.raises(Reads):
+            load(tmp_path, device="meta", **split)
+        assert "choose a smaller checkpoint" in refusal(tmp_path, **split), "on the CPU they share one memory"
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

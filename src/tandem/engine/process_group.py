@@ -1,7 +1,11 @@
 """The workers of one replica as processes: collectives of torch.distributed behind the ports of `parallel.py`.
 
-One static group, made at start; a worker that is gone ends all others, for nothing is ever sent anew. On CPU the
-backend is gloo, over TCP. It asks nobody who he is, so when all are connected nobody else is let in.
+One static group, made at start; a worker that is gone ends all others, for nothing is ever sent anew. It has a backend
+for each kind of memory, and where a tensor is says which one carries it: gloo, over TCP, those on the CPU (tokens and
+numbers always), NCCL those on devices. Gloo asks nobody who he is, so when all are connected nobody else is let in.
+
+What NCCL is told to do it does later, in the order of the device's default stream: `wait` makes that stream wait, not
+the caller. A worker that is gone is not noticed there: who waits for it is ended by its node, with the replica.
 
 A sum is taken in order of ranks, whatever its size and whoever takes it. (A ring that reduces by blocks would add the
 rows of a batch in an order that depends on their place in it.)
@@ -27,17 +31,20 @@ from tandem.ranks import Rank, all_ranks
 
 JOIN_SECONDS = 300  # until all are there: the slowest has to import torch first
 SILENCE_DAYS = 365  # an idle server says nothing; who hangs is found by the watchdog
-INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
-HIDDEN, TOKENS = 1, 2  # tags
+INTERFACES = {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}  # =: this one, not all like it
+NCCL_WATCHED = "NCCL_RAS_ENABLE"  # a port at which NCCL tells whoever asks how it is
+HIDDEN, TOKENS = 1, 2  # tags. NCCL has none; it carries hidden states only, so that their order is enough
 MOST_BATCHES_BEHIND = 64  # more than a worker may be behind another one, with all that the node launches ahead
 
 
 @contextlib.contextmanager
 def others_there() -> Iterator[None]:
-    """gloo says with a bare RuntimeError that a connection is gone."""
+    """gloo says with a bare RuntimeError that a connection is gone, NCCL with one of its own."""
     try:
         yield
+    except torch.OutOfMemoryError:  # of this device: nobody is gone
+        raise
     except RuntimeError as error:
         raise WorkerGone(str(error).splitlines()[0]) from error
 
@@ -101,22 +108,25 @@ def joined_rows(own: Tensor, sizes: Sequence[int], group: dist.ProcessGroup | No
 
 @dataclass
 class Sent:
-    """What was sent last, with its bytes."""
+    """What was sent last, with its bytes. most: 0 on a device, which goes on when it is taken: of all that NCCL does
+    there nothing may run beside another thing (two that wait for each other would do so for ever)."""
 
     most: int
     works: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
-    def make_room(self) -> None:
+    def add(self, work: dist.Work, values: Tensor) -> None:
         """Let go of the oldest, which was taken long ago."""
-        if len(self.works) == self.most:
+        self.works.append((work, values))
+        if len(self.works) > self.most:
             self.works.popleft()[0].wait()
 
 
 class ProcessPipeline:
     """A `Pipeline`. Things of one kind arrive in the order in which they were sent."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, device: str) -> None:
         self.rank = rank
+        self._device = device
         self.stage = Shard(rank.pp_rank, rank.pp_size)
         self.samples = rank.samples
         ranks = all_ranks(*rank.cut.sizes)
@@ -125,11 +135,21 @@ class ProcessPipeline:
         self._sampler = next(other.shard for other in ranks if other.samples)
         # Maybe not gone yet: the bytes must stay. A batch that has returned from all workers has gone through all
         # stages, and the node launches at most one more than there are stages; tokens are taken later.
-        self._hidden_sent = Sent(most=rank.pp_size + 1)
+        self._hidden_sent = Sent(most=rank.pp_size + 1 if device == "cpu" else 0)
         self._tokens_sent = Sent(most=MOST_BATCHES_BEHIND * len(self._others))
 
+    def greet(self) -> None:
+        """See the function of this name."""
+        word = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        before, behind = self.rank.shard - self._in_stage, self.rank.shard + self._in_stage
+        if self.stage.rank > 0:
+            dist.recv(word, src=before, tag=HIDDEN)
+        if self.stage.rank < self.stage.size - 1:
+            dist.send(word, dst=behind, tag=HIDDEN)
+        word.cpu()
+
     def receive_hidden(self, rows: int, features: int, dtype: torch.dtype) -> Tensor:
-        hidden = torch.empty(rows, features, dtype=dtype)
+        hidden = torch.empty(rows, features, dtype=dtype, device=self._device)
         self._receive(hidden, self.rank.shard - self._in_stage, tag=HIDDEN)
         return hidden
 
@@ -148,10 +168,9 @@ class ProcessPipeline:
 
     def _send(self, values: Tensor, to: int, *, tag: int, sent: "Sent") -> None:
         with others_there():
-            sent.make_room()
             work = dist.isend(as_bytes(values), dst=to, tag=tag)
-        assert work is not None, "this worker is a member of the group"
-        sent.works.append((work, values))
+            assert work is not None, "this worker is a member of the group"
+            sent.add(work, values)
 
     def _receive(self, values: Tensor, source: int, *, tag: int) -> None:
         with others_there():
@@ -163,14 +182,17 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.view(-1).view(torch.uint8)
 
 
-def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | None, own: str = "") -> None:
+def connect(
+    number: int, size: int, *, host: str, port: int, listener_fd: int | None, own: str = "", device: str = "cpu"
+) -> None:
     """This worker to all `size` of its group. `listener_fd`: of the socket that listens at host:port, on the first.
 
     own: the address at which this worker listens for the others, where they are on several hosts; else on loopback.
-    Raises OSError or RuntimeError when they do not come.
+    device: where it computes; all of them have one, or none has. Raises OSError or RuntimeError when they do not come.
     """
-    os.environ[INTERFACE] = LOOPBACK  # nothing of it is for other machines, whatever is set
-    backend = gloo_at(own) if own else "gloo"
+    os.environ.update(INTERFACES)  # nothing of it is for other machines, whatever is set
+    os.environ.setdefault(NCCL_WATCHED, "0")
+    backend = backends(gloo_at(own) if own else "gloo", device)
     is_master = listener_fd is not None
     store = TCPStore(
         host,
@@ -182,6 +204,22 @@ def connect(number: int, size: int, *, host: str, port: int, listener_fd: int | 
         master_listen_fd=listener_fd,
     )
     dist.init_process_group(backend, store=store, rank=number, world_size=size, timeout=timedelta(days=SILENCE_DAYS))
+
+
+def backends(gloo: str, device: str) -> str:
+    """As torch has them: for each kind of memory one. gloo: its name."""
+    return f"cpu:{gloo}" if device == "cpu" else f"cpu:{gloo},cuda:nccl"
+
+
+def greet(device: str, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """NCCL connects the workers of a group when they first use it: now, so that no request waits for that, and the
+    KV pool takes only what is left then. After `close_doors`: NCCL listens for its own as long as it lives, and asks
+    for a number that it has told them. Raises RuntimeError.
+    """
+    word = torch.zeros(1, dtype=torch.uint8, device=device)
+    for group in groups:
+        dist.all_gather([torch.empty_like(word) for _ in range(dist.get_world_size(group))], word, group=group)
+    word.cpu()  # waits for it
 
 
 def gloo_at(address: str) -> str:
@@ -210,20 +248,32 @@ class Peers:
     """What a worker needs of the others of its replica."""
 
     def __init__(
-        self, rank: Rank, *, host: str, port: int, listener_fd: int | None, own: str = "", is_exact: bool = False
+        self,
+        rank: Rank,
+        *,
+        host: str,
+        port: int,
+        listener_fd: int | None,
+        own: str = "",
+        device: str = "cpu",
+        is_exact: bool = False,
     ) -> None:
-        """Returns when all are there. `listener_fd` and `own`: see `connect`.
+        """Returns when all are there. `listener_fd`, `own` and `device`: see `connect`.
 
         Raises OSError or RuntimeError when they do not come, WorkerGone when they do not stay.
         """
-        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd, own=own)
+        connect(rank.shard, rank.num_shards, host=host, port=port, listener_fd=listener_fd, own=own, device=device)
         self._rank = rank
         self._is_exact = is_exact
-        self.pipeline = ProcessPipeline(rank)
+        self._groups: list[dist.ProcessGroup] = []
+        self.pipeline = ProcessPipeline(rank, device)
         self.group = self._tensor_group() if rank.tp_size > 1 else OneShard()
         self.context = self._context_group() if rank.cp_size > 1 else OneContext()
         least(0)  # all have connected to all
         close_doors()
+        if device != "cpu":
+            greet(device, self._groups)
+            self.pipeline.greet()
 
     def _tensor_group(self) -> TensorGroup:
         rank, (_, stages, contexts) = self._rank, self._rank.cut.sizes
@@ -242,4 +292,5 @@ class Peers:
         groups = [(shards, dist.new_group(list(shards))) for shards in members]
         found = next(group for shards, group in groups if self._rank.shard in shards)
         assert isinstance(found, dist.ProcessGroup)
+        self._groups.append(found)
         return found

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tandem.core.kv_parts import KvGrid
-from tandem.engine import digest_cache, machine_memory, mapped_files, trial
+from tandem.engine import devices, digest_cache, machine_memory, mapped_files, trial
 from tandem.engine.attention.base import AttentionRules
 from tandem.engine.checkpoint import Checkpoint
 from tandem.engine.digest_cache import DigestCache
@@ -97,13 +97,14 @@ def load(
     packing_share: of the machine's memory, up to which this worker's weights are packed (`layers/packed.py`).
     """
     config = read_config(model_dir, is_embedding=is_embedding, examine=examined_here)
-    _take_device(device)
+    device = devices.take(device)
     checkpoint, stored = _open(config, model_dir)
     chosen = _choose_dtype(dtype, stored=stored, device=device)
     _refuse_overflow(config, chosen)
     scheme = _scheme(config, quantization)
-    weight_bytes = _refuse_too_large(checkpoint, chosen, device, scheme)
     group = group if group is not None else OneShard()
+    own_memories = 1 if device == "cpu" else group.mlp.shard.size * stage.size  # else workers share the machine's
+    weight_bytes = _refuse_too_large(checkpoint, chosen, device, scheme, own_memories)
     packing = _packing(chosen, device, weight_bytes // (group.shard.size * stage.size), packing_share)
     source = WeightSource(checkpoint, dtype=chosen, device=device, quantization=scheme, packing=packing)
     module = build_of(config.architecture)(config, source, group, stage)
@@ -227,11 +228,11 @@ def _refuse_overflow(config: ModelConfig, dtype: torch.dtype) -> None:
 
 
 def _refuse_too_large(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: Quantization | None
+    checkpoint: Checkpoint, dtype: torch.dtype, device: str, quantization: Quantization | None, own_memories: int
 ) -> int:
-    """Bytes of all weights in the wanted type, before anything is read or made."""
+    """Bytes of all weights in the wanted type, before anything is read or made. own_memories: they are spread over."""
     needed = sum(_bytes_of(checkpoint, name, dtype, quantization) for name in checkpoint.names())
-    total = machine_memory.total_bytes(device)
+    total = machine_memory.total_bytes(device) * own_memories
     if needed > total:
         raise ModelError(
             f"the weights take {needed / (1 << 30):.1f} GiB as {str(dtype).removeprefix('torch.')}, and there are "
@@ -291,20 +292,6 @@ def _config_digest(config: ModelConfig) -> str:
     fields = sorted(asdict(config).items())
     computed = {name: value for name, value in fields if name not in silent and value is not None}
     return hashlib.sha256(repr(computed).encode()).hexdigest()[:32]
-
-
-def _take_device(device: str) -> None:
-    """Kernels of Triton and CUDA graphs go to the device that is the current one of this thread."""
-    kind = device.partition(":")[0]
-    if device != "cpu" and kind != "cuda":
-        raise ModelError(f"the device {device!r} is not known; use cpu, cuda or cuda:N")
-    try:
-        torch.empty(0, device=device)
-        if (index := torch.device(device).index) is not None and kind == "cuda":
-            torch.cuda.set_device(index)
-    except (RuntimeError, AssertionError) as error:
-        cause = str(error).splitlines()[0]
-        raise ModelError(f"the device {device} cannot be used ({cause}); use --device cpu") from None
 
 
 def _choose_dtype(asked: str, *, stored: str, device: str) -> torch.dtype:

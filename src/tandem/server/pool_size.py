@@ -88,7 +88,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float =
     """Raises ServerFailure when there is no room for one request, or less memory than asked for.
 
     Memory is mapped, and taken when pages are written: a pool that is too large would end the server hours later.
-    The workers of a server on one host share the machine's memory evenly.
+    The workers of a server on one host share the machine's memory evenly; on devices each has one of its own.
     """
 
     def fit(budget_bytes: int) -> int:
@@ -100,7 +100,8 @@ def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float =
             windowed_share=windowed_share,
         )
 
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // config.num_workers_here
+    sharing = config.num_workers_here if config.device == "cpu" else 1
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // sharing
     fitting = fit(left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_tokens)
@@ -111,7 +112,7 @@ def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float =
             )
     else:
         budget_bytes = int(machine_memory.total_bytes(model.device) * config.mem_fraction_static)
-        budgeted = fit(budget_bytes // config.num_workers_here)
+        budgeted = fit(budget_bytes // sharing)
         context = config.context_length or model.max_context
         useful = USEFUL_POOLS * config.max_running_requests * ceil_div(context, config.page_tokens)
         num_pages = min(useful, budgeted, fitting)

@@ -64,6 +64,11 @@ class Launch(Struct, frozen=True):
     worker_keys: dict[int, ChannelKeys] = {}  # of a node whose workers are: by their shards
 
     @property
+    def worker(self) -> int:
+        """Its number among those of all replicas."""
+        return self.dp_rank * self.config.cut.num_shards + self.rank.shard
+
+    @property
     def topology(self) -> DpTopology:
         """Of this replica among those of its server."""
         return topology_of(self.config, self.dp_rank)

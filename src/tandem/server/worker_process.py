@@ -54,7 +54,7 @@ from tandem.core.kv_parts import KvGrid, KvShard
 from tandem.core.lockstep import Lockstep
 from tandem.core.settings import WindowSettings
 from tandem.core.values import Cause, PageId
-from tandem.engine import machine_memory, self_check, weights
+from tandem.engine import devices, machine_memory, self_check, weights
 from tandem.engine.engine import Engine
 from tandem.engine.model_config import ModelError
 from tandem.engine.native import library as native
@@ -318,6 +318,7 @@ class Worker:
 class Place:
     """This worker among those of its replica, or with DP attention among those of all ranks."""
 
+    device: str
     group: Group
     pipeline: Pipeline
     least: Callable[[int], int]  # of what all of them call it with
@@ -327,22 +328,24 @@ class Place:
 
 
 def join_replica(launch: Launch, listener_fd: int | None) -> Place:
-    """Returns when all are there. Raises ServerFailure. `listener_fd`: see `process_group.connect`."""
+    """Returns when all are there. Raises ServerFailure, ModelError. `listener_fd`: see `process_group.connect`."""
+    device = devices.take(launch.config.device, worker=launch.worker, workers=launch.config.num_workers)
     topology, lockstep = launch.topology, Lockstep(launch.topology.attn_dp_size)
     if launch.rank.num_shards == topology.attn_dp_size == 1:
-        return Place(OneShard(), OneStage(), lambda number: number, OneRank(), lockstep)
+        return Place(device, OneShard(), OneStage(), lambda number: number, OneRank(), lockstep)
     # torch.distributed costs who has nobody to talk to a good part of its start.
     process_group = importlib.import_module("tandem.engine.process_group")
     row_exchange = importlib.import_module("tandem.engine.row_exchange")
-    at = {"host": launch.group_host, "port": launch.group_port, "listener_fd": listener_fd, "own": launch.group_own}
+    at = {"host": launch.group_host, "port": launch.group_port, "own": launch.group_own}
+    at |= {"listener_fd": listener_fd, "device": device}
     try:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
-            return Place(OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
+            return Place(device, OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
         peers = process_group.Peers(launch.rank, is_exact=launch.config.deterministic, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
-    return Place(peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
+    return Place(device, peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
 
 
 def load_engine(launch: Launch, place: Place) -> Loaded:
@@ -353,7 +356,7 @@ def load_engine(launch: Launch, place: Place) -> Loaded:
         weights.load,
         Path(launch.model_dir),
         dtype=config.dtype,
-        device=config.device,
+        device=place.device,
         is_embedding=config.is_embedding,
         quantization=config.quantization,
         kv_is_int8=config.kv_cache_dtype == "int8",
