@@ -41,6 +41,7 @@ SHARD_LAWS = "laws/test_shard_progress.py::test_"
 ORPHANS = "ranks/test_rank_orphans.py::test_"
 DP_RANK = "unit/test_dp_rank.py::test_"
 DP_RANKS = "ranks/test_dp_ranks.py::test_"
+DEVICES = "unit/test_engine_devices.py::test_"
 IDENTITY = "ranks/test_rank_identity.py::test_"
 DELAYER = "unit/test_core_delayer.py::test_"
 DELAYED = "e2e_cpu/test_prefill_delayer.py::test_"
@@ -1520,6 +1521,70 @@ OTHERS = (
         "if budget <= 0 or len(rows) == most:",
         "if budget <= 0:",
         DELAYED + "no_more_prompts_than_the_flag_says_share_a_batch",
+    ),
+    # workers on devices
+    Break(
+        "all_workers_of_a_server_have_the_first_device",
+        "server/processes.py",
+        "return self.dp_rank * self.config.cut.num_shards + self.rank.shard",
+        "return self.dp_rank",
+        DEVICES + "each_worker_of_a_server_has_the_device_behind_that_of_the_one_before",
+    ),
+    Break(
+        "more_workers_than_devices_are_started",
+        "engine/devices.py",
+        'if device != "cpu" and workers > 1:',
+        'if device == "cpu" and workers > 1:',
+        DEVICES + "workers_without_a_device_of_their_own_are_refused_with_both_numbers",
+    ),
+    Break(
+        "tensors_of_devices_have_no_backend",
+        "engine/process_group.py",
+        'if device == "cpu" else f"cpu:{gloo},cuda:nccl"',
+        'if device == "cpu" else f"cpu:{gloo}"',
+        DEVICES + "tensors_of_devices_are_carried_by_nccl_and_all_others_by_gloo",
+    ),
+    Break(
+        "what_a_device_sends_runs_beside_what_it_does_next",
+        "engine/process_group.py",
+        'most=rank.pp_size + 1 if device == "cpu" else 0)',
+        "most=rank.pp_size + 1)",
+        DEVICES + "workers_on_devices_meet_behind_closed_doors_and_say_what_those_on_a_cpu_say",
+    ),
+    Break(
+        "stages_of_devices_meet_at_the_first_request",
+        "engine/process_group.py",
+        "            self.pipeline.greet()\n",
+        "            pass\n",
+        DEVICES + "workers_on_devices_meet_behind_closed_doors_and_say_what_those_on_a_cpu_say",
+    ),
+    Break(
+        "workers_on_devices_share_one_memory",
+        "server/pool_size.py",
+        'config.num_workers_here if config.device == "cpu" else 1',
+        "config.num_workers_here",
+        DEVICES + "workers_on_devices_do_not_share_the_memory_that_they_have",
+    ),
+    Break(
+        "a_model_that_only_several_devices_hold_is_refused",
+        "engine/weights.py",
+        '1 if device == "cpu" else group.mlp.shard.size * stage.size',
+        "1",
+        "unit/test_engine_checkpoint.py::test_weights_that_several_devices_hold_together_are_not_refused",
+    ),
+    Break(
+        "who_waits_for_others_decodes_by_graphs",
+        "config.py",
+        "return self.cut.num_shards == 1 and not self.enable_dp_attention",
+        "return True",
+        DEVICES + "who_waits_for_another_worker_decodes_without_graphs",
+    ),
+    Break(
+        "a_device_without_memory_is_a_worker_that_is_gone",
+        "engine/process_group.py",
+        "    except torch.OutOfMemoryError:",
+        "    except KeyboardInterrupt:",
+        DEVICES + "a_device_without_memory_left_is_no_worker_that_is_gone",
     ),
     # /metrics: rates are of counters
     Break(
