@@ -116,6 +116,13 @@ def test_what_cannot_be_spread_like_that_is_refused_in_one_line(
         assert not children, "it is refused before any worker is started"
 
 
+def test_workers_without_a_device_each_end_the_server_in_one_line_before_they_meet(tmp_path) -> None:
+    """Only they know what devices there are."""
+    with starting(tmp_path, "--tp", "2", "--device", "cuda:99") as server:
+        eventually(lambda: server.member.process.poll() == 1, within_s=90, what=lambda: server.log)
+        assert "2 workers need a device each, from cuda:99 on, and this machine has " in error_line(server)
+
+
 def has_ended(server: Server, children: set[int]) -> bool:
     """children: collects those that are seen meanwhile."""
     children.update(children_of(server.member.process.pid))
