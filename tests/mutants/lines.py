@@ -1657,6 +1657,21 @@ OTHERS = (
         "if self._torch is not None and batch.positions.shape[0] > 1 << 30:",
         "unit/test_native_kernels.py::test_batches_beyond_what_is_faster_here_are_attended_by_torch",
     ),
+    # decision 028: how small a batch of prompts may become
+    Break(
+        "chunks_shrink_to_the_least_where_a_batch_costs_more_than_the_stall",
+        "core/scheduler/chunk_budget.py",
+        "if self.line is not None and 2 * self.line.fixed_ns > stall.max_ns:",
+        "if False:",
+        "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
+    ),
+    Break(
+        "what_a_batch_costs_is_forgotten_when_all_are_of_one_size",
+        "core/scheduler/chunk_budget.py",
+        "self.line = self.cost.line() or self.line",
+        "self.line = self.cost.line()",
+        "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
+    ),
     # decision 038: which weights are packed, and what leaves a process for it
     Break(
         "weights_are_packed_however_large_they_are",

@@ -11,6 +11,7 @@ from tandem.core.events import BatchFailed, BatchReturned, DrainRequested, Flush
 from tandem.core.scheduler.chunk_budget import ChunkBudget
 from tandem.core.scheduler.node import learn_hashes
 from tandem.core.scheduler.request_state import State
+from tandem.core.settings import PrefillStall
 from tandem.core.values import MILLISECOND, SECOND, Cause, Nanos, RequestId
 
 
@@ -150,6 +151,27 @@ def test_what_a_prompt_token_costs_is_known_from_the_last_ones_however_they_came
     for _ in range(40):
         budget.learn(512, Nanos(512 * 3000))
     assert budget.token_ns >= 2990, "what has become slower"
+
+
+@pytest.mark.parametrize(
+    ("fixed_ms", "token_ms", "settles_at"),
+    [
+        (20, 1, 130),  # what is left of the time
+        (100, 1, 100),  # more than half of the time is the batch's own: its tokens take as long again
+        (190, 0.05, 512),  # and where that is more than all of it, too
+        (190, 10, 64),  # few tokens are worth a batch that is dear anyway
+    ],
+)
+def test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own(
+    fixed_ms: int, token_ms: float, settles_at: int
+) -> None:
+    stall = PrefillStall(Nanos(150 * MILLISECOND), min_tokens=64)
+    budget = ChunkBudget()
+    sizes = [512]
+    for _ in range(600):
+        budget.learn(sizes[-1], Nanos(fixed_ms * MILLISECOND + int(sizes[-1] * token_ms * MILLISECOND)))
+        sizes.append(budget.largest_while_others_wait(stall, 512, 16))
+    assert sizes[-300:] == pytest.approx([settles_at] * 300, rel=0.05), "and stays there"
 
 
 # --- overlap ---------------------------------------------------------------------------------------------------------

@@ -3,11 +3,13 @@
 A chunk that a GPU computes in milliseconds takes a large model on a CPU seconds, and whoever decodes stands still
 meanwhile. So what is launched of prompts between two decode batches is bounded by time: by what a prompt token has cost
 in batches of nothing else on this node. Until that is known a batch is as large as it may be. Fewer than `min_tokens`
-are not worth a batch.
+are not worth a batch. Nor are fewer than cost as much as a batch does however few it has, where that is more than half
+of the time: they would wait as long, and be computed at a fraction of the rate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from tandem.core.scheduler.prompt_costs import BatchCost, CostLine
 from tandem.core.settings import PrefillStall
 from tandem.core.values import ZERO_NS, Nanos
 
@@ -21,6 +23,8 @@ class ChunkBudget:
     num_measured: int = 0  # tokens
     took_ns: Nanos = ZERO_NS
     num_launched: int = 0  # prompt tokens since everybody who decodes had a turn
+    cost: BatchCost = field(default_factory=BatchCost)
+    line: CostLine | None = None  # as it was known last: batches of one size, as a budget makes them, do not tell
 
     @property
     def token_ns(self) -> Nanos:
@@ -29,6 +33,8 @@ class ChunkBudget:
 
     def learn(self, num_tokens: int, duration_ns: Nanos) -> None:
         """A batch of nothing but prompts has returned."""
+        self.cost.add(num_tokens, duration_ns // 1000)
+        self.line = self.cost.line() or self.line
         self.num_measured += num_tokens
         self.took_ns = Nanos(self.took_ns + duration_ns)
         if self.num_measured > REMEMBERED:
@@ -51,4 +57,7 @@ class ChunkBudget:
         return most if stall is None or not self.token_ns else min(most, self.tokens_in_turn(stall, page_size))
 
     def tokens_in_turn(self, stall: PrefillStall, page_size: int) -> int:
-        return max(stall.max_ns // self.token_ns, stall.min_tokens, page_size)
+        least = max(stall.min_tokens, page_size)
+        if self.line is not None and 2 * self.line.fixed_ns > stall.max_ns:
+            return max(self.line.fixed_ns // max(1, self.line.token_ns), least)
+        return max(stall.max_ns // self.token_ns, least)

@@ -6,10 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
+from msgspec import Struct
+
 from tandem.core.values import ZERO_NS, Nanos
 
 REMEMBERED = 64  # prompt batches, and times between two prompts
 KNOWN_FROM = 4, 8  # of them: fewer say nothing
+
+
+class CostLine(Struct, frozen=True):
+    fixed_ns: Nanos  # of a batch, however few tokens it has
+    token_ns: Nanos  # and of each of them
 
 
 @dataclass(slots=True)
@@ -32,9 +39,9 @@ class BatchCost:
         if not num_tokens:
             self.decode_us = took_us
         elif is_mixed == bool(num_decoding):
-            self._add(num_tokens, max(0, took_us - self.decode_us) if num_decoding else took_us)
+            self.add(num_tokens, max(0, took_us - self.decode_us) if num_decoding else took_us)
 
-    def _add(self, num_tokens: int, took_us: int) -> None:
+    def add(self, num_tokens: int, took_us: int) -> None:
         self.num_batches += 1
         self.tokens += num_tokens
         self.took_us += took_us
@@ -49,13 +56,19 @@ class BatchCost:
 
     @property
     def fixed_ns(self) -> Nanos:
-        """0: not known, as with few batches, or when all have about as many tokens, and through one point goes any
+        """0: not known."""
+        line = self.line()
+        return line.fixed_ns if line is not None else ZERO_NS
+
+    def line(self) -> "CostLine | None":
+        """None: not known, as with few batches, or when all have about as many tokens, and through one point goes any
         line."""
         spread = self.num_batches * self.tokens_squared - self.tokens * self.tokens
         if self.num_batches < KNOWN_FROM[0] or 100 * spread <= self.tokens * self.tokens:
-            return ZERO_NS
+            return None
         at_none = self.took_us * self.tokens_squared - self.tokens * self.tokens_took
-        return Nanos(max(0, 1000 * at_none // spread))
+        slope = self.num_batches * self.tokens_took - self.tokens * self.took_us
+        return CostLine(Nanos(max(0, 1000 * at_none // spread)), Nanos(max(0, 1000 * slope // spread)))
 
 
 def remember_arrivals(known: tuple[Nanos, ...], times: Iterable[Nanos]) -> tuple[Nanos, ...]:
