@@ -457,6 +457,10 @@ def test_the_other_endpoints_are_proxied_fanned_out_or_answered() -> None:
         loads = CLIENT.get(made.url + "/v1/loads").json()
         assert len(loads["loads"]) == 3
         assert loads["aggregate"]["num_running_reqs"] == 6
+        assert len(CLIENT.get(made.url + "/v1/loads?dp_rank=0").json()["loads"]) == 3
+        for asked in ("dp_rank=1", "format=prometheus"):
+            refused = CLIENT.get(f"{made.url}/v1/loads?{asked}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, asked.partition("=")[0])
         assert len(CLIENT.get(made.url + "/get_load").json()) == 3
         assert CLIENT.post(made.url + "/flush_cache").status_code == 200
         assert CLIENT.post(made.url + "/abort_request", json={"rid": "x"}).json() == {"aborted": 1}

@@ -34,6 +34,7 @@ from tandem.core.router.router import Router
 from tandem.core.router.worker_registry import RegisteredWorker
 from tandem.core.settings import Role
 from tandem.core.values import Nanos
+from tandem.logtext import shown
 from tandem.metrics.export import CONTENT_TYPE
 from tandem.server.api.accept import LISTEN_BACKLOG, BoundedServer
 from tandem.server.api.access import AccessRules, AuthMiddleware
@@ -360,12 +361,20 @@ class RouterApp:
         }
 
     async def _loads(self, request: Request) -> Response:
+        form, rank = request.query_params.get("format", "json"), request.query_params.get("dp_rank")
+        if form != "json":
+            detail = f"format: {shown(form)} is not the router's; /metrics of each worker tells Prometheus its loads"
+            raise Refusal(Problem.INVALID_VALUE, detail, param="format", stage=STAGE)
         documents = await self._documents(request, LOADS, Loads)
         loads = [
             {"url": worker.url, "role": worker.role.value, **load}
             for worker, document in documents
             for load in document.loads
+            if rank is None or str(load.get("dp_rank")) == rank
         ]
+        if rank is not None and not loads:
+            detail = f"dp_rank: no worker that answers has a rank {shown(rank)}"
+            raise Refusal(Problem.INVALID_VALUE, detail, param="dp_rank", stage=STAGE)
         return passed_on(
             {
                 "timestamp": time.time(),
