@@ -1679,6 +1679,13 @@ OTHERS = (
         "self.line = self.cost.line()",
         "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
     ),
+    Break(
+        "packed_weights_of_all_replicas_are_counted_once",
+        "server/pool_size.py",
+        "weight_bytes = model.weight_bytes * (copies_here(config) if model.is_packed else 1)",
+        "weight_bytes = model.weight_bytes",
+        "unit/test_pool_size.py::test_packed_weights_are_counted_for_each_worker_that_has_its_own_copy",
+    ),
     # decision 038: which weights are packed, and what leaves a process for it
     Break(
         "weights_are_packed_however_large_they_are",
