@@ -1666,6 +1666,14 @@ OTHERS = (
         "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
     ),
     Break(
+        "a_batch_that_found_no_slots_is_larger_than_may_be",
+        "core/scheduler/prefill_delayer.py",
+        "most=self.settings.prompt_batch_max,",
+        "most=None,",
+        "unit/test_core_delayer.py::"
+        "test_a_batch_for_which_another_rank_lacks_slots_is_usual_with_as_many_prompts_as_may_be",
+    ),
+    Break(
         "dear_batches_follow_each_other_in_one_turn",
         "core/scheduler/chunk_budget.py",
         "return 0 if self.num_launched else min(most, self.tokens_in_turn(stall, page_size))",
