@@ -49,11 +49,12 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **SPINNING})
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model = load(options.model or random_llama(Path(folder)), dtype=options.dtype)
         names = (TORCH, NARROW, *(options.libraries or library.available()[:1]))
+        path = options.model or random_llama(Path(folder))
+        models = {name: loaded(path, name, options.dtype) for name in names}
         cases = [("decode", rows) for rows in options.decode] + [("prefill", tokens) for tokens in options.prefill]
-        results = [measure(model, kind, size, names, options) for kind, size in cases]
-        read = statistics.median(read_weights(model) for _ in range(options.rounds))
+        results = [measure(models, kind, size, options) for kind, size in cases]
+        read = statistics.median(read_weights(models[TORCH]) for _ in range(options.rounds))
     print(f"read     {read:9.1f} ms")
     print(
         json.dumps(
@@ -89,18 +90,26 @@ def random_llama(folder: Path) -> Path:
     return folder
 
 
-def measure(
-    model: LoadedModel, kind: str, size: int, names: tuple[str, ...], options: argparse.Namespace
-) -> dict[str, object]:
+def loaded(path: Path, name: str, dtype: str) -> LoadedModel:
+    """As this library has its weights: packed, or in rows."""
+    switch_to(name)
+    return load(path, dtype=dtype)
+
+
+def switch_to(name: str) -> None:
+    os.environ[library.SWITCH] = TORCH if name == NARROW else name
+
+
+def measure(models: dict[str, LoadedModel], kind: str, size: int, options: argparse.Namespace) -> dict[str, object]:
     """Every library in turn, `rounds` times."""
-    found: dict[str, list[Times]] = {name: [] for name in names}
+    found: dict[str, list[Times]] = {name: [] for name in models}
     for _ in range(options.rounds):
-        for name in names:
-            os.environ[library.SWITCH] = TORCH if name == NARROW else name
+        for name, model in models.items():
+            switch_to(name)
             torch_linear.WIDENED_ROWS = sys.maxsize if name == NARROW else WIDENED_ROWS
             found[name].append(decode(model, size, options.context) if kind == "decode" else prompt(model, size))
     result: dict[str, object] = {"kind": kind, "size": size}
-    for name in names:
+    for name in models:
         wall, cpu = (statistics.median(times[part] for times in found[name]) for part in (0, 1))
         ratios = sorted(plain[1] / own[1] for plain, own in zip(found[TORCH], found[name], strict=True))
         print(

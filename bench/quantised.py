@@ -24,7 +24,8 @@ from tandem.cli.model_source import find_model
 from tandem.core.batch import BatchKind, BatchPlan, Join, Row
 from tandem.core.values import BatchId, PageId, RequestId, ceil_div
 from tandem.engine.engine import Engine
-from tandem.engine.layers.quantized import QuantizedWeight
+from tandem.engine.layers.packed import PackedWeight
+from tandem.engine.layers.quantized import LinearWeight, QuantizedWeight
 from tandem.engine.weights import LoadedModel, load
 from tandem.sampling import Payload, SamplingParams
 
@@ -134,13 +135,18 @@ def case(models: dict[str, LoadedModel], rows: int, options: argparse.Namespace)
 def step_bytes(model: LoadedModel) -> int:
     """Of the weights that a decode step reads: all linear layers and the head."""
     module = model.module
-    total = module.head.weight.numel() * module.head.weight.itemsize  # type: ignore[attr-defined]  # a decoder has one
+    total = bytes_of(module.head.weight)  # type: ignore[attr-defined]  # a decoder has one
     for block in module.blocks:  # type: ignore[attr-defined]  # a decoder has them
         linears = (block.qkv.q_proj, block.qkv.k_proj, block.qkv.v_proj, block.o_proj, block.mlp.down_proj)
         for linear in (*linears, block.mlp.gate_up.gate_proj, block.mlp.gate_up.up_proj):
-            weight = linear.weight
-            total += weight.num_bytes if isinstance(weight, QuantizedWeight) else weight.numel() * weight.itemsize
+            total += bytes_of(linear.weight)
     return total
+
+
+def bytes_of(weight: LinearWeight) -> int:
+    if isinstance(weight, QuantizedWeight):
+        return weight.num_bytes
+    return weight.values.nbytes if isinstance(weight, PackedWeight) else weight.nbytes
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ transformers' time to ours, within one round. Also: what a page takes, and how m
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig, GraniteMo
 from tandem.engine.kv_memory import page_bytes
 from tandem.engine.model_config import page_tokens
 from tandem.engine.native import library
-from tandem.engine.weights import LoadedModel, load
+from tandem.engine.weights import LoadedModel
 
 ATTENDING = (10, 13, 17, 27)  # of 32 layers
 PEER = "transformers"
@@ -40,7 +39,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or random_granite(Path(folder))
-        ours, theirs = load(path), AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        ours = {name: native.loaded(path, name, "auto") for name in (*library.available()[:1], library.OFF)}
+        theirs = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
         cases = [("decode", rows) for rows in options.decode] + [("prefill", tokens) for tokens in options.prefill]
         found = [measure(ours, theirs, kind, size, options.rounds) for kind, size in cases]
     setting = {
@@ -49,7 +49,7 @@ def main() -> None:
         "context": CONTEXT,
         "libraries": library.available(),
     }
-    print(json.dumps({"cases": found, "page": page_of(ours)} | setting | conditions()))
+    print(json.dumps({"cases": found, "page": page_of(ours[library.OFF])} | setting | conditions()))
 
 
 def random_granite(folder: Path) -> Path:
@@ -71,15 +71,16 @@ def random_granite(folder: Path) -> Path:
     return folder
 
 
-def measure(ours: LoadedModel, theirs: PreTrainedModel, kind: str, size: int, rounds: int) -> dict[str, object]:
+def measure(
+    ours: dict[str, LoadedModel], theirs: PreTrainedModel, kind: str, size: int, rounds: int
+) -> dict[str, object]:
     """All in turn, `rounds` times; ms on the clock."""
-    best = library.available()[:1]
-    names = (*best, library.OFF, PEER)
+    names = (*ours, PEER)
     times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):
-        for name in (*best, library.OFF):
-            os.environ[library.SWITCH] = name
-            found = native.decode(ours, size, CONTEXT) if kind == "decode" else native.prompt(ours, size)
+        for name, model in ours.items():
+            native.switch_to(name)
+            found = native.decode(model, size, CONTEXT) if kind == "decode" else native.prompt(model, size)
             times[name].append(found[0])
         times[PEER].append(peer_decode(theirs, size) if kind == "decode" else peer_prompt(theirs, size))
     result: dict[str, object] = {"kind": kind, "size": size}

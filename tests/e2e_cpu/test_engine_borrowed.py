@@ -144,6 +144,11 @@ def test_servers_know_each_others_weights_settings_and_library(tmp_path: Path) -
     assert one["computed_by"].startswith("transformers 5.")
 
 
+def test_its_weights_are_packed_for_nobody(tmp_path: Path) -> None:
+    make("phi", tmp_path)
+    assert not load(tmp_path, dtype="bfloat16").is_packed
+
+
 def test_own_code_is_taken_where_there_is_some(tmp_path: Path) -> None:
     make_llama(tmp_path)
 

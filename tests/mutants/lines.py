@@ -1661,9 +1661,24 @@ OTHERS = (
     Break(
         "chunks_shrink_to_the_least_where_a_batch_costs_more_than_the_stall",
         "core/scheduler/chunk_budget.py",
-        "if self.line is not None and 2 * self.line.fixed_ns > stall.max_ns:",
-        "if False:",
+        "if (line := self.dear_batches(stall)) is not None:",
+        "if (line := None) is not None:",
         "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
+    ),
+    Break(
+        "a_batch_that_found_no_slots_is_larger_than_may_be",
+        "core/scheduler/prefill_delayer.py",
+        "most=self.settings.prompt_batch_max,",
+        "most=None,",
+        "unit/test_core_delayer.py::"
+        "test_a_batch_for_which_another_rank_lacks_slots_is_usual_with_as_many_prompts_as_may_be",
+    ),
+    Break(
+        "dear_batches_follow_each_other_in_one_turn",
+        "core/scheduler/chunk_budget.py",
+        "return 0 if self.num_launched else min(most, self.tokens_in_turn(stall, page_size))",
+        "return min(most, self.tokens_in_turn(stall, page_size) - self.num_launched)",
+        "unit/test_core_plans.py::test_where_two_batches_would_take_longer_than_the_time_allowed_there_is_one_in_a_turn",
     ),
     Break(
         "what_a_batch_costs_is_forgotten_when_all_are_of_one_size",
@@ -1671,6 +1686,13 @@ OTHERS = (
         "self.line = self.cost.line() or self.line",
         "self.line = self.cost.line()",
         "unit/test_core_plans.py::test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own",
+    ),
+    Break(
+        "packed_weights_of_all_replicas_are_counted_once",
+        "server/pool_size.py",
+        "weight_bytes = model.weight_bytes * (copies_here(config) if model.is_packed else 1)",
+        "weight_bytes = model.weight_bytes",
+        "unit/test_pool_size.py::test_packed_weights_are_counted_for_each_worker_that_has_its_own_copy",
     ),
     # decision 038: which weights are packed, and what leaves a process for it
     Break(

@@ -9,8 +9,9 @@ from core_driver import Replica, World, assert_nothing_is_held, expected_tokens
 from tandem.core.batch import BatchPlan
 from tandem.core.commands import Effects, PromptsLetIn
 from tandem.core.events import AbortRequested, BatchReturned, PagesLanded, TransferDrained
-from tandem.core.rank_load import DelayHistory
+from tandem.core.rank_load import DelayHistory, RankLoad
 from tandem.core.scheduler.chunk_budget import ChunkBudget
+from tandem.core.scheduler.delayer_policy import agree
 from tandem.core.scheduler.numbers import DelayerTuning, numbers
 from tandem.core.scheduler.prefill_delayer import Delayer
 from tandem.core.scheduler.prompt_costs import BatchCost
@@ -206,6 +207,19 @@ def test_a_batch_that_comes_anyway_takes_others_along() -> None:
     before = waits_by_passes(node)
     world.run_until(lambda: long in node.ended)
     assert set(waits_by_passes(node) - before) <= {0}
+
+
+def test_a_batch_for_which_another_rank_lacks_slots_is_usual_with_as_many_prompts_as_may_be() -> None:
+    """Else the slot gate would wait for the slots of a batch that never comes."""
+    world, node = node_with({**PATIENT, "prompt_batch_max": 2}, prompt_batch_max=2)
+    settle(world, node)
+    delayer, state = Delayer(node.state.settings.delayer), node.state.delayer
+    state.load = RankLoad(True, num_running=1, num_free_slots=15, usual_batch=2, num_waiting=9)
+    full = RankLoad(True, num_running=16, num_free_slots=0, num_waiting=1)
+    state.decision, _ = agree((state.load, full), DelayHistory(has_skipped_first=True), delayer.settings)
+    assert not state.decision.allows
+    delayer.note(node.state, 0)
+    assert state.batches[-1] == 2
 
 
 def test_no_more_prompts_than_allowed_share_a_batch() -> None:

@@ -174,6 +174,20 @@ def test_a_batch_is_not_made_so_small_that_most_of_its_time_is_its_own(
     assert sizes[-300:] == pytest.approx([settles_at] * 300, rel=0.05), "and stays there"
 
 
+def test_where_two_batches_would_take_longer_than_the_time_allowed_there_is_one_in_a_turn() -> None:
+    """However few tokens it has, and however cheap more of them are: each batch costs as much again."""
+    stall = PrefillStall(Nanos(150 * MILLISECOND), min_tokens=64)
+    for fixed_ms, second in ((80, 0), (70, 400)):
+        budget = ChunkBudget()
+        for num_tokens in (512, 128, 256, 512):
+            budget.learn(num_tokens, Nanos(fixed_ms * MILLISECOND + num_tokens * MILLISECOND // 100))
+        assert budget.tokens_while_others_wait(stall, 400, 16) == 400
+        budget.launch(16, all_had_turn=False)
+        assert budget.tokens_while_others_wait(stall, 400, 16) == second, fixed_ms
+        budget.launch(0, all_had_turn=True)
+        assert budget.tokens_while_others_wait(stall, 400, 16) == 400
+
+
 # --- overlap ---------------------------------------------------------------------------------------------------------
 
 

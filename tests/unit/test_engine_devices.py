@@ -98,7 +98,8 @@ def test_workers_on_devices_do_not_share_the_memory_that_they_have(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = KvShape(1, num_kv_heads=4, head_dim=64)  # pages of 32 KiB
-    model: Any = SimpleNamespace(kv_shape=shape, dtype=torch.float32, device=device, weight_bytes=0, max_context=4096)
+    of_weights: dict[str, Any] = {"dtype": torch.float32, "weight_bytes": 0, "is_packed": False}
+    model: Any = SimpleNamespace(kv_shape=shape, device=device, max_context=4096, **of_weights)
     config = ServerConfig(model="some", device=device, tp_size=2, mem_fraction_static=0.5)
     monkeypatch.setattr(machine_memory, "total_bytes", lambda _: 200 << 15)
     for left, pages in ((1000, 100), (80, 80)):

@@ -15,6 +15,7 @@ from tandem.core.commands import Effects, LaunchBatch
 from tandem.core.events import BatchReturned, Event, RequestArrived
 from tandem.core.request import Request
 from tandem.core.scheduler.node import EngineNode
+from tandem.core.scheduler.request_state import State
 from tandem.core.settings import NodeSettings, Role, TierSettings
 from tandem.core.values import SECOND, Cut, Incarnation, Nanos, RequestId
 from tandem.server.channel import frame
@@ -180,6 +181,11 @@ def test_a_record_of_another_format_is_refused(tmp_path: Path) -> None:
     path.write_bytes(frame(Head(99, 0, SETTINGS, msgspec.msgpack.encode(None))))
     with pytest.raises(BrokenRecord, match="format"):
         replay(path, EngineNode)
+
+
+def test_a_new_state_of_requests_is_a_new_format() -> None:
+    """A snapshot that has no queue for it makes a node that raises at its first request."""
+    assert (FORMAT, len(State)) == (6, 13)
 
 
 @pytest.mark.parametrize("snapshot", [b"", b"nope", msgspec.msgpack.encode({})])

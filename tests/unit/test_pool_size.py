@@ -1,5 +1,6 @@
 """How many pages a server's KV pool has, and how many of them what layers with a window need."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any  # settings by name
@@ -44,6 +45,19 @@ def test_a_share_of_the_machine_is_no_more_than_what_the_weights_leave(monkeypat
         mini_pool(left=0, monkeypatch=monkeypatch, mem_fraction_static=0.99)
 
 
+def test_packed_weights_are_counted_for_each_worker_that_has_its_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mapped ones are shared by all, and packed ones by the shards and stages of a replica."""
+    packed, mapped = (replace(weights.load(MINI), is_packed=is_packed) for is_packed in (True, False))
+    monkeypatch.setattr(machine_memory, "total_bytes", lambda _: 2 * packed.weight_bytes + 200 * 16 * TOKEN_BYTES)
+
+    def pages(model: weights.LoadedModel, **settings: Any) -> int:
+        return pool_pages(ServerConfig(model="tandem/mini", mem_fraction_static=0.99, **settings), model)
+
+    more = packed.weight_bytes // (2 * 16 * TOKEN_BYTES)
+    assert pages(packed, dp_size=2) == pages(packed, attn_cp_size=2) == 100
+    assert pages(mapped, dp_size=2) == pages(packed, tp_size=2) == pages(packed, pp_size=2) == 100 + more
+
+
 # --- layers with a window --------------------------------------------------------------------------------------------
 
 
@@ -55,7 +69,13 @@ def model_of(*windows: int | None) -> Any:
     )
     shape = KvShape(len(windows), num_kv_heads=4, head_dim=64, windowed=windowed)
     return SimpleNamespace(
-        config=config, kv_shape=shape, dtype=torch.float32, device="cpu", weight_bytes=0, max_context=CONTEXT
+        config=config,
+        kv_shape=shape,
+        dtype=torch.float32,
+        device="cpu",
+        weight_bytes=0,
+        is_packed=False,
+        max_context=CONTEXT,
     )
 
 

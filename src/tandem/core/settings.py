@@ -25,7 +25,7 @@ class OptimisticPolicy(StrEnum):
 
 
 class LocalPrefill(StrEnum):
-    """Which prompts decode computes itself, although a prefill was named for them (`pd.local_prefill`)."""
+    """Which prompts decode computes itself, although a prefill was named for them (`disagg/local_prefill.py`)."""
 
     OFF = "off"
     AUTO = "auto"  # little is left to compute, and nobody else's prompt is computed here
@@ -33,14 +33,14 @@ class LocalPrefill(StrEnum):
 
 
 class AllocationPolicy(StrEnum):
-    """When decode reserves pages for a prompt that a prefill computes (`pd.allocation`)."""
+    """When decode reserves pages for a prompt that a prefill computes (`disagg/allocation.py`)."""
 
     EARLY = "early"  # before it says READY
     PREFILL_COMPLETE = "prefill_complete"  # when the whole prompt is on offer
 
 
 class LoadBalanceMethod(StrEnum):
-    """How a server spreads requests over its DP ranks (`pd.dp_dispatch`)."""
+    """How a server spreads requests over its DP ranks (`dp_dispatch.py`)."""
 
     AUTO = "auto"
     ROUND_ROBIN = "round_robin"
@@ -57,7 +57,7 @@ class DpConflictPolicy(StrEnum):
 
 
 class PrefillInfo(Struct, frozen=True):
-    """What a prefill tells about its DP ranks when decode learns of it (`pd.dp_rank`)."""
+    """What a prefill tells about its DP ranks when decode learns of it (`disagg/dp_rank.py`)."""
 
     dp_size: Annotated[int, Meta(ge=1, le=MAX_DP_SIZE)] = 1
     method: LoadBalanceMethod = LoadBalanceMethod.FOLLOW_BOOTSTRAP_ROOM

@@ -68,11 +68,6 @@ class Sequence(batch_tables.Sequence):
             allowed=None if self.matcher is None else self.matcher.allowed(),
         )
 
-    @property
-    def is_finished(self) -> bool:
-        """Its grammar is at its end."""
-        return self.matcher is not None and self.matcher.is_finished
-
     def append(self, token: int) -> None:
         self.tokens.append(token)
         if self.history is not None:

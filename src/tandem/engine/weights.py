@@ -123,7 +123,7 @@ def load(
         dtype=chosen,
         device=device,
         weight_bytes=weight_bytes,
-        is_packed=packing is not None and scheme is None,
+        is_packed=bool(source.packed_bytes) and scheme is None,
         attention=_attention_rules(config, own_layers),
         layout_fields=_layout_fields(
             config, chosen, weights_digest({n: digests[n] for n in source.taken}), scheme, kv_is_int8, stage.size

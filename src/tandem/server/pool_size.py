@@ -101,7 +101,8 @@ def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float =
         )
 
     sharing = config.num_workers_here if config.device == "cpu" else 1
-    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=model.weight_bytes) // sharing
+    weight_bytes = model.weight_bytes * (copies_here(config) if model.is_packed else 1)
+    left_bytes = machine_memory.bytes_left(model.device, weight_bytes=weight_bytes) // sharing
     fitting = fit(left_bytes)
     if config.max_total_tokens is not None:
         num_pages = ceil_div(config.max_total_tokens, config.page_tokens)
@@ -122,3 +123,8 @@ def pool_pages(config: ServerConfig, model: LoadedModel, windowed_share: float =
             "raise --max-total-tokens or --mem-fraction-static, or lower --page-size"
         )
     return num_pages
+
+
+def copies_here(config: ServerConfig) -> int:
+    """How often this host has all weights where each worker has its own copy of its part, at most."""
+    return max(1, config.num_workers_here // (config.cut.tp_size * config.cut.pp_size))

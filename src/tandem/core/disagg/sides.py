@@ -162,9 +162,7 @@ class Arrival:
 
     peer: Incarnation  # the prefill to which READY is said
     held_pages: int  # pages before this one were here already, as READY says
-    first_wanted: (
-        int  # and those before this one, from `held_pages` on, were found here, or have come for others, since
-    )
+    first_wanted: int  # and those before this one, from `held_pages` on, were found here or came for others since
     num_wanted: int  # pages [first_wanted, first_wanted + num_wanted) have to come
     offered: int  # pages [first_wanted, offered) were offered and, if it has pages for them, a pull was asked
     ready_at: Nanos

@@ -3,8 +3,9 @@
 A chunk that a GPU computes in milliseconds takes a large model on a CPU seconds, and whoever decodes stands still
 meanwhile. So what is launched of prompts between two decode batches is bounded by time: by what a prompt token has cost
 in batches of nothing else on this node. Until that is known a batch is as large as it may be. Fewer than `min_tokens`
-are not worth a batch. Nor are fewer than cost as much as a batch does however few it has, where that is more than half
-of the time: they would wait as long, and be computed at a fraction of the rate.
+are not worth a batch. Where a batch takes more than half of the time however few it has, there is one between two
+decode batches, and fewer than cost as much again are not worth it: others would wait as long, for a fraction of the
+rate.
 """
 
 from dataclasses import dataclass, field
@@ -49,6 +50,8 @@ class ChunkBudget:
         """0: it is the turn of those who decode."""
         if stall is None or not self.token_ns:
             return most
+        if self.dear_batches(stall) is not None:
+            return 0 if self.num_launched else min(most, self.tokens_in_turn(stall, page_size))
         allowed = self.tokens_in_turn(stall, page_size) - self.num_launched
         return min(most, allowed) if allowed >= page_size else 0
 
@@ -58,6 +61,11 @@ class ChunkBudget:
 
     def tokens_in_turn(self, stall: PrefillStall, page_size: int) -> int:
         least = max(stall.min_tokens, page_size)
-        if self.line is not None and 2 * self.line.fixed_ns > stall.max_ns:
-            return max(self.line.fixed_ns // max(1, self.line.token_ns), least)
+        if (line := self.dear_batches(stall)) is not None:
+            return max(line.fixed_ns // max(1, line.token_ns), least)
         return max(stall.max_ns // self.token_ns, least)
+
+    def dear_batches(self, stall: PrefillStall) -> CostLine | None:
+        """What they cost, if two would take longer than is allowed, however few tokens they had."""
+        line = self.line
+        return line if line is not None and 2 * line.fixed_ns > stall.max_ns else None

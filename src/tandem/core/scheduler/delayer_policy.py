@@ -156,9 +156,11 @@ def remember_batch(sizes: tuple[int, ...], size: int, *, window: int) -> tuple[i
     return (*sizes, size)[-window:]
 
 
-def expected_batch(*, num_waiting: int, num_running: int, max_running: int) -> int:
+def expected_batch(*, num_waiting: int, num_running: int, max_running: int, most: int | None = None) -> int:
     """How many requests a prompt batch that found no slots would have had: so a peak of long ago is forgotten.
 
     Not one that the queue gate denied: while it waits for more it would get used to fewer, and let them through.
+    most: requests that may share a batch; None: any number.
     """
-    return min(max(num_waiting, 1), max(max_running - num_running, 1))
+    size = min(max(num_waiting, 1), max(max_running - num_running, 1))
+    return size if most is None else min(size, most)

@@ -160,6 +160,7 @@ class Delayer(Struct, frozen=True):
                 num_waiting=load.num_waiting,
                 num_running=load.num_running,
                 max_running=node.settings.max_running,
+                most=self.settings.prompt_batch_max,
             )
             state.batches = remember_batch(state.batches, num_rows or would_be, window=self.settings.window)
         outcome = (decision.estimation, decision.allows, decision.reason, num_rows > 0)

@@ -119,7 +119,7 @@ def _view(block: Layer) -> LayerView | None:
     if not all(isinstance(linear, RowParallelLinear) and linear.group.shard.size == 1 for linear in rows):
         return None
     linears = (*columns, block.o_proj, *inner, mlp.down_proj)
-    if not all(_lies_in_rows(linear.weight) for linear in linears):
+    if not all(_lies_as_kernels_read_it(linear.weight) for linear in linears):
         return None
     q_norm, k_norm = (None, None) if qk_norm is None else (qk_norm.q, qk_norm.k)
     norms = (block.before_attention, q_norm, k_norm, block.before_mlp)
@@ -127,5 +127,5 @@ def _view(block: Layer) -> LayerView | None:
     return LayerView(*addresses, *(LinearView.of(linear.weight, linear.bias) for linear in linears))
 
 
-def _lies_in_rows(weight: LinearWeight) -> bool:
+def _lies_as_kernels_read_it(weight: LinearWeight) -> bool:
     return not isinstance(weight, Tensor) or (weight.device.type == "cpu" and weight.is_contiguous())
