@@ -46,6 +46,15 @@ def test_where_no_time_is_reported_nothing_is_known() -> None:
     assert learned(1000, 2000, 1000, 3000, fixed_ms=0, token_us=0).fixed_ns == 0
 
 
+def test_no_batch_is_said_to_cost_more_than_the_cheapest_took() -> None:
+    """The first prompt after a start may wait for weights that are on disk: little of it is what batches cost."""
+    cost = BatchCost()
+    cost.learn(16, Nanos(3000 * MILLISECOND), num_decoding=0, is_mixed=False)
+    for size in (130, 512, 40, 130, 512):
+        cost.learn(size, Nanos(20 * MILLISECOND + size * MILLISECOND), num_decoding=0, is_mixed=False)
+    assert 20 * MILLISECOND <= cost.fixed_ns <= 60 * MILLISECOND
+
+
 def test_what_batches_cost_long_ago_is_forgotten() -> None:
     cost = learned(*[1000, 3000] * 100, fixed_ms=200)
     for size in [1000, 3000] * 150:

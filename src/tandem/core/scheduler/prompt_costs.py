@@ -31,6 +31,7 @@ class BatchCost:
     took_us: int = 0  # why not ns: products of these fit 63 bits in snapshots
     tokens_squared: int = 0
     tokens_took: int = 0
+    least_us: int = 0  # that any of the last ones took; 0: not known
     decode_us: int = 0  # the last batch without prompts
 
     def learn(self, num_tokens: int, duration_ns: Nanos, *, num_decoding: int, is_mixed: bool) -> None:
@@ -42,6 +43,8 @@ class BatchCost:
             self.add(num_tokens, max(0, took_us - self.decode_us) if num_decoding else took_us)
 
     def add(self, num_tokens: int, took_us: int) -> None:
+        if took_us:
+            self.least_us = min(self.least_us or took_us, took_us)
         self.num_batches += 1
         self.tokens += num_tokens
         self.took_us += took_us
@@ -53,6 +56,7 @@ class BatchCost:
             self.took_us //= 2
             self.tokens_squared //= 2
             self.tokens_took //= 2
+            self.least_us = 0
 
     @property
     def fixed_ns(self) -> Nanos:
@@ -68,7 +72,11 @@ class BatchCost:
             return None
         at_none = self.took_us * self.tokens_squared - self.tokens * self.tokens_took
         slope = self.num_batches * self.tokens_took - self.tokens * self.took_us
-        return CostLine(Nanos(max(0, 1000 * at_none // spread)), Nanos(max(0, 1000 * slope // spread)))
+        # A first batch that waited for the disk tilts the line for long; but no batch takes less than its own cost.
+        fixed_ns = max(0, 1000 * at_none // spread)
+        if self.least_us:
+            fixed_ns = min(fixed_ns, 1000 * self.least_us)
+        return CostLine(Nanos(fixed_ns), Nanos(max(0, 1000 * slope // spread)))
 
 
 def remember_arrivals(known: tuple[Nanos, ...], times: Iterable[Nanos]) -> tuple[Nanos, ...]:

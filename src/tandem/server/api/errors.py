@@ -66,7 +66,7 @@ class Rule(Struct, frozen=True):
 
 RULES: dict[Code, Rule] = {
     Problem.INVALID_JSON: Rule(400, False, "edge or router", "send a JSON object; the message names the position"),
-    Problem.INVALID_VALUE: Rule(400, False, "edge", "correct the field named in `param`"),
+    Problem.INVALID_VALUE: Rule(400, False, "edge or router", "correct the field named in `param`"),
     Problem.INVALID_COMBINATION: Rule(
         400, False, "edge", "change one of the fields that `message` names: each is right by itself"
     ),
