@@ -2284,8 +2284,8 @@ OTHERS = (
     Break(
         "decode_row_writes_its_last_token_only",
         "batch_tables.py",
-        "Span(member, len(member.tokens) - block, len(member.tokens), True)",
-        "Span(member, len(member.tokens) - 1, len(member.tokens), True)",
+        "TokenSpan(member, len(member.tokens) - block, len(member.tokens), True)",
+        "TokenSpan(member, len(member.tokens) - 1, len(member.tokens), True)",
         BLOCKS + "tokens_are_the_same_for_blocks_of_any_size",
     ),
     Break(

@@ -5,21 +5,21 @@ member leaves.
 """
 
 from collections.abc import Collection
-from collections.abc import Sequence as Values
+from collections.abc import EngineSequence as Values
 
 import numpy as np
 
-from tandem.engine.sequence import Sequence
+from tandem.engine.sequence import EngineSequence
 
 INITIAL_ROWS = 16
 INITIAL_PAGES = 16
 
 
-class DecodeSet:
+class ArrayDecodeSet:
     """Arrays have one entry per member, in join order; beyond `len(self)` they hold leftovers."""
 
     def __init__(self) -> None:
-        self.members: list[Sequence] = []
+        self.members: list[EngineSequence] = []
         self._row_of: dict[int, int] = {}
         self._last_tokens = np.zeros(INITIAL_ROWS, dtype=np.int64)
         self._lengths = np.zeros(INITIAL_ROWS, dtype=np.int64)
@@ -52,7 +52,7 @@ class DecodeSet:
         """[n, width] page ids; entries beyond a member's own pages are page ids that somebody once had"""
         return self._tables[: len(self.members)]
 
-    def join(self, sequence: Sequence) -> None:
+    def join(self, sequence: EngineSequence) -> None:
         assert sequence.request not in self._row_of, "a request joins once"
         row = len(self.members)
         if row == len(self._lengths):
@@ -75,7 +75,7 @@ class DecodeSet:
         self.members = [self.members[row] for row in kept]
         self._row_of = {member.request: row for row, member in enumerate(self.members)}
 
-    def refresh_table(self, sequence: Sequence) -> None:
+    def refresh_table(self, sequence: EngineSequence) -> None:
         """The sequence's page table has changed."""
         if sequence.request in self._row_of:
             self._set_table(self._row_of[sequence.request], sequence)
@@ -91,7 +91,7 @@ class DecodeSet:
             for token in own:
                 member.append(token)
 
-    def _set_table(self, row: int, sequence: Sequence) -> None:
+    def _set_table(self, row: int, sequence: EngineSequence) -> None:
         if len(sequence.pages) > self._tables.shape[1]:
             self._reserve(rows=len(self._lengths), pages=2 * len(sequence.pages))
         self._tables[row, : len(sequence.pages)] = sequence.pages

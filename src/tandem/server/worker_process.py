@@ -342,7 +342,7 @@ def join_replica(launch: Launch, listener_fd: int | None) -> Place:
         if topology.attn_dp_size > 1:
             ranks = row_exchange.RowExchange(Shard(topology.attn_dp_rank, topology.attn_dp_size), lockstep, **at)
             return Place(device, OneShard(shared=ranks), OneStage(), process_group.least, ranks, lockstep)
-        peers = process_group.Peers(launch.rank, is_exact=launch.config.deterministic, **at)
+        peers = process_group.ReplicaGroup(launch.rank, is_exact=launch.config.deterministic, **at)
     except (OSError, RuntimeError) as error:
         raise ServerFailure(f"the workers of this server do not find each other: {error}") from error
     return Place(device, peers.group, peers.pipeline, process_group.least, OneRank(), lockstep, peers.context)
