@@ -4,8 +4,7 @@ A steady step touches no Python object per row except to append the sampled toke
 member leaves.
 """
 
-from collections.abc import Collection
-from collections.abc import EngineSequence as Values
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -80,7 +79,7 @@ class ArrayDecodeSet:
         if sequence.request in self._row_of:
             self._set_table(self._row_of[sequence.request], sequence)
 
-    def append(self, tokens: Values[int]) -> None:
+    def append(self, tokens: Sequence[int]) -> None:
         """Every member has got its next tokens, as many as the others, in join order."""
         if not self.members:
             return

@@ -19,7 +19,7 @@ Of several workers each runs its part of every pass, and one samples and tells t
 """
 
 import math
-from collections.abc import EngineSequence as Values
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class Denoiser:
         words[blocks.mask_id // 32] &= np.uint32(0xFFFFFFFF ^ 1 << blocks.mask_id % 32)
         self._allowed = words.tobytes()
 
-    def run(self, final: Values[TokenSpan[EngineSequence]], samplers: Values[EngineSequence]) -> Sampled | None:
+    def run(self, final: Sequence[TokenSpan[EngineSequence]], samplers: Sequence[EngineSequence]) -> Sampled | None:
         """final: whose KV is written, in whole blocks. None where nobody samples.
 
         All workers have the tokens then; what is said of them has the one that samples. Raises WorkerGone.
@@ -89,7 +89,7 @@ class Denoiser:
             counts=tuple(draft.num_said for draft in drafts),
         )
 
-    def _pass(self, final: Values[TokenSpan[EngineSequence]], drafts: Values[Draft[EngineSequence]]) -> None:
+    def _pass(self, final: Sequence[TokenSpan[EngineSequence]], drafts: Sequence[Draft[EngineSequence]]) -> None:
         batch = self._batch(final, drafts)
         self._attention.plan(batch)
         hidden = behind_all_layers(self._model, self._pipeline, Step(batch, self._attention))
@@ -122,7 +122,7 @@ class Denoiser:
         others[self._blocks.mask_id] = -math.inf
         return float(others[token] - others.logsumexp(dim=0))
 
-    def _batch(self, final: Values[TokenSpan[EngineSequence]], drafts: Values[Draft[EngineSequence]]) -> Batch:
+    def _batch(self, final: Sequence[TokenSpan[EngineSequence]], drafts: Sequence[Draft[EngineSequence]]) -> Batch:
         """Final tokens, then drafts, of which every mask is scored."""
         size, page_size, device = self._blocks.block_tokens, self._kv.page_size, self._model.device
         parts = [(s.sequence, s.start, np.array(s.sequence.tokens[s.start : s.stop], dtype=np.int64)) for s in final]
@@ -163,7 +163,7 @@ class Denoiser:
 
 
 def _take(
-    draft: Draft[EngineSequence], tokens: np.ndarray, flags: bytes, sureness: Values[float], *, least: float
+    draft: Draft[EngineSequence], tokens: np.ndarray, flags: bytes, sureness: Sequence[float], *, least: float
 ) -> None:
     """What a pass has found for each mask. sureness, least: logarithms of a share."""
     best = max(sureness)

@@ -73,7 +73,7 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBlock:
+class StateSpaceLayer:
     """Its mixer has a state. `before` and `after` as of `DecoderLayer`."""
 
     before_mixer: RMSNorm
@@ -105,7 +105,7 @@ class Decoder:
     rotary: tuple[
         RotaryTable | None, ...
     ]  # of each block; one object for those that turn alike, None: it turns nothing
-    blocks: tuple[DecoderLayer | StateBlock, ...]
+    blocks: tuple[DecoderLayer | StateSpaceLayer, ...]
     norm: RMSNorm
     head: VocabParallelHead | None  # None: it is asked for vectors only
     logit_cap: float | None = None
@@ -312,7 +312,7 @@ def build_decoder(
     weights: Weights,
     group: Group,
     stage: Shard,
-    block: Callable[[Loader], DecoderLayer | StateBlock],
+    block: Callable[[Loader], DecoderLayer | StateSpaceLayer],
     *,
     norms_add_one: bool = False,
     embedding_scale: float = 1.0,
