@@ -485,8 +485,8 @@ BREAKS = (
     Break(
         "failed_transfers_are_our_mistake",
         "server/api/errors.py",
-        "Cause.TRANSFER_FAILED: Rule(502, True,",
-        "Cause.TRANSFER_FAILED: Rule(500, True,",
+        "Cause.TRANSFER_FAILED: ErrorRule(502, True,",
+        "Cause.TRANSFER_FAILED: ErrorRule(500, True,",
         EDGES + "strictly_remote_a_failed_transfer_is_an_error_and_never_a_fallback",
     ),
     # sglang#27028
@@ -648,8 +648,8 @@ BREAKS = (
     Break(
         "waiting_in_vain_is_our_mistake",
         "server/api/errors.py",
-        "Cause.WAITING_TIMEOUT: Rule(504,",
-        "Cause.WAITING_TIMEOUT: Rule(500,",
+        "Cause.WAITING_TIMEOUT: ErrorRule(\n        504,",
+        "Cause.WAITING_TIMEOUT: ErrorRule(\n        500,",
         EDGES + "a_prefill_that_never_sends_ends_decodes_half_in_time_and_strictly_remote_means_no_fallback",
     ),
     Break(

@@ -27,7 +27,7 @@ from tandem.server.api.bootstrap import BootstrapServer
 from tandem.server.api.bootstrap_client import BootstrapClient
 from tandem.server.api.bootstrap_questions import registration
 from tandem.server.api.cluster_auth import WriteGuard, signed_headers
-from tandem.server.api.connections import Bounds
+from tandem.server.api.connections import ConnectionBounds
 from tandem.server.api.hosts import Hosts
 from tandem.server.channel import Frames, frame
 from tandem.server.documents import BadDocument, read_ranks, read_replica
@@ -68,7 +68,7 @@ class Server:
         registry.register(own, is_own=True)
         registry.register(registration(replica(1, of=2, life=2)))
         served = Served(
-            BootstrapServer(registry, guard, now=lambda: NOW).app(), self._loop, protocol=Bounds().protocol()
+            BootstrapServer(registry, guard, now=lambda: NOW).app(), self._loop, protocol=ConnectionBounds().protocol()
         )
         if crc32(data) % 8:
             data = signed(data, guard.challenge())

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from tandem.core.commands import FailRequest
-from tandem.server.api.live_requests import End, LiveRequests
+from tandem.server.api.live_requests import EndRequest, LiveRequests
 from tandem.server.fault_records import OURS
 from tandem.server.record_file import Machine
 from tandem.server.ring import PACK_EVERY, SEGMENT_BYTES, Ring
@@ -90,7 +90,7 @@ class EdgeRing:
 
     def _look_for_faults(self, name: str, actions: Sequence[object]) -> None:
         for action in actions:
-            if isinstance(action, End) and isinstance(action.terminal, FailRequest):
+            if isinstance(action, EndRequest) and isinstance(action.terminal, FailRequest):
                 request, cause = action.terminal.request, action.terminal.cause
                 if name == WAKE:
                     self._failed(f"the node kept silent of request {request}")
