@@ -3409,7 +3409,7 @@ OTHERS = (
     Break(
         "a_server_that_starts_says_nothing",
         "server/node/kv_publisher.py",
-        "self.publish([Announced(AnnounceCleared())])",
+        "self.publish([KvAnnouncement(AnnounceCleared())])",
         "self._next_number += 1",
         KV_SENT + "a_subscriber_gets_topic_number_and_batch_and_missed_ones_again",
     ),
